@@ -1,0 +1,58 @@
+"""Writing files so that a reader, or the next run, never meets half of one."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary neighbour of `path`, flush it to the disk, then rename it.
+
+    Until the rename, `path` keeps what it held; whatever goes wrong, the temporary file is removed.
+
+    Args:
+        path: the file to make or replace; its folder must exist.
+        write: called with the temporary path, to create the content.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written; `path` is unchanged.
+    """
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        # mkstemp makes a private file; give it the mode that open() would have given.
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text with `write_atomically`."""
+    write_atomically(path, lambda temporary: _write_all(temporary, text))
+
+
+def _write_all(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    # A rename is on the disk only once its folder is (POSIX); Windows cannot open folders.
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
