@@ -1,1 +1,1 @@
-"""placeholder"""
+"""The Transformer, with the matrices of every head in your hands."""

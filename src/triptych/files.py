@@ -35,11 +35,16 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text with `write_atomically`."""
-    write_atomically(path, lambda temporary: _write_all(temporary, text))
+    write_bytes(path, text.encode())
 
 
-def _write_all(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="\n")
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write bytes with `write_atomically`."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(content)
+
+    write_atomically(path, write)
 
 
 def _umask() -> int:

@@ -1,1 +1,32 @@
-"""Room: text."""
+"""Text on its way to a model and back.
+
+Parallel corpora are read from files, Hugging Face datasets or the corpus that the package generates;
+byte-level tokenizers are trained and turn sentences into ids without loss; the ids of a corpus are kept in
+compact arrays, cached on disk, and dealt out in batches of like length within a budget of tokens.
+"""
+
+from triptych.text.batches import Batch, TokenBatches
+from triptych.text.corpora import CorpusCounts, CorpusSpec, ParallelCorpus, read_parallel
+from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
+from triptych.text.generated import generate_pairs
+from triptych.text.lines import iterate_lines, read_lines
+from triptych.text.tokenizers import Tokenizer, TokenizerPair, TokenizerSpec, train_tokenizers
+
+__all__ = [
+    "Batch",
+    "CorpusCounts",
+    "CorpusSpec",
+    "EncodedCorpus",
+    "ParallelCorpus",
+    "TokenBatches",
+    "TokenSequences",
+    "Tokenizer",
+    "TokenizerPair",
+    "TokenizerSpec",
+    "encode_corpus",
+    "generate_pairs",
+    "iterate_lines",
+    "read_lines",
+    "read_parallel",
+    "train_tokenizers",
+]

@@ -1,1 +1,30 @@
-"""Room: training."""
+"""Recipe, objective, schedule, the loop, and the state it resumes from."""
+
+from triptych.training.loop import Outcome, Trainer
+from triptych.training.objective import Loss, output_loss, reference_loss
+from triptych.training.recipe import (
+    DataConfig,
+    DecodingConfig,
+    Recipe,
+    TrainingConfig,
+    ValidationConfig,
+    read_recipe,
+    resolve,
+)
+from triptych.training.schedule import learning_rate
+
+__all__ = [
+    "DataConfig",
+    "DecodingConfig",
+    "Loss",
+    "Outcome",
+    "Recipe",
+    "Trainer",
+    "TrainingConfig",
+    "ValidationConfig",
+    "learning_rate",
+    "output_loss",
+    "read_recipe",
+    "reference_loss",
+    "resolve",
+]

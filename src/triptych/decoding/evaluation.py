@@ -1,0 +1,74 @@
+"""Scores of translations: sacreBLEU's BLEU and chrF, with signatures and bootstrap intervals."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+
+from triptych.errors import DataError
+
+
+@dataclass(frozen=True)
+class Score:
+    """A corpus score with its 95 % bootstrap interval.
+
+    Attributes:
+        name: "BLEU" or "chrF2".
+        value: of the whole corpus, 0 to 100.
+        low: lower end of the interval.
+        high: upper end.
+        signature: what sacreBLEU needs to know to give the same number again.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+    signature: str
+
+    def line(self) -> str:
+        """In one line."""
+        return f"{self.name} {self.value:.2f} [{self.low:.2f}, {self.high:.2f}]  {self.signature}"
+
+
+def score_translations(
+    hypotheses: Sequence[str], references: Sequence[str], num_resamples: int = 1000, seed: int = 12345
+) -> list[Score]:
+    """BLEU and chrF of translations against one reference each.
+
+    The interval is the middle 95 % of the scores of `num_resamples` corpora of the same size, drawn
+    with replacement (Koehn 2004). sacreBLEU's own sentence statistics are summed, so the score of the
+    whole corpus is sacreBLEU's to the last digit.
+
+    Raises:
+        DataError: the numbers of lines differ, or there is none.
+    """
+    if len(hypotheses) != len(references):
+        raise DataError(f"{len(hypotheses):,} translations but {len(references):,} references")
+    if not hypotheses:
+        raise DataError("there is no line to score")
+    return [_score(metric, hypotheses, references, num_resamples, seed) for metric in (BLEU(), CHRF())]
+
+
+def _score(
+    metric: BLEU | CHRF, hypotheses: Sequence[str], references: Sequence[str], num_resamples: int, seed: int
+) -> Score:
+    whole = metric.corpus_score(list(hypotheses), [list(references)])
+    statistics = np.array(
+        metric._extract_corpus_statistics(list(hypotheses), [list(references)]), dtype=np.float64
+    )
+    random = np.random.default_rng(seed)
+    resampled = []
+    for _ in range(num_resamples):
+        rows = random.integers(0, len(statistics), len(statistics))
+        resampled.append(metric._compute_score_from_stats(statistics[rows].sum(axis=0).tolist()).score)
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    signature = str(metric.get_signature())
+    return Score(whole.name, float(whole.score), float(low), float(high), signature)
+
+
+def measure_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:
+    """Corpus BLEU alone, quickly."""
+    return float(BLEU().corpus_score(list(hypotheses), [list(references)]).score)

@@ -1,0 +1,199 @@
+"""Greedy and beam search.
+
+A hypothesis is judged by its log-probability over the paper's length penalty,
+
+    log P(Y | X) / lp(Y)        lp(Y) = ((5 + |Y|) / 6)^α
+
+where |Y| counts the tokens with the end of sentence. Source: Wu et al. 2016, arXiv 1609.08144,
+section 7; Vaswani et al. 2017, section 6.1, for the limit on length.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from triptych.attention import DecoderCache
+from triptych.models import EncoderDecoder
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How to search.
+
+    Attributes:
+        beam_size: hypotheses kept at every step; 1 is greedy.
+        alpha: exponent of the length penalty; 0 for none.
+        max_extra_tokens: a sentence's output ends at the number of its tokens plus this.
+        num_best: hypotheses returned, at most beam_size.
+        use_cache: keep keys and values of earlier tokens; without it every step starts over, which
+            is slow and gives the same.
+    """
+
+    beam_size: int = 4
+    alpha: float = 0.6
+    max_extra_tokens: int = 50
+    num_best: int = 1
+    use_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.beam_size < 1:
+            raise ValueError(f"beam_size is {self.beam_size}: it must be at least 1")
+        if not 1 <= self.num_best <= self.beam_size:
+            raise ValueError(
+                f"num_best is {self.num_best}: it must be between 1 and beam_size ({self.beam_size})"
+            )
+        if self.alpha < 0 or self.max_extra_tokens < 1:
+            raise ValueError("alpha must be at least 0 and max_extra_tokens at least 1")
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A finished output.
+
+    Attributes:
+        ids: its tokens, without beginning and end of sentence.
+        log_prob: natural logarithm of its probability, the end of sentence included.
+        score: log_prob over the length penalty.
+    """
+
+    ids: tuple[int, ...]
+    log_prob: float
+    score: float
+
+
+def length_penalty(length: int, alpha: float) -> float:
+    """`((5 + length) / 6)^α`."""
+    return float(((5 + length) / 6) ** alpha)
+
+
+@torch.no_grad()
+def search(
+    model: EncoderDecoder,
+    src: Int[Tensor, "batch src_len"],
+    options: SearchOptions,
+    bos_id: int,
+    eos_id: int,
+) -> list[list[Hypothesis]]:
+    """The best outputs for each source sentence, best first.
+
+    Sentences do not influence each other: each has its own limit and its own end. A sentence is done
+    when it has beam_size finished hypotheses, or when none of its open ones can overtake the last
+    one wanted.
+
+    Args:
+        model: in evaluation mode.
+        src: token ids with the end of sentence, padded with the model's pad_id.
+        options: how to search.
+        bos_id: the token every output begins with.
+        eos_id: the token that ends one.
+
+    Returns:
+        num_best hypotheses for every sentence (fewer only where the search found fewer).
+    """
+    beams = _Beams(model, src, options, bos_id, eos_id)
+    while beams.open_sentences:
+        beams.advance()
+    return beams.results()
+
+
+@final
+class _Beams:
+    """The open hypotheses of all unfinished sentences: `beam_size` rows for each, side by side."""
+
+    def __init__(
+        self, model: EncoderDecoder, src: Tensor, options: SearchOptions, bos_id: int, eos_id: int
+    ) -> None:
+        self.model, self.options, self.eos_id = model, options, eos_id
+        self.never = torch.tensor([model.pad_id, bos_id], device=src.device)
+        self.memory = model.encode(src)
+        self.memory_mask = model.memory_mask(src)
+        self.cache = DecoderCache(len(model.decoder)) if options.use_cache else None
+        batch, k = src.shape[0], options.beam_size
+        self.open_sentences = list(range(batch))
+        source_tokens = (src != model.pad_id).sum(dim=1) - 1  # the end of sentence does not count
+        self.limits = [int(n) + options.max_extra_tokens for n in source_tokens]
+        self.ids = torch.full((batch * k, 1), bos_id, device=src.device)
+        # All rows of a sentence begin alike: only the first may be continued, or all would be copies.
+        self.log_probs = torch.full((batch, k), -torch.inf, device=src.device)
+        self.log_probs[:, 0] = 0.0
+        self.finished: list[list[Hypothesis]] = [[] for _ in range(batch)]
+
+    def advance(self) -> None:
+        """Lengthen every open hypothesis by a token."""
+        k = self.options.beam_size
+        totals = self.log_probs[:, :, None] + self._next_log_probs()
+        vocab = totals.shape[-1]
+        # Twice the beam: even if half of it ends here, a full beam stays open.
+        values, places = totals.flatten(1).topk(min(2 * k, k * vocab - 1), dim=1)
+        parents, tokens = places // vocab, places % vocab
+        ends = tokens == self.eos_id
+        self._collect(values[:, :k], parents[:, :k], ends[:, :k])
+        still_open = values.masked_fill(ends, -torch.inf).topk(k, dim=1)
+        self._continue(
+            still_open.values, parents.gather(1, still_open.indices), tokens.gather(1, still_open.indices)
+        )
+
+    def results(self) -> list[list[Hypothesis]]:
+        """The best of each sentence."""
+        return [_best_first(found)[: self.options.num_best] for found in self.finished]
+
+    def _next_log_probs(self) -> Float[Tensor, "open beam vocab"]:
+        new = self.ids[:, -1:] if self.cache else self.ids
+        x = self.model.decode(new, self.memory, self.memory_mask, self.cache)[:, -1]
+        logits = self.model.logits(x).float()
+        logits.index_fill_(1, self.never, -torch.inf)
+        log_probs = logits.log_softmax(dim=-1).view(len(self.open_sentences), self.options.beam_size, -1)
+        length = self.ids.shape[1]  # with the token to come, without the first
+        at_limit = [i for i, sentence in enumerate(self.open_sentences) if length > self.limits[sentence]]
+        if at_limit:
+            of_end = log_probs[at_limit, :, self.eos_id]
+            log_probs[at_limit] = -torch.inf
+            log_probs[at_limit, :, self.eos_id] = of_end
+        return log_probs
+
+    def _collect(self, values: Tensor, parents: Tensor, ends: Tensor) -> None:
+        """Note the hypotheses among the best beam_size candidates that end here."""
+        ends = ends & values.isfinite()
+        length = self.ids.shape[1]
+        penalty = length_penalty(length, self.options.alpha)
+        for place, rank in ends.nonzero().tolist():
+            row = place * self.options.beam_size + int(parents[place, rank])
+            log_prob = float(values[place, rank])
+            found = Hypothesis(tuple(self.ids[row, 1:].tolist()), log_prob, log_prob / penalty)
+            self.finished[self.open_sentences[place]].append(found)
+
+    def _continue(self, values: Tensor, parents: Tensor, tokens: Tensor) -> None:
+        best_open = values[:, 0].tolist()
+        places = [
+            place
+            for place, sentence in enumerate(self.open_sentences)
+            if not self._is_done(sentence, best_open[place])
+        ]
+        k = self.options.beam_size
+        dropped = len(places) < len(self.open_sentences)
+        kept = torch.tensor(places, dtype=torch.long, device=values.device)
+        rows = (kept[:, None] * k + parents[kept]).flatten()
+        self.ids = torch.cat([self.ids[rows], tokens[kept].view(-1, 1)], dim=1)
+        self.log_probs = values[kept]
+        self.open_sentences = [self.open_sentences[place] for place in places]
+        if dropped:
+            self.memory, self.memory_mask = self.memory[kept], self.memory_mask[kept]
+        if self.cache and places:
+            self.cache.select(rows, kept if dropped else None)
+
+    def _is_done(self, sentence: int, best_open: float) -> bool:
+        found = self.finished[sentence]
+        if len(found) >= self.options.beam_size or best_open == -torch.inf:
+            return True
+        if len(found) < self.options.num_best:
+            return False
+        wanted = _best_first(found)[self.options.num_best - 1].score
+        # A log-probability only falls; the longest output has the kindest penalty.
+        return wanted >= best_open / length_penalty(self.limits[sentence] + 1, self.options.alpha)
+
+
+def _best_first(found: list[Hypothesis]) -> list[Hypothesis]:
+    return sorted(found, key=lambda hypothesis: -hypothesis.score)

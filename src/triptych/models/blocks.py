@@ -1,0 +1,132 @@
+"""The blocks of encoder and decoder: attention and feed-forward, each in a residual sub-layer."""
+
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from triptych.attention import LayerCache, MultiHeadAttention
+from triptych.models.configuration import AttentionConfig, ModelConfig
+from triptych.models.dropout import Dropout
+
+
+class BlockOutput(NamedTuple):
+    """A block's output and the weights of its attention layers (None unless asked for)."""
+
+    x: Float[Tensor, "batch length d_model"]
+    self_weights: Tensor | None
+    cross_weights: Tensor | None = None
+
+
+@final
+class FeedForward(nn.Module):
+    """`max(0, x W_1 + b_1) W_2 + b_2` (the paper's equation 2)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.inner = nn.Linear(config.d_model, config.d_ff)
+        self.outer = nn.Linear(config.d_ff, config.d_model)
+        self.dropout = Dropout(config.activation_dropout)
+        for linear in (self.inner, self.outer):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
+        """Apply to every position alike."""
+        return self.outer(self.dropout(torch.relu(self.inner(x))))  # type: ignore[no-any-return]
+
+
+@final
+class Residual(nn.Module):
+    """The frame around a sub-layer: where its norm stands, its dropout, and the sum.
+
+    Post-norm, the paper's: `norm(x + dropout(f(x)))`. Pre-norm: `x + dropout(f(norm(x)))`.
+    A sub-layer is called between `enter` and `leave`.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.d_model)
+        self.dropout = Dropout(config.dropout)
+        self.pre = config.norm == "pre"
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What the sub-layer reads."""
+        return self.norm(x) if self.pre else x
+
+    def leave(self, x: Tensor, change: Tensor) -> Tensor:
+        """The stream after the sub-layer, from the stream before it and its output."""
+        total = x + self.dropout(change)
+        return total if self.pre else self.norm(total)  # type: ignore[no-any-return]
+
+
+def _attention(config: ModelConfig, site: AttentionConfig) -> MultiHeadAttention:
+    resolved = config.site(site)
+    return MultiHeadAttention(
+        config.d_model,
+        resolved.num_heads or config.num_heads,
+        resolved.parameterisation(),
+        dropout=resolved.dropout,
+    )
+
+
+@final
+class EncoderBlock(nn.Module):
+    """Self-attention, then feed-forward."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attention = _attention(config, config.encoder.attention)
+        self.self_residual = Residual(config)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_residual = Residual(config)
+
+    def forward(self, x: Tensor, mask: Tensor | None, need_weights: bool = False) -> BlockOutput:
+        """Read and write `[batch, src_len, d_model]`."""
+        attended = self.self_attention(self.self_residual.enter(x), mask=mask, need_weights=need_weights)
+        x = self.self_residual.leave(x, attended.output)
+        x = self.feed_forward_residual.leave(x, self.feed_forward(self.feed_forward_residual.enter(x)))
+        return BlockOutput(x, attended.weights)
+
+
+@final
+class DecoderBlock(nn.Module):
+    """Causal self-attention, cross-attention to the memory, then feed-forward."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attention = _attention(config, config.decoder.attention)
+        self.self_residual = Residual(config)
+        self.cross_attention = _attention(config, config.decoder.cross_attention)
+        self.cross_residual = Residual(config)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_residual = Residual(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        memory_mask: Tensor | None,
+        cache: LayerCache | None = None,
+        memory_cache: LayerCache | None = None,
+        need_weights: bool = False,
+    ) -> BlockOutput:
+        """Read and write `[batch, tgt_len, d_model]`.
+
+        While decoding, several hypotheses may share a sentence's memory: `x` then has a multiple of
+        the memory's rows, those of one sentence side by side, and each sentence's hypotheses read
+        the memory as one longer row of queries.
+        """
+        own = self.self_attention(
+            self.self_residual.enter(x), causal=True, cache=cache, need_weights=need_weights
+        )
+        x = self.self_residual.leave(x, own.output)
+        queries = self.cross_residual.enter(x)
+        shared = queries.reshape(memory.shape[0], -1, queries.shape[-1])
+        cross = self.cross_attention(
+            shared, memory=memory, mask=memory_mask, cache=memory_cache, need_weights=need_weights
+        )
+        x = self.cross_residual.leave(x, cross.output.reshape(x.shape))
+        x = self.feed_forward_residual.leave(x, self.feed_forward(self.feed_forward_residual.enter(x)))
+        return BlockOutput(x, own.weights, cross.weights)

@@ -1,0 +1,121 @@
+"""A model on the disk: `config.json` and `model.safetensors` in one folder."""
+
+import json
+from pathlib import Path
+
+import pydantic
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from triptych.errors import DataError
+from triptych.files import write_bytes, write_text
+from triptych.models.configuration import ModelConfig
+from triptych.models.encoder_decoder import EncoderDecoder
+
+_FORMAT = 1
+
+
+def model_tensors(model: EncoderDecoder) -> dict[str, torch.Tensor]:
+    """The weights by name, tied ones once."""
+    return {name: value.detach().contiguous() for name, value in model.named_parameters()}
+
+
+def write_config(model: EncoderDecoder, folder: Path) -> None:
+    """Write `config.json`."""
+    record = {
+        "format": _FORMAT,
+        "architecture": "encoder-decoder",
+        "src_vocab_size": model.src_vocab_size,
+        "tgt_vocab_size": model.tgt_vocab_size,
+        "pad_id": model.pad_id,
+        "model": model.config.model_dump(),
+    }
+    write_text(folder / "config.json", json.dumps(record, indent=2) + "\n")
+
+
+def write_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write named tensors as safetensors, whole or not at all."""
+    write_bytes(path, save({name: tensor.cpu() for name, tensor in tensors.items()}, {"format": "pt"}))
+
+
+def write_model(model: EncoderDecoder, folder: Path) -> None:
+    """Write configuration and weights."""
+    write_config(model, folder)
+    write_weights(model_tensors(model), folder / "model.safetensors")
+
+
+def read_config(folder: Path) -> EncoderDecoder:
+    """A model of the folder's architecture, with fresh weights.
+
+    Raises:
+        DataError: `config.json` is missing or not one of ours.
+    """
+    path = folder / "config.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != _FORMAT:
+            raise DataError(
+                f"{path} has format {record['format']}, this triptych reads {_FORMAT}: "
+                "use the release that wrote it"
+            )
+        return EncoderDecoder(
+            ModelConfig.model_validate(record["model"]),
+            record["src_vocab_size"],
+            record["tgt_vocab_size"],
+            record["pad_id"],
+        )
+    except FileNotFoundError:
+        raise DataError(f"{folder} holds no config.json: give the folder of a finished run") from None
+    except (ValueError, KeyError, TypeError, pydantic.ValidationError) as error:
+        raise DataError(f"{path} is not a triptych configuration: {error}") from None
+
+
+def read_weights(model: EncoderDecoder, path: Path) -> None:
+    """Put the weights of a file into a model.
+
+    Raises:
+        DataError: the file is missing or damaged, or its names or shapes are not the model's.
+    """
+    try:
+        tensors = load_file(path)
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing: has the training run saved a model yet?") from None
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} cannot be read as safetensors ({error}): copy or train it again") from None
+    load_tensors(model, tensors, str(path))
+
+
+def load_tensors(model: EncoderDecoder, tensors: dict[str, torch.Tensor], origin: str) -> None:
+    """Copy named tensors into a model, every one of them and nothing else.
+
+    Raises:
+        DataError: names or shapes that differ; `origin` says where the tensors came from.
+    """
+    parameters = dict(model.named_parameters())
+    missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
+    if missing or unknown:
+        names = ", ".join(sorted(missing | unknown)[:3])
+        raise DataError(
+            f"{origin} does not fit its config.json: {len(missing)} tensors missing, "
+            f"{len(unknown)} unknown ({names}, …)"
+        )
+    for name, parameter in parameters.items():
+        if parameter.shape != tensors[name].shape:
+            raise DataError(
+                f"{origin}: {name} is {list(tensors[name].shape)}, the model wants {list(parameter.shape)}"
+            )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+def read_model(folder: Path) -> EncoderDecoder:
+    """Read what `write_model` wrote; in evaluation mode.
+
+    Raises:
+        DataError: files missing, damaged or not belonging together.
+    """
+    model = read_config(folder)
+    read_weights(model, folder / "model.safetensors")
+    return model.eval()

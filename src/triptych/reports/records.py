@@ -1,0 +1,111 @@
+"""What a report shows, as plain records."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class MetricPoint:
+    """What was measured at one step of training; None where nothing was."""
+
+    step: int
+    """Optimizer steps done, ≥ 0."""
+    train_loss: float | None = None
+    """Nats per target token."""
+    valid_loss: float | None = None
+    """Nats per target token, without label smoothing or dropout."""
+    bleu: float | None = None
+    """Corpus BLEU on the validation part, 0–100."""
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True)
+class TranslationSample:
+    """A sentence, what the model made of it, and, where one is known, the right translation."""
+
+    source: str
+    hypothesis: str
+    reference: str | None = None
+
+    @property
+    def is_exact(self) -> bool | None:
+        """Whether the translation is the reference to the letter; None without a reference."""
+        return None if self.reference is None else self.hypothesis == self.reference
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPicture:
+    """The attention of every head of one layer over one pair of sentences.
+
+    Raises:
+        ValueError: `weights` is not `[num_heads, tgt_len, src_len]`, has no head, or leaves 0–1.
+    """
+
+    title: str
+    source_tokens: tuple[str, ...]
+    target_tokens: tuple[str, ...]
+    weights: NDArray[np.floating]
+    """`[num_heads, tgt_len, src_len]`; every row a distribution over the source."""
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        expected = (len(self.target_tokens), len(self.source_tokens))
+        shape = self.weights.shape
+        if len(shape) != 3 or shape[0] == 0 or shape[1:] != expected:
+            raise ValueError(
+                f"{self.title!r}: weights have shape {list(shape)}; {expected[0]} target and {expected[1]} "
+                f"source tokens want [num_heads ≥ 1, {expected[0]}, {expected[1]}]"
+            )
+        # Softmax in half precision may miss 1 by a little; NaN fails the comparison too.
+        if not np.all((self.weights >= 0) & (self.weights <= 1.001)):
+            raise ValueError(f"{self.title!r}: attention weights must lie in 0–1 and be finite")
+
+    @property
+    def num_heads(self) -> int:
+        """How many heads the picture has."""
+        return int(self.weights.shape[0])
+
+    def mean_over_heads(self) -> NDArray[np.floating]:
+        """The mean of the heads' weights, `[tgt_len, src_len]`."""
+        mean: NDArray[np.floating] = self.weights.astype(np.float64).mean(axis=0)
+        return mean
+
+
+@dataclass(frozen=True)
+class Table:
+    """Anything else worth a table: a certificate's claims, the spectra of the heads.
+
+    Raises:
+        ValueError: a row has more or fewer cells than there are columns.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        for number, row in enumerate(self.rows):
+            if len(row) != len(self.columns):
+                raise ValueError(
+                    f"{self.title!r}: row {number} has {len(row)} cells for {len(self.columns)} columns"
+                )
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A training run on one page; every part but the title may be empty."""
+
+    title: str
+    summary: str = ""
+    """A few sentences; a blank line begins a new paragraph."""
+    facts: tuple[tuple[str, str], ...] = ()
+    """Name and value: size, time, scores."""
+    metrics: tuple[MetricPoint, ...] = ()
+    samples: tuple[TranslationSample, ...] = ()
+    pictures: tuple[AttentionPicture, ...] = ()
+    tables: tuple[Table, ...] = ()
+    commands: tuple[str, ...] = ()
+    """Command lines to go on with, one each."""

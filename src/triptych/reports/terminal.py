@@ -1,0 +1,65 @@
+"""Attention and translations for the terminal, as rich renderables."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from triptych.reports.records import AttentionPicture, TranslationSample
+
+# The character says the weight where there is no colour, the colour where the characters are narrow.
+_SHADES = (" ", "·", "░", "▒", "▓", "█")
+_COLOURS = ("grey35", "grey50", "steel_blue", "deep_sky_blue3", "deep_sky_blue1", "bright_white")
+_MAX_LABEL_CHARACTERS = 14
+
+
+def render_attention(picture: AttentionPicture, head: int | None = None) -> Group:
+    """A heat map: a row for each target token, a column, headed downwards, for each source token.
+
+    Args:
+        picture: weights `[num_heads, tgt_len, src_len]` with their tokens.
+        head: which head, counted from 0; None for the mean over all.
+
+    Raises:
+        ValueError: there is no such head; the message gives the number of heads.
+    """
+    if head is not None and not 0 <= head < picture.num_heads:
+        raise ValueError(f"there is no head {head}; {picture.title!r} has heads 0–{picture.num_heads - 1}")
+    weights = picture.mean_over_heads() if head is None else picture.weights[head]
+    which = f"mean of {picture.num_heads} heads" if head is None else f"head {head}"
+    table = Table(box=None, padding=(0, 0), pad_edge=False)
+    table.add_column("", justify="right", no_wrap=True)
+    height = max((len(_shorten(token)) for token in picture.source_tokens), default=0)
+    for token in picture.source_tokens:
+        # Written downwards and standing on the map, a token takes two characters of width at any length.
+        letters = "\n".join(_shorten(token).rjust(height))
+        table.add_column(Text(letters, style="bold"), width=2, no_wrap=True)
+    for token, row in zip(picture.target_tokens, weights, strict=True):
+        table.add_row(Text(f"{_shorten(token)} │", style="bold"), *(_cell(float(weight)) for weight in row))
+    # rich would fold a title of the table's own to the width of the map.
+    return Group(Text(f"{picture.title} ({which})"), table)
+
+
+def render_samples(samples: Sequence[TranslationSample]) -> Table:
+    """A table of source, translation, reference and whether the two agree to the letter."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("source", "translation", "reference", ""):
+        table.add_column(name, overflow="fold")
+    marks = {None: Text(""), True: Text("✓", style="green"), False: Text("✗", style="red")}
+    for sample in samples:
+        # Text, since a plain string may hold rich's markup, "[red]" say.
+        table.add_row(
+            Text(sample.source), Text(sample.hypothesis), Text(sample.reference or ""), marks[sample.is_exact]
+        )
+    return table
+
+
+def _cell(weight: float) -> Text:
+    level = min(int(weight * len(_SHADES)), len(_SHADES) - 1)
+    return Text(_SHADES[level] * 2, style=_COLOURS[level])
+
+
+def _shorten(token: str) -> str:
+    return token if len(token) <= _MAX_LABEL_CHARACTERS else token[: _MAX_LABEL_CHARACTERS - 1] + "…"

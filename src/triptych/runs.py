@@ -1,0 +1,302 @@
+"""Runs: a recipe becomes a folder, a folder becomes a translator.
+
+A run folder holds `config.json`, `model.safetensors`, `tokenizer.json` (and `tokenizer.target.json` if
+the two sides have one each), `recipe.toml`, `metrics.jsonl`, `README.md` and `state/`.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+
+from triptych.decoding import SearchOptions, Translator, measure_bleu
+from triptych.errors import DataError, UsageError
+from triptych.files import write_text
+from triptych.models import EncoderDecoder, read_model
+from triptych.models.storage import write_config
+from triptych.text import (
+    EncodedCorpus,
+    ParallelCorpus,
+    TokenBatches,
+    TokenizerPair,
+    encode_corpus,
+    read_parallel,
+    train_tokenizers,
+)
+from triptych.training import Outcome, Recipe, Trainer, read_recipe
+from triptych.training.loop import Scorer
+from triptych.training.memory import keep_freed_memory
+from triptych.training.progress import Display
+from triptych.training.state import Counters, read_counters
+
+_RECIPE = "recipe.toml"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A finished or interrupted run.
+
+    Attributes:
+        outcome: how it ended.
+        num_parameters: of the model.
+        padding_waste: share of padding in the training batches.
+    """
+
+    outcome: Outcome
+    num_parameters: int
+    padding_waste: float
+
+
+def train(recipe: Recipe, folder: Path, display: Display) -> Summary:
+    """Start a run.
+
+    Args:
+        recipe: what to do; relative paths in it are relative to the current folder.
+        folder: the run folder, made here; must not hold a run yet.
+        display: shows how it goes.
+
+    Raises:
+        TriptychError: input that is not as it should be, a loss no longer finite, a full disk.
+    """
+    if (folder / _RECIPE).exists():
+        raise UsageError(
+            f"{folder} already holds a run: go on with it (--resume {folder}) or name another folder (--out)"
+        )
+    base = Path.cwd()
+    _prepare(recipe)
+    train_text, valid_text = _read_texts(recipe, base, display)
+    tokenizers = train_tokenizers(recipe.tokenizer, train_text.source, train_text.target)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizers.save(folder)
+    trainer = _trainer(recipe, folder, base, tokenizers, train_text, valid_text, display)
+    write_config(trainer.model, folder)
+    # The recipe comes last: a folder that has one is a run that can be resumed.
+    write_text(folder / _RECIPE, recipe.to_toml())
+    return _run(recipe, trainer, display)
+
+
+def resume(folder: Path, overrides: Sequence[str], display: Display) -> Summary:
+    """Go on with a run from its last saved state, or from its beginning if it has none.
+
+    Args:
+        folder: the run folder.
+        overrides: only where training ends may change: `training.max_steps`, `training.max_epochs`,
+            `training.patience`.
+        display: shows how it goes.
+
+    Raises:
+        TriptychError: no run there, changed text, a damaged state; and all that `train` raises.
+    """
+    if not (folder / _RECIPE).exists():
+        raise UsageError(f"{folder} holds no run to resume: it has no {_RECIPE}")
+    allowed = {"training.max_steps", "training.max_epochs", "training.patience"}
+    for override in overrides:
+        if override.partition("=")[0].strip() not in allowed:
+            raise UsageError(
+                f"--set {override}: a resumed run keeps its recipe; only {', '.join(sorted(allowed))} may change"
+            )
+    recipe = read_recipe(folder / _RECIPE, overrides)
+    has_state = (folder / "state" / "last.safetensors").exists()
+    base = Path(read_counters(folder / "state").started_in) if has_state else Path.cwd()
+    _prepare(recipe)
+    tokenizers = TokenizerPair.load(folder)
+    train_text, valid_text = _read_texts(recipe, base, display)
+    trainer = _trainer(recipe, folder, base, tokenizers, train_text, valid_text, display)
+    if has_state:
+        trainer.resume()
+        display.say(f"resuming {folder} after step {trainer.counters.step:,}")
+    if overrides:
+        write_text(folder / _RECIPE, recipe.to_toml())
+    return _run(recipe, trainer, display)
+
+
+@final
+class Run:
+    """A finished run, opened."""
+
+    def __init__(
+        self, folder: Path, model: EncoderDecoder, tokenizers: TokenizerPair, recipe: Recipe
+    ) -> None:
+        self.folder = folder
+        self.model = model
+        self.tokenizers = tokenizers
+        self.recipe = recipe
+
+    @classmethod
+    def open(cls, folder: Path) -> "Run":
+        """Read a run folder.
+
+        Raises:
+            UsageError: there is no such folder.
+            DataError: files missing or damaged.
+        """
+        if not folder.is_dir():
+            raise UsageError(f"there is no run folder {folder}")
+        if not (folder / _RECIPE).exists():
+            raise DataError(f"{folder} is not a run folder: it has no {_RECIPE}")
+        recipe = read_recipe(folder / _RECIPE)
+        model = read_model(folder)
+        tokenizers = TokenizerPair.load(folder)
+        if tokenizers.target.vocab_size != model.tgt_vocab_size:
+            raise DataError(
+                f"{folder}: the tokenizer has {tokenizers.target.vocab_size} tokens, the model "
+                f"{model.tgt_vocab_size}: the files come from different runs"
+            )
+        return cls(folder, model, tokenizers, recipe)
+
+    def search_options(
+        self,
+        beam_size: int | None = None,
+        alpha: float | None = None,
+        num_best: int = 1,
+        max_extra_tokens: int | None = None,
+    ) -> SearchOptions:
+        """The recipe's way to search, with what is given changed.
+
+        Raises:
+            UsageError: values that do not go together.
+        """
+        decoding = self.recipe.decoding
+        try:
+            return SearchOptions(
+                beam_size=decoding.beam_size if beam_size is None else beam_size,
+                alpha=decoding.alpha if alpha is None else alpha,
+                max_extra_tokens=max_extra_tokens or decoding.max_extra_tokens,
+                num_best=num_best,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    def translator(self, options: SearchOptions | None = None) -> Translator:
+        """A translator with the run's own way to search unless another is given."""
+        return Translator(self.model, self.tokenizers, options or self.search_options())
+
+
+def load(folder: str | Path) -> Translator:
+    """The translator of a run folder: `load("runs/demo").translate(["Guten Tag."])`."""
+    return Run.open(Path(folder)).translator()
+
+
+def _prepare(recipe: Recipe) -> None:
+    torch.manual_seed(recipe.seed)
+    if recipe.training.threads is not None:
+        torch.set_num_threads(recipe.training.threads)
+    keep_freed_memory()
+
+
+def _read_texts(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelCorpus, ParallelCorpus]:
+    texts = []
+    for part, spec in (("training", recipe.data.train), ("validation", recipe.data.valid)):
+        text = read_parallel(spec, max_line_chars=recipe.data.max_line_chars, base=base)
+        display.say(f"{part} text: {text.counts.describe()}")
+        texts.append(text)
+    return texts[0], texts[1]
+
+
+def _trainer(
+    recipe: Recipe,
+    folder: Path,
+    base: Path,
+    tokenizers: TokenizerPair,
+    train_text: ParallelCorpus,
+    valid_text: ParallelCorpus,
+    display: Display,
+) -> Trainer:
+    device = _device(recipe.training.device)
+    torch.manual_seed(recipe.seed)
+    model = EncoderDecoder(
+        recipe.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size, tokenizers.target.pad_id
+    ).to(device)
+    cache = base / recipe.data.cache if recipe.data.cache else None
+    encoded = encode_corpus(train_text, tokenizers, cache_folder=cache)
+    kept, num_long = encoded.within(recipe.data.max_sentence_tokens)
+    if num_long:
+        display.say(f"{num_long:,} training pairs past {recipe.data.max_sentence_tokens} tokens left out")
+    if not len(kept):
+        raise DataError(
+            f"no training pair has at most {recipe.data.max_sentence_tokens} tokens a side: "
+            "raise data.max_sentence_tokens"
+        )
+    judged, _ = encode_corpus(valid_text, tokenizers, cache_folder=cache).within(
+        recipe.data.max_sentence_tokens
+    )
+    if not len(judged):
+        raise DataError("no validation pair is within data.max_sentence_tokens")
+    counters = Counters(fingerprint=_fingerprint(kept, tokenizers, model), started_in=str(base))
+    return Trainer(
+        recipe.training,
+        recipe.validation,
+        model,
+        _batches(recipe, kept, tokenizers, shuffle=True),
+        _batches(recipe, judged, tokenizers, shuffle=False),
+        _scorer(recipe, tokenizers, valid_text) if recipe.validation.bleu else None,
+        folder,
+        counters,
+    )
+
+
+def _run(recipe: Recipe, trainer: Trainer, display: Display) -> Summary:
+    num_parameters = sum(p.numel() for p in trainer.model.parameters())
+    waste = trainer.train_batches.padding_waste(0)
+    display.say(
+        f"model: {num_parameters:,} parameters; padding {waste:.1%} of the batches; "
+        f"{torch.get_num_threads()} threads, {recipe.training.precision}, {trainer.device}"
+    )
+    return Summary(trainer.run(display), num_parameters, waste)
+
+
+def _batches(
+    recipe: Recipe, corpus: EncodedCorpus, tokenizers: TokenizerPair, *, shuffle: bool
+) -> TokenBatches:
+    target = tokenizers.target
+    return TokenBatches(
+        corpus,
+        max_tokens=recipe.training.batch_tokens,
+        seed=recipe.seed,
+        pad_id=target.pad_id,
+        bos_id=target.bos_id,
+        eos_id=target.eos_id,
+        shuffle=shuffle,
+    )
+
+
+def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) -> Scorer:
+    count = recipe.validation.max_sentences
+    sources, references = valid.source[:count], valid.target[:count]
+    options = SearchOptions(
+        beam_size=recipe.validation.beam_size,
+        alpha=recipe.decoding.alpha,
+        max_extra_tokens=recipe.decoding.max_extra_tokens,
+    )
+
+    def score(model: EncoderDecoder) -> float:
+        translated = Translator(model, tokenizers, options).translate(sources)
+        return measure_bleu([translation.text for translation in translated], references)
+
+    return score
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"training.device is {name!r}: use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"training.device is {name!r}, but torch sees no CUDA device here")
+    return device
+
+
+def _fingerprint(corpus: EncodedCorpus, tokenizers: TokenizerPair, model: EncoderDecoder) -> str:
+    digest = hashlib.sha256()
+    for sequences in (corpus.source, corpus.target):
+        digest.update(sequences.ids.tobytes())
+        digest.update(sequences.offsets.tobytes())
+    for tokenizer in (tokenizers.source, tokenizers.target):
+        digest.update(tokenizer.to_json().encode())
+    digest.update(model.config.model_dump_json().encode())
+    return digest.hexdigest()

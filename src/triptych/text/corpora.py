@@ -1,0 +1,252 @@
+"""Parallel corpora: what a recipe says of one, and its sentence pairs."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from triptych.errors import DataError
+from triptych.text.alignment import locate_slip
+from triptych.text.generated import generate_pairs
+from triptych.text.lines import read_lines
+from triptych.text.records import NumberedPair, read_hub, read_jsonl, read_parquet, read_tsv
+
+DEFAULT_MAX_LINE_CHARS = 10_000
+
+_RECORD_ENDINGS = (".tsv", ".jsonl", ".parquet")
+_FILE_ENDINGS = (".tsv", ".tsv.gz", ".tsv.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+# Which ways to give a corpus each further option goes with.
+_OPTION_PLACES = {
+    "source_field": ("file", "hub"),
+    "target_field": ("file", "hub"),
+    "split": ("hub",),
+    "config_name": ("hub",),
+    "generated_part": ("generated",),
+    "generated_seed": ("generated",),
+}
+
+
+@final
+class CorpusSpec(BaseModel):
+    """Where a parallel corpus comes from, in exactly one of four ways.
+
+    Attributes:
+        source: text file with one source sentence per line; goes with `target`. Also .gz and .zst.
+        target: text file whose line N translates line N of `source`.
+        file: one .tsv, .jsonl (both also .gz and .zst) or .parquet file with both sides.
+        hub: a dataset of the Hugging Face Hub by name, or a local dataset folder.
+        split: which split of `hub`.
+        config_name: which configuration of `hub`, where it has several.
+        source_field: where the source is in each record of `file` or `hub`: a column or field name (default
+            "source"), a dotted path into nested records, or for .tsv a 1-based column number (default "1").
+        target_field: where the target is (default "target", for .tsv "2").
+        generated: number of pairs to generate, German to English.
+        generated_part: which of the three disjoint parts of the generated pairs.
+        generated_seed: seed of the generated pairs.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: Path | None = None
+    target: Path | None = None
+    file: Path | None = None
+    hub: str | None = Field(default=None, min_length=1)
+    split: str = Field(default="train", min_length=1)
+    config_name: str | None = Field(default=None, min_length=1)
+    source_field: str | None = Field(default=None, min_length=1)
+    target_field: str | None = Field(default=None, min_length=1)
+    generated: int | None = Field(default=None, ge=1)
+    generated_part: Literal["train", "valid", "test"] | None = None
+    generated_seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _check_that_the_options_agree(self) -> "CorpusSpec":
+        place = self._place()
+        for option, places in _OPTION_PLACES.items():
+            given = getattr(self, option) != type(self).model_fields[option].default
+            if given and place not in places:
+                raise ValueError(
+                    f"{option} goes with {' or '.join(places)}, but this corpus is given by {place}"
+                )
+        if self.generated is not None and self.generated_part is None:
+            raise ValueError(
+                'generated is given without generated_part; set it to "train", "valid" or "test"'
+            )
+        self._check_endings()
+        return self
+
+    def _place(self) -> str:
+        """Which of the four ways is used."""
+        if (self.source is None) != (self.target is None):
+            given, missing = ("source", "target") if self.target is None else ("target", "source")
+            raise ValueError(f"{given} is given without {missing}; a corpus of two files needs both")
+        ways = {
+            "source and target": self.source,
+            "file": self.file,
+            "hub": self.hub,
+            "generated": self.generated,
+        }
+        used = [way for way, value in ways.items() if value is not None]
+        if not used:
+            raise ValueError(f"no corpus is given; set one of: {'; '.join(ways)}")
+        if len(used) > 1:
+            raise ValueError(f"{' and '.join(used)} contradict each other; keep one of them")
+        return used[0]
+
+    def _check_endings(self) -> None:
+        for side in (self.source, self.target):
+            if side is not None and _record_ending(side) is not None:
+                raise ValueError(f"{side} holds records, not lines of text; give it as file")
+        if self.file is None:
+            return
+        if not self.file.name.lower().endswith(_FILE_ENDINGS):
+            raise ValueError(f"file {self.file} must end in one of {', '.join(_FILE_ENDINGS)}")
+        if _record_ending(self.file) == ".tsv":
+            for option, column in (("source_field", self.source_field), ("target_field", self.target_field)):
+                if column is not None and not (column.isascii() and column.isdigit() and int(column) >= 1):
+                    raise ValueError(
+                        f'{option} of a .tsv file is a column number from "1" up, not "{column}"'
+                    )
+
+
+@final
+@dataclass(frozen=True)
+class CorpusCounts:
+    """How many pairs were read and dropped.
+
+    Attributes:
+        lines_read: pairs found.
+        empty_dropped: pairs with nothing but white space on a side.
+        too_long_dropped: pairs with a side past `max_line_chars`.
+        max_line_chars: the limit, in characters.
+    """
+
+    lines_read: int
+    empty_dropped: int
+    too_long_dropped: int
+    max_line_chars: int
+
+    def describe(self) -> str:
+        """Say it in one line, such as "29,000 pairs (12 with an empty side dropped)"."""
+        num_pairs = self.lines_read - self.empty_dropped - self.too_long_dropped
+        drops = []
+        if self.empty_dropped:
+            drops.append(f"{self.empty_dropped:,} with an empty side dropped")
+        if self.too_long_dropped:
+            drops.append(f"{self.too_long_dropped:,} past {self.max_line_chars:,} characters dropped")
+        pairs = f"{num_pairs:,} pair" if num_pairs == 1 else f"{num_pairs:,} pairs"
+        return f"{pairs} ({', '.join(drops)})" if drops else pairs
+
+
+@final
+@dataclass(frozen=True)
+class ParallelCorpus:
+    """Sentence pairs, stripped of white space at both ends, none of them empty.
+
+    Attributes:
+        source: source sentences.
+        target: their translations; `target[i]` belongs to `source[i]`.
+        line_numbers: 1-based line or row of every pair where it was read.
+        name: what messages call the corpus.
+        counts: what was read and dropped.
+    """
+
+    source: list[str]
+    target: list[str]
+    line_numbers: list[int]
+    name: str
+    counts: CorpusCounts
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+def read_parallel(
+    spec: CorpusSpec, *, max_line_chars: int = DEFAULT_MAX_LINE_CHARS, base: Path = Path()
+) -> ParallelCorpus:
+    """Read a corpus; drop and count the pairs with an empty or an overlong side.
+
+    Args:
+        spec: where it comes from.
+        max_line_chars: longest side kept, in characters after stripping.
+        base: folder to which relative paths are relative.
+
+    Returns:
+        At least one pair.
+
+    Raises:
+        UsageError: a file or dataset that is not there, or a library for it that is not installed.
+        DataError: content that is not a parallel corpus; the message says where and what to do.
+    """
+    name, pairs = _find_pairs(spec, base)
+    return _keep_usable(pairs, name, max_line_chars)
+
+
+def _find_pairs(spec: CorpusSpec, base: Path) -> tuple[str, Iterable[NumberedPair]]:
+    """Name of the corpus, and its pairs as they stand in it."""
+    if spec.source is not None and spec.target is not None:
+        name = f"{spec.source.name} and {spec.target.name}"
+        return name, _read_two_files(base / spec.source, base / spec.target)
+    if spec.file is not None:
+        return spec.file.name, _read_record_file(spec, base / spec.file)
+    source_field, target_field = spec.source_field or "source", spec.target_field or "target"
+    if spec.hub is not None:
+        folder = base / spec.hub
+        dataset = str(folder) if folder.is_dir() else spec.hub
+        pairs = read_hub(dataset, spec.config_name, spec.split, source_field, target_field)
+        return f"{spec.hub} {spec.split}", pairs
+    assert spec.generated is not None
+    assert spec.generated_part is not None
+    generated = generate_pairs(spec.generated, spec.generated_part, spec.generated_seed)
+    numbered = ((number, source, target) for number, (source, target) in enumerate(generated, start=1))
+    return f"generated {spec.generated_part}", numbered
+
+
+def _read_record_file(spec: CorpusSpec, path: Path) -> Iterator[NumberedPair]:
+    ending = _record_ending(path)
+    if ending == ".tsv":
+        return read_tsv(path, int(spec.source_field or "1"), int(spec.target_field or "2"))
+    read = read_jsonl if ending == ".jsonl" else read_parquet
+    return read(path, spec.source_field or "source", spec.target_field or "target")
+
+
+def _read_two_files(source_path: Path, target_path: Path) -> Iterator[NumberedPair]:
+    source, target = read_lines(source_path), read_lines(target_path)
+    if len(source) != len(target):
+        raise DataError(
+            f"{source_path} has {len(source):,} lines and {target_path} has {len(target):,}; "
+            "line N of one must translate line N of the other; "
+            f"judging by the lengths, first suspicious line: {locate_slip(source, target)}"
+        )
+    numbers = range(1, len(source) + 1)
+    return zip(numbers, source, target, strict=True)
+
+
+def _keep_usable(pairs: Iterable[NumberedPair], name: str, max_line_chars: int) -> ParallelCorpus:
+    sources: list[str] = []
+    targets: list[str] = []
+    line_numbers: list[int] = []
+    lines_read = empty_dropped = too_long_dropped = 0
+    for number, raw_source, raw_target in pairs:
+        lines_read += 1
+        source, target = raw_source.strip(), raw_target.strip()
+        if not (source and target):
+            empty_dropped += 1
+        elif max(len(source), len(target)) > max_line_chars:
+            too_long_dropped += 1
+        else:
+            sources.append(source)
+            targets.append(target)
+            line_numbers.append(number)
+    counts = CorpusCounts(lines_read, empty_dropped, too_long_dropped, max_line_chars)
+    if not sources:
+        raise DataError(f"{name} is empty: {counts.describe()}; at least one pair is needed")
+    return ParallelCorpus(sources, targets, line_numbers, name, counts)
+
+
+def _record_ending(path: Path) -> str | None:
+    """The ending of a file of records, compression left out; None for any other file."""
+    name = path.name.lower().removesuffix(".gz").removesuffix(".zst")
+    return next((ending for ending in _RECORD_ENDINGS if name.endswith(ending)), None)

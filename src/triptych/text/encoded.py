@@ -1,0 +1,183 @@
+"""A corpus as token ids: compact arrays, kept on disk between runs."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import final
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from triptych.files import write_atomically
+from triptych.text.corpora import ParallelCorpus
+from triptych.text.tokenizers import Tokenizer, TokenizerPair
+
+_FORMAT = b"triptych token cache 1"
+# Lists of Python integers take up to nine times the room of the array; only so many texts are lists at once.
+_TEXTS_AT_ONCE = 10_000
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TokenSequences:
+    """Sequences of token ids, end to end in one array.
+
+    Attributes:
+        ids: all tokens, `[num_tokens]`.
+        offsets: `[num_sequences + 1]`; sequence i is `ids[offsets[i]:offsets[i + 1]]`.
+    """
+
+    ids: Int32[np.ndarray, "num_tokens"]
+    offsets: Int64[np.ndarray, "num_sequences_plus_1"]
+
+    @classmethod
+    def pack(cls, sequences: Sequence[Sequence[int]]) -> "TokenSequences":
+        """Copy lists of ids into one array."""
+        lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+        ids = np.fromiter(chain.from_iterable(sequences), dtype=np.int32, count=int(lengths.sum()))
+        return cls(ids, _offsets_of(lengths))
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, "num_sequences"]:
+        """Number of tokens in each sequence."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> Int32[np.ndarray, "length"]:
+        return self.ids[self.offsets[index] : self.offsets[index + 1]]
+
+    def where(self, keep: Bool[np.ndarray, "num_sequences"]) -> "TokenSequences":
+        """The sequences whose entry in `keep` is true."""
+        lengths = self.lengths
+        return TokenSequences(self.ids[np.repeat(keep, lengths)], _offsets_of(lengths[keep]))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class EncodedCorpus:
+    """A parallel corpus as token ids, without `<bos>` and `<eos>`.
+
+    Attributes:
+        source: ids of the source sentences.
+        target: ids of the target sentences.
+        line_numbers: 1-based line of every pair where it was read, `[num_pairs]`.
+        name: what messages call the corpus.
+    """
+
+    source: TokenSequences
+    target: TokenSequences
+    line_numbers: Int64[np.ndarray, "num_pairs"]
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.line_numbers)
+
+    def within(self, max_tokens: int) -> tuple["EncodedCorpus", int]:
+        """Drop the pairs with a side longer than `max_tokens`, `<bos>` and `<eos>` not counted.
+
+        Returns:
+            The rest, and the number of pairs dropped.
+        """
+        keep = np.maximum(self.source.lengths, self.target.lengths) <= max_tokens
+        rest = EncodedCorpus(
+            self.source.where(keep), self.target.where(keep), self.line_numbers[keep], self.name
+        )
+        return rest, len(self) - len(rest)
+
+
+def encode_corpus(
+    corpus: ParallelCorpus, tokenizers: TokenizerPair, *, cache_folder: Path | None
+) -> EncodedCorpus:
+    """Tokenize a corpus, or find it tokenized from an earlier run.
+
+    Args:
+        corpus: sentence pairs.
+        tokenizers: one for each side.
+        cache_folder: where tokenized corpora are kept, made if need be; None keeps nothing. A file in it is
+            named after the texts and the tokenizers, so none is ever out of date; a damaged one is replaced.
+    """
+    line_numbers = np.array(corpus.line_numbers, dtype=np.int64)
+    if cache_folder is None:
+        source, target = _encode(corpus, tokenizers)
+        return EncodedCorpus(source, target, line_numbers, corpus.name)
+    path = cache_folder / f"tokens-{_key_of(corpus, tokenizers)}.safetensors"
+    found = _read_cache(path)
+    if found is None:
+        found = _encode(corpus, tokenizers)
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        _write_cache(path, *found)
+    return EncodedCorpus(*found, line_numbers, corpus.name)
+
+
+def _encode(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> tuple[TokenSequences, TokenSequences]:
+    return _pack_texts(corpus.source, tokenizers.source), _pack_texts(corpus.target, tokenizers.target)
+
+
+def _pack_texts(texts: Sequence[str], tokenizer: Tokenizer) -> TokenSequences:
+    starts = range(0, len(texts), _TEXTS_AT_ONCE)
+    parts = [TokenSequences.pack(tokenizer.encode(texts[i : i + _TEXTS_AT_ONCE])) for i in starts]
+    lengths = np.concatenate([part.lengths for part in parts])
+    return TokenSequences(np.concatenate([part.ids for part in parts]), _offsets_of(lengths))
+
+
+def _offsets_of(lengths: Int64[np.ndarray, "num_sequences"]) -> Int64[np.ndarray, "num_sequences_plus_1"]:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+
+
+def _key_of(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> str:
+    digest = hashlib.sha256(_FORMAT)
+    sides = (tokenizers.source.to_json(),), (tokenizers.target.to_json(),), corpus.source, corpus.target
+    for texts in sides:
+        _add_texts(digest, texts)
+    return digest.hexdigest()
+
+
+def _add_texts(digest: "hashlib._Hash", texts: Iterable[str]) -> None:
+    for text in texts:
+        content = text.encode("utf-8")
+        # Lengths keep ["ab", "c"] apart from ["a", "bc"].
+        digest.update(len(content).to_bytes(8, "little"))
+        digest.update(content)
+
+
+def _write_cache(path: Path, source: TokenSequences, target: TokenSequences) -> None:
+    arrays = {
+        "source.ids": source.ids,
+        "source.offsets": source.offsets,
+        "target.ids": target.ids,
+        "target.offsets": target.offsets,
+    }
+    metadata = {"sha256": _digest_of(arrays)}
+    write_atomically(path, lambda temporary: save_file(arrays, temporary, metadata=metadata))
+
+
+def _read_cache(path: Path) -> tuple[TokenSequences, TokenSequences] | None:
+    """What `_write_cache` wrote; None where there is nothing, or nothing sound."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in sorted(file.keys())}
+            expected = (file.metadata() or {}).get("sha256")
+    except (SafetensorError, OSError):
+        return None
+    # A flipped bit would pass as another token; only the digest shows it.
+    if _digest_of(arrays) != expected:
+        return None
+    source = TokenSequences(arrays["source.ids"], arrays["source.offsets"])
+    target = TokenSequences(arrays["target.ids"], arrays["target.offsets"])
+    return source, target
+
+
+def _digest_of(arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return digest.hexdigest()

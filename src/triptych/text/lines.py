@@ -1,0 +1,189 @@
+"""Lines of UTF-8 text from plain, gzip and Zstandard files, refused by file and line where they are not.
+
+A line ends at a line feed, before which one carriage return is dropped, and nowhere else: Unicode's
+other separators occur inside sentences, and splitting at them would shift one side of a corpus.
+"""
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import final
+
+import zstandard
+
+from triptych.errors import DataError, UsageError
+
+GZIP = "gzip"
+ZSTANDARD = "Zstandard"
+PARQUET = "Parquet"
+
+_ENDINGS = {GZIP: ".gz", ZSTANDARD: ".zst", PARQUET: ".parquet"}
+_COMPRESSIONS = {".gz": GZIP, ".zst": ZSTANDARD}
+_DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError)
+_UTF8_MARK = b"\xef\xbb\xbf"
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_CHUNK_BYTES = 1 << 16
+
+
+def read_lines(path: Path) -> list[str]:
+    """Read the lines of a text file, stripped of white space at both ends; empty lines are kept.
+
+    Args:
+        path: a plain, .gz or .zst file.
+
+    Raises:
+        UsageError: no such file, or a folder.
+        DataError: not what its ending says, damaged, not UTF-8, or with a NUL byte.
+    """
+    return [line.strip() for line in iterate_file(path)]
+
+
+def iterate_file(path: Path) -> Iterator[str]:
+    """Yield the lines of a plain, .gz or .zst file without their line endings.
+
+    Raises:
+        UsageError: no such file, or a folder.
+        DataError: not what its ending says, damaged, not UTF-8, or with a NUL byte.
+    """
+    compression = _COMPRESSIONS.get(path.suffix.lower())
+    with open_file(path) as file:
+        check_content(file.peek(8), compression, str(path))
+        if compression is None:
+            yield from iterate_lines(file, str(path))
+            return
+        stream = gzip.GzipFile(fileobj=file) if compression == GZIP else io.BufferedReader(_ZstdStream(file))
+        try:
+            check_content(stream.peek(8), None, f"the content of {path}")
+            yield from iterate_lines(stream, str(path))
+        except _DECOMPRESSION_ERRORS as error:
+            raise DataError(
+                f"{path} is a damaged or truncated {compression} file ({error}); fetch or compress it again"
+            ) from error
+
+
+def iterate_lines(stream: Iterable[bytes], name: str) -> Iterator[str]:
+    """Yield the lines of a binary stream as they arrive, without their line endings.
+
+    Args:
+        stream: a binary stream, such as `sys.stdin.buffer`, which gives lines that end at line feeds alone.
+        name: what errors call it.
+
+    Raises:
+        DataError: a line that is not UTF-8 or holds a NUL byte; the message gives its number.
+    """
+    for number, raw in enumerate(stream, start=1):
+        if number == 1:
+            if raw.startswith(_UTF16_MARKS):
+                raise DataError(
+                    f"{name} is UTF-16 (it begins with its byte order mark); "
+                    "convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
+                )
+            raw = raw.removeprefix(_UTF8_MARK)
+        yield _decode(raw.removesuffix(b"\n").removesuffix(b"\r"), f"{name}, line {number}")
+
+
+def open_file(path: Path) -> io.BufferedReader:
+    """Open a file to read its bytes.
+
+    Raises:
+        UsageError: it does not exist, is a folder, or may not be read.
+    """
+    try:
+        return path.open("rb")
+    except IsADirectoryError as error:
+        raise UsageError(f"{path} is a folder; give a file in it") from error
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} does not exist") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be opened: {error.strerror}") from error
+
+
+def check_content(head: bytes, expected: str | None, where: str) -> None:
+    """Refuse content whose first bytes are not of the expected kind.
+
+    Args:
+        head: the first bytes, at least five where there are as many.
+        expected: GZIP, ZSTANDARD, PARQUET, or None for text.
+        where: what the error calls the content.
+
+    Raises:
+        DataError: a file that is not what its ending says.
+    """
+    found = _kind_of(head)
+    if found == expected or (expected == PARQUET and head.startswith(b"PAR1")):
+        return
+    if expected is None:
+        raise DataError(
+            f"{where} is a {found} file, not text; give it a name that ends in {_ENDINGS[found or '']}"
+        )
+    actual = "holds no such data" if found is None else f"is a {found} file"
+    raise DataError(f"{where} is named {_ENDINGS[expected]} but {actual}; give it the ending of what it is")
+
+
+def _kind_of(head: bytes) -> str | None:
+    if head.startswith(b"\x1f\x8b"):
+        return GZIP
+    # Parallel compressors begin with a skippable frame, 0x184D2A5? in little-endian order.
+    if head.startswith(b"\x28\xb5\x2f\xfd") or head[1:4] == b"\x2a\x4d\x18":
+        return ZSTANDARD
+    # PAR1 alone also names a gene; the byte after it opens the first Thrift header of every Parquet file.
+    if head.startswith(b"PAR1\x15"):
+        return PARQUET
+    return None
+
+
+def _decode(raw: bytes, where: str) -> str:
+    if b"\0" in raw:
+        raise DataError(f"{where}: holds a NUL byte, which no text does; remove it, or give a text file")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8; "
+            "convert the file to UTF-8, for instance with iconv"
+        ) from error
+
+
+@final
+class _ZstdStream(io.RawIOBase):
+    """The content of a Zstandard file of any number of frames.
+
+    The library's own reader takes a file cut inside a frame for a complete one; this one raises EOFError.
+    """
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._file = file
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._frame_begun = False
+        self._content = b""
+
+    def readable(self) -> bool:
+        """Say that the stream can be read."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Fill the front of `buffer`; 0 means the end."""
+        while not self._content:
+            if not self._decompress_more():
+                return 0
+        count = min(len(buffer), len(self._content))
+        buffer[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
+
+    def _decompress_more(self) -> bool:
+        compressed = b""
+        if self._frame.eof:
+            compressed = self._frame.unused_data
+            self._frame = zstandard.ZstdDecompressor().decompressobj()
+            self._frame_begun = False
+        compressed = compressed or self._file.read(_CHUNK_BYTES)
+        if not compressed and self._frame_begun:
+            raise EOFError("it ends inside a frame")
+        if not compressed:
+            return False
+        self._frame_begun = True
+        self._content = self._frame.decompress(compressed)
+        return True

@@ -1,0 +1,207 @@
+"""Pairs of texts from files of records: TSV, JSON Lines, Parquet, and Hugging Face datasets.
+
+Every reader yields `(number, source, target)`: the 1-based line or row number and the texts as found.
+A null, or a blank line, stands for an empty side.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from triptych.errors import DataError, UsageError
+from triptych.text.lines import PARQUET, check_content, iterate_file, open_file
+
+NumberedPair = tuple[int, str, str]
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def read_tsv(path: Path, source_column: int, target_column: int) -> Iterator[NumberedPair]:
+    """Yield the pairs of a tab-separated file; quotes have no meaning in it.
+
+    Args:
+        path: a .tsv file, or one compressed to .tsv.gz or .tsv.zst.
+        source_column: 1-based column of the source.
+        target_column: 1-based column of the target.
+
+    Raises:
+        UsageError: no such file.
+        DataError: a line with too few columns, or content that is not text; with the line number.
+    """
+    needed = max(source_column, target_column)
+    for number, line in enumerate(iterate_file(path), start=1):
+        if not line.strip():
+            yield number, "", ""
+            continue
+        cells = line.split("\t")
+        if len(cells) < needed:
+            raise DataError(
+                f"{path}, line {number}: the number of columns is {len(cells)}, but column {needed} is asked "
+                "for; separate the columns by tabs, or set source_field and target_field"
+            )
+        yield number, cells[source_column - 1], cells[target_column - 1]
+
+
+def read_jsonl(path: Path, source_field: str, target_field: str) -> Iterator[NumberedPair]:
+    """Yield the pairs of a file with one JSON object per line.
+
+    Args:
+        path: a .jsonl file, or one compressed to .jsonl.gz or .jsonl.zst.
+        source_field: name, or dotted path, of the source in each object.
+        target_field: name, or dotted path, of the target in each object.
+
+    Raises:
+        UsageError: no such file.
+        DataError: a line that is no JSON object, lacks a field, or holds something else than text there.
+    """
+    for number, line in enumerate(iterate_file(path), start=1):
+        if not line.strip():
+            yield number, "", ""
+            continue
+        where = f"{path}, line {number}"
+        record = _parse_object(line, where)
+        yield number, _text_at(record, source_field, where), _text_at(record, target_field, where)
+
+
+def read_parquet(path: Path, source_field: str, target_field: str) -> Iterator[NumberedPair]:
+    """Yield the pairs of a Parquet file, a batch of rows in memory at a time.
+
+    Args:
+        path: a .parquet file.
+        source_field: column of the source, or a dotted path into a column of structs.
+        target_field: column of the target, likewise.
+
+    Raises:
+        UsageError: no such file, or pyarrow is not installed.
+        DataError: not Parquet, damaged, without the columns, or with something else than text in them.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UsageError(f"reading {path} needs pyarrow: pip install 'triptych[parquet]'") from error
+    with open_file(path) as file:
+        check_content(file.peek(8), PARQUET, str(path))
+        try:
+            table = pyarrow.parquet.ParquetFile(file)
+            columns = _columns_of((source_field, target_field), table.schema_arrow.names, str(path))
+            batches = table.iter_batches(batch_size=1000, columns=columns)
+            records = (record for batch in batches for record in batch.to_pylist())
+            yield from _pairs_of(records, source_field, target_field, str(path))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(
+                f"{path} is a damaged Parquet file ({_first_line(error)}); fetch it again"
+            ) from error
+
+
+def read_hub(
+    dataset: str, config_name: str | None, split: str, source_field: str, target_field: str
+) -> Iterator[NumberedPair]:
+    """Yield the pairs of a dataset of the Hugging Face Hub, or of a local dataset folder.
+
+    Args:
+        dataset: its Hub name, or the path of the folder.
+        config_name: which of its configurations, where it has several.
+        split: such as "train".
+        source_field: column of the source, or a dotted path such as "translation.de".
+        target_field: column of the target, likewise.
+
+    Raises:
+        UsageError: datasets is not installed, or there is no such dataset, configuration or split.
+        DataError: without the columns, or with something else than text in them.
+    """
+    try:
+        import datasets
+        from datasets.exceptions import DatasetsError
+    except ImportError as error:
+        raise UsageError(f"reading dataset {dataset} needs datasets: pip install 'triptych[hf]'") from error
+    try:
+        rows = datasets.load_dataset(dataset, config_name, split=split)
+    except (DatasetsError, OSError, ValueError) as error:
+        raise UsageError(
+            f"dataset {dataset}, split {split!r}, cannot be loaded: {_first_line(error)}"
+        ) from error
+    where = f"dataset {dataset}, split {split!r}"
+    rows = rows.select_columns(_columns_of((source_field, target_field), rows.column_names, where))
+    names = rows.column_names
+    batches = rows.iter(batch_size=1000)
+    records = (
+        dict(zip(names, row, strict=True))
+        for batch in batches
+        for row in zip(*(batch[name] for name in names), strict=True)
+    )
+    yield from _pairs_of(records, source_field, target_field, where)
+
+
+def _pairs_of(
+    records: Iterable[Mapping[str, object]], source_field: str, target_field: str, name: str
+) -> Iterator[NumberedPair]:
+    for number, record in enumerate(records, start=1):
+        where = f"{name}, row {number}"
+        yield number, _text_at(record, source_field, where), _text_at(record, target_field, where)
+
+
+def _columns_of(fields: Iterable[str], names: list[str], where: str) -> list[str]:
+    """Names of the columns that hold the fields, each once."""
+    columns = {field: field if field in names else field.split(".")[0] for field in fields}
+    for field, column in columns.items():
+        if column not in names:
+            raise DataError(
+                f"{where} has no column {field!r}; its columns are {', '.join(names)}; "
+                "set source_field and target_field"
+            )
+    return list(dict.fromkeys(columns.values()))
+
+
+def _parse_object(line: str, where: str) -> dict[str, object]:
+    try:
+        record = json.loads(line)
+    # A line of a hundred thousand brackets is no object either.
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON ({error}); a .jsonl file has one JSON object per line") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: a JSON {type(record).__name__}, where one object per line is wanted")
+    return record
+
+
+def _text_at(record: Mapping[str, object], field: str, where: str) -> str:
+    value = _value_at(record, field, where)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: field {field!r} holds a value of type {type(value).__name__}, not a string"
+        )
+    if "\0" in value:
+        raise DataError(f"{where}: field {field!r} holds a NUL character, which no text does; remove it")
+    # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
+    if _SURROGATE.search(value):
+        raise DataError(f"{where}: field {field!r} holds half of a surrogate pair; remove it")
+    return value
+
+
+def _value_at(record: Mapping[str, object], field: str, where: str) -> object:
+    if field in record:
+        return record[field]
+    value: object = record
+    for key in field.split("."):
+        if not isinstance(value, dict) or key not in value:
+            raise DataError(
+                f"{where}: no field {field!r}; it has {', '.join(_paths_in(record)) or 'none'}; "
+                "set source_field and target_field"
+            )
+        value = value[key]
+    return value
+
+
+def _paths_in(record: Mapping[str, object]) -> list[str]:
+    """Names of the fields, those of nested objects as dotted paths."""
+    paths: list[str] = []
+    for key, value in record.items():
+        paths += [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]
+    return paths
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,291 @@
+"""Byte-level tokenizers, lossless on any text, and the pair of them that a translator has."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Literal, final
+
+import tokenizers
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from triptych.errors import DataError, UsageError
+from triptych.files import write_text
+
+PAD_ID = 0
+BOS_ID = 1
+EOS_ID = 2
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+BYTE_ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
+SPACE_MARK = "▁"
+
+_SOURCE_FILE = "tokenizer.json"
+_TARGET_FILE = "tokenizer.target.json"
+
+# BPE fits the bytes and specials exactly; the unigram trainer overshoots its size unless one more fits.
+_SMALLEST_SIZE = {
+    "bpe": len(SPECIAL_TOKENS) + len(BYTE_ALPHABET),
+    "unigram": len(SPECIAL_TOKENS) + len(BYTE_ALPHABET) + 1,
+}
+
+
+@final
+class TokenizerSpec(BaseModel):
+    """How to train the tokenizers.
+
+    Attributes:
+        kind: byte-pair encoding, or the unigram language model.
+        vocab_size: most tokens per vocabulary, bytes and specials included; a small text yields fewer.
+        joint: one vocabulary for both sides, or one for each.
+        min_frequency: how often a pair of pieces must occur to be merged (BPE only; 2 where not given).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["bpe", "unigram"] = "bpe"
+    vocab_size: int = Field(default=8000, ge=1)
+    joint: bool = True
+    min_frequency: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_that_the_options_agree(self) -> "TokenizerSpec":
+        if self.kind == "unigram" and self.min_frequency is not None:
+            raise ValueError('min_frequency goes with kind = "bpe", but kind is "unigram"; leave it out')
+        return self
+
+
+@final
+class Tokenizer:
+    """Text to token ids and back: `decode(encode(x)) == NFC(x)` for every text x.
+
+    A space is put in front of the text before it is cut into words, each with the space before it, numbers
+    and runs of punctuation; it is taken off again after decoding. The 256 bytes are in the vocabulary, so no
+    token is ever unknown. `<eos>` and its like in a text are text: only `bos_id` and so on are special.
+
+    Attributes:
+        pad_id: 0, `<pad>`.
+        bos_id: 1, `<bos>`.
+        eos_id: 2, `<eos>`.
+    """
+
+    pad_id = PAD_ID
+    bos_id = BOS_ID
+    eos_id = EOS_ID
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+        # Not stored in the file: without it, special tokens spelled out in a text would turn special.
+        self._inner.encode_special_tokens = True
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, bytes and specials included."""
+        return int(self._inner.get_vocab_size())
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without `<bos>` and `<eos>`."""
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """Text of each sequence of ids; special ids are skipped, broken UTF-8 becomes U+FFFD."""
+        texts: list[str] = self._inner.decode_batch([list(some) for some in ids], skip_special_tokens=True)
+        return texts
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token in readable form, for pictures.
+
+        Spaces are shown as "▁", and bytes that are only part of a character as U+FFFD.
+        """
+        return [self._readable(int(token)) for token in ids]
+
+    def to_json(self) -> str:
+        """The tokenizer in the format of the tokenizers library, which others read too."""
+        return str(self._inner.to_str(pretty=True))
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer, atomically, as JSON."""
+        write_text(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokenizer":
+        """Read what `save` wrote.
+
+        Raises:
+            DataError: no such file, damaged, or a tokenizer of another make.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise DataError(f"{path} does not exist; a run folder holds its tokenizer") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+        try:
+            inner = tokenizers.Tokenizer.from_str(text)
+        # The library raises bare Exception for whatever is wrong with the text.
+        except Exception as error:
+            raise DataError(f"{path} is damaged or holds no tokenizer: {error}") from error
+        difference = _difference_from_ours(inner)
+        if difference is not None:
+            raise DataError(
+                f"{path} is a tokenizer of another make ({difference}); give one that triptych trained"
+            )
+        return cls(inner)
+
+    def _readable(self, token_id: int) -> str:
+        if token_id < len(SPECIAL_TOKENS):
+            return SPECIAL_TOKENS[token_id]
+        token = str(self._inner.id_to_token(token_id))
+        return (
+            bytes(_BYTE_OF[char] for char in token).decode("utf-8", errors="replace").replace(" ", SPACE_MARK)
+        )
+
+
+@final
+@dataclass(frozen=True)
+class TokenizerPair:
+    """The tokenizers of the two sides; the same object twice where the vocabulary is joint."""
+
+    source: Tokenizer
+    target: Tokenizer
+
+    @property
+    def joint(self) -> bool:
+        """Whether both sides share one vocabulary."""
+        return self.source is self.target
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.json`, and `tokenizer.target.json` where the target has its own."""
+        self.source.save(folder / _SOURCE_FILE)
+        if self.joint:
+            # Left over from an earlier pair, it would be taken for the target's.
+            (folder / _TARGET_FILE).unlink(missing_ok=True)
+        else:
+            self.target.save(folder / _TARGET_FILE)
+
+    @classmethod
+    def load(cls, folder: Path) -> "TokenizerPair":
+        """Read what `save` wrote.
+
+        Raises:
+            DataError: a file is missing, damaged, or of another make.
+        """
+        source = Tokenizer.load(folder / _SOURCE_FILE)
+        if not (folder / _TARGET_FILE).exists():
+            return cls(source, source)
+        return cls(source, Tokenizer.load(folder / _TARGET_FILE))
+
+
+def train_tokenizers(
+    spec: TokenizerSpec, source_texts: Iterable[str], target_texts: Iterable[str]
+) -> TokenizerPair:
+    """Train the tokenizers of both sides; the same texts give the same tokenizers.
+
+    Args:
+        spec: kind and size.
+        source_texts: source sentences.
+        target_texts: target sentences.
+
+    Returns:
+        Tokenizers of at most `spec.vocab_size` tokens each.
+
+    Raises:
+        UsageError: a size that does not hold the bytes and the special tokens; the message gives both.
+    """
+    smallest = _SMALLEST_SIZE[spec.kind]
+    if spec.vocab_size < smallest:
+        raise UsageError(
+            f"vocab_size = {spec.vocab_size} is too small: the bytes and the special tokens need at least "
+            f"{smallest} with kind = {spec.kind!r}"
+        )
+    train = _train_bpe if spec.kind == "bpe" else _train_unigram
+    if spec.joint:
+        tokenizer = train(spec, chain(source_texts, target_texts))
+        return TokenizerPair(tokenizer, tokenizer)
+    return TokenizerPair(train(spec, source_texts), train(spec, target_texts))
+
+
+def _train_bpe(spec: TokenizerSpec, texts: Iterable[str]) -> Tokenizer:
+    inner = _assemble(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=spec.vocab_size,
+        min_frequency=spec.min_frequency or 2,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=list(BYTE_ALPHABET),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return Tokenizer(inner)
+
+
+def _train_unigram(spec: TokenizerSpec, texts: Iterable[str]) -> Tokenizer:
+    inner = _assemble(models.Unigram())
+    trainer = trainers.UnigramTrainer(
+        vocab_size=spec.vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=list(BYTE_ALPHABET),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    scores = dict(json.loads(inner.to_str())["model"]["vocab"])
+    settled = _assemble(models.Unigram(_settle_scores(scores), None, False))
+    settled.add_special_tokens(list(SPECIAL_TOKENS))
+    return Tokenizer(settled)
+
+
+def _settle_scores(scores: dict[str, float]) -> list[tuple[str, float]]:
+    """The vocabulary in an order, and with scores, that training again gives again.
+
+    The library's trainer goes through its words in an order that changes from run to run, and the last
+    digits of the scores change with it. So do the scores of the bytes it adds at the end, which are the
+    lowest score plus 0, 0.0001, 0.0002 and so on. So scores are rounded, and all those bytes get the lowest.
+    """
+    lowest = min(scores.values())
+    highest_added = lowest + 0.0001 * len(BYTE_ALPHABET)
+    settled = {
+        piece: round(lowest if len(piece) == 1 and score < highest_added else score, 6)
+        for piece, score in scores.items()
+        if piece not in SPECIAL_TOKENS
+    }
+    ordered = sorted(settled.items(), key=lambda item: (-item[1], item[0]))
+    return [(token, 0.0) for token in SPECIAL_TOKENS] + ordered
+
+
+def _assemble(model: models.Model) -> tokenizers.Tokenizer:
+    """A tokenizer around the model, with all that is the same for every model."""
+    inner = tokenizers.Tokenizer(model)
+    # ByteLevel's own add_prefix_space leaves a text alone that begins with a space, which then gets lost.
+    inner.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Prepend(" ")])
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    return inner
+
+
+def _difference_from_ours(inner: tokenizers.Tokenizer) -> str | None:
+    """What a foreign tokenizer does differently; None for one of ours."""
+    theirs = json.loads(inner.to_str())
+    ours = json.loads(_assemble(models.BPE()).to_str())
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        if theirs[part] != ours[part]:
+            return f"another {part}"
+    if [inner.token_to_id(token) for token in SPECIAL_TOKENS] != [PAD_ID, BOS_ID, EOS_ID]:
+        return f"special tokens that are not {', '.join(SPECIAL_TOKENS)} with ids 0, 1, 2"
+    missing = [char for char in BYTE_ALPHABET if inner.token_to_id(char) is None]
+    return f"{len(missing)} bytes missing from its vocabulary" if missing else None
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The byte that each character of the byte alphabet stands for.
+
+    Printable Latin-1 characters stand for their own byte, U+0100 and on for the others in order.
+    Source: OpenAI's GPT-2 encoder, github.com/openai/gpt-2, src/encoder.py.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    own = {chr(byte): byte for byte in printable}
+    return own | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of_char()

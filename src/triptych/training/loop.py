@@ -1,0 +1,327 @@
+"""The training loop: batches in, updates out, and a state to resume from at any step."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+
+from triptych.errors import TriptychError
+from triptych.models import EncoderDecoder
+from triptych.models.storage import load_tensors, model_tensors, write_weights
+from triptych.text import Batch, TokenBatches
+from triptych.training.interruption import StopRequest
+from triptych.training.metrics import MetricsLog
+from triptych.training.objective import Loss, output_loss
+from triptych.training.progress import Display, Moment
+from triptych.training.recipe import TrainingConfig, ValidationConfig
+from triptych.training.schedule import learning_rate
+from triptych.training.state import (
+    Counters,
+    average_checkpoints,
+    checkpoint_path,
+    read_state,
+    save_or_explain,
+    write_state,
+)
+
+# Translates the validation text with a model and returns its BLEU.
+Scorer = Callable[[EncoderDecoder], float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        signal_number: of the signal that interrupted it; None if it came to its end.
+        counters: where it stands.
+        chosen: which weights `model.safetensors` holds: "best" (of the validations) or "average".
+        scores: validation figures of both.
+    """
+
+    signal_number: int | None
+    counters: Counters
+    chosen: str = ""
+    scores: dict[str, float] | None = None
+
+
+@final
+class Trainer:
+    """One run: a model, its text, its folder.
+
+    In float32, in one process and with the same number of threads, a run is a function of recipe
+    and seed to the last bit, however often it was interrupted and resumed.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        validation: ValidationConfig,
+        model: EncoderDecoder,
+        train: TokenBatches,
+        valid: TokenBatches,
+        score: Scorer | None,
+        folder: Path,
+        counters: Counters,
+    ) -> None:
+        """Prepare a run.
+
+        Args:
+            config: the optimisation.
+            validation: how the run is judged.
+            model: with fresh weights, on its device.
+            train: the text to learn from.
+            valid: the text to be judged by.
+            score: measures BLEU; None where the recipe does not want it.
+            folder: the run folder; must exist.
+            counters: of a new run, with fingerprint and folder filled in.
+        """
+        self.config = config
+        self.validation = validation
+        self.model = model
+        self.train_batches = train
+        self.valid_batches = valid
+        self.score = score
+        self.folder = folder
+        self.state_folder = folder / "state"
+        self.counters = counters
+        self.device = next(model.parameters()).device
+        self.optimizer = torch.optim.Adam(
+            model.parameters(),
+            lr=0.0,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            fused=True,
+        )
+        self.metrics = MetricsLog(folder)
+        self._saved_step = -1
+        self._steps_per_epoch = -(-len(train.plan(0)) // config.accumulate_batches)
+
+    def resume(self) -> None:
+        """Take up the saved state.
+
+        Raises:
+            DataError: no state, a damaged one, or one of other text or another model.
+        """
+        expected = self.counters.fingerprint
+        self.counters = read_state(self.state_folder, self.model, self.optimizer)
+        if self.counters.fingerprint != expected:
+            raise TriptychError(
+                f"{self.folder}: text, tokenizer or model differ from those the run began with; "
+                "put the files back as they were or start a new run"
+            )
+        self.metrics.forget_after(self.counters.step)
+        self._saved_step = self.counters.step
+
+    def run(self, display: Display) -> Outcome:
+        """Train to the end of the recipe, or to a signal.
+
+        Raises:
+            TriptychError: the loss is no longer finite, or the disk is full.
+        """
+        self.state_folder.mkdir(exist_ok=True)
+        self.model.train()
+        with StopRequest() as stop, display:
+            clock = time.monotonic() - self.counters.seconds
+            for batches in self._updates():
+                started = time.monotonic()
+                loss, tokens = self._update(batches)
+                now = time.monotonic()
+                self.counters.seconds = now - clock
+                self._record(display, loss, tokens, tokens / (now - started))
+                if self.counters.step % self.validation.every_steps == 0:
+                    self._validate(display)
+                elif self.counters.step % self.config.save_every_steps == 0:
+                    self._save()
+                self.counters.seconds = time.monotonic() - clock
+                if stop.signal_number is not None:
+                    self._save()
+                    self.metrics.close()
+                    return Outcome(stop.signal_number, self.counters)
+            if self.counters.step % self.validation.every_steps:
+                self._validate(display)
+            outcome = self._finish(display)
+            self.metrics.close()
+            return outcome
+
+    def _updates(self) -> Iterator[Sequence[Batch]]:
+        """The batches of each update from where the counters stand to the end of the run."""
+        counters, config = self.counters, self.config
+        while True:
+            plan = self.train_batches.plan(counters.epoch)
+            while counters.batch < len(plan):
+                if counters.step >= config.max_steps or self._patience_is_over():
+                    return
+                chosen = plan[counters.batch : counters.batch + config.accumulate_batches]
+                counters.batch += len(chosen)
+                yield [self.train_batches.collate(indices) for indices in chosen]
+            counters.epoch, counters.batch = counters.epoch + 1, 0
+            if config.max_epochs is not None and counters.epoch >= config.max_epochs:
+                return
+
+    def _update(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """One step of the optimizer; returns the loss summed over tokens, and the tokens."""
+        step = self.counters.step + 1
+        rate = learning_rate(step, self.config, self.model.config.d_model)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        tokens = sum(batch.num_target_tokens for batch in batches)
+        self.optimizer.zero_grad()
+        total = 0.0
+        for batch in batches:
+            loss = self._loss(batch, self.config.label_smoothing).smoothed
+            (loss / tokens).backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        limit = self.config.clip_norm or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
+        if not math.isfinite(total) or not math.isfinite(norm):
+            raise TriptychError(self._diverged(step, rate, total, norm, batches))
+        self.optimizer.step()
+        self.counters.step = step
+        self.counters.tokens += tokens
+        return total, tokens
+
+    def _loss(self, batch: Batch, label_smoothing: float) -> Loss:
+        src, tgt_in, tgt_out = (t.to(self.device) for t in (batch.src, batch.tgt_in, batch.tgt_out))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            memory = self.model.encode(src)
+            x = self.model.decode(tgt_in, memory, self.model.memory_mask(src))
+            real = tgt_out != self.model.pad_id
+            return output_loss(x[real], self.model.output.weight, tgt_out[real], label_smoothing)
+
+    def _record(self, display: Display, loss: float, tokens: int, rate: float) -> None:
+        counters = self.counters
+        counters.window_loss += loss
+        counters.window_tokens += tokens
+        mean = counters.window_loss / counters.window_tokens
+        lr = self.optimizer.param_groups[0]["lr"]
+        display.update(Moment(counters.step, self._last_step(), counters.epoch + 1, mean, lr, rate))
+        if counters.step % self.config.log_every_steps == 0:
+            self.metrics.add(
+                {
+                    "step": counters.step,
+                    "epoch": counters.epoch + 1,
+                    "loss": mean,
+                    "learning_rate": lr,
+                    "tokens": counters.tokens,
+                    "seconds": round(counters.seconds, 3),
+                    "tokens_per_second": round(rate, 1),
+                }
+            )
+            counters.window_loss, counters.window_tokens = 0.0, 0
+
+    def _last_step(self) -> int:
+        if self.config.max_epochs is None:
+            return self.config.max_steps
+        return min(self.config.max_steps, self.config.max_epochs * self._steps_per_epoch)
+
+    def _patience_is_over(self) -> bool:
+        return 0 < self.config.patience <= self.counters.validations_since_best
+
+    def _validate(self, display: Display) -> None:
+        counters = self.counters
+        figures = self._measure()
+        self.metrics.add({"step": counters.step, **figures})
+        score = self._judge(figures)
+        better = counters.best_score is None or score > counters.best_score
+        if better:
+            counters.best_score, counters.best_step = score, counters.step
+            counters.validations_since_best = 0
+            self._write_model(self.state_folder / "best.safetensors")
+            self._write_model(self.folder / "model.safetensors")
+        else:
+            counters.validations_since_best += 1
+        display.say(
+            f"validation at step {counters.step:,}: {_describe(figures)}{'  (best)' if better else ''}"
+        )
+        self._keep_checkpoint()
+        self._save()
+
+    def _measure(self) -> dict[str, float]:
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                loss = tokens = 0.0
+                for indices in self.valid_batches.plan(0):
+                    batch = self.valid_batches.collate(indices)
+                    loss += self._loss(batch, 0.0).likelihood.item()
+                    tokens += batch.num_target_tokens
+                figures = {"valid_loss": loss / tokens}
+                if self.score is not None:
+                    figures["valid_bleu"] = self.score(self.model)
+        finally:
+            self.model.train()
+        return figures
+
+    def _judge(self, figures: dict[str, float]) -> float:
+        return figures["valid_bleu"] if self.validation.metric == "bleu" else -figures["valid_loss"]
+
+    def _keep_checkpoint(self) -> None:
+        counters = self.counters
+        if counters.step not in counters.checkpoints:
+            counters.checkpoints.append(counters.step)
+        counters.checkpoints = counters.checkpoints[-self.config.average_last :]
+        self._write_model(checkpoint_path(self.state_folder, counters.step))
+
+    def _write_model(self, path: Path) -> None:
+        save_or_explain({name: value.cpu() for name, value in model_tensors(self.model).items()}, path)
+
+    def _save(self) -> None:
+        if self._saved_step == self.counters.step:
+            return
+        write_state(self.state_folder, self.counters, self.model, self.optimizer)
+        self._saved_step = self.counters.step
+        # Only now that no saved state names them can older checkpoints go.
+        kept = {checkpoint_path(self.state_folder, step) for step in self.counters.checkpoints}
+        for path in self.state_folder.glob("checkpoint-*.safetensors"):
+            if path not in kept:
+                path.unlink()
+
+    def _finish(self, display: Display) -> Outcome:
+        """Leave the better of the best checkpoint and the average of the last ones in the model."""
+        counters = self.counters
+        paths = [checkpoint_path(self.state_folder, step) for step in counters.checkpoints]
+        average = average_checkpoints(paths)
+        load_tensors(self.model, average, "the average of the last checkpoints")
+        figures = self._measure()
+        no_worse = counters.best_score is None or self._judge(figures) >= counters.best_score
+        chosen = "average" if no_worse else "best"
+        self.metrics.add({"step": counters.step, **{f"average_{k}": v for k, v in figures.items()}})
+        display.say(f"average of the last {len(paths)} checkpoints: {_describe(figures)}")
+        if chosen == "average":
+            write_weights(average, self.folder / "model.safetensors")
+        else:
+            best = average_checkpoints([self.state_folder / "best.safetensors"])
+            load_tensors(self.model, best, "the best checkpoint")
+            write_weights(best, self.folder / "model.safetensors")
+        self.model.eval()
+        return Outcome(None, counters, chosen, figures)
+
+    def _diverged(self, step: int, rate: float, loss: float, norm: float, batches: Sequence[Batch]) -> str:
+        lines = sorted(line for batch in batches for line in batch.line_numbers)
+        shown = ", ".join(map(str, lines[:20])) + (", …" if len(lines) > 20 else "")
+        kept = (
+            f"the state of step {self._saved_step} is kept"
+            if self._saved_step >= 0
+            else "no state was saved yet"
+        )
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+        return (
+            f"step {step}: {what} at learning rate {rate:.3g}, on a batch of lines {shown} of the training "
+            f"text; {kept}. Lower training.learning_rate, lengthen training.warmup_steps or set "
+            "training.clip_norm"
+        )
+
+
+def _describe(figures: dict[str, float]) -> str:
+    parts = [
+        f"loss {figures['valid_loss']:.4f}",
+        f"perplexity {math.exp(min(figures['valid_loss'], 50)):.2f}",
+    ]
+    if "valid_bleu" in figures:
+        parts.append(f"BLEU {figures['valid_bleu']:.2f}")
+    return "  ".join(parts)

@@ -1,0 +1,64 @@
+"""`metrics.jsonl`: one JSON object a line, in order of steps; TensorBoard too where it is installed."""
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, final
+
+from triptych.errors import TriptychError
+from triptych.files import write_text
+
+
+@final
+class MetricsLog:
+    """The run's metrics, appended line by line."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "metrics.jsonl"
+        self._board: Any = None
+        if find_spec("tensorboard") is not None:
+            # An optional library that is slow to import.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"))
+
+    def add(self, record: Mapping[str, float | int | str]) -> None:
+        """Append a record; its "step" places it.
+
+        Raises:
+            TriptychError: the disk is full.
+        """
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise TriptychError(
+                f"{self.path} could not be written ({error.strerror}): make room, then go on with --resume"
+            ) from None
+        if self._board is not None:
+            for name, value in record.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(name, value, record["step"])
+
+    def forget_after(self, step: int) -> None:
+        """Drop what a run wrote after the state it resumes from, a line cut short included."""
+        if self.path.exists():
+            kept = [record for record in read_metrics(self.path) if record["step"] <= step]
+            write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+
+    def close(self) -> None:
+        """Flush TensorBoard's file."""
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file; a last line cut short by a crash is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records

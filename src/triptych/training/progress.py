@@ -1,0 +1,132 @@
+"""What a person sees of a run while it trains."""
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where training stands. The loss is in nats per target token; the rate in target tokens per second."""
+
+    step: int
+    max_steps: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    tokens_per_second: float
+
+
+class Display(ABC):
+    """Shows a run. Entered before the first step, left after the last."""
+
+    @abstractmethod
+    def __enter__(self) -> Self: ...
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    @abstractmethod
+    def update(self, moment: Moment) -> None:
+        """After every step."""
+
+    @abstractmethod
+    def say(self, message: str) -> None:
+        """A line that stays."""
+
+
+@final
+class BarDisplay(Display):
+    """A progress bar with loss, learning rate, speed and time left, on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("step {task.completed:,}/{task.total:,}"),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=console,
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task("train", total=None, figures="", visible=False)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, moment: Moment) -> None:
+        """Move the bar."""
+        self._bar.update(
+            self._task,
+            completed=moment.step,
+            total=moment.max_steps,
+            figures=_figures(moment),
+            visible=True,
+        )
+
+    def say(self, message: str) -> None:
+        """Print above the bar."""
+        self._console.print(message, highlight=False)
+
+
+@final
+class LineDisplay(Display):
+    """A line every few seconds, where there is no terminal."""
+
+    def __init__(self, every_seconds: float = 10.0) -> None:
+        self._every = every_seconds
+        self._started = 0.0
+        self._first_step: int | None = None
+        self._shown = 0.0
+
+    def __enter__(self) -> Self:
+        self._started = self._shown = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def update(self, moment: Moment) -> None:
+        """Print a line if the last one is old enough."""
+        now = time.monotonic()
+        if self._first_step is None:
+            self._first_step = moment.step - 1
+        if now - self._shown < self._every and moment.step < moment.max_steps:
+            return
+        self._shown = now
+        per_step = (now - self._started) / (moment.step - self._first_step)
+        left = per_step * (moment.max_steps - moment.step)
+        self.say(f"step {moment.step:,}/{moment.max_steps:,}  {_figures(moment)}  left {left / 60:.0f} min")
+
+    def say(self, message: str) -> None:
+        """Print to standard error."""
+        print(message, file=sys.stderr, flush=True)
+
+
+def _figures(moment: Moment) -> str:
+    return (
+        f"epoch {moment.epoch}  loss {moment.loss:.3f}  lr {moment.learning_rate:.2e}  "
+        f"{moment.tokens_per_second:,.0f} tok/s"
+    )
+
+
+def display_for(console: Console) -> Display:
+    """A bar on a terminal, lines elsewhere."""
+    return BarDisplay(console) if console.is_terminal else LineDisplay()

@@ -1,0 +1,232 @@
+"""Recipes: everything that decides a training run, in one validated tree.
+
+A recipe is TOML. A key it does not know is an error that names its path and the nearest known one;
+`--set a.b=value` overrides; what comes out (every default written down) is stored with the run.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from triptych.errors import UsageError
+from triptych.models import PRESETS, ModelConfig
+from triptych.text import CorpusSpec, TokenizerSpec
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class DataConfig(_Section):
+    """The text.
+
+    Attributes:
+        train: what is learned from; the tokenizer sees only this.
+        valid: what the run is judged by while it trains.
+        max_sentence_tokens: training pairs with a longer side are left out, and counted.
+        max_line_chars: lines longer than this are left out before tokenizing, and counted.
+        cache: folder for tokenized text, shared by runs; none if empty.
+    """
+
+    train: CorpusSpec
+    valid: CorpusSpec
+    max_sentence_tokens: int = Field(256, ge=2)
+    max_line_chars: int = Field(10_000, ge=1)
+    cache: str = ".cache/triptych"
+
+
+class TrainingConfig(_Section):
+    """The optimisation; defaults are the paper's.
+
+    Attributes:
+        max_steps: the run ends after this many updates.
+        max_epochs: or after this many passes over the text, whichever comes first.
+        batch_tokens: padded tokens a batch holds at most, on each side.
+        accumulate_batches: batches whose gradients make one update.
+        learning_rate: the highest, reached at the end of the warm-up; if None the paper's,
+            `d_model^-0.5 · warmup_steps^-0.5`.
+        warmup_steps: updates of linear warm-up.
+        schedule: after the warm-up: "inverse_sqrt" as the paper, or "linear" to zero at max_steps.
+        clip_norm: gradients are scaled down to this norm; 0 leaves them alone.
+        precision: "bf16" runs the products in bfloat16 with float32 weights.
+        average_last: how many of the last checkpoints (one per validation) are averaged at the end.
+        patience: validations without improvement after which the run stops; 0 never stops early.
+        save_every_steps: how often the state to resume from is saved, besides every validation.
+        log_every_steps: how often a line goes into `metrics.jsonl`.
+        threads: CPU threads; torch's own choice if None.
+        device: "auto" takes a GPU if there is one.
+    """
+
+    max_steps: int = Field(100_000, ge=1)
+    max_epochs: int | None = Field(None, ge=1)
+    batch_tokens: int = Field(25_000, ge=2)
+    accumulate_batches: int = Field(1, ge=1)
+    learning_rate: float | None = Field(None, gt=0)
+    warmup_steps: int = Field(4000, ge=1)
+    schedule: Literal["inverse_sqrt", "linear"] = "inverse_sqrt"
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.98, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-9, gt=0)
+    label_smoothing: float = Field(0.1, ge=0, lt=1)
+    clip_norm: float = Field(0.0, ge=0)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    average_last: int = Field(5, ge=1)
+    patience: int = Field(0, ge=0)
+    save_every_steps: int = Field(1000, ge=1)
+    log_every_steps: int = Field(50, ge=1)
+    threads: int | None = Field(None, ge=1)
+    device: str = "auto"
+
+
+class ValidationConfig(_Section):
+    """How the run is judged while it trains.
+
+    Attributes:
+        every_steps: updates between validations.
+        metric: what decides which model is best: "bleu" (higher) or "loss" (lower).
+        bleu: whether the validation text is also translated.
+        max_sentences: how many of its sentences are translated, from the start; all if None.
+        beam_size: 1 is greedy.
+    """
+
+    every_steps: int = Field(1000, ge=1)
+    metric: Literal["bleu", "loss"] = "bleu"
+    bleu: bool = True
+    max_sentences: int | None = Field(None, ge=1)
+    beam_size: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _metric_is_measured(self) -> Self:
+        if self.metric == "bleu" and not self.bleu:
+            raise ValueError("metric is 'bleu' but bleu = false: measure it or choose metric = 'loss'")
+        return self
+
+
+class DecodingConfig(_Section):
+    """How the finished model translates unless told otherwise; the paper's values.
+
+    Attributes:
+        beam_size: hypotheses kept; 1 is greedy.
+        alpha: exponent of the length penalty `((5 + |Y|) / 6)^α`.
+        max_extra_tokens: an output ends at the length of its input plus this.
+    """
+
+    beam_size: int = Field(4, ge=1)
+    alpha: float = Field(0.6, ge=0)
+    max_extra_tokens: int = Field(50, ge=1)
+
+
+class Recipe(_Section):
+    """A training run, whole."""
+
+    name: str = "run"
+    seed: int = Field(1, ge=0, lt=2**63)
+    data: DataConfig
+    tokenizer: TokenizerSpec = TokenizerSpec()
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+    validation: ValidationConfig = ValidationConfig()
+    decoding: DecodingConfig = DecodingConfig()
+
+    @model_validator(mode="after")
+    def _embeddings_fit_tokenizer(self) -> Self:
+        if self.model.tie_embeddings == "all" and not self.tokenizer.joint:
+            raise ValueError(
+                "model.tie_embeddings is 'all' but tokenizer.joint is false: one table needs one "
+                "vocabulary; set tie_embeddings = 'target' or joint = true"
+            )
+        return self
+
+    def to_toml(self) -> str:
+        """The resolved recipe, every default written down."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a TOML recipe and apply `a.b=value` overrides.
+
+    Raises:
+        UsageError: the file is missing or not TOML, or a key or value is not valid.
+    """
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"there is no recipe {path}: recipes/ holds the ones that come along") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"recipe {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"recipe {path} is not valid TOML: {error}") from None
+    return resolve(tree, overrides, origin=str(path))
+
+
+def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "the recipe") -> Recipe:
+    """Make a recipe of a tree of plain values, a model preset and overrides.
+
+    `model.preset` names the configuration that the other keys of `[model]` change.
+
+    Raises:
+        UsageError: an unknown key (with the nearest known one) or a value that is not valid.
+    """
+    for override in overrides:
+        tree = _merge(tree, _parse_override(override))
+    model = dict(tree.get("model", {}))
+    preset = model.pop("preset", "base")
+    if preset not in PRESETS:
+        raise UsageError(f"{origin}: model.preset is {preset!r}{_nearest(str(preset), list(PRESETS))}")
+    tree = {**tree, "model": _merge(PRESETS[preset].model_dump(exclude_none=True), model)}
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise UsageError(f"{origin}: {_explain(error)}") from None
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    path, separator, value = text.partition("=")
+    if not separator or not path.strip():
+        raise UsageError(f"--set {text!r} is not of the form section.key=value")
+    try:
+        leaf: Any = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        leaf = value.strip()  # a bare word is a string
+    for key in reversed(path.strip().split(".")):
+        leaf = {key: leaf}
+    return leaf  # type: ignore[no-any-return]
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if nested else value
+    return merged
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = _known_keys([str(part) for part in first["loc"][:-1]])
+        return f"unknown key {path}{_nearest(str(first['loc'][-1]), known)}"
+    message = first["msg"].removeprefix("Value error, ")
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    where = f"{path}: " if path else ""
+    shown = f", not {first['input']!r}" if not isinstance(first["input"], dict | BaseModel) else ""
+    return f"{where}{message}{shown}{more}"
+
+
+def _known_keys(path: list[str]) -> list[str]:
+    section: Any = Recipe
+    for part in path:
+        section = section.model_fields[part].annotation
+    keys = list(section.model_fields)
+    return [*keys, "preset"] if path == ["model"] else keys
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f": did you mean {close[0]}?" if close else f": known are {', '.join(known)}"

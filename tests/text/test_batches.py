@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triptych.errors import UsageError
+from triptych.text import EncodedCorpus, TokenBatches, TokenSequences
+
+
+def make_corpus(lengths: list[tuple[int, int]]) -> EncodedCorpus:
+    source = [[10 + index] * src for index, (src, _) in enumerate(lengths)]
+    target = [[10 + index] * tgt for index, (_, tgt) in enumerate(lengths)]
+    numbers = np.arange(len(lengths), dtype=np.int64) + 101
+    return EncodedCorpus(TokenSequences.pack(source), TokenSequences.pack(target), numbers, "toy")
+
+
+def make_batches(
+    lengths: list[tuple[int, int]], max_tokens: int = 30, seed: int = 0, shuffle: bool = True
+) -> TokenBatches:
+    return TokenBatches(
+        make_corpus(lengths), max_tokens=max_tokens, seed=seed, pad_id=0, bos_id=1, eos_id=2, shuffle=shuffle
+    )
+
+
+def as_lists(plan: list[np.ndarray]) -> list[list[int]]:
+    return [batch.tolist() for batch in plan]
+
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=60)
+MANY = [(1 + i % 7, 1 + i % 5) for i in range(200)]
+
+
+@given(lengths=LENGTHS, max_tokens=st.integers(13, 60), epoch=st.integers(0, 5), shuffle=st.booleans())
+@settings(deadline=None)
+def test_every_pair_comes_once_and_no_batch_is_past_the_budget(
+    lengths: list[tuple[int, int]], max_tokens: int, epoch: int, shuffle: bool
+) -> None:
+    batches = make_batches(lengths, max_tokens, shuffle=shuffle)
+    plan = batches.plan(epoch)
+    assert sorted(index for batch in plan for index in batch.tolist()) == list(range(len(lengths)))
+    for indices in plan:
+        batch = batches.collate(indices)
+        assert batch.src.numel() <= max_tokens
+        assert batch.tgt_in.numel() <= max_tokens
+        assert batch.tgt_out.shape == batch.tgt_in.shape
+
+
+@given(lengths=LENGTHS, epoch=st.integers(0, 5))
+@settings(deadline=None)
+def test_the_padding_waste_is_the_share_of_padding_in_the_tensors(
+    lengths: list[tuple[int, int]], epoch: int
+) -> None:
+    batches = make_batches(lengths)
+    sides = [
+        side
+        for plan in batches.plan(epoch)
+        for side in (batches.collate(plan).src, batches.collate(plan).tgt_out)
+    ]
+    padded = sum(int((side == 0).sum()) for side in sides)
+    assert batches.padding_waste(epoch) == pytest.approx(padded / sum(side.numel() for side in sides))
+
+
+def test_a_plan_depends_on_seed_and_epoch_alone() -> None:
+    assert as_lists(make_batches(MANY).plan(3)) == as_lists(make_batches(MANY).plan(3))
+    assert as_lists(make_batches(MANY).plan(3)) != as_lists(make_batches(MANY).plan(4))
+    assert as_lists(make_batches(MANY).plan(3)) != as_lists(make_batches(MANY, seed=1).plan(3))
+
+
+def test_other_epochs_bring_other_pairs_together() -> None:
+    batches = make_batches(MANY)
+    groups = [{frozenset(batch.tolist()) for batch in batches.plan(epoch)} for epoch in (0, 1)]
+    assert groups[0] != groups[1]
+
+
+def test_without_shuffling_the_pairs_come_in_order_of_length() -> None:
+    batches = make_batches(MANY, shuffle=False)
+    order = [index for batch in batches.plan(0) for index in batch.tolist()]
+    assert order == sorted(range(len(MANY)), key=lambda i: (MANY[i][1], MANY[i][0], i))
+    assert as_lists(batches.plan(0)) == as_lists(batches.plan(1))
+
+
+def test_batches_are_as_large_as_the_budget_allows() -> None:
+    batches = make_batches([(4, 4)] * 10, max_tokens=20)
+    assert sorted(len(batch) for batch in batches.plan(0)) == [2, 4, 4]
+    assert batches.padding_waste(0) == 0.0
+
+
+def test_a_batch_holds_padded_ids_with_begin_and_end() -> None:
+    batch = make_batches([(1, 3), (2, 1)]).collate(np.array([1, 0]))
+    torch.testing.assert_close(batch.src, torch.tensor([[11, 11, 2], [10, 2, 0]]))
+    torch.testing.assert_close(batch.tgt_in, torch.tensor([[1, 11, 0, 0], [1, 10, 10, 10]]))
+    torch.testing.assert_close(batch.tgt_out, torch.tensor([[11, 2, 0, 0], [10, 10, 10, 2]]))
+    assert batch.line_numbers == (102, 101)
+    assert batch.num_target_tokens == 6
+
+
+def test_a_pair_past_the_budget_is_refused_with_its_line_and_both_numbers() -> None:
+    with pytest.raises(
+        UsageError, match=r"toy, line 102: a side of 31 tokens, .* is past max_tokens = 30 per"
+    ):
+        make_batches([(3, 3), (4, 30)])
+
+
+def test_a_pair_that_fills_the_budget_alone_is_kept() -> None:
+    assert as_lists(make_batches([(29, 1)]).plan(0)) == [[0]]

@@ -1,0 +1,322 @@
+import gzip
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import zstandard
+from pydantic import ValidationError
+
+from triptych.errors import DataError, UsageError
+from triptych.text import CorpusSpec, ParallelCorpus, generate_pairs, read_parallel
+
+PAIRS = [("Hallo.", "Hello."), ("Guten Tag.", "Good day."), ("Tschüss!", "Bye!")]
+RECORDS = [{"de": de, "en": en} for de, en in PAIRS]
+FIELDS = {"source_field": "de", "target_field": "en"}
+
+
+def pairs_of(corpus: ParallelCorpus) -> list[tuple[str, str]]:
+    return list(zip(corpus.source, corpus.target, strict=True))
+
+
+def write_sides(folder: Path, source: str, target: str) -> CorpusSpec:
+    (folder / "a.de").write_text(source, encoding="utf-8")
+    (folder / "a.en").write_text(target, encoding="utf-8")
+    return CorpusSpec(source=Path("a.de"), target=Path("a.en"))
+
+
+def write_file(folder: Path, name: str, content: str) -> Path:
+    raw = content.encode()
+    if name.endswith(".gz"):
+        raw = gzip.compress(raw)
+    elif name.endswith(".zst"):
+        raw = zstandard.compress(raw)
+    (folder / name).write_bytes(raw)
+    return Path(name)
+
+
+def write_parquet(folder: Path, columns: dict[str, list[object]]) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), folder / "a.parquet")
+    return Path("a.parquet")
+
+
+def jsonl(records: list[dict[str, object]]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def test_two_files_are_read_line_by_line(tmp_path: Path) -> None:
+    spec = write_sides(tmp_path, "\n".join(de for de, _ in PAIRS), "\r\n".join(f" {en}\t" for _, en in PAIRS))
+    corpus = read_parallel(spec, base=tmp_path)
+    assert pairs_of(corpus) == PAIRS
+    assert corpus.line_numbers == [1, 2, 3]
+    assert corpus.name == "a.de and a.en"
+    assert len(corpus) == 3
+    assert corpus.counts.describe() == "3 pairs"
+
+
+def test_a_separator_inside_a_line_does_not_shift_the_sides(tmp_path: Path) -> None:
+    spec = write_sides(tmp_path, "a\u2028b\x0bc\x85d\ne\n", "x\ny\n")
+    assert read_parallel(spec, base=tmp_path).target == ["x", "y"]
+
+
+def test_empty_and_overlong_pairs_are_dropped_and_counted(tmp_path: Path) -> None:
+    spec = write_sides(tmp_path, "a\n \t\nccc\ndddd\ne\n", "1\n2\n3333\n4\n\u3000\n")
+    corpus = read_parallel(spec, base=tmp_path, max_line_chars=3)
+    assert pairs_of(corpus) == [("a", "1")]
+    assert corpus.line_numbers == [1]
+    assert corpus.counts.lines_read == 5
+    assert corpus.counts.describe() == "1 pair (2 with an empty side dropped, 2 past 3 characters dropped)"
+
+
+def test_a_line_as_long_as_the_limit_is_kept(tmp_path: Path) -> None:
+    assert len(read_parallel(write_sides(tmp_path, "ccc", "333"), base=tmp_path, max_line_chars=3)) == 1
+
+
+@pytest.mark.parametrize(("source", "target"), [("", ""), ("\n \n", "a\nb\n")])
+def test_an_empty_corpus_is_refused(tmp_path: Path, source: str, target: str) -> None:
+    with pytest.raises(DataError, match=r"a\.de and a\.en is empty: 0 pairs"):
+        read_parallel(write_sides(tmp_path, source, target), base=tmp_path)
+
+
+def test_sides_of_different_length_are_refused_with_both_counts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.de has 3 lines and .*a\.en has 2; .*first suspicious line: \d"):
+        read_parallel(write_sides(tmp_path, "a\nb\nc\n", "a\nb\n"), base=tmp_path)
+
+
+def test_an_empty_side_is_refused_with_both_counts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has 1 lines and .* has 0; .*first suspicious line: 1$"):
+        read_parallel(write_sides(tmp_path, "a", ""), base=tmp_path)
+
+
+@pytest.mark.parametrize("missing", [[40], [40, 60, 80], [40, 41, 42, 43], [119]])
+def test_the_line_where_the_sides_slip_is_found_by_the_lengths(tmp_path: Path, missing: list[int]) -> None:
+    rng = random.Random(3)
+    source = ["x" * rng.randint(5, 120) for _ in range(120)]
+    target = ["y" * int(len(line) * rng.uniform(0.9, 1.3)) for line in source]
+    kept = [line for index, line in enumerate(target) if index not in missing]
+    with pytest.raises(DataError, match="first suspicious line") as refusal:
+        read_parallel(write_sides(tmp_path, "\n".join(source), "\n".join(kept)), base=tmp_path)
+    assert abs(int(str(refusal.value).split()[-1]) - (missing[0] + 1)) <= 3
+
+
+def test_where_lengths_say_nothing_the_first_line_without_a_partner_is_suspected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"first suspicious line: 4$"):
+        read_parallel(write_sides(tmp_path, "a\nb\nc\nd", "e\nf\ng"), base=tmp_path)
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+def test_a_tsv_file_is_read_by_column_numbers(tmp_path: Path, compression: str) -> None:
+    lines = "".join(f"id\t{en}\t{de}\r\n" for de, en in PAIRS)
+    path = write_file(tmp_path, f"a.TSV{compression}", lines)
+    corpus = read_parallel(CorpusSpec(file=path, source_field="3", target_field="2"), base=tmp_path)
+    assert pairs_of(corpus) == PAIRS
+    assert corpus.name == f"a.TSV{compression}"
+
+
+def test_a_tsv_file_has_its_pairs_in_columns_one_and_two(tmp_path: Path) -> None:
+    path = write_file(tmp_path, "a.tsv", "\n" + "".join(f"{de}\t{en}\n" for de, en in PAIRS) + "\tx\n")
+    corpus = read_parallel(CorpusSpec(file=path), base=tmp_path)
+    assert pairs_of(corpus) == PAIRS
+    assert corpus.line_numbers == [2, 3, 4]
+    assert corpus.counts.empty_dropped == 2
+
+
+def test_a_tsv_line_with_too_few_columns_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = write_file(tmp_path, "a.tsv", "a\tb\nc d\n")
+    with pytest.raises(DataError, match=r"a\.tsv, line 2: the number of columns is 1, but column 2 is asked"):
+        read_parallel(CorpusSpec(file=path), base=tmp_path)
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+def test_a_jsonl_file_is_read_by_field_names(tmp_path: Path, compression: str) -> None:
+    path = write_file(tmp_path, f"a.jsonl{compression}", jsonl(RECORDS))
+    assert pairs_of(read_parallel(CorpusSpec(file=path, **FIELDS), base=tmp_path)) == PAIRS
+
+
+def test_a_jsonl_file_is_read_by_dotted_paths(tmp_path: Path) -> None:
+    path = write_file(tmp_path, "a.jsonl", jsonl([{"translation": record} for record in RECORDS]))
+    spec = CorpusSpec(file=path, source_field="translation.de", target_field="translation.en")
+    assert pairs_of(read_parallel(spec, base=tmp_path)) == PAIRS
+
+
+def test_a_field_whose_name_has_a_dot_is_found_by_its_name(tmp_path: Path) -> None:
+    path = write_file(tmp_path, "a.jsonl", '{"text.de": "a", "text.en": "b"}')
+    spec = CorpusSpec(file=path, source_field="text.de", target_field="text.en")
+    assert pairs_of(read_parallel(spec, base=tmp_path)) == [("a", "b")]
+
+
+def test_blank_lines_and_nulls_in_jsonl_count_as_empty(tmp_path: Path) -> None:
+    path = write_file(
+        tmp_path, "a.jsonl", '\n{"source": null, "target": "x"}\n{"source": "a", "target": "b"}\n'
+    )
+    corpus = read_parallel(CorpusSpec(file=path), base=tmp_path)
+    assert corpus.line_numbers == [3]
+    assert corpus.counts.empty_dropped == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('["a", "b"]', "a JSON list, where one object per line is wanted"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        (
+            '{"de": "a", "fr": {"x": 1}}',
+            r"no field 'en'; it has de, fr\.x; set source_field and target_field",
+        ),
+        ("{}", "no field 'de'; it has none"),
+        ('{"de": "a", "en": 7}', "field 'en' holds a value of type int, not a string"),
+        ('{"de": "a\\u0000", "en": "b"}', "field 'de' holds a NUL character"),
+        ('{"de": "a", "en": "\\ud800"}', "field 'en' holds half of a surrogate pair"),
+    ],
+    ids=["list", "broken", "deep", "missing", "no-fields", "number", "nul", "surrogate"],
+)
+def test_a_bad_jsonl_line_is_refused_with_its_line(tmp_path: Path, line: str, reason: str) -> None:
+    path = write_file(tmp_path, "a.jsonl", jsonl(RECORDS) + line)
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 4: {reason}"):
+        read_parallel(CorpusSpec(file=path, **FIELDS), base=tmp_path)
+
+
+def test_a_parquet_file_is_read_by_column_names(tmp_path: Path) -> None:
+    path = write_parquet(
+        tmp_path, {"de": [*(de for de, _ in PAIRS), None], "en": [*(en for _, en in PAIRS), "x"]}
+    )
+    corpus = read_parallel(CorpusSpec(file=path, **FIELDS), base=tmp_path)
+    assert pairs_of(corpus) == PAIRS
+    assert corpus.counts.empty_dropped == 1
+
+
+def test_a_parquet_file_of_structs_is_read_by_dotted_paths(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path, {"id": [1, 2, 3], "translation": list(RECORDS)})
+    spec = CorpusSpec(file=path, source_field="translation.de", target_field="translation.en")
+    assert pairs_of(read_parallel(spec, base=tmp_path)) == PAIRS
+
+
+def test_a_missing_parquet_column_is_refused_with_the_columns_there_are(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path, {"de": ["a"], "fr": ["b"]})
+    with pytest.raises(DataError, match=r"a\.parquet has no column 'en'; its columns are de, fr"):
+        read_parallel(CorpusSpec(file=path, **FIELDS), base=tmp_path)
+
+
+def test_a_parquet_column_of_numbers_is_refused_with_its_row(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path, {"de": ["a"], "en": [7]})
+    with pytest.raises(DataError, match=r"a\.parquet, row 1: field 'en' holds a value of type int"):
+        read_parallel(CorpusSpec(file=path, **FIELDS), base=tmp_path)
+
+
+def test_a_file_that_is_parquet_in_name_only_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    path = write_file(tmp_path, "a.parquet", "de,en\n")
+    with pytest.raises(DataError, match=r"a\.parquet is named \.parquet but holds no such data"):
+        read_parallel(CorpusSpec(file=path), base=tmp_path)
+
+
+def test_a_truncated_parquet_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path, {"de": ["a"], "en": ["b"]})
+    content = (tmp_path / path).read_bytes()
+    (tmp_path / path).write_bytes(content[:-10])
+    with pytest.raises(DataError, match=r"a\.parquet is a damaged Parquet file"):
+        read_parallel(CorpusSpec(file=path, **FIELDS), base=tmp_path)
+
+
+def test_without_pyarrow_a_parquet_file_is_refused_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UsageError, match=r"needs pyarrow: pip install 'triptych\[parquet\]'"):
+        read_parallel(CorpusSpec(file=Path("a.parquet")), base=tmp_path)
+
+
+@pytest.fixture
+def dataset_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    return folder
+
+
+def test_a_local_dataset_folder_is_read_offline(dataset_folder: Path) -> None:
+    write_file(dataset_folder, "train.jsonl", jsonl([{"translation": record} for record in RECORDS]))
+    spec = CorpusSpec(hub="pairs", source_field="translation.de", target_field="translation.en")
+    corpus = read_parallel(spec, base=dataset_folder.parent)
+    assert pairs_of(corpus) == PAIRS
+    assert corpus.line_numbers == [1, 2, 3]
+    assert corpus.name == "pairs train"
+
+
+def test_a_local_dataset_folder_of_parquet_is_read_by_split(dataset_folder: Path) -> None:
+    columns: dict[str, list[object]] = {"de": [de for de, _ in PAIRS], "en": [en for _, en in PAIRS]}
+    (dataset_folder / write_parquet(dataset_folder, columns)).rename(dataset_folder / "test.parquet")
+    corpus = read_parallel(CorpusSpec(hub="pairs", split="test", **FIELDS), base=dataset_folder.parent)
+    assert pairs_of(corpus) == PAIRS
+
+
+def test_a_missing_split_is_refused_by_name(dataset_folder: Path) -> None:
+    write_file(dataset_folder, "train.jsonl", jsonl(RECORDS))
+    with pytest.raises(UsageError, match=r"split 'dev', cannot be loaded: .*dev"):
+        read_parallel(CorpusSpec(hub="pairs", split="dev", **FIELDS), base=dataset_folder.parent)
+
+
+def test_a_missing_dataset_column_is_refused_with_the_columns_there_are(dataset_folder: Path) -> None:
+    write_file(dataset_folder, "train.jsonl", jsonl(RECORDS))
+    with pytest.raises(DataError, match="has no column 'source'; its columns are de, en"):
+        read_parallel(CorpusSpec(hub="pairs"), base=dataset_folder.parent)
+
+
+def test_without_datasets_a_hub_corpus_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match=r"needs datasets: pip install 'triptych\[hf\]'"):
+        read_parallel(CorpusSpec(hub="someone/pairs"))
+
+
+def test_a_generated_corpus_is_what_the_generator_gives() -> None:
+    corpus = read_parallel(CorpusSpec(generated=20, generated_part="valid", generated_seed=5))
+    assert pairs_of(corpus) == generate_pairs(20, "valid", 5)
+    assert corpus.name == "generated valid"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "no corpus is given; set one of: source and target; file; hub; generated"),
+        ({"source": "a"}, "source is given without target"),
+        ({"target": "a"}, "target is given without source"),
+        ({"file": "a.tsv", "hub": "b"}, "file and hub contradict each other"),
+        ({"source": "a", "target": "b", "generated": 5}, "source and target and generated contradict"),
+        ({"file": "a.tsv", "split": "test"}, "split goes with hub, but this corpus is given by file"),
+        ({"file": "a.tsv", "config_name": "c"}, "config_name goes with hub"),
+        ({"source": "a", "target": "b", "source_field": "de"}, "source_field goes with file or hub"),
+        (
+            {"generated": 5, "generated_part": "test", "target_field": "en"},
+            "target_field goes with file or hub",
+        ),
+        ({"hub": "a", "generated_seed": 3}, "generated_seed goes with generated"),
+        ({"hub": "a", "generated_part": "test"}, "generated_part goes with generated"),
+        ({"generated": 5}, "generated is given without generated_part"),
+        ({"generated": 0, "generated_part": "test"}, "greater than or equal to 1"),
+        ({"file": "a.csv"}, r"file a\.csv must end in one of \.tsv"),
+        ({"file": "a.parquet.gz"}, r"file a\.parquet\.gz must end in one of"),
+        (
+            {"file": "a.tsv", "source_field": "de"},
+            r'source_field of a \.tsv file is a column number .*not "de"',
+        ),
+        ({"file": "a.tsv.gz", "target_field": "0"}, "target_field of a .tsv file is a column number"),
+        ({"source": "a.jsonl", "target": "b"}, r"a\.jsonl holds records, not lines of text; give it as file"),
+        ({"source": "a", "targets": "b"}, "targets"),
+    ],
+)
+def test_a_contradictory_spec_is_refused_with_its_reason(options: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        CorpusSpec.model_validate(options)
+
+
+def test_a_stored_spec_is_read_back() -> None:
+    spec = CorpusSpec(file=Path("a.tsv"), source_field="2", target_field="1")
+    stored = spec.model_dump(mode="json", exclude_none=True)
+    assert CorpusSpec.model_validate(stored) == spec

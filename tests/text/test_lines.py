@@ -1,0 +1,159 @@
+import gzip
+import io
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from triptych.errors import DataError, UsageError
+from triptych.text import iterate_lines, read_lines
+
+CONTENT = "Guten Morgen.\nZweite Zeile – mit Strich.\n".encode()
+LINES = ["Guten Morgen.", "Zweite Zeile – mit Strich."]
+
+
+def compress(ending: str, content: bytes) -> bytes:
+    # With a checksum, as the zstd command writes one.
+    zstd = zstandard.ZstdCompressor(write_checksum=True)
+    return gzip.compress(content) if ending == ".gz" else zstd.compress(content)
+
+
+def write(folder: Path, name: str, content: bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_compressed_file_reads_as_the_plain_one(tmp_path: Path, ending: str) -> None:
+    plain = write(tmp_path, "a.de", CONTENT)
+    compressed = write(tmp_path, f"a.de{ending}", compress(ending, CONTENT))
+    assert read_lines(plain) == read_lines(compressed) == LINES
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_file_of_several_compressed_parts_is_read_to_its_end(tmp_path: Path, ending: str) -> None:
+    path = write(tmp_path, f"a{ending}", compress(ending, CONTENT) + compress(ending, b"Ende"))
+    assert read_lines(path) == [*LINES, "Ende"]
+
+
+def test_a_zstandard_file_that_begins_with_a_skippable_frame_is_read(tmp_path: Path) -> None:
+    skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
+    assert read_lines(write(tmp_path, "a.zst", skippable + zstandard.compress(CONTENT))) == LINES
+
+
+def test_a_zstandard_file_larger_than_one_read_is_read_to_its_end(tmp_path: Path) -> None:
+    lines = [str(number**5) for number in range(40_000)]
+    path = write(tmp_path, "a.zst", zstandard.compress("\n".join(lines).encode()))
+    assert path.stat().st_size > 1 << 17
+    assert read_lines(path) == lines
+
+
+@pytest.mark.parametrize(("ending", "kind"), [(".gz", "gzip"), (".zst", "Zstandard")])
+def test_a_truncated_compressed_file_is_refused_by_name(tmp_path: Path, ending: str, kind: str) -> None:
+    content = "\n".join(str(number**3) for number in range(5000)).encode()
+    path = write(tmp_path, f"a.de{ending}", compress(ending, content)[:-20])
+    with pytest.raises(DataError, match=rf"a\.de\{ending} is a damaged or truncated {kind} file"):
+        read_lines(path)
+
+
+@pytest.mark.parametrize(("ending", "kind"), [(".gz", "gzip"), (".zst", "Zstandard")])
+def test_a_corrupt_compressed_file_is_refused_by_name(tmp_path: Path, ending: str, kind: str) -> None:
+    content = compress(ending, "\n".join(str(number**3) for number in range(5000)).encode())
+    middle = len(content) // 2
+    path = write(tmp_path, f"a{ending}", content[:middle] + b"\xff" * 50 + content[middle + 50 :])
+    with pytest.raises(DataError, match=f"damaged or truncated {kind} file"):
+        read_lines(path)
+
+
+@pytest.mark.parametrize(("ending", "kind"), [(".gz", "gzip"), (".zst", "Zstandard")])
+def test_a_compressed_file_with_a_plain_name_is_refused(tmp_path: Path, ending: str, kind: str) -> None:
+    path = write(tmp_path, "a.txt", compress(ending, CONTENT))
+    with pytest.raises(
+        DataError, match=rf"a\.txt is a {kind} file, not text; give it a name that ends in \{ending}"
+    ):
+        read_lines(path)
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("content", [CONTENT, b""])
+def test_a_plain_file_with_a_compressed_name_is_refused(tmp_path: Path, ending: str, content: bytes) -> None:
+    path = write(tmp_path, f"a{ending}", content)
+    with pytest.raises(DataError, match=rf"a\{ending} is named \{ending} but holds no such data"):
+        read_lines(path)
+
+
+def test_a_gzip_file_with_a_zstandard_name_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.zst", gzip.compress(CONTENT))
+    with pytest.raises(DataError, match=r"a\.zst is named \.zst but is a gzip file"):
+        read_lines(path)
+
+
+def test_a_file_compressed_twice_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.gz", gzip.compress(gzip.compress(CONTENT)))
+    with pytest.raises(DataError, match=r"the content of .*a\.gz is a gzip file, not text"):
+        read_lines(path)
+
+
+def test_a_parquet_file_with_a_plain_name_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.txt", b"PAR1\x15\x04\x15")
+    with pytest.raises(DataError, match=r"a\.txt is a Parquet file, not text"):
+        read_lines(path)
+
+
+def test_a_sentence_about_the_gene_par1_is_text(tmp_path: Path) -> None:
+    assert read_lines(write(tmp_path, "a.txt", b"PAR1 is a receptor.")) == ["PAR1 is a receptor."]
+
+
+def test_a_byte_order_mark_is_dropped_at_the_start_only(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.txt", "\ufeffeins\n\ufeffzwei".encode())
+    assert read_lines(path) == ["eins", "\ufeffzwei"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf_16_is_refused_with_the_way_to_convert_it(tmp_path: Path, encoding: str) -> None:
+    path = write(tmp_path, "a.txt", "\ufeffeins".encode(encoding))
+    with pytest.raises(DataError, match=r"a\.txt is UTF-16 .*iconv -f UTF-16 -t UTF-8"):
+        read_lines(path)
+
+
+def test_invalid_utf_8_is_refused_with_its_file_and_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.txt", "eins\nzwölf\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"a\.txt, line 2: byte 3 \(0xf6\) is not UTF-8"):
+        read_lines(path)
+
+
+def test_a_nul_byte_is_refused_with_its_file_and_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.txt, line 3: holds a NUL byte"):
+        read_lines(write(tmp_path, "a.txt", b"a\nb\nc\0d\n"))
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere\.txt does not exist"):
+        read_lines(tmp_path / "nowhere.txt")
+
+
+def test_a_folder_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a folder; give a file in it"):
+        read_lines(tmp_path)
+
+
+def test_a_name_that_is_too_long_for_a_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be opened: File name too long"):
+        read_lines(tmp_path / ("a" * 300))
+
+
+def test_carriage_returns_before_line_feeds_are_dropped() -> None:
+    assert list(iterate_lines(io.BytesIO(b"a \r\nb\n\r\nc\r"), "stdin")) == ["a ", "b", "", "c"]
+
+
+def test_only_line_feeds_end_a_line() -> None:
+    line = "a\u2028b\u2029c\x0bd\x85e\x0cf\x1cg\rh"
+    assert list(iterate_lines(io.BytesIO(line.encode() + b"\nz"), "stdin")) == [line, "z"]
+
+
+def test_lines_of_a_stream_come_as_they_arrive() -> None:
+    lines = iterate_lines(io.BytesIO(b"gut\n\xff\n"), "stdin")
+    assert next(lines) == "gut"
+    with pytest.raises(DataError, match=r"stdin, line 2: byte 1 \(0xff\) is not UTF-8"):
+        next(lines)
