@@ -5,10 +5,11 @@ the two sides have one each), `recipe.toml`, `metrics.jsonl`, `README.md` and `s
 """
 
 import hashlib
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -33,6 +34,14 @@ from triptych.training.progress import Display
 from triptych.training.state import Counters, read_counters
 
 _RECIPE = "recipe.toml"
+_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer.target.json",
+    "metrics.jsonl",
+    "README.md",
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,22 @@ class Summary:
     outcome: Outcome
     num_parameters: int
     padding_waste: float
+
+    def figures(self) -> dict[str, Any]:
+        """For a machine to read."""
+        counters = self.outcome.counters
+        return {
+            "steps": counters.step,
+            "tokens": counters.tokens,
+            "seconds": round(counters.seconds, 3),
+            "tokens_per_second": round(counters.tokens / max(counters.seconds, 1e-9), 1),
+            "parameters": self.num_parameters,
+            "padding_waste": round(self.padding_waste, 4),
+            "chosen": self.outcome.chosen,
+            "best_step": counters.best_step,
+            "best_score": counters.best_score,
+            "average_scores": self.outcome.scores,
+        }
 
 
 def train(recipe: Recipe, folder: Path, display: Display) -> Summary:
@@ -96,7 +121,8 @@ def resume(folder: Path, overrides: Sequence[str], display: Display) -> Summary:
     for override in overrides:
         if override.partition("=")[0].strip() not in allowed:
             raise UsageError(
-                f"--set {override}: a resumed run keeps its recipe; only {', '.join(sorted(allowed))} may change"
+                f"--set {override}: a resumed run keeps its recipe; "
+                f"only {', '.join(sorted(allowed))} may change"
             )
     recipe = read_recipe(folder / _RECIPE, overrides)
     has_state = (folder / "state" / "last.safetensors").exists()
@@ -111,6 +137,15 @@ def resume(folder: Path, overrides: Sequence[str], display: Display) -> Summary:
     if overrides:
         write_text(folder / _RECIPE, recipe.to_toml())
     return _run(recipe, trainer, display)
+
+
+def remove(folder: Path) -> None:
+    """Take a run's own files out of a folder; others stay."""
+    for name in ("state", "tensorboard"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    # The recipe goes first: without it the folder is no run.
+    for name in (_RECIPE, *_FILES):
+        (folder / name).unlink(missing_ok=True)
 
 
 @final
@@ -245,7 +280,37 @@ def _run(recipe: Recipe, trainer: Trainer, display: Display) -> Summary:
         f"model: {num_parameters:,} parameters; padding {waste:.1%} of the batches; "
         f"{torch.get_num_threads()} threads, {recipe.training.precision}, {trainer.device}"
     )
-    return Summary(trainer.run(display), num_parameters, waste)
+    summary = Summary(trainer.run(display), num_parameters, waste)
+    if summary.outcome.signal_number is None:
+        write_text(trainer.folder / "README.md", _model_card(recipe, summary))
+    return summary
+
+
+def _model_card(recipe: Recipe, summary: Summary) -> str:
+    counters, model = summary.outcome.counters, recipe.model
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in (summary.outcome.scores or {}).items())
+    return f"""---
+library_name: triptych
+tags: [translation]
+---
+
+# {recipe.name}
+
+An encoder-decoder Transformer trained with triptych: d_model {model.d_model}, d_ff {model.d_ff},
+{model.num_heads} heads, {model.encoder.num_layers}+{model.decoder.num_layers} layers, {model.norm}-norm,
+{summary.num_parameters:,} parameters.
+
+- Training: {counters.step:,} steps, {counters.tokens:,} target tokens, {counters.seconds / 60:.1f} minutes.
+- Best validation ({recipe.validation.metric}): {counters.best_score:.4f} at step {counters.best_step:,}.
+- Average of the last checkpoints: {scores}. `model.safetensors` holds the {summary.outcome.chosen} model.
+- `recipe.toml` is the whole recipe; `metrics.jsonl` has the curves.
+
+```python
+from triptych import load
+
+load("path/to/this/folder").translate(["A sentence."])[0].text
+```
+"""
 
 
 def _batches(

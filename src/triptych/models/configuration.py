@@ -1,6 +1,6 @@
 """What a model is made of: one frozen tree, the same in a recipe and in `config.json`."""
 
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -88,7 +88,7 @@ class ModelConfig(BaseModel):
     decoder: DecoderConfig = DecoderConfig()
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
+    def _heads_fit(self) -> "ModelConfig":
         for site in (self.encoder.attention, self.decoder.attention, self.decoder.cross_attention):
             resolved = self.site(site)
             if (resolved.d_k is None or resolved.d_v is None) and self.d_model % (resolved.num_heads or 1):

@@ -9,7 +9,7 @@ from triptych.text.batches import Batch, TokenBatches
 from triptych.text.corpora import CorpusCounts, CorpusSpec, ParallelCorpus, read_parallel
 from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
 from triptych.text.generated import generate_pairs
-from triptych.text.lines import iterate_lines, read_lines
+from triptych.text.lines import iterate_file, iterate_lines, read_lines
 from triptych.text.tokenizers import Tokenizer, TokenizerPair, TokenizerSpec, train_tokenizers
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "TokenizerSpec",
     "encode_corpus",
     "generate_pairs",
+    "iterate_file",
     "iterate_lines",
     "read_lines",
     "read_parallel",

@@ -152,7 +152,7 @@ class TokenBatches:
     ) -> Int64[np.ndarray, "batch length"]:
         """The sequences as rows of padding, each begun at column `start`."""
         padded = np.full((len(indices), int(lengths[indices].max())), self._pad_id, dtype=np.int64)
-        for row, index in enumerate(indices):
+        for row, index in enumerate(indices.tolist()):
             ids = sequences[index]
             padded[row, start : start + len(ids)] = ids
         return padded

@@ -2,7 +2,7 @@
 
 import signal
 from types import FrameType, TracebackType
-from typing import Any, Self, final
+from typing import Any, final
 
 
 @final
@@ -17,7 +17,7 @@ class StopRequest:
         self.signal_number: int | None = None
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "StopRequest":
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._note)
         return self

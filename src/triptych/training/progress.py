@@ -5,7 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, final
+from typing import final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -27,7 +27,7 @@ class Display(ABC):
     """Shows a run. Entered before the first step, left after the last."""
 
     @abstractmethod
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> "Display": ...
 
     @abstractmethod
     def __exit__(
@@ -61,7 +61,7 @@ class BarDisplay(Display):
         )
         self._task = self._bar.add_task("train", total=None, figures="", visible=False)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "BarDisplay":
         self._bar.start()
         return self
 
@@ -95,7 +95,7 @@ class LineDisplay(Display):
         self._first_step: int | None = None
         self._shown = 0.0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "LineDisplay":
         self._started = self._shown = time.monotonic()
         return self
 

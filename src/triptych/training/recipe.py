@@ -8,7 +8,7 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -101,7 +101,7 @@ class ValidationConfig(_Section):
     beam_size: int = Field(1, ge=1)
 
     @model_validator(mode="after")
-    def _metric_is_measured(self) -> Self:
+    def _metric_is_measured(self) -> "ValidationConfig":
         if self.metric == "bleu" and not self.bleu:
             raise ValueError("metric is 'bleu' but bleu = false: measure it or choose metric = 'loss'")
         return self
@@ -134,7 +134,7 @@ class Recipe(_Section):
     decoding: DecodingConfig = DecodingConfig()
 
     @model_validator(mode="after")
-    def _embeddings_fit_tokenizer(self) -> Self:
+    def _embeddings_fit_tokenizer(self) -> "Recipe":
         if self.model.tie_embeddings == "all" and not self.tokenizer.joint:
             raise ValueError(
                 "model.tie_embeddings is 'all' but tokenizer.joint is false: one table needs one "

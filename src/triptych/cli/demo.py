@@ -1,0 +1,44 @@
+"""`triptych demo`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from triptych import demonstration
+from triptych.reports import render_attention, render_samples
+from triptych.training.progress import display_for
+
+
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the run and its report.")] = Path(
+        "demo"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train a small translator on text made on the spot, try it on unseen sentences, and show how it looks.
+
+    German numbers, dates, times and amounts of money become English. Needs no download and takes a few
+    minutes on two cores.
+    """
+    display = display_for(Console(stderr=True))
+    display.say("training a German-English translator of numbers, dates, times and money")
+    result = demonstration.demonstrate(out, display)
+    if isinstance(result, demonstration.Interrupted):
+        display.say(
+            "stopped, saved. Go on with: triptych demo" + ("" if out == Path("demo") else f" --out {out}")
+        )
+        raise typer.Exit(128 + result.signal_number)
+    if as_json:
+        print(json.dumps(result.figures()))
+        return
+    console = Console(highlight=False)
+    console.print(render_samples(result.samples))
+    console.print(render_attention(result.picture))
+    console.print(
+        f"exact match on {result.num_tested:,} unseen sentences: {result.exact_match:.1%}   "
+        f"BLEU {result.bleu:.1f}   {result.seconds / 60:.1f} minutes of training"
+    )
+    console.print(f"report: {result.report}", soft_wrap=True)

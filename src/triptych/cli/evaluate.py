@@ -1,0 +1,80 @@
+"""`triptych evaluate`."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from triptych import runs
+from triptych.decoding import score_translations
+from triptych.errors import DataError
+from triptych.files import write_text
+from triptych.text import read_lines
+
+_LINES_AT_A_TIME = 256
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    source: Annotated[Path, typer.Option("--source", help="Text to translate, a sentence a line.")],
+    reference: Annotated[Path, typer.Option("--reference", help="Its right translation, line for line.")],
+    beam: Annotated[int | None, typer.Option("--beam", min=1, help="Beam size; 1 is greedy.")] = None,
+    alpha: Annotated[
+        float | None, typer.Option("--alpha", min=0, help="Exponent of the length penalty.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Keep the translations here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
+) -> None:
+    """Translate a test text and score it: BLEU and chrF of sacreBLEU, with 95 % bootstrap intervals."""
+    sources, references = read_lines(source), read_lines(reference)
+    if len(sources) != len(references):
+        raise DataError(f"{source} has {len(sources):,} lines but {reference} has {len(references):,}")
+    if not sources:
+        raise DataError(f"{source} is empty: there is nothing to evaluate")
+    opened = runs.Run.open(run)
+    options = opened.search_options(beam, alpha)
+    translator = opened.translator(options)
+    started = time.monotonic()
+    order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+    starts = range(0, len(order), _LINES_AT_A_TIME)
+    texts = [""] * len(sources)
+    console = Console(stderr=True)
+    for start in track(starts, "translating", console=console, disable=not console.is_terminal):
+        chosen = order[start : start + _LINES_AT_A_TIME]
+        for i, translation in zip(chosen, translator.translate([sources[i] for i in chosen]), strict=True):
+            texts[i] = translation.text
+    seconds = time.monotonic() - started
+    if out is not None:
+        write_text(out, "".join(" ".join(text.splitlines()) + "\n" for text in texts))
+    scores = score_translations(texts, references)
+    if as_json:
+        record = {
+            "run": str(run),
+            "sentences": len(texts),
+            "seconds": round(seconds, 3),
+            "beam_size": options.beam_size,
+            "alpha": options.alpha,
+            "scores": [
+                {
+                    "name": score.name,
+                    "value": score.value,
+                    "interval": [score.low, score.high],
+                    "signature": score.signature,
+                }
+                for score in scores
+            ],
+        }
+        print(json.dumps(record))
+        return
+    for score in scores:
+        print(score.line())
+    print(
+        f"{len(texts):,} sentences in {seconds:.1f} s ({len(texts) / seconds:.1f} a second), "
+        f"beam {options.beam_size}, α {options.alpha}",
+        file=sys.stderr,
+    )

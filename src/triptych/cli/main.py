@@ -1,0 +1,51 @@
+"""The command `triptych`: parses, calls the library, prints."""
+
+import os
+import sys
+
+import typer
+
+from triptych.cli.demo import demo
+from triptych.cli.evaluate import evaluate
+from triptych.cli.train import train
+from triptych.cli.translate import translate
+from triptych.errors import TriptychError
+
+# The exit code that a shell reports for a program ended by SIGPIPE.
+_BROKEN_PIPE = 141
+
+app = typer.Typer(
+    name="triptych",
+    help="Train, run and look into Transformers, with the matrices of every head in your hands.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (demo, train, translate, evaluate):
+    app.command()(command)
+
+
+@app.callback()
+def main(
+    version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and stop."),
+) -> None:
+    """Train, run and look into Transformers, with the matrices of every head in your hands."""
+    if version:
+        from importlib.metadata import version as installed_version
+
+        print(f"triptych {installed_version('triptych')}")
+        raise typer.Exit
+
+
+def run() -> None:
+    """Entry point: errors a user can put right become one line and an exit code."""
+    try:
+        app()
+    except TriptychError as error:
+        print(f"triptych: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; point stdout elsewhere so that the flush at exit is quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_BROKEN_PIPE)

@@ -1,0 +1,64 @@
+"""`triptych train`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from triptych import recipes, runs
+from triptych.errors import UsageError
+from triptych.training import read_recipe
+from triptych.training.progress import display_for
+
+
+def train(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe: a TOML file, or the name of one that comes along. With --resume, a run folder."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The run folder to make; runs/NAME if not given.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in this folder.")] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a value of the recipe: section.key=value. May be repeated."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train a model.
+
+    Progress goes to standard error; paths in a recipe are relative to the current folder. Ctrl-C finishes
+    the step, saves, and says how to go on.
+    """
+    display = display_for(Console(stderr=True))
+    if resume:
+        if out is not None:
+            raise UsageError("--resume names the run folder itself: leave --out away")
+        folder = Path(recipe)
+        summary = runs.resume(folder, overrides or [], display)
+    else:
+        if Path(recipe).is_dir():
+            raise UsageError(f"{recipe} is a folder: to go on with the run in it, add --resume")
+        resolved = read_recipe(recipes.find(recipe), overrides or [])
+        folder = out or Path("runs") / resolved.name
+        summary = runs.train(resolved, folder, display)
+    outcome = summary.outcome
+    if outcome.signal_number is not None:
+        display.say(
+            f"stopped after step {outcome.counters.step:,}, saved. "
+            f"Go on with: triptych train --resume {folder}"
+        )
+        raise typer.Exit(128 + outcome.signal_number)
+    if as_json:
+        print(json.dumps({"run": str(folder), **summary.figures()}))
+    else:
+        display.say(
+            f"done: {outcome.counters.step:,} steps, {outcome.counters.tokens:,} target tokens in "
+            f"{outcome.counters.seconds / 60:.1f} min; {folder} holds the {outcome.chosen} model. "
+            f"Try it: triptych translate {folder}"
+        )

@@ -1,0 +1,215 @@
+"""`triptych translate`."""
+
+import json
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+
+from triptych import runs
+from triptych.decoding import SentenceAttention, Translation, Translator
+from triptych.errors import UsageError
+from triptych.files import write_atomically
+from triptych.text import iterate_file, iterate_lines
+
+_LINES_AT_A_TIME = 256
+_SITES = ("encoder", "decoder", "cross")
+
+
+def translate(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    file: Annotated[
+        Path | None, typer.Argument(help="Text to translate, a sentence a line; standard input if not given.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Where to write; standard output if not given.")
+    ] = None,
+    beam: Annotated[
+        int | None, typer.Option("--beam", min=1, help="Beam size; 1 is greedy. The recipe's if not given.")
+    ] = None,
+    alpha: Annotated[
+        float | None, typer.Option("--alpha", min=0, help="Exponent of the length penalty.")
+    ] = None,
+    num_best: Annotated[int, typer.Option("--n-best", min=1, help="Translations to give for each line.")] = 1,
+    max_extra: Annotated[
+        int | None,
+        typer.Option(
+            "--max-extra-tokens", min=1, help="An output ends at the length of its input plus this."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON object a line, with scores and tokens.")
+    ] = False,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--attention",
+            help="With --json: add attention weights, as SITE:LAYER:HEAD (sites encoder, decoder, cross; "
+            "counted from 0; 'all' for every one). May be repeated.",
+        ),
+    ] = None,
+) -> None:
+    """Translate text, line by line, in the order of the input and as soon as it is there.
+
+    An empty line gives an empty line. A line longer than the model's limit is translated in pieces, and
+    standard error says so.
+    """
+    opened = runs.Run.open(run)
+    # Asking for more translations than the recipe's beam holds widens it; a beam given is taken as it is.
+    beam_size = max(opened.recipe.decoding.beam_size, num_best) if beam is None else beam
+    translator = opened.translator(opened.search_options(beam_size, alpha, num_best, max_extra))
+    wanted = [_parse_selection(text, opened) for text in attention or []]
+    if wanted and not as_json:
+        raise UsageError("--attention goes with --json")
+    render = _json_renderer(translator, wanted) if as_json else _render_text
+    lines = iterate_lines(sys.stdin.buffer, "standard input") if file is None else iterate_file(file)
+
+    def write_all(stream: TextIO) -> None:
+        for number, translation in enumerate(translator.translate_stream(_as_they_come(lines)), start=1):
+            if translation.num_pieces > 1:
+                limit = opened.model.config.max_source_tokens
+                print(
+                    f"line {number}: longer than the model's limit of {limit} tokens, "
+                    f"translated in {translation.num_pieces} pieces",
+                    file=sys.stderr,
+                )
+            for line in render(translation, number):
+                stream.write(line + "\n")
+            stream.flush()
+
+    if out is None:
+        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+        write_all(sys.stdout)
+    else:
+        write_atomically(out, lambda temporary: _write_file(temporary, write_all))
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """Attention to print: None stands for every layer, or every head."""
+
+    site: str
+    layer: int | None
+    head: int | None
+
+
+def _parse_selection(text: str, run: runs.Run) -> _Selection:
+    parts = text.split(":")
+    if len(parts) != 3 or parts[0] not in _SITES:
+        raise UsageError(f"--attention {text}: write SITE:LAYER:HEAD with a site of {', '.join(_SITES)}")
+    config = run.model.config
+    stack = config.encoder if parts[0] == "encoder" else config.decoder
+    site = config.decoder.cross_attention if parts[0] == "cross" else stack.attention
+    num_heads = config.site(site).num_heads or config.num_heads
+    layer = _parse_index(parts[1], stack.num_layers, "layer", text)
+    return _Selection(parts[0], layer, _parse_index(parts[2], num_heads, "head", text))
+
+
+def _parse_index(text: str, count: int, name: str, whole: str) -> int | None:
+    if text == "all":
+        return None
+    if not text.isdecimal() or int(text) >= count:
+        raise UsageError(
+            f"--attention {whole}: {name} {text!r} is not 'all' or a number from 0 to {count - 1}"
+        )
+    return int(text)
+
+
+def _render_text(translation: Translation, number: int) -> list[str]:
+    if len(translation.candidates) < 2:
+        return [_one_line(translation.text)]
+    return [f"{number} ||| {_one_line(c.text)} ||| {c.score:.4f}" for c in translation.candidates]
+
+
+def _json_renderer(
+    translator: Translator, wanted: list[_Selection]
+) -> Callable[[Translation, int], list[str]]:
+    def render(translation: Translation, number: int) -> list[str]:
+        record: dict[str, Any] = {
+            "line": number,
+            "source": translation.source,
+            "translation": translation.text,
+            "pieces": translation.num_pieces,
+            "candidates": [
+                {
+                    "text": candidate.text,
+                    "score": candidate.score,
+                    "log_prob": candidate.log_prob,
+                    "tokens": list(candidate.pieces),
+                }
+                for candidate in translation.candidates
+            ],
+        }
+        if wanted and translation.num_pieces == 1:
+            seen = translator.attention(translation.source)
+            record["attention"] = [entry for selection in wanted for entry in _attention(seen, selection)]
+        return [json.dumps(record, ensure_ascii=False)]
+
+    return render
+
+
+def _attention(seen: SentenceAttention, selection: _Selection) -> Iterator[dict[str, Any]]:
+    layers = getattr(seen.maps, selection.site)
+    queries = seen.source_pieces if selection.site == "encoder" else seen.target_pieces
+    # The decoder reads its own output shifted by one: key i is the token before row i's.
+    shifted = ("<bos>", *seen.target_pieces[:-1])
+    keys = shifted if selection.site == "decoder" else seen.source_pieces
+    for layer in range(len(layers)) if selection.layer is None else [selection.layer]:
+        weights = layers[layer][0]
+        for head in range(weights.shape[0]) if selection.head is None else [selection.head]:
+            yield {
+                "site": selection.site,
+                "layer": layer,
+                "head": head,
+                "rows": list(queries),
+                "columns": list(keys),
+                "weights": [[round(w, 6) for w in row] for row in weights[head].tolist()],
+            }
+
+
+def _as_they_come(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Group lines into batches without waiting: what has arrived by now, up to a limit.
+
+    A thread reads ahead, so that someone typing gets each line translated at once, and a file is
+    translated in large batches. An error in the input comes after the lines before it.
+    """
+    arrived: queue.Queue[str | Exception | None] = queue.Queue(maxsize=4 * _LINES_AT_A_TIME)
+
+    def read() -> None:
+        try:
+            for line in lines:
+                arrived.put(line)
+            arrived.put(None)
+        except Exception as error:  # noqa: BLE001 (raised again by the thread that translates)
+            arrived.put(error)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        batch: list[str] = []
+        item = arrived.get()
+        while isinstance(item, str):
+            batch.append(item)
+            if len(batch) == _LINES_AT_A_TIME or arrived.empty():
+                break
+            item = arrived.get()
+        if batch:
+            yield batch
+        if isinstance(item, Exception):
+            raise item
+        if item is None:
+            return
+
+
+def _one_line(text: str) -> str:
+    # Text learned from records may hold line breaks; the output has a line for a line.
+    return " ".join(text.split("\n")).replace("\r", " ")
+
+
+def _write_file(path: Path, write_all: Callable[[TextIO], None]) -> None:
+    with path.open("w", encoding="utf-8", newline="\n") as stream:
+        write_all(stream)

@@ -1,0 +1,31 @@
+"""The recipes that come along, by name."""
+
+from importlib.resources import files
+from pathlib import Path
+
+from triptych.errors import UsageError
+
+
+def names() -> list[str]:
+    """The names of the shipped recipes."""
+    return sorted(
+        entry.name.removesuffix(".toml") for entry in files(__name__).iterdir() if _is_recipe(entry.name)
+    )
+
+
+def find(name: str) -> Path:
+    """The file of a recipe: a path that exists, or the name of a shipped one.
+
+    Raises:
+        UsageError: neither.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    if name in names():
+        return Path(str(files(__name__) / f"{name}.toml"))
+    raise UsageError(f"there is no recipe {name}: give a TOML file, or one of {', '.join(names())}")
+
+
+def _is_recipe(name: str) -> bool:
+    return name.endswith(".toml")
