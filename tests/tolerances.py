@@ -26,7 +26,7 @@ TOLERANCES: dict[tuple[Kind, torch.dtype], Tolerance] = {
     ("output", torch.float32): Tolerance(5e-6, 1e-7),
     ("output", torch.float16): Tolerance(4e-3, 1e-4),
     ("output", torch.bfloat16): Tolerance(3e-2, 1e-3),
-    ("gradient", torch.float64): Tolerance(1e-12, 1e-14),
+    ("gradient", torch.float64): Tolerance(1e-12, 1e-13),
     ("gradient", torch.float32): Tolerance(1e-5, 1e-6),
     ("gradient", torch.float16): Tolerance(1e-2, 1e-3),
     ("gradient", torch.bfloat16): Tolerance(6e-2, 1e-2),

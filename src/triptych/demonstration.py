@@ -14,7 +14,6 @@ from triptych.training.metrics import read_metrics
 from triptych.training.progress import Display
 
 _REPORT = "report.html"
-_NUM_TESTED = 1000
 # These sentences come from the test part of the corpus, of which training sees nothing.
 _TEST_SEED = 1
 _NUM_MISTAKES_SHOWN = 10
@@ -61,7 +60,7 @@ class Interrupted:
 
 
 def demonstrate(
-    folder: Path, display: Display, overrides: tuple[str, ...] = ()
+    folder: Path, display: Display, overrides: tuple[str, ...] = (), num_tested: int = 1000
 ) -> Demonstration | Interrupted:
     """Run the demo in a folder, going on where an interrupted one stopped.
 
@@ -69,6 +68,7 @@ def demonstrate(
         folder: made if need be; a finished demo in it is replaced.
         display: shows how training goes.
         overrides: changes of the demo's recipe, `section.key=value`.
+        num_tested: unseen sentences to try.
 
     Raises:
         UsageError: the folder holds something else than a demo.
@@ -78,7 +78,7 @@ def demonstrate(
     if summary.outcome.signal_number is not None:
         return Interrupted(summary.outcome.signal_number)
     translator = runs.Run.open(folder).translator()
-    pairs = generate_pairs(_NUM_TESTED, "test", seed=_TEST_SEED)
+    pairs = generate_pairs(num_tested, "test", seed=_TEST_SEED)
     display.say(f"translating {len(pairs):,} unseen sentences")
     tried = _try(translator, pairs)
     exact = sum(sample.is_exact is True for sample in tried) / len(tried)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tolerances import assert_same
 
+from tolerances import assert_same
 from triptych.attention import DecoderCache, Factored, LayerCache, MultiHeadAttention
 
 D_MODEL, BATCH = 16, 3
@@ -15,7 +15,9 @@ def make_layer() -> MultiHeadAttention:
     return MultiHeadAttention(D_MODEL, 4, Factored(d_k=3, d_v=5, k_bias=True)).double()
 
 
-@given(chunks=st.lists(st.integers(1, 9), min_size=1, max_size=8), path=st.sampled_from(["reference", "fast"]))
+@given(
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=8), path=st.sampled_from(["reference", "fast"])
+)
 def test_a_text_fed_in_chunks_gives_what_it_gives_whole(chunks: list[int], path: str) -> None:
     layer = make_layer()
     x = torch.randn(BATCH, sum(chunks), D_MODEL, dtype=torch.float64)

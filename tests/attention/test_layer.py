@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from tolerances import assert_same
 from torch import Tensor, nn
 
+from tolerances import assert_same
 from triptych.attention import Factored, MultiHeadAttention, padding_mask
 
 D_MODEL, NUM_HEADS, BATCH, LENGTH, MEMORY_LENGTH = 16, 4, 3, 5, 7
@@ -82,9 +82,7 @@ def test_the_layer_is_torchs_with_the_same_weights(kind: str, masked: bool, bias
         inputs = [t for t in (x, memory, value_memory) if t is not None]
         names = list(dict(ours.projections.named_parameters()))
         of_ours = torch.autograd.grad(result.output, [*inputs, *ours.parameters()], upstream)
-        theirs = torch.autograd.grad(
-            expected, [*inputs, *torchs.parameters()], upstream, retain_graph=True
-        )
+        theirs = torch.autograd.grad(expected, [*inputs, *torchs.parameters()], upstream, retain_graph=True)
         for one, other in zip(of_ours[: len(inputs)], theirs[: len(inputs)], strict=True):
             assert_same(one, other, kind="gradient")
         torch_names = [name for name, _ in torchs.named_parameters()]

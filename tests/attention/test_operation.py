@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from tolerances import assert_same
 from torch import Tensor
 from torch.nn import functional as F
 
+from tolerances import assert_same
 from triptych.attention import attention, causal_mask
 
 BATCH, KEY_LEN = 3, 6
@@ -256,7 +256,7 @@ def test_a_later_key_cannot_move_an_earlier_output() -> None:
 def refuse(**changes: object) -> str:
     """The message of a refusal, where the shape checker of the tests does not get there first."""
     arguments = {**make_inputs()._asdict(), **changes}
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=r"\w") as refusal:
         inspect.unwrap(attention)(**arguments)
     return str(refusal.value)
 

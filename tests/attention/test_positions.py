@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from tolerances import assert_same
 
+from tolerances import assert_same
 from triptych.attention import SinusoidalPositions, sinusoidal
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.text import generated
+from triptych.text import generated, spelled
 from triptych.text.generated import PARTS, example_pairs, example_sentences, generate_pairs, part_of
 
 # Every function below is written without num2words: it is the second opinion.
@@ -54,40 +54,40 @@ def read_english(words: str) -> int:
 
 @given(st.integers(0, 999_999))
 def test_both_languages_spell_the_same_number(number: int) -> None:
-    german, english = generated._cardinal(number)
+    german, english = spelled.spell_cardinal(number)
     assert (read_german(german), read_english(english)) == (number, number)
 
 
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
-        (generated._cardinal(21), ("einundzwanzig", "twenty-one")),
-        (generated._cardinal(121), ("einhunderteinundzwanzig", "one hundred and twenty-one")),
-        (generated._cardinal(345), ("dreihundertfünfundvierzig", "three hundred and forty-five")),
-        (generated._cardinal(1001), ("eintausendeins", "one thousand and one")),
-        (generated._cardinal(101_000), ("einhunderteintausend", "one hundred and one thousand")),
-        (generated._cardinal(6_200), ("sechstausendzweihundert", "six thousand two hundred")),
-        (generated._year(1984), ("neunzehnhundertvierundachtzig", "nineteen eighty-four")),
-        (generated._year(1905), ("neunzehnhundertfünf", "nineteen oh-five")),
-        (generated._year(2024), ("zweitausendvierundzwanzig", "twenty twenty-four")),
-        (generated._ordinal(7), ("siebte", "seventh")),
-        (generated._clock(1, 0), ("ein Uhr", "one o'clock")),
-        (generated._clock(3, 10), ("zehn nach drei", "ten past three")),
-        (generated._clock(3, 15), ("Viertel nach drei", "quarter past three")),
-        (generated._clock(3, 17), ("siebzehn Minuten nach drei", "seventeen minutes past three")),
-        (generated._clock(3, 25), ("fünf vor halb vier", "twenty-five past three")),
-        (generated._clock(3, 30), ("halb vier", "half past three")),
-        (generated._clock(12, 30), ("halb eins", "half past twelve")),
-        (generated._clock(3, 35), ("fünf nach halb vier", "twenty-five to four")),
-        (generated._clock(12, 45), ("Viertel vor eins", "quarter to one")),
-        (generated._clock(3, 50), ("zehn vor vier", "ten to four")),
-        (generated._clock(3, 59), ("eine Minute vor vier", "one minute to four")),
-        (generated._timetable(21, 17), ("einundzwanzig Uhr siebzehn", "twenty-one seventeen")),
-        (generated._timetable(21, 5), ("einundzwanzig Uhr fünf", "twenty-one oh-five")),
-        (generated._timetable(1, 1), ("ein Uhr eins", "one oh-one")),
-        (generated._timetable(21, 0), ("einundzwanzig Uhr", "twenty-one hundred hours")),
-        (generated._day(date(2024, 5, 3), "nominative"), ("dritte Mai", "third of May")),
-        (generated._on_day(date(2024, 8, 1)), ("am ersten August", "on the first of August")),
+        (spelled.spell_cardinal(21), ("einundzwanzig", "twenty-one")),
+        (spelled.spell_cardinal(121), ("einhunderteinundzwanzig", "one hundred and twenty-one")),
+        (spelled.spell_cardinal(345), ("dreihundertfünfundvierzig", "three hundred and forty-five")),
+        (spelled.spell_cardinal(1001), ("eintausendeins", "one thousand and one")),
+        (spelled.spell_cardinal(101_000), ("einhunderteintausend", "one hundred and one thousand")),
+        (spelled.spell_cardinal(6_200), ("sechstausendzweihundert", "six thousand two hundred")),
+        (spelled.spell_year(1984), ("neunzehnhundertvierundachtzig", "nineteen eighty-four")),
+        (spelled.spell_year(1905), ("neunzehnhundertfünf", "nineteen oh-five")),
+        (spelled.spell_year(2024), ("zweitausendvierundzwanzig", "twenty twenty-four")),
+        (spelled.spell_ordinal(7), ("siebte", "seventh")),
+        (spelled.spell_clock(1, 0), ("ein Uhr", "one o'clock")),
+        (spelled.spell_clock(3, 10), ("zehn nach drei", "ten past three")),
+        (spelled.spell_clock(3, 15), ("Viertel nach drei", "quarter past three")),
+        (spelled.spell_clock(3, 17), ("siebzehn Minuten nach drei", "seventeen minutes past three")),
+        (spelled.spell_clock(3, 25), ("fünf vor halb vier", "twenty-five past three")),
+        (spelled.spell_clock(3, 30), ("halb vier", "half past three")),
+        (spelled.spell_clock(12, 30), ("halb eins", "half past twelve")),
+        (spelled.spell_clock(3, 35), ("fünf nach halb vier", "twenty-five to four")),
+        (spelled.spell_clock(12, 45), ("Viertel vor eins", "quarter to one")),
+        (spelled.spell_clock(3, 50), ("zehn vor vier", "ten to four")),
+        (spelled.spell_clock(3, 59), ("eine Minute vor vier", "one minute to four")),
+        (spelled.spell_timetable(21, 17), ("einundzwanzig Uhr siebzehn", "twenty-one seventeen")),
+        (spelled.spell_timetable(21, 5), ("einundzwanzig Uhr fünf", "twenty-one oh-five")),
+        (spelled.spell_timetable(1, 1), ("ein Uhr eins", "one oh-one")),
+        (spelled.spell_timetable(21, 0), ("einundzwanzig Uhr", "twenty-one hundred hours")),
+        (spelled.spell_day(date(2024, 5, 3), "nominative"), ("dritte Mai", "third of May")),
+        (spelled.spell_on_day(date(2024, 8, 1)), ("am ersten August", "on the first of August")),
     ],
 )
 def test_spelling_is_as_worked_out_by_hand(made: tuple[str, str], expected: tuple[str, str]) -> None:
@@ -96,7 +96,7 @@ def test_spelling_is_as_worked_out_by_hand(made: tuple[str, str], expected: tupl
 
 def test_full_date_is_inflected_in_the_dative() -> None:
     when = date(1984, 5, 3)
-    assert generated._on_day(when, weekday=when.weekday(), year=True) == (
+    assert spelled.spell_on_day(when, weekday=when.weekday(), year=True) == (
         "am Donnerstag, dem dritten Mai neunzehnhundertvierundachtzig,",
         "on Thursday, the third of May nineteen eighty-four,",
     )
@@ -105,23 +105,23 @@ def test_full_date_is_inflected_in_the_dative() -> None:
 @pytest.mark.parametrize(
     ("whole", "hundredths", "currency", "case", "german", "english"),
     [
-        (1, 0, generated._EURO, "nominative", "ein Euro", "one euro"),
-        (1, 0, generated._EURO, "accusative", "einen Euro", "one euro"),
+        (1, 0, spelled.EURO, "nominative", "ein Euro", "one euro"),
+        (1, 0, spelled.EURO, "accusative", "einen Euro", "one euro"),
         (
             23,
             1,
-            generated._EURO,
+            spelled.EURO,
             "accusative",
             "dreiundzwanzig Euro und einen Cent",
             "twenty-three euros and one cent",
         ),
-        (2, 0, generated._DOLLAR, "nominative", "zwei Dollar", "two dollars"),
-        (1, 0, generated._POUND, "accusative", "ein Pfund", "one pound"),
-        (0, 1, generated._POUND, "nominative", "ein Penny", "one penny"),
+        (2, 0, spelled.DOLLAR, "nominative", "zwei Dollar", "two dollars"),
+        (1, 0, spelled.POUND, "accusative", "ein Pfund", "one pound"),
+        (0, 1, spelled.POUND, "nominative", "ein Penny", "one penny"),
         (
             5,
             20,
-            generated._POUND,
+            spelled.POUND,
             "nominative",
             "fünf Pfund und zwanzig Pence",
             "five pounds and twenty pence",
@@ -129,7 +129,7 @@ def test_full_date_is_inflected_in_the_dative() -> None:
         (
             2,
             5,
-            generated._FRANC,
+            spelled.FRANC,
             "nominative",
             "zwei Franken und fünf Rappen",
             "two francs and five centimes",
@@ -139,21 +139,21 @@ def test_full_date_is_inflected_in_the_dative() -> None:
 def test_money_agrees_in_number_and_case(
     whole: int,
     hundredths: int,
-    currency: tuple[generated._Currency, generated._Currency],
+    currency: tuple[spelled.Currency, spelled.Currency],
     case: str,
     german: str,
     english: str,
 ) -> None:
-    assert generated._sum_of_money(whole, hundredths, currency, case) == (german, english)
+    assert spelled.spell_money(whole, hundredths, currency, case) == (german, english)
 
 
 def test_hundredths_may_be_said_without_their_name() -> None:
-    made = generated._sum_of_money(1, 50, generated._EURO, "nominative", short=True)
+    made = spelled.spell_money(1, 50, spelled.EURO, "nominative", short=True)
     assert made == ("ein Euro fünfzig", "one euro and fifty cents")
 
 
 def test_appositions_close_inside_a_sentence_and_not_at_its_end() -> None:
-    when = {"when": generated._on_day(date(2024, 5, 3), weekday=4)}
+    when = {"when": spelled.spell_on_day(date(2024, 5, 3), weekday=4)}
     assert generated._fill(("es war {when} kalt.", "it was cold {when}."), when) == (
         "Es war am Freitag, dem dritten Mai, kalt.",
         "It was cold on Friday, the third of May.",
@@ -243,7 +243,7 @@ def test_weekdays_of_full_dates_are_the_true_ones() -> None:
     true = set()
     for number in range(date(1950, 1, 1).toordinal(), date(2050, 1, 1).toordinal()):
         when = date.fromordinal(number)
-        day, year = generated._ordinal(when.day)[1], generated._year(when.year)[1]
+        day, year = spelled.spell_ordinal(when.day)[1], spelled.spell_year(when.year)[1]
         true.add(f"Today is {when:%A}, the {day} of {when:%B} {year}.")
     rng = Random(3)
     drawn = {generated._draw_calendar(rng)[1] for _ in range(500)}
@@ -274,9 +274,9 @@ def test_no_pairs_are_no_pairs() -> None:
 
 def test_asking_for_more_sentences_than_exist_ends_in_an_error_with_the_numbers() -> None:
     def draw(rng: Random) -> tuple[str, str]:
-        return generated._cardinal(rng.randrange(100))
+        return spelled.spell_cardinal(rng.randrange(100))
 
-    num_test = sum(part_of(generated._cardinal(number)[0]) == "test" for number in range(100))
+    num_test = sum(part_of(spelled.spell_cardinal(number)[0]) == "test" for number in range(100))
     assert len(generated._collect_pairs(draw, num_test, "test", 0)) == num_test
     with pytest.raises(ValueError, match=rf"50 distinct .*'test'.* 3000 draws gave only {num_test};"):
         generated._collect_pairs(draw, 50, "test", 0)

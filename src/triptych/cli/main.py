@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.metadata import version as installed_version
 
 import typer
 
@@ -32,8 +33,6 @@ def main(
 ) -> None:
     """Train, run and look into Transformers, with the matrices of every head in your hands."""
     if version:
-        from importlib.metadata import version as installed_version
-
         print(f"triptych {installed_version('triptych')}")
         raise typer.Exit
 

@@ -40,6 +40,6 @@ class Dropout(nn.Module):
 def _keep(x: Tensor, p: float) -> Tensor:
     draws = torch.empty(-(-x.numel() // _LANES), dtype=torch.int64).random_(-(1 << 63), None)
     levels = draws.view(torch.int16)[: x.numel()].view(x.shape)
-    threshold = round(p * _LEVELS)
+    threshold = min(round(p * _LEVELS), _LEVELS - 1)
     kept = levels >= threshold - _LEVELS // 2
     return kept.to(x.dtype).mul_(_LEVELS / (_LEVELS - threshold))

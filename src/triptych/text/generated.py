@@ -6,22 +6,29 @@ puts the units before the tens ("dreiundzwanzig", "twenty-three"), the coming ho
 
 Every German sentence has exactly one English translation, so exact match is a fair measure. A hash of
 the German sentence alone decides its part, so a test sentence can never be a training sentence.
-
-Cardinals, ordinals and years are spelled by num2words; Babel names the days and months.
 """
 
 import hashlib
 from collections.abc import Callable, Mapping
-from datetime import date
-from functools import lru_cache
 from random import Random
-from typing import NamedTuple
 
-from babel.dates import get_day_names, get_month_names
-from num2words import num2words
-
-Pair = tuple[str, str]
-"""A German text and its English translation."""
+from triptych.text.spelled import (
+    MONTHS,
+    WEEKDAYS,
+    Pair,
+    draw_amount,
+    draw_date,
+    draw_day_of_year,
+    draw_money,
+    draw_number,
+    draw_past,
+    draw_time,
+    draw_when,
+    spell_cardinal,
+    spell_day,
+    spell_ordinal,
+    spell_year,
+)
 
 PARTS = ("train", "valid", "test")
 
@@ -128,249 +135,6 @@ def _collect_pairs(draw: Callable[[Random], Pair], count: int, part: str, seed: 
     )
 
 
-# --- numbers -----------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=4096)
-def _spell(number: int, language: str, form: str) -> str:
-    return str(num2words(number, lang=language, to=form))
-
-
-def _cardinal(number: int) -> Pair:
-    """Spell 0 ≤ number < 1,000,000 in both languages."""
-    thousands, rest = divmod(number, 1000)
-    german, english = _spell(rest, "de", "cardinal"), _spell(rest, "en", "cardinal")
-    if not thousands:
-        return german, english
-    # num2words writes "einhunderteinstausend" for 101,000 and an English comma after the thousands that
-    # would look like the end of a clause; joining the halves here settles both and keeps the cache small.
-    german_head = _spell(thousands, "de", "cardinal")
-    if german_head.endswith("eins"):
-        german_head = german_head.removesuffix("s")
-    german_head += "tausend"
-    english_head = f"{_spell(thousands, 'en', 'cardinal')} thousand"
-    if not rest:
-        return german_head, english_head
-    link = " " if rest >= 100 else " and "
-    return german_head + german, english_head + link + english
-
-
-def _year(year: int) -> Pair:
-    return _spell(year, "de", "year"), _spell(year, "en", "year")
-
-
-def _ordinal(number: int) -> Pair:
-    """Spell an ordinal; the German one in the nominative after an article ("dritte")."""
-    return _spell(number, "de", "ordinal"), _spell(number, "en", "ordinal")
-
-
-def _draw_number(rng: Random, low: int = 1, max_digits: int = 6) -> int:
-    """Draw a number whose length is drawn first: uniform numbers would nearly all have six digits."""
-    (num_digits,) = rng.choices(range(1, max_digits + 1), (3, 6, 5, 3, 2, 2)[:max_digits])
-    number = rng.randrange(10 ** (num_digits - 1), 10**num_digits)
-    if num_digits >= 3 and rng.random() < 0.15:
-        number -= number % 10 ** (num_digits - 2)
-    return max(low, number)
-
-
-def _draw_amount(rng: Random, low: int = 1, max_digits: int = 6) -> int:
-    """Draw a number that may stand before a noun.
-
-    German is at odds with itself about "einhundert(und)ein(s) Bücher", so 101, 201 … are left out.
-    """
-    number = _draw_number(rng, low, max_digits)
-    return number + 1 if number > 1 and number % 100 == 1 else number
-
-
-# --- times of day ------------------------------------------------------------------------------------
-
-
-def _clock(hour: int, minute: int) -> Pair:
-    """The time as people say it. 1 ≤ hour ≤ 12; "Minuten" appears unless minute is a round one."""
-    this_de, this_en = _cardinal(hour)
-    next_de, next_en = _cardinal(hour % 12 + 1)
-    if minute == 0:
-        return f"{'ein' if hour == 1 else this_de} Uhr", f"{this_en} o'clock"
-    fixed = {
-        15: (f"Viertel nach {this_de}", f"quarter past {this_en}"),
-        25: (f"fünf vor halb {next_de}", f"twenty-five past {this_en}"),
-        30: (f"halb {next_de}", f"half past {this_en}"),
-        35: (f"fünf nach halb {next_de}", f"twenty-five to {next_en}"),
-        45: (f"Viertel vor {next_de}", f"quarter to {next_en}"),
-    }
-    if minute in fixed:
-        return fixed[minute]
-    count = minute if minute < 30 else 60 - minute
-    count_de, count_en = _cardinal(count)
-    if count == 1:
-        count_de, count_en = "eine Minute", "one minute"
-    elif count % 5:
-        count_de, count_en = f"{count_de} Minuten", f"{count_en} minutes"
-    if minute < 30:
-        return f"{count_de} nach {this_de}", f"{count_en} past {this_en}"
-    return f"{count_de} vor {next_de}", f"{count_en} to {next_en}"
-
-
-def _timetable(hour: int, minute: int) -> Pair:
-    """The time as a timetable has it. 1 ≤ hour ≤ 23; a full hour only from 13, as below it is a clock's."""
-    hour_de, hour_en = _cardinal(hour)
-    if hour % 10 == 1 and hour != 11:
-        hour_de = hour_de.removesuffix("s")
-    if minute == 0:
-        return f"{hour_de} Uhr", f"{hour_en} hundred hours"
-    minute_de, minute_en = _cardinal(minute)
-    return f"{hour_de} Uhr {minute_de}", f"{hour_en} {'oh-' if minute < 10 else ''}{minute_en}"
-
-
-def _draw_time(rng: Random) -> Pair:
-    kind = rng.random()
-    if kind < 0.35:
-        return _clock(rng.randint(1, 12), rng.choice((0, 15, 25, 30, 30, 35, 45)))
-    if kind < 0.55:
-        return _clock(rng.randint(1, 12), rng.randrange(60))
-    if kind < 0.65:
-        hours, german, english = rng.choice(_TIMES_OF_DAY)
-        clock_de, clock_en = _clock(rng.choice(hours), 0)
-        return f"{clock_de} {german}", f"{clock_en} {english}"
-    hour, minute = rng.randint(1, 23), rng.randrange(60)
-    return _timetable(hour, minute) if hour > 12 or minute else _clock(hour, 0)
-
-
-_TIMES_OF_DAY = (
-    (range(5, 12), "morgens", "in the morning"),
-    (range(1, 6), "nachmittags", "in the afternoon"),
-    (range(6, 12), "abends", "in the evening"),
-)
-
-# --- dates -------------------------------------------------------------------------------------------
-
-
-def _names(german: Mapping[int, str], english: Mapping[int, str]) -> dict[int, Pair]:
-    return {key: (german[key], english[key]) for key in german}
-
-
-_MONTHS = _names(get_month_names(locale="de"), get_month_names(locale="en"))
-_WEEKDAYS = _names(get_day_names(locale="de"), get_day_names(locale="en"))
-_LEAP_YEAR = 2024
-
-
-def _day(when: date, case: str) -> Pair:
-    """Day and month: ("dritte Mai", "third of May"); the German ordinal takes -n unless nominative."""
-    ordinal_de, ordinal_en = _ordinal(when.day)
-    month_de, month_en = _MONTHS[when.month]
-    ending = "" if case == "nominative" else "n"
-    return f"{ordinal_de}{ending} {month_de}", f"{ordinal_en} of {month_en}"
-
-
-def _on_day(when: date, *, weekday: int | None = None, year: bool = False) -> Pair:
-    """A day after its preposition; with a weekday an apposition, whose closing comma `_tidy` may drop."""
-    day_de, day_en = _day(when, "dative")
-    if year:
-        year_de, year_en = _year(when.year)
-        day_de, day_en = f"{day_de} {year_de}", f"{day_en} {year_en}"
-    if weekday is None:
-        return f"am {day_de}", f"on the {day_en}"
-    weekday_de, weekday_en = _WEEKDAYS[weekday]
-    return f"am {weekday_de}, dem {day_de},", f"on {weekday_en}, the {day_en},"
-
-
-def _draw_day_of_year(rng: Random) -> date:
-    return date.fromordinal(date(_LEAP_YEAR, 1, 1).toordinal() + rng.randrange(366))
-
-
-def _draw_date(rng: Random, first_year: int = 1700, last_year: int = 2025) -> date:
-    return date.fromordinal(
-        rng.randint(date(first_year, 1, 1).toordinal(), date(last_year, 12, 31).toordinal())
-    )
-
-
-def _draw_past(rng: Random) -> Pair:
-    """A date with its year; the weekday, if any, is the true one."""
-    when = _draw_date(rng)
-    kind = rng.random()
-    if kind < 0.4:
-        return _on_day(when, weekday=when.weekday() if kind < 0.2 else None, year=True)
-    year_de, year_en = _year(when.year)
-    if kind < 0.7:
-        month_de, month_en = _MONTHS[when.month]
-        return f"im {month_de} {year_de}", f"in {month_en} {year_en}"
-    return f"im Jahr {year_de}", f"in {year_en}"
-
-
-def _draw_when(rng: Random) -> Pair:
-    """A time, a day, or both: the German day comes first, the English one last."""
-    time_de, time_en = _draw_time(rng)
-    day = _draw_day_of_year(rng)
-    weekday = rng.randrange(7)
-    kind = rng.random()
-    if kind < 0.5:
-        return f"um {time_de}", f"at {time_en}"
-    if kind < 0.65:
-        return f"am {_WEEKDAYS[weekday][0]} um {time_de}", f"at {time_en} on {_WEEKDAYS[weekday][1]}"
-    day_de, day_en = _on_day(day, weekday=weekday if kind > 0.9 else None)
-    if kind < 0.8:
-        return f"{day_de} um {time_de}", f"at {time_en} {day_en}"
-    return day_de, day_en
-
-
-# --- money -------------------------------------------------------------------------------------------
-
-
-class _Currency(NamedTuple):
-    one_de: str
-    one_de_accusative: str
-    many_de: str
-    one_en: str
-    many_en: str
-
-
-# Written out since the libraries' names are not those people say: num2words has "two euro" and "one
-# pound sterling", Babel "US-Dollar" and an undeclined "Britisches Pfund".
-_CENT = _Currency("ein Cent", "einen Cent", "Cent", "cent", "cents")
-_PENNY = _Currency("ein Penny", "einen Penny", "Pence", "penny", "pence")
-_RAPPEN = _Currency("ein Rappen", "einen Rappen", "Rappen", "centime", "centimes")
-_EURO = (_Currency("ein Euro", "einen Euro", "Euro", "euro", "euros"), _CENT)
-_DOLLAR = (_Currency("ein Dollar", "einen Dollar", "Dollar", "dollar", "dollars"), _CENT)
-_POUND = (_Currency("ein Pfund", "ein Pfund", "Pfund", "pound", "pounds"), _PENNY)
-_FRANC = (_Currency("ein Franken", "einen Franken", "Franken", "franc", "francs"), _RAPPEN)
-_CURRENCIES = (_EURO, _DOLLAR, _POUND, _FRANC)
-
-
-def _coins(number: int, unit: _Currency, case: str) -> Pair:
-    if number == 1:
-        return unit.one_de if case == "nominative" else unit.one_de_accusative, f"one {unit.one_en}"
-    german, english = _cardinal(number)
-    return f"{german} {unit.many_de}", f"{english} {unit.many_en}"
-
-
-def _sum_of_money(
-    whole: int, hundredths: int, currency: tuple[_Currency, _Currency], case: str, *, short: bool = False
-) -> Pair:
-    """Spell an amount; `short` gives "drei Euro fünfzig" (for 10 hundredths and more)."""
-    whole_pair, rest_pair = _coins(whole, currency[0], case), _coins(hundredths, currency[1], case)
-    if not hundredths:
-        return whole_pair
-    if not whole:
-        return rest_pair
-    english = f"{whole_pair[1]} and {rest_pair[1]}"
-    if short:
-        return f"{whole_pair[0]} {_cardinal(hundredths)[0]}", english
-    return f"{whole_pair[0]} und {rest_pair[0]}", english
-
-
-def _draw_money(rng: Random, case: str) -> Pair:
-    currency = rng.choice(_CURRENCIES) if rng.random() < 0.6 else _EURO
-    kind = rng.random()
-    if kind < 0.5:
-        return _sum_of_money(_draw_amount(rng), 0, currency, case)
-    if kind < 0.6:
-        return _sum_of_money(0, rng.randint(1, 99), currency, case)
-    whole = _draw_amount(rng, max_digits=4)
-    if kind < 0.8:
-        return _sum_of_money(whole, rng.randint(10, 99), currency, case, short=True)
-    return _sum_of_money(whole, rng.randint(1, 99), currency, case)
-
-
 # --- sentences ---------------------------------------------------------------------------------------
 
 
@@ -468,7 +232,7 @@ def _draw_event(rng: Random) -> Pair:
     finite, prefix, infinitive, auxiliary, participle, finite_en, infinitive_en, past_en = rng.choice(verbs)
     pieces = {
         "who": rng.choice(subjects),
-        "when": _draw_when(rng),
+        "when": draw_when(rng),
         "claim": rng.choice(_CLAIMS),
         "finite": (finite, finite_en),
         "infinitive": (infinitive, infinitive_en),
@@ -491,7 +255,7 @@ _HISTORIES = _pairs("""
 
 
 def _draw_history(rng: Random) -> Pair:
-    return _fill(rng.choice(_HISTORIES), {"when": _draw_past(rng)})
+    return _fill(rng.choice(_HISTORIES), {"when": draw_past(rng)})
 
 
 _CALENDARS = _pairs("""
@@ -504,15 +268,15 @@ _CALENDARS = _pairs("""
 
 
 def _draw_calendar(rng: Random) -> Pair:
-    when = _draw_date(rng, 1950, 2049)
+    when = draw_date(rng, 1950, 2049)
     first, last = sorted(rng.sample(range(1, 29), 2))
     pieces = {
-        "day": _day(when, "nominative"),
-        "first": _ordinal(first),
-        "last": _ordinal(last),
-        "month": _MONTHS[when.month],
-        "weekday": _WEEKDAYS[when.weekday()],
-        "year": _year(when.year),
+        "day": spell_day(when, "nominative"),
+        "first": spell_ordinal(first),
+        "last": spell_ordinal(last),
+        "month": MONTHS[when.month],
+        "weekday": WEEKDAYS[when.weekday()],
+        "year": spell_year(when.year),
     }
     # The first three have few sentences to give, the last one very many.
     (template,) = rng.choices(_CALENDARS, (1, 1, 1, 3, 6))
@@ -557,8 +321,8 @@ _COUNT_TEMPLATES = _pairs("""
 
 def _draw_count(rng: Random) -> Pair:
     one_de, many_de, one_en, many_en = rng.choice(_THINGS)
-    number = _draw_amount(rng)
-    number_de, number_en = _cardinal(number)
+    number = draw_amount(rng)
+    number_de, number_en = spell_cardinal(number)
     who, have, who_en = rng.choice(_PEOPLE)
     pieces = {
         "who": (who, who_en),
@@ -567,7 +331,7 @@ def _draw_count(rng: Random) -> Pair:
         if number == 1
         else (f"{number_de} {many_de}", f"{number_en} {many_en}"),
         "done": rng.choice(_DEEDS),
-        "weekday": _WEEKDAYS[rng.randrange(7)],
+        "weekday": WEEKDAYS[rng.randrange(7)],
     }
     return _fill(rng.choice(_COUNT_TEMPLATES), pieces)
 
@@ -596,10 +360,10 @@ _RANKS = _pairs("""
 def _draw_number_sentence(rng: Random) -> Pair:
     kind = rng.random()
     if kind < 0.4:
-        return _fill(rng.choice(_MEASURES), {"n": _cardinal(_draw_amount(rng, low=2))})
+        return _fill(rng.choice(_MEASURES), {"n": spell_cardinal(draw_amount(rng, low=2))})
     if kind < 0.7:
-        return _fill(rng.choice(_NUMBERS), {"n": _cardinal(_draw_number(rng))})
-    return _fill(rng.choice(_RANKS), {"n": _ordinal(rng.randint(1, 99))})
+        return _fill(rng.choice(_NUMBERS), {"n": spell_cardinal(draw_number(rng))})
+    return _fill(rng.choice(_RANKS), {"n": spell_ordinal(rng.randint(1, 99))})
 
 
 _SUMS = _pairs("""
@@ -609,8 +373,10 @@ _SUMS = _pairs("""
 
 
 def _draw_arithmetic(rng: Random) -> Pair:
-    a, b = _draw_number(rng, max_digits=3), _draw_number(rng, max_digits=3)
-    return _fill(rng.choice(_SUMS), {"a": _cardinal(a), "b": _cardinal(b), "c": _cardinal(a + b)})
+    a, b = draw_number(rng, max_digits=3), draw_number(rng, max_digits=3)
+    return _fill(
+        rng.choice(_SUMS), {"a": spell_cardinal(a), "b": spell_cardinal(b), "c": spell_cardinal(a + b)}
+    )
 
 
 # Nominative, accusative, pronoun in the accusative; English.
@@ -644,9 +410,9 @@ def _draw_price(rng: Random) -> Pair:
         "it": (it, ""),
         "who": (who, who_en),
         "have": (have, ""),
-        "money": _draw_money(rng, "accusative"),
+        "money": draw_money(rng, "accusative"),
         "claim": rng.choice(_CLAIMS),
-        "weekday": _WEEKDAYS[rng.randrange(7)],
+        "weekday": WEEKDAYS[rng.randrange(7)],
     }
     return _fill(rng.choice(_PRICE_TEMPLATES), pieces)
 
@@ -655,12 +421,12 @@ def _draw_phrase(rng: Random) -> Pair:
     """No sentence at all: the bare number, time, day or sum, in lower case and without a full stop."""
     kind = rng.random()
     if kind < 0.45:
-        return _cardinal(_draw_number(rng))
+        return spell_cardinal(draw_number(rng))
     if kind < 0.65:
-        return _draw_time(rng)
+        return draw_time(rng)
     if kind < 0.85:
-        return _draw_money(rng, "nominative")
-    day_de, day_en = _day(_draw_day_of_year(rng), "nominative")
+        return draw_money(rng, "nominative")
+    day_de, day_en = spell_day(draw_day_of_year(rng), "nominative")
     return f"der {day_de}", f"the {day_en}"
 
 

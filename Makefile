@@ -1,0 +1,39 @@
+# make demo: install into .venv and run the main job. make test: install and run lint, types and tests.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test install lint types clean
+
+demo: $(STAMP)
+	@echo "== demo: train a small translator, try it, write a report"
+	$(BIN)/triptych demo
+
+test: lint types
+	@echo "== tests"
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	@echo "== lint"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	@echo "== types"
+	$(BIN)/mypy
+
+install: $(STAMP)
+
+# Installs once, and again only when what is to be installed changed.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "triptych needs Python 3.11 or later: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "== install into $(VENV) (once; a few minutes)"
+	$(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) demo runs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

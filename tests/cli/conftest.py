@@ -1,0 +1,75 @@
+"""The command, called in this process, and a small trained run to call it on."""
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from triptych import runs
+from triptych.cli.main import run as run_command
+from triptych.training import resolve
+from triptych.training.progress import LineDisplay
+
+
+class Answer(NamedTuple):
+    """What a command gave."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Answer]
+
+
+@pytest.fixture
+def triptych(monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Command:
+    """Calls `triptych` with arguments and, if given, bytes on standard input."""
+
+    def call(*arguments: object, stdin: bytes = b"") -> Answer:
+        monkeypatch.setattr(sys, "argv", ["triptych", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        capsysbinary.readouterr()
+        try:
+            run_command()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsysbinary.readouterr()
+        return Answer(code, captured.out.decode(), captured.err.decode())
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learned a little: enough to give some output for any input."""
+    folder = tmp_path_factory.mktemp("small") / "run"
+    recipe = resolve(
+        {
+            "data": {
+                "train": {"generated": 300, "generated_part": "train"},
+                "valid": {"generated": 10, "generated_part": "valid"},
+                "cache": "",
+            },
+            "tokenizer": {"vocab_size": 400},
+            "model": {
+                "preset": "tiny",
+                "d_model": 32,
+                "d_ff": 64,
+                "num_heads": 2,
+                "dropout": 0.0,
+                "max_source_tokens": 40,
+                "encoder": {"num_layers": 1},
+                "decoder": {"num_layers": 2},
+            },
+            "training": {"max_steps": 40, "batch_tokens": 500, "learning_rate": 0.01, "warmup_steps": 10},
+            "validation": {"every_steps": 40, "bleu": False, "metric": "loss"},
+            "decoding": {"beam_size": 2, "max_extra_tokens": 8},
+        }
+    )
+    runs.train(recipe, folder, LineDisplay())
+    return folder

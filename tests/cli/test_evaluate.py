@@ -1,0 +1,61 @@
+import json
+from pathlib import Path
+
+import sacrebleu
+from conftest import Command
+
+
+def _write(path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_scores_are_sacrebleus_with_signature_and_interval(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    source = _write(tmp_path / "src", ["Es ist halb vier.", "", "Vier.", "Heute ist Montag."] * 5)
+    reference = _write(tmp_path / "ref", ["It is half past three.", "x", "Four.", "Today is Monday."] * 5)
+    out = tmp_path / "out.txt"
+    answer = triptych(
+        "evaluate", small_run, "--source", source, "--reference", reference, "--out", out, "--json"
+    )
+    assert answer.code == 0, answer.err
+    record = json.loads(answer.out)
+    hypotheses = out.read_text().split("\n")[:-1]
+    assert len(hypotheses) == 20
+    references = [reference.read_text().split("\n")[:-1]]
+    bleu, chrf = record["scores"]
+    assert bleu["value"] == sacrebleu.corpus_bleu(hypotheses, references).score
+    assert chrf["value"] == sacrebleu.corpus_chrf(hypotheses, references).score
+    assert "tok:13a" in bleu["signature"]
+    assert "version:" in chrf["signature"]
+    for score in record["scores"]:
+        low, high = score["interval"]
+        assert low <= score["value"] <= high
+
+
+def test_scores_are_lines_for_people(triptych: Command, small_run: Path, tmp_path: Path) -> None:
+    text = _write(tmp_path / "text", ["Vier.", "Heute ist Montag."])
+    answer = triptych("evaluate", small_run, "--source", text, "--reference", text)
+    assert answer.code == 0
+    assert [line.split()[0] for line in answer.out.splitlines()] == ["BLEU", "chrF2"]
+
+
+def test_sides_of_different_length_are_refused_with_both_counts(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    source = _write(tmp_path / "src", ["Vier.", "Vier."])
+    reference = _write(tmp_path / "ref", ["Four."])
+    answer = triptych("evaluate", small_run, "--source", source, "--reference", reference)
+    assert answer.code == 1
+    assert "2 lines" in answer.err
+    assert "has 1" in answer.err
+
+
+def test_an_empty_test_text_is_refused(triptych: Command, small_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    answer = triptych(
+        "evaluate", small_run, "--source", tmp_path / "empty", "--reference", tmp_path / "empty"
+    )
+    assert answer.code == 1
+    assert "empty" in answer.err

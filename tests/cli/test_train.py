@@ -1,0 +1,135 @@
+import json
+from pathlib import Path
+
+import pytest
+from conftest import Command
+
+from triptych import Run, recipes
+from triptych.training import read_recipe
+
+SMALL = [
+    "data.train={generated=100, generated_part='train'}",
+    "data.valid={generated=5, generated_part='valid'}",
+    "data.cache=''",
+    "tokenizer.vocab_size=300",
+    "model.d_model=16",
+    "model.d_ff=16",
+    "model.num_heads=2",
+    "model.encoder.num_layers=1",
+    "model.decoder.num_layers=1",
+    "training.max_steps=4",
+    "training.batch_tokens=500",
+    "validation.every_steps=2",
+    "validation.max_sentences=2",
+]
+
+
+def _sets(values: list[str]) -> list[str]:
+    return [part for value in values for part in ("--set", value)]
+
+
+def test_a_run_folder_holds_all_that_is_promised(
+    triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = triptych("train", "demo", *_sets(SMALL), "--json")
+    assert answer.code == 0, answer.err
+    record = json.loads(answer.out)
+    folder = Path(record["run"])
+    assert folder == Path("runs/triptych-demo")
+    assert record["steps"] == 4
+    for name in (
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "recipe.toml",
+        "metrics.jsonl",
+        "README.md",
+        "state/last.safetensors",
+        "state/best.safetensors",
+    ):
+        assert (folder / name).stat().st_size > 0
+    stored = read_recipe(folder / "recipe.toml")
+    assert stored.model.d_model == 16
+    assert stored.training.max_steps == 4
+    assert stored.training.adam_beta2 == 0.98
+    assert Run.open(folder).translator().translate(["Vier."])[0].source == "Vier."
+    assert "padding" in answer.err
+
+
+def test_text_without_a_joint_vocabulary_trains_with_two(triptych: Command, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    answer = triptych(
+        "train",
+        "demo",
+        "--out",
+        out,
+        *_sets([*SMALL, "tokenizer.joint=false", "model.tie_embeddings='target'"]),
+    )
+    assert answer.code == 0, answer.err
+    opened = Run.open(out)
+    assert not opened.tokenizers.joint
+    assert opened.translator().translate(["Vier."])[0].candidates
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_that_comes_along_is_valid(name: str) -> None:
+    assert read_recipe(recipes.find(name)).name
+
+
+def test_an_unknown_key_names_the_nearest(triptych: Command) -> None:
+    answer = triptych("train", "demo", "--set", "training.warmup_step=3")
+    assert answer.code == 2
+    assert "unknown key training.warmup_step: did you mean warmup_steps?" in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_a_contradiction_in_the_data_section_is_one_clear_line(triptych: Command) -> None:
+    answer = triptych("train", "demo", "--set", "data.train.source='a.de'")
+    assert answer.code == 2
+    assert "data.train" in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_a_recipe_that_is_not_there_names_those_that_are(triptych: Command) -> None:
+    answer = triptych("train", "dmo")
+    assert answer.code == 2
+    assert "there is no recipe dmo: give a TOML file, or one of demo, multi30k, paper-base, paper-big" in (
+        answer.err
+    )
+
+
+def test_a_run_folder_without_resume_is_explained(triptych: Command, small_run: Path) -> None:
+    answer = triptych("train", small_run)
+    assert answer.code == 2
+    assert "add --resume" in answer.err
+
+
+def test_a_missing_corpus_leaves_no_run_behind(triptych: Command, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        "[data]\ncache = ''\n[data.train]\nsource = 'no.de'\ntarget = 'no.en'\n"
+        "[data.valid]\nsource = 'no.de'\ntarget = 'no.en'\n"
+    )
+    answer = triptych("train", recipe, "--out", tmp_path / "run")
+    assert answer.code == 2
+    assert "no.de" in answer.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_device_that_is_not_there_is_named(triptych: Command, tmp_path: Path) -> None:
+    answer = triptych(
+        "train", "demo", "--out", tmp_path / "run", *_sets([*SMALL, "training.device='abacus'"])
+    )
+    assert answer.code == 2
+    assert "'abacus'" in answer.err
+
+
+def test_the_version_is_printed(triptych: Command) -> None:
+    answer = triptych("--version")
+    assert answer.code == 0
+    assert answer.out.startswith("triptych ")
+
+
+def test_an_unknown_option_is_a_usage_error(triptych: Command) -> None:
+    assert triptych("train", "demo", "--frobnicate").code == 2

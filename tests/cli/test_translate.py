@@ -1,0 +1,184 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Command
+
+from triptych import load
+
+SENTENCES = ["Das Buch kostet drei Euro.", "", "Es ist halb vier.", "Heute ist Montag.", "Vier."]
+
+
+def test_lines_come_out_in_order_and_an_empty_line_stays_empty(triptych: Command, small_run: Path) -> None:
+    answer = triptych("translate", small_run, stdin="\n".join(SENTENCES).encode() + b"\n")
+    assert answer.code == 0
+    expected = [translation.text for translation in load(small_run).translate(SENTENCES)]
+    assert answer.out.split("\n")[:-1] == expected
+    assert expected[1] == ""
+    assert any(expected)
+
+
+def test_a_file_translates_like_standard_input_and_an_output_file_holds_the_same(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    text = "\n".join(SENTENCES) + "\n"
+    (tmp_path / "in.txt").write_text(text)
+    piped = triptych("translate", small_run, stdin=text.encode())
+    from_file = triptych("translate", small_run, tmp_path / "in.txt", "--out", tmp_path / "out.txt")
+    assert from_file.code == 0
+    assert from_file.out == ""
+    assert (tmp_path / "out.txt").read_text() == piped.out
+
+
+def test_windows_line_ends_are_not_part_of_the_text(triptych: Command, small_run: Path) -> None:
+    unix = triptych("translate", small_run, stdin=b"Vier.\nHeute ist Montag.\n")
+    windows = triptych("translate", small_run, stdin=b"Vier.\r\nHeute ist Montag.\r\n")
+    assert windows == unix
+
+
+def test_empty_input_gives_empty_output(triptych: Command, small_run: Path) -> None:
+    assert triptych("translate", small_run, stdin=b"") == (0, "", "")
+
+
+def test_a_line_past_the_limit_is_translated_in_pieces_and_reported(
+    triptych: Command, small_run: Path
+) -> None:
+    long_line = " ".join(["Das Buch hat dreiundfünfzig Euro gekostet."] * 12)
+    answer = triptych("translate", small_run, "--json", stdin=f"Vier.\n{long_line}\n".encode())
+    assert answer.code == 0
+    short, long = (json.loads(line) for line in answer.out.splitlines())
+    assert short["pieces"] == 1
+    assert long["pieces"] > 1
+    assert f"line 2: longer than the model's limit of 40 tokens, translated in {long['pieces']} pieces" in (
+        answer.err
+    )
+
+
+def test_n_best_gives_that_many_different_translations_with_falling_scores(
+    triptych: Command, small_run: Path
+) -> None:
+    answer = triptych("translate", small_run, "--n-best", 3, "--beam", 4, stdin=b"Vier.\n")
+    rows = [line.split(" ||| ") for line in answer.out.splitlines()]
+    assert [row[0] for row in rows] == ["1", "1", "1"]
+    scores = [float(row[2]) for row in rows]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_more_translations_than_the_beam_given_holds_is_a_usage_error(
+    triptych: Command, small_run: Path
+) -> None:
+    answer = triptych("translate", small_run, "--n-best", 3, "--beam", 2, stdin=b"Vier.\n")
+    assert answer.code == 2
+    assert "num_best is 3: it must be between 1 and beam_size (2)" in answer.err
+
+
+def test_json_gives_scores_tokens_and_the_attention_asked_for(triptych: Command, small_run: Path) -> None:
+    answer = triptych(
+        "translate",
+        small_run,
+        "--json",
+        "--attention",
+        "cross:1:0",
+        "--attention",
+        "encoder:0:all",
+        "--attention",
+        "decoder:0:1",
+        stdin=b"Es ist halb vier.\n",
+    )
+    assert answer.code == 0, answer.err
+    record = json.loads(answer.out)
+    best = record["candidates"][0]
+    assert record["translation"] == best["text"]
+    assert best["log_prob"] < 0
+    assert "".join(best["tokens"]).replace("▁", " ").strip() == best["text"]
+    kinds = [(entry["site"], entry["layer"], entry["head"]) for entry in record["attention"]]
+    assert kinds == [("cross", 1, 0), ("encoder", 0, 0), ("encoder", 0, 1), ("decoder", 0, 1)]
+    for entry in record["attention"]:
+        assert len(entry["weights"]) == len(entry["rows"])
+        for row in entry["weights"]:
+            assert len(row) == len(entry["columns"])
+            assert sum(row) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        ("cross", "write SITE:LAYER:HEAD"),
+        ("memory:0:0", "a site of encoder, decoder, cross"),
+        ("cross:2:0", "layer '2' is not 'all' or a number from 0 to 1"),
+        ("cross:0:x", "head 'x' is not 'all' or a number from 0 to 1"),
+    ],
+)
+def test_attention_that_is_not_there_is_a_usage_error(
+    triptych: Command, small_run: Path, selection: str, message: str
+) -> None:
+    answer = triptych("translate", small_run, "--json", "--attention", selection, stdin=b"Vier.\n")
+    assert answer.code == 2
+    assert message in answer.err
+
+
+def test_bad_bytes_are_named_with_their_line_after_the_lines_before_them(
+    triptych: Command, small_run: Path
+) -> None:
+    answer = triptych("translate", small_run, stdin=b"Vier.\nHeute.\n\xff\xfe\xfd\nVier.\n")
+    assert answer.code == 1
+    assert len(answer.out.splitlines()) == 2
+    assert "standard input, line 3" in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_a_failed_translation_leaves_no_output_file(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "in.txt").write_bytes(b"Vier.\nNull\x00byte\n")
+    answer = triptych("translate", small_run, tmp_path / "in.txt", "--out", tmp_path / "out.txt")
+    assert answer.code == 1
+    assert "line 2" in answer.err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+def test_a_missing_run_or_file_is_a_usage_error(triptych: Command, small_run: Path, tmp_path: Path) -> None:
+    no_run = triptych("translate", tmp_path / "nowhere", stdin=b"Vier.\n")
+    assert (no_run.code, no_run.err) == (2, f"triptych: there is no run folder {tmp_path / 'nowhere'}\n")
+    no_file = triptych("translate", small_run, tmp_path / "nothing.txt")
+    assert no_file.code == 2
+    assert "nothing.txt" in no_file.err
+
+
+def test_a_folder_that_is_no_run_is_refused(triptych: Command, tmp_path: Path) -> None:
+    answer = triptych("translate", tmp_path, stdin=b"Vier.\n")
+    assert answer.code == 1
+    assert "is not a run folder" in answer.err
+
+
+def test_a_closed_pipe_ends_quietly(small_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("Heute ist Montag.\n" * 2000)
+    command = (
+        f"{sys.executable} -m triptych.cli translate {small_run} {tmp_path / 'in.txt'} --beam 1 | head -n 1"
+    )
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
+    assert result.stdout.count("\n") == 1
+    assert result.stderr == ""
+
+
+def test_a_line_typed_is_answered_before_the_next_one_comes(small_run: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "triptych.cli", "translate", str(small_run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        for _ in range(2):
+            process.stdin.write("Vier.\n")
+            process.stdin.flush()
+            # Blocks for ever, and fails by the suite's limit, if the answer waits for more input.
+            assert process.stdout.readline().endswith("\n")
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait(timeout=30)

@@ -1,0 +1,70 @@
+"""Cutting long lines."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triptych.decoding.pieces import split_line
+
+LINES = st.text(
+    st.one_of(st.characters(codec="utf-8"), st.sampled_from(" .,;!?…。\n\t")), min_size=1, max_size=120
+)
+
+
+def at_most(limit: int) -> Callable[[str], bool]:
+    return lambda text: len(text) <= limit
+
+
+def without_space(text: str) -> str:
+    return "".join(text.split())
+
+
+@given(line=LINES, limit=st.integers(1, 40))
+def test_nothing_but_white_space_is_lost(line: str, limit: int) -> None:
+    assert without_space("".join(split_line(line, at_most(limit)))) == without_space(line)
+
+
+@given(line=LINES, limit=st.integers(1, 40))
+def test_every_piece_fits(line: str, limit: int) -> None:
+    assert all(at_most(limit)(piece) for piece in split_line(line, at_most(limit)))
+
+
+@given(line=LINES, limit=st.integers(4, 40))
+def test_every_piece_fits_when_it_is_bytes_that_count(line: str, limit: int) -> None:
+    def fits(text: str) -> bool:
+        return len(text.encode()) <= limit
+
+    pieces = split_line(line, fits)
+    assert all(fits(piece) for piece in pieces)
+    assert without_space("".join(pieces)) == without_space(line)
+
+
+@given(line=LINES)
+def test_a_line_that_fits_is_left_alone(line: str) -> None:
+    assert split_line(line, at_most(120)) == [line]
+
+
+@pytest.mark.parametrize(
+    ("line", "limit", "expected"),
+    [
+        ("One two. Three four! Five six? Seven.", 14, ["One two.", "Three four!", "Five six?", "Seven."]),
+        ("One. Two. Three four five six.", 20, ["One. Two.", "Three four five six."]),
+        ("One two, three four; five six", 12, ["One two,", "three four;", "five six"]),
+        ("one two three four", 9, ["one two", "three", "four"]),
+        ("abcdefgh", 3, ["ab", "cd", "ef", "gh"]),
+        ("Short. And a far longer sentence, with a clause.", 30,
+         ["Short.", "And a far longer sentence,", "with a clause."]),
+        ("Preis: 3.50 Euro. Gut.", 18, ["Preis: 3.50 Euro.", "Gut."]),
+    ],
+)  # fmt: skip
+def test_a_line_is_cut_between_sentences_else_clauses_else_words_else_anywhere(
+    line: str, limit: int, expected: list[str]
+) -> None:
+    assert split_line(line, at_most(limit)) == expected
+
+
+def test_neighbours_are_joined_as_long_as_they_fit() -> None:
+    pieces = split_line("A b. " * 30, at_most(20))
+    assert pieces == ["A b. A b. A b. A b."] * 7 + ["A b. A b."]

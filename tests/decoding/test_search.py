@@ -1,0 +1,268 @@
+"""Greedy and beam search: against the plainest loop, against every output there is."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.decoding import Hypothesis, SearchOptions, length_penalty, search
+from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+
+PAD, BOS, EOS = 0, 1, 2
+SOURCES = [[5, 9, 4, 7], [3], [6, 6, 8, 10, 11, 12, 13, 4], [14, 3, 9], [12, 4], [8, 7, 5, 3, 9, 11]]
+MAX_EXTRA = 6
+
+
+def make_model(vocab_size: int = 24, seed: int = 1, ends_like: float = 1.0) -> EncoderDecoder:
+    """An untrained model that is sure of itself: its output is scaled up, as is its end of sentence.
+
+    In float64, so that no two scores are so close that the order of a sum decides between them.
+    """
+    torch.manual_seed(seed)
+    config = ModelConfig(
+        d_model=16,
+        d_ff=32,
+        num_heads=2,
+        tie_embeddings="none",
+        encoder=EncoderConfig(num_layers=1),
+        decoder=DecoderConfig(num_layers=2),
+    )
+    model = EncoderDecoder(config, vocab_size, vocab_size, PAD).eval()
+    with torch.no_grad():
+        model.output.weight.mul_(2)
+        model.output.weight[EOS].mul_(ends_like)
+        for block in [*model.encoder, *model.decoder]:
+            block.self_attention.projections.v_proj.weight.mul_(3)
+        for block in model.decoder:
+            block.cross_attention.projections.v_proj.weight.mul_(6)
+    return model.double()
+
+
+def pad(sources: list[list[int]], extra: int = 0) -> Tensor:
+    width = max(map(len, sources)) + 1 + extra
+    return torch.tensor([[*ids, EOS] + [PAD] * (width - 1 - len(ids)) for ids in sources])
+
+
+def find(model: EncoderDecoder, src: Tensor, **options: float | bool) -> list[list[Hypothesis]]:
+    given = {"max_extra_tokens": MAX_EXTRA, **options}
+    return search(model, src, SearchOptions(**given), BOS, EOS)
+
+
+def next_log_probs(model: EncoderDecoder, source: list[int], prefix: list[int]) -> Tensor:
+    """Of one sentence, from the start, without cache or batch."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*source, EOS]]), torch.tensor([[BOS, *prefix]]))[0, -1]
+    logits[[PAD, BOS]] = -torch.inf
+    return logits.log_softmax(dim=-1)
+
+
+def log_prob_of(model: EncoderDecoder, source: list[int], ids: tuple[int, ...]) -> float:
+    """By teacher forcing, the end of sentence included."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*source, EOS]]), torch.tensor([[BOS, *ids]]))[0]
+    logits[:, [PAD, BOS]] = -torch.inf
+    log_p = logits.log_softmax(dim=-1)
+    return sum(float(log_p[i, token]) for i, token in enumerate([*ids, EOS]))
+
+
+def greedy(model: EncoderDecoder, source: list[int]) -> tuple[int, ...]:
+    ids: list[int] = []
+    while len(ids) < len(source) + MAX_EXTRA:
+        best = int(next_log_probs(model, source, ids).argmax())
+        if best == EOS:
+            break
+        ids.append(best)
+    return tuple(ids)
+
+
+def same(one: list[list[Hypothesis]], other: list[list[Hypothesis]]) -> None:
+    assert [[h.ids for h in best] for best in one] == [[h.ids for h in best] for best in other]
+    for a, b in zip(itertools.chain(*one), itertools.chain(*other), strict=True):
+        assert a.score == pytest.approx(b.score, abs=1e-5)
+        assert a.log_prob == pytest.approx(b.log_prob, abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_beam_of_one_is_the_step_by_step_argmax(use_cache: bool, seed: int) -> None:
+    model = make_model(seed=seed)
+    expected = [greedy(model, source) for source in SOURCES]
+    assert len(set(map(len, expected))) > 1
+    found = find(model, pad(SOURCES), beam_size=1, use_cache=use_cache)
+    assert [best[0].ids for best in found] == expected
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_beam_as_large_as_the_search_space_finds_every_output_in_order(seed: int, alpha: float) -> None:
+    model, source = make_model(vocab_size=6, seed=seed), [4]
+    # At most 1 + 2 tokens of the three that are words: 1 + 3 + 9 + 27 outputs.
+    outputs = [ids for length in range(4) for ids in itertools.product([3, 4, 5], repeat=length)]
+    scores = {ids: log_prob_of(model, source, ids) / length_penalty(len(ids) + 1, alpha) for ids in outputs}
+    options = {"beam_size": 40, "alpha": alpha, "max_extra_tokens": 2}
+    (every,) = find(model, pad([source]), num_best=40, **options)
+    assert {h.ids: h.score for h in every} == pytest.approx(scores, abs=1e-5)
+    assert [h.score for h in every] == sorted((h.score for h in every), reverse=True)
+    ((best,),) = find(model, pad([source]), num_best=1, **options)
+    assert best.ids == max(outputs, key=lambda ids: scores[ids])
+
+
+def test_a_wider_beam_finds_what_greedy_search_misses() -> None:
+    better = 0
+    for seed in range(6):
+        model = make_model(seed=seed)
+        narrow = find(model, pad(SOURCES), beam_size=1, alpha=0.0)
+        wide = find(model, pad(SOURCES), beam_size=8, alpha=0.0)
+        better += sum(w[0].score > n[0].score + 1e-4 for w, n in zip(wide, narrow, strict=True))
+    assert better > 3
+
+
+@pytest.mark.parametrize("beam_size", [1, 4])
+def test_the_log_probability_is_the_models_own(beam_size: int) -> None:
+    model = make_model()
+    for source, best in zip(
+        SOURCES, find(model, pad(SOURCES), beam_size=beam_size, num_best=beam_size, alpha=0.6), strict=True
+    ):
+        for hypothesis in best:
+            expected = log_prob_of(model, source, hypothesis.ids)
+            assert hypothesis.log_prob == pytest.approx(expected, abs=1e-4)
+            length = len(hypothesis.ids) + 1
+            assert hypothesis.score == pytest.approx(expected / ((5 + length) / 6) ** 0.6, abs=1e-4)
+
+
+@pytest.mark.parametrize("beam_size", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_searching_with_a_cache_finds_what_searching_without_finds(seed: int, beam_size: int) -> None:
+    model = make_model(seed=seed)
+    options = {"beam_size": beam_size, "num_best": beam_size}
+    same(find(model, pad(SOURCES), **options), find(model, pad(SOURCES), use_cache=False, **options))
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("beam_size", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sentence_is_translated_as_if_it_were_alone(seed: int, beam_size: int, use_cache: bool) -> None:
+    model = make_model(seed=seed)
+    options = {"beam_size": beam_size, "num_best": beam_size, "use_cache": use_cache}
+    together = find(model, pad(SOURCES), **options)
+    same([find(model, pad([source]), **options)[0] for source in SOURCES], together)
+    same(find(model, pad(SOURCES, extra=5), **options), together)
+    order = [3, 0, 5, 1, 4, 2]
+    shuffled = find(model, pad([SOURCES[i] for i in order]), **options)
+    same(shuffled, [together[i] for i in order])
+
+
+@pytest.mark.parametrize("num_best", [1, 3, 6])
+def test_the_best_are_sorted_distinct_and_as_many_as_asked(num_best: int) -> None:
+    model = make_model()
+    for best in find(model, pad(SOURCES), beam_size=6, num_best=num_best):
+        assert len(best) == num_best
+        assert len({h.ids for h in best}) == num_best
+        assert [h.score for h in best] == sorted((h.score for h in best), reverse=True)
+
+
+def test_asking_for_more_does_not_change_the_best() -> None:
+    # With alpha = 0 a search may only stop when nothing open can win; so the winner is one and the same.
+    model = make_model()
+    for one, many in zip(
+        find(model, pad(SOURCES), beam_size=5, alpha=0.0),
+        find(model, pad(SOURCES), beam_size=5, alpha=0.0, num_best=5),
+        strict=True,
+    ):
+        assert one[0].ids == many[0].ids
+
+
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_a_model_that_never_ends_is_ended_at_the_limit(
+    beam_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    suppress_end(model, monkeypatch)
+    found = find(model, pad(SOURCES), beam_size=beam_size, num_best=beam_size)
+    for source, best in zip(SOURCES, found, strict=True):
+        assert [len(h.ids) for h in best] == [len(source) + MAX_EXTRA] * beam_size
+        assert all(h.log_prob < -40 for h in best)  # the end was paid for
+
+
+def suppress_end(model: EncoderDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain: Callable[[Tensor], Tensor] = model.logits
+    penalty = torch.zeros(24)
+    penalty[EOS] = 50.0
+    monkeypatch.setattr(model, "logits", lambda x: plain(x) - penalty)
+
+
+def test_a_model_that_ends_at_once_gives_an_empty_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    plain: Callable[[Tensor], Tensor] = model.logits
+    bonus = torch.zeros(24)
+    bonus[EOS] = 50.0
+    monkeypatch.setattr(model, "logits", lambda x: plain(x) + bonus)
+    for best in find(model, pad(SOURCES), beam_size=3):
+        assert best[0].ids == ()
+        assert best[0].log_prob == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("beam_size", [1, 4])
+def test_padding_and_the_beginning_are_never_put_out(beam_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    plain: Callable[[Tensor], Tensor] = model.logits
+    bonus = torch.zeros(24)
+    bonus[[PAD, BOS]] = 50.0
+    monkeypatch.setattr(model, "logits", lambda x: plain(x) + bonus)
+    for best in find(model, pad(SOURCES), beam_size=beam_size, num_best=beam_size):
+        for hypothesis in best:
+            assert not {PAD, BOS, EOS} & set(hypothesis.ids)
+
+
+def test_no_output_is_past_the_limit() -> None:
+    for seed in range(3):
+        model = make_model(seed=seed, ends_like=0.2)
+        for source, best in zip(SOURCES, find(model, pad(SOURCES), beam_size=4, num_best=4), strict=True):
+            assert all(len(h.ids) <= len(source) + MAX_EXTRA for h in best)
+
+
+@pytest.mark.parametrize(
+    ("length", "alpha", "penalty"), [(1, 0.6, 1.0), (7, 1.0, 2.0), (19, 0.5, 2.0), (30, 0.0, 1.0)]
+)
+def test_the_length_penalty_is_wus_formula(length: int, alpha: float, penalty: float) -> None:
+    assert length_penalty(length, alpha) == pytest.approx(penalty, rel=1e-12)
+
+
+def test_a_higher_alpha_never_prefers_a_shorter_output() -> None:
+    # Over the whole search space, so that it is the penalty that decides and not the beam.
+    for seed in range(6):
+        model = make_model(vocab_size=6, seed=seed)
+        options = {"beam_size": 40, "max_extra_tokens": 2}
+        lengths = [
+            len(find(model, pad([[3]]), alpha=alpha, **options)[0][0].ids) for alpha in (0.0, 0.6, 2.0, 5.0)
+        ]
+        assert lengths == sorted(lengths)
+
+
+def test_a_search_leaves_no_graph_behind_and_no_gradient_on() -> None:
+    model = make_model()
+    find(model, pad(SOURCES))
+    assert torch.is_grad_enabled()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beam_size": 0}, "beam_size is 0: it must be at least 1"),
+        ({"beam_size": 2, "num_best": 3}, r"num_best is 3: it must be between 1 and beam_size \(2\)"),
+        ({"num_best": 0}, "num_best is 0"),
+        ({"alpha": -0.1}, "alpha must be at least 0"),
+        ({"max_extra_tokens": 0}, "max_extra_tokens at least 1"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SearchOptions(**options)
+
+
+def test_the_options_left_out_are_the_papers() -> None:
+    options = SearchOptions()
+    assert (options.beam_size, options.alpha, options.max_extra_tokens) == (4, 0.6, 50)

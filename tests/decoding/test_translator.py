@@ -1,0 +1,159 @@
+"""Text in, text out."""
+
+import pytest
+import torch
+
+from tolerances import assert_same
+from triptych.decoding import SearchOptions, Translation, Translator, search
+from triptych.decoding.pieces import split_line
+from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers
+
+GERMAN = [
+    "Der Hund schläft.",
+    "Ein Mann liest ein Buch.",
+    "Zwei Kinder spielen im Park.",
+    "Das Haus ist rot.",
+]
+ENGLISH = ["The dog sleeps.", "A man reads a book.", "Two children play in the park.", "The house is red."]
+LONG = "Der Hund schläft. Ein Mann liest ein Buch, und zwei Kinder spielen im Park. Das Haus ist rot."
+LIMIT = 12
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> TokenizerPair:
+    return train_tokenizers(TokenizerSpec(vocab_size=330, joint=False), GERMAN * 4, ENGLISH * 4)
+
+
+@pytest.fixture
+def translator(tokenizers: TokenizerPair) -> Translator:
+    config = ModelConfig(
+        d_model=16,
+        d_ff=32,
+        num_heads=2,
+        dropout=0.5,
+        tie_embeddings="none",
+        max_source_tokens=LIMIT,
+        encoder=EncoderConfig(num_layers=1),
+        decoder=DecoderConfig(num_layers=2),
+    )
+    model = EncoderDecoder(config, tokenizers.source.vocab_size, tokenizers.target.vocab_size)
+    with torch.no_grad():
+        model.output.weight.mul_(2)
+        for block in model.decoder:
+            block.cross_attention.projections.v_proj.weight.mul_(6)
+    return Translator(model, tokenizers, SearchOptions(beam_size=2, max_extra_tokens=4))
+
+
+def texts(translations: list[Translation]) -> list[str]:
+    return [translation.text for translation in translations]
+
+
+def test_a_line_is_encoded_searched_and_decoded(translator: Translator, tokenizers: TokenizerPair) -> None:
+    (translation,) = translator.translate([GERMAN[0]])
+    (ids,) = tokenizers.source.encode([GERMAN[0]])
+    src = torch.tensor([[*ids, tokenizers.source.eos_id]])
+    ((best,),) = search(translator.model.eval(), src, translator.options, bos_id=1, eos_id=2)
+    assert translation.source == GERMAN[0]
+    assert translation.text == tokenizers.target.decode([best.ids])[0]
+    assert translation.candidates[0].pieces == tuple(tokenizers.target.pieces(best.ids))
+    assert translation.candidates[0].score == pytest.approx(best.score, abs=1e-6)
+    assert translation.num_pieces == 1
+
+
+@pytest.mark.parametrize("empty", ["", "   ", "\t\n"])
+def test_an_empty_line_gives_an_empty_translation(translator: Translator, empty: str) -> None:
+    (translation,) = translator.translate([empty])
+    assert translation == Translation(source=empty, candidates=(), num_pieces=0)
+    assert translation.text == ""
+    with_others = translator.translate([GERMAN[0], empty, GERMAN[1]])
+    assert texts(with_others) == [*texts(translator.translate([GERMAN[0]])), "",
+                                  *texts(translator.translate([GERMAN[1]]))]  # fmt: skip
+
+
+def test_no_lines_give_no_translations(translator: Translator) -> None:
+    assert translator.translate([]) == []
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 20, 2048])
+def test_translations_come_in_the_order_of_the_lines(translator: Translator, batch_tokens: int) -> None:
+    lines = [GERMAN[3], LONG, GERMAN[1], "", GERMAN[0], GERMAN[2], GERMAN[1]]
+    alone = [translator.translate([line])[0].text for line in lines]
+    assert len(set(alone)) > 4
+    small = Translator(translator.model, translator.tokenizers, translator.options, batch_tokens)
+    found = small.translate(lines)
+    assert [translation.source for translation in found] == lines
+    assert texts(found) == alone
+
+
+def test_a_stream_gives_what_the_whole_gives(translator: Translator) -> None:
+    whole = texts(translator.translate(GERMAN))
+    stream = translator.translate_stream(iter([GERMAN[:1], [], GERMAN[1:]]))
+    assert next(stream).text == whole[0]
+    assert texts(list(stream)) == whole[1:]
+
+
+def test_a_long_line_is_translated_in_pieces_and_none_is_dropped(
+    translator: Translator, tokenizers: TokenizerPair
+) -> None:
+    def fits(text: str) -> bool:
+        return len(tokenizers.source.encode([text])[0]) <= LIMIT
+
+    pieces = split_line(LONG, fits)
+    assert len(pieces) > 1
+    (translation,) = translator.translate([LONG])
+    assert translation.num_pieces == len(pieces)
+    parts = translator.translate(pieces)
+    assert all(part.num_pieces == 1 for part in parts)
+    assert translation.text == " ".join(text for text in texts(parts) if text)
+    best = [part.candidates[0] for part in parts]
+    assert translation.candidates[0].pieces == tuple(piece for c in best for piece in c.pieces)
+    assert translation.candidates[0].score == pytest.approx(sum(c.score for c in best), abs=1e-5)
+    assert translation.candidates[0].log_prob == pytest.approx(sum(c.log_prob for c in best), abs=1e-4)
+
+
+def test_a_long_word_is_translated_in_pieces_too(translator: Translator) -> None:
+    (translation,) = translator.translate(["Donaudampfschifffahrtsgesellschaft" * 5])
+    assert translation.num_pieces > 5
+    assert translation.text
+
+
+def test_as_many_candidates_come_as_were_asked_for_best_first(translator: Translator) -> None:
+    options = SearchOptions(beam_size=3, num_best=3, max_extra_tokens=4)
+    several = Translator(translator.model, translator.tokenizers, options)
+    for translation in several.translate([GERMAN[0], LONG]):
+        scores = [candidate.score for candidate in translation.candidates]
+        assert len(scores) == 3
+        assert scores == sorted(scores, reverse=True)
+        assert len({candidate.pieces for candidate in translation.candidates}) == 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_evaluated_and_put_back_as_it_was(translator: Translator, training: bool) -> None:
+    translator.model.train(training)
+    first = translator.translate(GERMAN)
+    assert translator.translate(GERMAN) == first  # half of everything would be dropped
+    assert translator.attention(GERMAN[0]).maps.cross[0].isfinite().all()
+    assert translator.model.training is training
+
+
+@pytest.mark.parametrize("target", [None, ENGLISH[1], ""])
+def test_attention_has_a_row_for_every_target_token_that_sums_to_one(
+    translator: Translator, tokenizers: TokenizerPair, target: str | None
+) -> None:
+    seen = translator.attention(GERMAN[1], target)
+    if target is None:
+        chosen = translator.translate([GERMAN[1]])[0].candidates[0].pieces
+        assert seen.target_pieces == (*chosen, "<eos>")
+    else:
+        ids = tokenizers.target.encode([target])[0]
+        assert seen.target_pieces == (*tokenizers.target.pieces(ids), "<eos>")
+    assert seen.source_pieces[-1] == "<eos>"
+    num_source, num_target = len(seen.source_pieces), len(seen.target_pieces)
+    assert [m.shape for m in seen.maps.encoder] == [(1, 2, num_source, num_source)]
+    assert [m.shape for m in seen.maps.decoder] == [(1, 2, num_target, num_target)] * 2
+    assert [m.shape for m in seen.maps.cross] == [(1, 2, num_target, num_source)] * 2
+    for layer in [*seen.maps.encoder, *seen.maps.decoder, *seen.maps.cross]:
+        assert not layer.requires_grad
+        assert_same(layer.sum(dim=-1), torch.ones_like(layer[..., 0]), kind="output")
+    assert_same(seen.cross(1), seen.maps.cross[1][0], kind="exact")

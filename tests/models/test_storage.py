@@ -1,0 +1,166 @@
+"""A model on the disk: back bit for bit, or refused with the file's name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tolerances import assert_same
+from triptych.errors import DataError
+from triptych.models import (
+    PRESETS,
+    AttentionConfig,
+    DecoderConfig,
+    EncoderConfig,
+    EncoderDecoder,
+    ModelConfig,
+    read_model,
+    write_model,
+)
+from triptych.models.storage import read_weights
+
+CONFIG = ModelConfig(
+    d_model=8,
+    d_ff=12,
+    num_heads=2,
+    d_v=3,
+    norm="pre",
+    tie_embeddings="target",
+    encoder=EncoderConfig(num_layers=1, attention=AttentionConfig(q_bias=True)),
+    decoder=DecoderConfig(num_layers=2, cross_attention=AttentionConfig(num_heads=1, d_k=5, dropout=0.1)),
+)
+WEIGHTS, SETTINGS = "model.safetensors", "config.json"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    write_model(EncoderDecoder(CONFIG, 11, 13, pad_id=2), tmp_path)
+    return tmp_path
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(DataError) as refused:
+        read_model(folder)
+    return str(refused.value)
+
+
+def change_settings(folder: Path, **changes: Any) -> None:
+    record = json.loads((folder / SETTINGS).read_text())
+    (folder / SETTINGS).write_text(json.dumps({**record, **changes}))
+
+
+@pytest.mark.parametrize("tie", ["all", "target", "none"])
+def test_what_was_written_is_read_bit_for_bit(tmp_path: Path, tie: str) -> None:
+    model = EncoderDecoder(CONFIG.model_copy(update={"tie_embeddings": tie}), 13, 13, pad_id=2).eval()
+    write_model(model, tmp_path)
+    read = read_model(tmp_path)
+    assert not read.training
+    assert read.config == model.config
+    assert (read.src_vocab_size, read.tgt_vocab_size, read.pad_id) == (13, 13, 2)
+    expected = dict(model.named_parameters())
+    assert dict(read.named_parameters()).keys() == expected.keys()
+    for name, parameter in read.named_parameters():
+        assert_same(parameter, expected[name], kind="exact")
+    src, tgt = torch.tensor([[4, 5, 2]]), torch.tensor([[1, 7]])
+    assert_same(read(src, tgt), model(src, tgt), kind="exact")
+
+
+@pytest.mark.parametrize("config", [CONFIG, *PRESETS.values()])
+def test_a_configuration_survives_its_json(config: ModelConfig) -> None:
+    assert ModelConfig.model_validate(json.loads(json.dumps(config.model_dump()))) == config
+
+
+def test_tied_tables_are_stored_once(tmp_path: Path) -> None:
+    model = EncoderDecoder(CONFIG.model_copy(update={"tie_embeddings": "all"}), 13, 13)
+    write_model(model, tmp_path)
+    tables = [name for name in load_file(tmp_path / WEIGHTS) if "embedding" in name or "output." in name]
+    assert tables == ["tgt_embedding.weight"]
+
+
+def test_a_missing_tensor_is_refused_by_name(saved: Path) -> None:
+    tensors = load_file(saved / WEIGHTS)
+    del tensors["encoder.0.feed_forward.inner.weight"]
+    save_file(tensors, saved / WEIGHTS)
+    message = refusal(saved)
+    assert str(saved / WEIGHTS) in message
+    assert "1 tensors missing, 0 unknown (encoder.0.feed_forward.inner.weight" in message
+
+
+def test_an_unknown_tensor_is_refused_by_name(saved: Path) -> None:
+    save_file({**load_file(saved / WEIGHTS), "encoder.7.weight": torch.zeros(2)}, saved / WEIGHTS)
+    message = refusal(saved)
+    assert str(saved / WEIGHTS) in message
+    assert "0 tensors missing, 1 unknown (encoder.7.weight" in message
+
+
+def test_a_misshapen_tensor_is_refused_with_both_shapes(saved: Path) -> None:
+    save_file({**load_file(saved / WEIGHTS), "output.weight": torch.zeros(2, 8)}, saved / WEIGHTS)
+    assert "0 tensors missing, 1 unknown" in refusal(saved)  # tied to the target: there is no such tensor
+    tensors = load_file(saved / WEIGHTS)
+    del tensors["output.weight"]
+    save_file({**tensors, "tgt_embedding.weight": torch.zeros(2, 8)}, saved / WEIGHTS)
+    assert refusal(saved) == f"{saved / WEIGHTS}: tgt_embedding.weight is [2, 8], the model wants [13, 8]"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 100, 2000])
+def test_a_damaged_weights_file_is_refused_by_name(saved: Path, num_bytes: int) -> None:
+    whole = (saved / WEIGHTS).read_bytes()
+    assert len(whole) > num_bytes
+    (saved / WEIGHTS).write_bytes(whole[:num_bytes])
+    assert f"{saved / WEIGHTS} cannot be read as safetensors" in refusal(saved)
+
+
+def test_a_weights_file_that_is_not_there_is_refused_by_name(saved: Path) -> None:
+    (saved / WEIGHTS).unlink()
+    assert refusal(saved).startswith(f"{saved / WEIGHTS} is missing")
+
+
+def test_a_folder_without_a_configuration_is_refused_by_name(tmp_path: Path) -> None:
+    assert refusal(tmp_path).startswith(f"{tmp_path} holds no config.json")
+
+
+def test_a_wrong_format_number_is_refused_with_both_numbers(saved: Path) -> None:
+    change_settings(saved, format=99)
+    assert f"{saved / SETTINGS} has format 99, this triptych reads 1" in refusal(saved)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "{}", '{"format": 1}', "\x00"])
+def test_a_damaged_configuration_is_refused_by_name(saved: Path, content: str) -> None:
+    (saved / SETTINGS).write_text(content)
+    assert f"{saved / SETTINGS} is not a triptych configuration" in refusal(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": {"d_modle": 8}}, "d_modle"),
+        ({"model": {"d_model": 9}}, "num_heads 8 does not divide d_model 9"),
+        ({"model": {"d_model": "wide"}}, "d_model"),
+    ],
+)
+def test_a_configuration_with_bad_values_is_refused_with_file_and_key(
+    saved: Path, changes: dict[str, Any], named: str
+) -> None:
+    change_settings(saved, **changes)
+    message = refusal(saved)
+    assert f"{saved / SETTINGS} is not a triptych configuration" in message
+    assert named in message
+
+
+def test_the_weights_of_another_architecture_are_refused(saved: Path) -> None:
+    change_settings(saved, model={**CONFIG.model_dump(), "d_ff": 16})
+    assert "the model wants [16, 8]" in refusal(saved)
+
+
+def test_nothing_is_changed_by_a_file_that_does_not_fit(saved: Path) -> None:
+    from_file = EncoderDecoder(CONFIG, 11, 13, pad_id=2)
+    before = {name: p.detach().clone() for name, p in from_file.named_parameters()}
+    tensors = load_file(saved / WEIGHTS)
+    save_file({**tensors, "tgt_embedding.weight": torch.zeros(2, 8)}, saved / WEIGHTS)
+    with pytest.raises(DataError):
+        read_weights(from_file, saved / WEIGHTS)
+    for name, parameter in from_file.named_parameters():
+        assert_same(parameter.detach(), before[name], kind="exact")

@@ -1,0 +1,159 @@
+"""The objective: against the formula and against torch, whatever the number of tokens."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tolerances import assert_same
+from triptych.training import Loss, output_loss, reference_loss
+
+D_MODEL, VOCAB = 8, 37
+NUM_TOKENS = (1, 511, 512, 513, 1100)  # a chunk is 512
+
+
+class Inputs(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    targets: Tensor
+
+
+def make_inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> Inputs:
+    return Inputs(
+        torch.randn(num_tokens, D_MODEL, dtype=dtype, requires_grad=True),
+        torch.randn(VOCAB, D_MODEL, dtype=dtype, requires_grad=True),
+        torch.randint(VOCAB, (num_tokens,)),
+    )
+
+
+def gradients(loss: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, inputs[:2])
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+def test_the_loss_and_its_gradients_are_the_formulas_and_torchs(num_tokens: int, epsilon: float) -> None:
+    inputs = make_inputs(num_tokens)
+    ours = output_loss(*inputs, epsilon)
+    reference = reference_loss(*inputs, epsilon)
+    logits = inputs.x @ inputs.weight.T
+    torchs = F.cross_entropy(logits, inputs.targets, label_smoothing=epsilon, reduction="sum")
+    assert_same(ours.smoothed, torchs, kind="output")
+    assert_same(reference.smoothed, torchs, kind="output")
+    likelihood = F.cross_entropy(logits, inputs.targets, reduction="sum").detach()
+    assert_same(ours.likelihood, likelihood, kind="output")
+    assert_same(reference.likelihood, likelihood, kind="output")
+    expected = gradients(torchs, inputs)
+    for loss in (ours, reference):
+        for one, other in zip(gradients(loss.smoothed, inputs), expected, strict=True):
+            assert_same(one, other, kind="gradient")
+
+
+def test_a_factor_on_the_loss_is_a_factor_on_its_gradients() -> None:
+    inputs = make_inputs(600)
+    whole = gradients(output_loss(*inputs, 0.1).smoothed, inputs)
+    for one, other in zip(gradients(output_loss(*inputs, 0.1).smoothed / 7, inputs), whole, strict=True):
+        assert_same(one, other / 7, kind="gradient")
+
+
+def test_a_weight_used_twice_gets_both_gradients() -> None:
+    # As tied embeddings do: once as a table, once as the output layer.
+    inputs = make_inputs(20)
+    tied = Inputs(inputs.weight[:20] * 2, inputs.weight, inputs.targets)
+    (ours,) = torch.autograd.grad(output_loss(*tied, 0.1).smoothed, inputs.weight)
+    tied = Inputs(inputs.weight[:20] * 2, inputs.weight, inputs.targets)
+    (expected,) = torch.autograd.grad(reference_loss(*tied, 0.1).smoothed, inputs.weight)
+    assert_same(ours, expected, kind="gradient")
+
+
+def test_losses_of_parts_add_up_to_the_loss_of_the_whole() -> None:
+    x, weight, targets = make_inputs(700)
+    parts = [output_loss(x[rows], weight, targets[rows], 0.1) for rows in (slice(0, 123), slice(123, 700))]
+    whole = output_loss(x, weight, targets, 0.1)
+    assert_same(parts[0].smoothed + parts[1].smoothed, whole.smoothed, kind="output")
+    assert_same(parts[0].likelihood + parts[1].likelihood, whole.likelihood, kind="output")
+
+
+def test_large_logits_do_not_overflow() -> None:
+    x, weight, targets = make_inputs(5, torch.float32)
+    inputs = Inputs((x * 1000).detach().requires_grad_(), weight, targets)
+    loss = output_loss(*inputs, 0.1)
+    assert_same(loss.smoothed, reference_loss(*inputs, 0.1).smoothed, kind="output")
+    assert all(gradient.isfinite().all() for gradient in gradients(loss.smoothed, inputs))
+
+
+@pytest.mark.parametrize("num_tokens", [3, 600])
+def test_float32_agrees_with_the_formula(num_tokens: int) -> None:
+    inputs = make_inputs(num_tokens, torch.float32)
+    ours, reference = output_loss(*inputs, 0.1), reference_loss(*inputs, 0.1)
+    assert_same(ours.smoothed, reference.smoothed, kind="output")
+    for one, other in zip(
+        gradients(ours.smoothed, inputs), gradients(reference.smoothed, inputs), strict=True
+    ):
+        assert_same(one, other, kind="gradient")
+
+
+@pytest.mark.parametrize("num_tokens", [3, 600])
+def test_under_autocast_it_agrees_within_bfloat16_and_gradients_stay_float32(num_tokens: int) -> None:
+    inputs = make_inputs(num_tokens, torch.float32)
+    reference = reference_loss(*inputs, 0.1)
+    expected = gradients(reference.smoothed, inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = output_loss(*inputs, 0.1)
+    assert ours.smoothed.dtype == ours.likelihood.dtype == torch.float32
+    assert not torch.equal(ours.smoothed, reference.smoothed)  # the products were bfloat16's
+    assert_same(ours.smoothed.bfloat16(), reference.smoothed.bfloat16(), kind="output")
+    assert_same(ours.likelihood.bfloat16(), reference.likelihood.bfloat16(), kind="output")
+    for one, other in zip(gradients(ours.smoothed, inputs), expected, strict=True):
+        assert one.dtype == torch.float32
+        assert_same(one.bfloat16(), other.bfloat16(), kind="gradient")
+
+
+def test_under_autocast_a_bfloat16_input_is_welcome() -> None:
+    inputs = make_inputs(5, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = output_loss(inputs.x.bfloat16(), inputs.weight, inputs.targets, 0.1)
+    of_x, of_weight = gradients(loss.smoothed, inputs)
+    assert of_x.dtype == of_weight.dtype == torch.float32
+    expected = gradients(reference_loss(*inputs, 0.1).smoothed, inputs)
+    assert_same(of_weight.bfloat16(), expected[1].bfloat16(), kind="gradient")
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_without_gradients_the_value_is_the_same(detached: bool) -> None:
+    inputs = make_inputs(600)
+    expected = output_loss(*inputs, 0.1)
+    if detached:
+        loss = output_loss(inputs.x.detach(), inputs.weight.detach(), inputs.targets, 0.1)
+    else:
+        with torch.no_grad():
+            loss = output_loss(*inputs, 0.1)
+    assert not loss.smoothed.requires_grad
+    assert_same(loss.smoothed, expected.smoothed.detach(), kind="exact")
+    assert_same(loss.likelihood, expected.likelihood, kind="exact")
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_gradient_alone_is_the_same_gradient(which: int) -> None:
+    inputs = make_inputs(20)
+    expected = gradients(output_loss(*inputs, 0.1).smoothed, inputs)[which]
+    alone = [t if i == which else t.detach() for i, t in enumerate(inputs)]
+    (gradient,) = torch.autograd.grad(output_loss(*alone, 0.1).smoothed, inputs[which])
+    assert_same(gradient, expected, kind="exact")
+
+
+@pytest.mark.parametrize("loss_of", [output_loss, reference_loss])
+def test_the_likelihood_carries_no_gradient(loss_of: object) -> None:
+    loss: Loss = loss_of(*make_inputs(4), 0.1)  # type: ignore[operator]
+    assert loss.smoothed.requires_grad
+    assert not loss.likelihood.requires_grad
+
+
+def test_the_inputs_are_left_as_they_were() -> None:
+    inputs = make_inputs(600)
+    before = [t.detach().clone() for t in inputs]
+    output_loss(*inputs, 0.1).smoothed.backward()
+    for one, other in zip(inputs, before, strict=True):
+        assert_same(one.detach(), other, kind="exact")

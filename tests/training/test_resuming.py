@@ -1,0 +1,342 @@
+"""A run interrupted in any way and resumed ends in the same weights, to the last bit."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from triptych import runs
+from triptych.errors import DataError, TriptychError, UsageError
+from triptych.training import Recipe, resolve
+from triptych.training.metrics import read_metrics
+from triptych.training.progress import Display, LineDisplay, Moment
+from triptych.training.state import read_counters
+
+_STEPS = 24
+_VALIDATE_EVERY = 8
+
+
+def recipe_tree(**training: object) -> dict[str, object]:
+    """Small enough for a test, with everything on that a resumed run must restore."""
+    return {
+        "seed": 5,
+        "data": {
+            "train": {"generated": 200, "generated_part": "train"},
+            "valid": {"generated": 12, "generated_part": "valid"},
+            "cache": "",
+        },
+        "tokenizer": {"vocab_size": 300},
+        "model": {
+            "preset": "tiny",
+            "d_model": 16,
+            "d_ff": 32,
+            "num_heads": 2,
+            "dropout": 0.2,
+            "encoder": {"num_layers": 1, "attention": {"dropout": 0.1}},
+            "decoder": {"num_layers": 1},
+        },
+        "training": {
+            "max_steps": _STEPS,
+            "batch_tokens": 400,
+            "accumulate_batches": 2,
+            "learning_rate": 0.01,
+            "warmup_steps": 5,
+            "clip_norm": 1.0,
+            "save_every_steps": 3,
+            "log_every_steps": 4,
+            "average_last": 2,
+            "threads": 1,
+            **training,
+        },
+        "validation": {"every_steps": _VALIDATE_EVERY, "max_sentences": 3, "bleu": True, "metric": "loss"},
+        "decoding": {"beam_size": 2, "max_extra_tokens": 5},
+    }
+
+
+def small_recipe(**training: object) -> Recipe:
+    return resolve(recipe_tree(**training))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    runs.train(small_recipe(), folder, LineDisplay())
+    return folder
+
+
+def assert_same_run(actual: Path, expected: Path) -> None:
+    for name in ("model.safetensors", "state/last.safetensors"):
+        ours, theirs = load_file(actual / name), load_file(expected / name)
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert torch.equal(ours[key], theirs[key]), f"{name}: {key} differs"
+    timed = {"seconds", "tokens_per_second"}
+    for ours, theirs in zip(
+        read_metrics(actual / "metrics.jsonl"), read_metrics(expected / "metrics.jsonl"), strict=True
+    ):
+        assert {k: v for k, v in ours.items() if k not in timed} == {
+            k: v for k, v in theirs.items() if k not in timed
+        }
+
+
+def test_the_same_seed_gives_the_same_run_to_the_last_bit(uninterrupted: Path, tmp_path: Path) -> None:
+    runs.train(small_recipe(), tmp_path / "run", LineDisplay())
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+
+def test_another_seed_gives_another_run(uninterrupted: Path, tmp_path: Path) -> None:
+    recipe = small_recipe().model_copy(update={"seed": 6})
+    runs.train(recipe, tmp_path / "run", LineDisplay())
+    ours = load_file(tmp_path / "run" / "model.safetensors")
+    theirs = load_file(uninterrupted / "model.safetensors")
+    assert any(
+        not torch.equal(ours[key], theirs[key]) for key in ours if ours[key].shape == theirs[key].shape
+    )
+
+
+def test_the_run_crosses_epochs_so_that_resuming_is_tested_in_mid_epoch(uninterrupted: Path) -> None:
+    counters = read_counters(uninterrupted / "state")
+    assert counters.step == _STEPS
+    assert counters.epoch >= 1
+    assert counters.batch > 0
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 8, 11, 23])
+def test_a_run_stopped_by_a_signal_and_resumed_is_bit_identical(
+    uninterrupted: Path, tmp_path: Path, stop_at: int
+) -> None:
+    folder = tmp_path / "run"
+    outcome = runs.train(small_recipe(), folder, _SignalAt(stop_at, signal.SIGINT)).outcome
+    assert outcome.signal_number == signal.SIGINT
+    assert outcome.counters.step == stop_at
+    assert runs.resume(folder, (), LineDisplay()).outcome.signal_number is None
+    assert_same_run(folder, uninterrupted)
+
+
+def test_a_killed_process_resumes_to_bit_identical_weights(uninterrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    _write_recipe(tmp_path / "recipe.toml")
+    for least_step in (3, 12):
+        arguments = ["--resume", str(folder)] if least_step > 3 else ["recipe.toml", "--out", str(folder)]
+        process = _start(tmp_path, "train", *arguments)
+        _wait_until(lambda step=least_step: _saved_step(folder) >= step, process)
+        process.kill()
+        process.wait()
+        assert _saved_step(folder) < _STEPS, "the process was too fast to be killed in the middle"
+    finished = _start(tmp_path, "train", "--resume", str(folder))
+    _, errors = finished.communicate(timeout=120)
+    assert finished.returncode == 0, errors
+    assert_same_run(folder, uninterrupted)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signalled_process_saves_says_how_to_go_on_and_exits_with_its_code(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    folder = tmp_path / "run"
+    _write_recipe(tmp_path / "recipe.toml", max_steps=100_000)
+    process = _start(tmp_path, "train", "recipe.toml", "--out", str(folder))
+    _wait_until(lambda: _saved_step(folder) >= 3, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert f"triptych train --resume {folder}" in errors
+    assert "Traceback" not in errors
+    stopped = int(errors.split("stopped after step ")[1].split(",")[0].replace(",", ""))
+    assert _saved_step(folder) == stopped
+
+
+def test_resuming_with_other_text_is_refused(tmp_path: Path) -> None:
+    for name in ("train.de", "train.en", "valid.de", "valid.en"):
+        (tmp_path / name).write_text("\n".join(f"{name[:5]} Zeile {i} hier" for i in range(40)) + "\n")
+    tree = recipe_tree()
+    tree["data"] = {
+        part: {"source": str(tmp_path / f"{part}.de"), "target": str(tmp_path / f"{part}.en")}
+        for part in ("train", "valid")
+    } | {"cache": ""}
+    runs.train(resolve(tree), tmp_path / "run", _SignalAt(4, signal.SIGTERM))
+    (tmp_path / "train.de").write_text("\n".join(f"eine andere Zeile {i}" for i in range(40)) + "\n")
+    with pytest.raises(TriptychError, match="differ from those the run began with"):
+        runs.resume(tmp_path / "run", (), LineDisplay())
+
+
+def test_resuming_keeps_the_recipe_but_may_go_on_longer(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    runs.train(small_recipe(max_steps=6), folder, LineDisplay())
+    with pytest.raises(UsageError, match=r"training\.learning_rate.*only.*max_steps"):
+        runs.resume(folder, ("training.learning_rate=1",), LineDisplay())
+    outcome = runs.resume(folder, ("training.max_steps=9",), LineDisplay()).outcome
+    assert outcome.counters.step == 9
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(uninterrupted: Path) -> None:
+    before = (uninterrupted / "model.safetensors").read_bytes()
+    with pytest.raises(UsageError, match="already holds a run"):
+        runs.train(small_recipe(), uninterrupted, LineDisplay())
+    assert (uninterrupted / "model.safetensors").read_bytes() == before
+
+
+def test_resuming_where_there_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no run to resume"):
+        runs.resume(tmp_path, (), LineDisplay())
+
+
+def test_a_damaged_state_is_named(uninterrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    runs.train(small_recipe(max_steps=3), folder, LineDisplay())
+    state = folder / "state" / "last.safetensors"
+    state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(TriptychError, match=r"last\.safetensors is damaged"):
+        runs.resume(folder, (), LineDisplay())
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_lines_and_rate_and_keeps_the_last_state(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    # At this rate the first update makes weights so large that the next loss overflows.
+    recipe = small_recipe(learning_rate=1e30, warmup_steps=1, clip_norm=0.0, save_every_steps=1)
+    with pytest.raises(TriptychError) as caught:
+        runs.train(recipe, folder, LineDisplay())
+    message = str(caught.value)
+    assert re.search(r"step 2: the (loss|gradient's norm) is (nan|inf) at learning rate", message)
+    lines = re.search(r"batch of lines ([\d, ]+)", message)
+    assert lines is not None
+    assert all(1 <= int(line) <= 200 for line in lines[1].split(",") if line.strip())
+    assert "the state of step 1 is kept" in message
+    assert read_counters(folder / "state").step == 1
+    tensors = load_file(folder / "state" / "last.safetensors")
+    assert all(bool(value.isfinite().all()) for value in tensors.values() if value.is_floating_point())
+
+
+def test_a_full_disk_leaves_the_state_before_it_whole(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the full disk: writes fail in mid-file."""
+    folder = tmp_path / "run"
+    runs.train(small_recipe(), folder, _SignalAt(4, signal.SIGTERM))
+    state = folder / "state" / "last.safetensors"
+    before = state.read_bytes()
+    limit = len(before) // 2
+    code = (
+        "import resource, sys; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+        "from triptych.cli.main import run; run()"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code, "train", "--resume", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == 1, process.stderr
+    assert "could not be saved" in process.stderr
+    assert "--resume" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert state.read_bytes() == before
+    assert not list(folder.rglob("*.tmp"))
+
+
+def test_early_stopping_ends_a_run_that_no_longer_improves(tmp_path: Path) -> None:
+    # A rate this small changes nothing that shows in the loss, and a huge one makes it worse.
+    recipe = small_recipe(max_steps=400, learning_rate=0.5, warmup_steps=1, patience=2, clip_norm=0.0)
+    outcome = runs.train(recipe, tmp_path / "run", LineDisplay()).outcome
+    assert outcome.counters.step < 400
+    assert outcome.counters.validations_since_best == 2
+    assert outcome.counters.step == outcome.counters.best_step + 2 * _VALIDATE_EVERY
+
+
+def test_max_epochs_ends_a_run(tmp_path: Path) -> None:
+    outcome = runs.train(
+        small_recipe(max_steps=10_000, max_epochs=1), tmp_path / "run", LineDisplay()
+    ).outcome
+    assert (outcome.counters.epoch, outcome.counters.batch) == (1, 0)
+    assert 1 < outcome.counters.step < 100
+
+
+def test_the_average_is_the_mean_of_the_last_checkpoints(uninterrupted: Path) -> None:
+    counters = read_counters(uninterrupted / "state")
+    assert counters.checkpoints == [_STEPS - _VALIDATE_EVERY, _STEPS]
+    kept = sorted((uninterrupted / "state").glob("checkpoint-*.safetensors"))
+    assert len(kept) == 2
+    first, second = (load_file(path) for path in kept)
+    final = load_file(uninterrupted / "model.safetensors")
+    best = load_file(uninterrupted / "state" / "best.safetensors")
+    mean = {key: ((first[key].double() + second[key].double()) / 2).float() for key in first}
+    is_mean = all(torch.equal(final[key], mean[key]) for key in final)
+    is_best = all(torch.equal(final[key], best[key]) for key in final)
+    assert is_mean != is_best
+    chosen = read_metrics(uninterrupted / "metrics.jsonl")[-1]["average_valid_loss"]
+    assert is_mean == (-chosen >= (counters.best_score or 0))
+
+
+def test_accumulated_batches_learn_like_one_large_batch(tmp_path: Path) -> None:
+    """Without dropout, how the tokens of an update are cut into batches must not matter."""
+    scores = []
+    for name, batch_tokens, accumulate in (("one", 3000, 1), ("many", 300, 1000)):
+        tree = recipe_tree(batch_tokens=batch_tokens, accumulate_batches=accumulate, max_steps=3)
+        tree["model"] = {**tree["model"], "dropout": 0.0, "encoder": {"num_layers": 1}}  # type: ignore[dict-item]
+        tree["data"] = {**tree["data"], "train": {"generated": 60, "generated_part": "train"}}  # type: ignore[dict-item]
+        runs.train(resolve(tree), tmp_path / name, LineDisplay())
+        scores.append(load_file(tmp_path / name / "model.safetensors"))
+    one, many = scores
+    for key in one:
+        torch.testing.assert_close(one[key], many[key], rtol=1e-3, atol=1e-4)
+
+
+class _SignalAt(Display):
+    """Sends this process a signal at a step."""
+
+    def __init__(self, step: int, number: signal.Signals) -> None:
+        self.step, self.number = step, number
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def update(self, moment: Moment) -> None:
+        if moment.step == self.step:
+            os.kill(os.getpid(), self.number)
+
+    def say(self, message: str) -> None: ...
+
+
+def _write_recipe(path: Path, **training: object) -> None:
+    path.write_text(small_recipe(**training).to_toml())
+
+
+def _start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "triptych.cli", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _saved_step(folder: Path) -> int:
+    try:
+        return read_counters(folder / "state").step
+    except DataError:
+        return 0
+
+
+def _wait_until(reached: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 120
+    while not reached():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "the process makes no progress"
+        time.sleep(0.002)
