@@ -62,9 +62,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
-    print(
-        f"{torch.__version__}, {torch.get_num_threads()} threads, {TOKENS} tokens, {NUM_HEADS} heads of {WIDTH}"
-    )
+    setting = f"{TOKENS} tokens, {NUM_HEADS} heads of {WIDTH}"
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {setting}")
     print(f"{'pass':<20}{'dtype':<10}{'length':>7}{'written out':>13}{'fused':>10}  ratio (range)")
     for backward in (False, True):
         for dtype in (torch.float32, torch.bfloat16):

@@ -2,27 +2,15 @@
 
 import io
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
+from command import Answer, Command
 from triptych import runs
 from triptych.cli.main import run as run_command
 from triptych.training import resolve
 from triptych.training.progress import LineDisplay
-
-
-class Answer(NamedTuple):
-    """What a command gave."""
-
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Answer]
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Command
 
+from command import Command
 from triptych import demonstration
 from triptych.training.progress import LineDisplay
 

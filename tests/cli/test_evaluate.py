@@ -2,7 +2,8 @@ import json
 from pathlib import Path
 
 import sacrebleu
-from conftest import Command
+
+from command import Command
 
 
 def _write(path: Path, lines: list[str]) -> Path:

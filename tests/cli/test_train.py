@@ -2,8 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Command
 
+from command import Command
 from triptych import Run, recipes
 from triptych.training import read_recipe
 
