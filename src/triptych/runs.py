@@ -93,6 +93,7 @@ def train(recipe: Recipe, folder: Path, display: Display) -> Summary:
     base = Path.cwd()
     _prepare(recipe)
     train_text, valid_text = _read_texts(recipe, base, display)
+    display.say(f"training a {recipe.tokenizer.kind} tokenizer")
     tokenizers = train_tokenizers(recipe.tokenizer, train_text.source, train_text.target)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizers.save(folder)
@@ -246,6 +247,7 @@ def _trainer(
         recipe.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size, tokenizers.target.pad_id
     ).to(device)
     cache = base / recipe.data.cache if recipe.data.cache else None
+    display.say(f"tokenizing with {tokenizers.target.vocab_size:,} tokens")
     encoded = encode_corpus(train_text, tokenizers, cache_folder=cache)
     kept, num_long = encoded.within(recipe.data.max_sentence_tokens)
     if num_long:

@@ -94,6 +94,12 @@ def test_the_same_seed_gives_the_same_run_to_the_last_bit(uninterrupted: Path, t
     assert_same_run(tmp_path / "run", uninterrupted)
 
 
+def test_two_threads_give_the_same_run_every_time(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        runs.train(small_recipe(threads=2), tmp_path / name, LineDisplay())
+    assert_same_run(tmp_path / "one", tmp_path / "other")
+
+
 def test_another_seed_gives_another_run(uninterrupted: Path, tmp_path: Path) -> None:
     recipe = small_recipe().model_copy(update={"seed": 6})
     runs.train(recipe, tmp_path / "run", LineDisplay())

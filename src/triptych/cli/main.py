@@ -3,6 +3,7 @@
 import os
 import sys
 from importlib.metadata import version as installed_version
+from importlib.metadata import version as installed_version
 
 import typer
 

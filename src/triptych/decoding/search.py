@@ -181,7 +181,8 @@ class _Beams:
         self.open_sentences = [self.open_sentences[place] for place in places]
         if dropped:
             self.memory, self.memory_mask = self.memory[kept], self.memory_mask[kept]
-        if self.cache and places:
+        # Greedy search with every sentence open leaves the rows as they are.
+        if self.cache and places and (k > 1 or dropped):
             self.cache.select(rows, kept if dropped else None)
 
     def _is_done(self, sentence: int, best_open: float) -> bool:

@@ -131,7 +131,7 @@ class Translator:
         device = next(self.model.parameters()).device
         src = torch.tensor([[*src_ids, src_tok.eos_id]], device=device)
         tgt_in = torch.tensor([[tgt_tok.bos_id, *tgt_ids]], device=device)
-        with _evaluating(self.model), torch.no_grad():
+        with _EvaluationMode(self.model), torch.no_grad():
             maps = self.model.attention_maps(src, tgt_in)
         return SentenceAttention(
             tuple(src_tok.pieces([*src_ids, src_tok.eos_id])),
@@ -155,7 +155,7 @@ class Translator:
         """Search for every sentence, those of like length together, and restore the order."""
         order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)
         results: list[list[Hypothesis]] = [[] for _ in sentences]
-        with _evaluating(self.model):
+        with _EvaluationMode(self.model):
             for batch in self._batches(order, sentences):
                 found = search(
                     self.model,
@@ -205,7 +205,7 @@ class Translator:
 
 
 @final
-class _evaluating:  # noqa: N801 (used like a keyword)
+class _EvaluationMode:
     """Evaluation mode inside, the mode before it afterwards."""
 
     def __init__(self, model: EncoderDecoder) -> None:

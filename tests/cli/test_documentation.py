@@ -1,0 +1,65 @@
+"""What README.md shows works as shown."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from command import Command
+
+from triptych.text import generate_pairs
+from triptych.training import read_recipe
+
+README = Path(__file__).parent.parent.parent / "README.md"
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def _block(language: str, containing: str) -> str:
+    (found,) = [block for block in _blocks(language) if containing in block]
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the text and the recipe that README speaks of, the recipe made short."""
+    for part, count in (("train", 200), ("valid", 6), ("test", 6)):
+        pairs = generate_pairs(count, part, seed=1)
+        (tmp_path / f"{part}.de").write_text("".join(f"{german}\n" for german, _ in pairs))
+        (tmp_path / f"{part}.en").write_text("".join(f"{english}\n" for _, english in pairs))
+    (tmp_path / "in.txt").write_text("A little girl climbs.\n")
+    recipe = _block("toml", 'name = "mine"')
+    short = recipe.replace('preset = "small"', 'preset = "tiny"').replace("max_steps = 2300", "max_steps = 2")
+    assert short.count("max_steps = 2\n") == 1
+    (tmp_path / "mine.toml").write_text(short + "warmup_steps = 1\n[tokenizer]\nvocab_size = 400\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_recipe_shown_is_valid(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(_block("toml", 'name = "mine"'))
+    assert read_recipe(tmp_path / "mine.toml").model.d_model == 256
+
+
+def test_the_commands_shown_run_in_their_order(folder: Path, triptych: Command) -> None:
+    lines = [line for line in _block("sh", "triptych train mine.toml").splitlines() if line]
+    assert len(lines) == 5
+    for line in lines:
+        before, piped, command = line.rpartition(" | ")
+        words = shlex.split(command, comments=True)
+        assert words[0] == "triptych"
+        typed = shlex.split(before)[1].encode() + b"\n" if piped else b""
+        answer = triptych(*words[1:], stdin=typed)
+        assert answer.code == 0, f"{line}: {answer.err}"
+    # The Python example goes on with the same run.
+    exec(compile(_block("python", "from triptych import load"), "README.md", "exec"), {})
+
+
+def test_the_layers_shown_run() -> None:
+    names: dict[str, object] = {}
+    exec(compile(_block("python", "MultiHeadAttention(d_model=32"), "README.md", "exec"), names)
+    assert list(names["output"].shape) == [2, 4, 5, 12]  # type: ignore[attr-defined]
+    assert list(names["weights"].shape) == [2, 4, 5, 7]  # type: ignore[attr-defined]
+    assert list(names["cross_attention"].shape) == [2, 5, 32]  # type: ignore[attr-defined]
