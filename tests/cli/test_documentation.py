@@ -5,8 +5,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from command import Command
 
+from command import Command
 from triptych.text import generate_pairs
 from triptych.training import read_recipe
 

@@ -3,7 +3,6 @@
 import os
 import sys
 from importlib.metadata import version as installed_version
-from importlib.metadata import version as installed_version
 
 import typer
 
