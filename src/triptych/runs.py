@@ -162,11 +162,15 @@ class Run:
         self.recipe = recipe
 
     @classmethod
-    def open(cls, folder: Path) -> "Run":
+    def open(cls, folder: Path, device: str = "auto") -> "Run":
         """Read a run folder.
 
+        Args:
+            folder: where it is.
+            device: where the model goes; "auto" takes a GPU if there is one.
+
         Raises:
-            UsageError: there is no such folder.
+            UsageError: there is no such folder, or no such device.
             DataError: files missing or damaged.
         """
         if not folder.is_dir():
@@ -174,7 +178,7 @@ class Run:
         if not (folder / _RECIPE).exists():
             raise DataError(f"{folder} is not a run folder: it has no {_RECIPE}")
         recipe = read_recipe(folder / _RECIPE)
-        model = read_model(folder)
+        model = read_model(folder).to(_device(device))
         tokenizers = TokenizerPair.load(folder)
         if tokenizers.target.vocab_size != model.tgt_vocab_size:
             raise DataError(
@@ -211,9 +215,9 @@ class Run:
         return Translator(self.model, self.tokenizers, options or self.search_options())
 
 
-def load(folder: str | Path) -> Translator:
+def load(folder: str | Path, device: str = "auto") -> Translator:
     """The translator of a run folder: `load("runs/demo").translate(["Guten Tag."])`."""
-    return Run.open(Path(folder)).translator()
+    return Run.open(Path(folder), device).translator()
 
 
 def _prepare(recipe: Recipe) -> None:
@@ -352,9 +356,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"training.device is {name!r}: use auto, cpu, cuda or cuda:N") from None
+        raise UsageError(f"device {name!r} is not known: use auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"training.device is {name!r}, but torch sees no CUDA device here")
+        raise UsageError(f"device {name!r} is asked for, but torch sees no CUDA device here")
     return device
 
 

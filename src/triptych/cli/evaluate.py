@@ -28,6 +28,9 @@ def evaluate(
         float | None, typer.Option("--alpha", min=0, help="Exponent of the length penalty.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Keep the translations here.")] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
     """Translate a test text and score it: BLEU and chrF of sacreBLEU, with 95 % bootstrap intervals."""
@@ -36,7 +39,7 @@ def evaluate(
         raise DataError(f"{source} has {len(sources):,} lines but {reference} has {len(references):,}")
     if not sources:
         raise DataError(f"{source} is empty: there is nothing to evaluate")
-    opened = runs.Run.open(run)
+    opened = runs.Run.open(run, device)
     options = opened.search_options(beam, alpha)
     translator = opened.translator(options)
     started = time.monotonic()

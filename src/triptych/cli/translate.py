@@ -42,6 +42,9 @@ def translate(
             "--max-extra-tokens", min=1, help="An output ends at the length of its input plus this."
         ),
     ] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.")
+    ] = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="A JSON object a line, with scores and tokens.")
     ] = False,
@@ -59,7 +62,7 @@ def translate(
     An empty line gives an empty line. A line longer than the model's limit is translated in pieces, and
     standard error says so.
     """
-    opened = runs.Run.open(run)
+    opened = runs.Run.open(run, device)
     # Asking for more translations than the recipe's beam holds widens it; a beam given is taken as it is.
     beam_size = max(opened.recipe.decoding.beam_size, num_best) if beam is None else beam
     translator = opened.translator(opened.search_options(beam_size, alpha, num_best, max_extra))

@@ -142,7 +142,7 @@ class Trainer:
                     self._save()
                     self.metrics.close()
                     return Outcome(stop.signal_number, self.counters)
-            if self.counters.step % self.validation.every_steps:
+            if self.counters.step not in self.counters.checkpoints:
                 self._validate(display)
             outcome = self._finish(display)
             self.metrics.close()

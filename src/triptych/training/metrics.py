@@ -42,15 +42,20 @@ class MetricsLog:
                     self._board.add_scalar(name, value, record["step"])
 
     def forget_after(self, step: int) -> None:
-        """Drop what a run wrote after the state it resumes from, a line cut short included."""
+        """Drop what a run wrote after the state it resumes from: later steps, its end, half a line."""
         if self.path.exists():
-            kept = [record for record in read_metrics(self.path) if record["step"] <= step]
+            records = read_metrics(self.path)
+            kept = [record for record in records if record["step"] <= step and not _is_of_the_end(record)]
             write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def close(self) -> None:
         """Flush TensorBoard's file."""
         if self._board is not None:
             self._board.close()
+
+
+def _is_of_the_end(record: Mapping[str, Any]) -> bool:
+    return any(name.startswith("average_") for name in record)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
