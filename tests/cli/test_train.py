@@ -94,7 +94,7 @@ def test_a_contradiction_in_the_data_section_is_one_clear_line(triptych: Command
 def test_a_recipe_that_is_not_there_names_those_that_are(triptych: Command) -> None:
     answer = triptych("train", "dmo")
     assert answer.code == 2
-    assert "there is no recipe dmo: give a TOML file, or one of demo, multi30k, paper-base, paper-big" in (
+    assert "there is no recipe dmo: give a TOML file, or one of demo, multi30k, paper-base, paper-big, tatoeba" in (
         answer.err
     )
 
