@@ -29,7 +29,7 @@ from triptych.text import (
 )
 from triptych.training import Outcome, Recipe, Trainer, read_recipe
 from triptych.training.loop import Scorer
-from triptych.training.memory import keep_freed_memory
+from triptych.training.memory import limit_kernel_cache
 from triptych.training.progress import Display
 from triptych.training.state import Counters, read_counters
 
@@ -224,7 +224,7 @@ def _prepare(recipe: Recipe) -> None:
     torch.manual_seed(recipe.seed)
     if recipe.training.threads is not None:
         torch.set_num_threads(recipe.training.threads)
-    keep_freed_memory()
+    limit_kernel_cache()
 
 
 def _read_texts(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelCorpus, ParallelCorpus]:

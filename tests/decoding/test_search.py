@@ -77,6 +77,29 @@ def greedy(model: EncoderDecoder, source: list[int]) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def beam_search(
+    model: EncoderDecoder, source: list[int], beam_size: int, alpha: float
+) -> list[tuple[tuple[int, ...], float]]:
+    """Beam search by the book, until beam_size outputs are finished or none is open; best first."""
+    limit = len(source) + MAX_EXTRA
+    beam: list[tuple[list[int], float]] = [([], 0.0)]
+    finished: list[tuple[tuple[int, ...], float]] = []
+    for length in range(1, limit + 2):
+        candidates = []
+        for ids, log_prob in beam:
+            log_p = next_log_probs(model, source, ids).tolist()
+            tokens = [EOS] if length > limit else range(EOS, len(log_p))
+            candidates += [(ids, token, log_prob + log_p[token]) for token in tokens]
+        candidates.sort(key=lambda candidate: -candidate[2])
+        for ids, token, log_prob in candidates[:beam_size]:
+            if token == EOS:
+                finished.append((tuple(ids), log_prob / length_penalty(length, alpha)))
+        beam = [([*ids, token], log_prob) for ids, token, log_prob in candidates if token != EOS][:beam_size]
+        if len(finished) >= beam_size:
+            break
+    return sorted(finished, key=lambda found: -found[1])[:beam_size]
+
+
 def same(one: list[list[Hypothesis]], other: list[list[Hypothesis]]) -> None:
     assert [[h.ids for h in best] for best in one] == [[h.ids for h in best] for best in other]
     for a, b in zip(itertools.chain(*one), itertools.chain(*other), strict=True):
@@ -107,6 +130,26 @@ def test_a_beam_as_large_as_the_search_space_finds_every_output_in_order(seed: i
     assert [h.score for h in every] == sorted((h.score for h in every), reverse=True)
     ((best,),) = find(model, pad([source]), num_best=1, **options)
     assert best.ids == max(outputs, key=lambda ids: scores[ids])
+
+
+def test_a_beam_larger_than_the_search_space_gives_every_output_once() -> None:
+    model = make_model(vocab_size=6)
+    options = {"beam_size": 60, "num_best": 60, "max_extra_tokens": 2}
+    (every,) = find(model, pad([[4]]), **options)
+    assert len(every) == len({h.ids for h in every}) == 1 + 3 + 9 + 27
+    assert all(h.log_prob > -torch.inf for h in every)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6])
+@pytest.mark.parametrize("beam_size", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_beams_are_those_of_beam_search_by_the_book(seed: int, beam_size: int, alpha: float) -> None:
+    model = make_model(seed=seed, vocab_size=15)
+    options = {"beam_size": beam_size, "num_best": beam_size, "alpha": alpha}
+    for source, best in zip(SOURCES, find(model, pad(SOURCES), **options), strict=True):
+        expected = beam_search(model, source, beam_size, alpha)
+        assert [h.ids for h in best] == [ids for ids, _ in expected]
+        assert [h.score for h in best] == pytest.approx([score for _, score in expected], abs=1e-5)
 
 
 def test_a_wider_beam_finds_what_greedy_search_misses() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tolerances import assert_same
-from triptych.attention import DecoderCache, sinusoidal
+from triptych.attention import DecoderCache, MultiHeadAttention, sinusoidal
 from triptych.models import (
     PRESETS,
     AttentionConfig,
@@ -16,6 +16,7 @@ from triptych.models import (
     EncoderDecoder,
     ModelConfig,
 )
+from triptych.models.blocks import Residual
 from triptych.models.dropout import Dropout
 
 Norm = Literal["post", "pre"]
@@ -201,13 +202,25 @@ def test_attention_maps_are_asked_for_without_changing_the_model() -> None:
         assert_same(layer, layer.tril(), kind="exact")
 
 
-def test_the_weights_of_the_first_layer_are_those_of_its_attention() -> None:
-    model = make_model()
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_the_maps_are_what_each_layer_uses_when_the_model_runs(norm: Norm) -> None:
+    model = make_model(norm=norm)
+    used: dict[nn.Module, Tensor] = {}
+
+    def ask(layer: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any], _: object) -> None:
+        used[layer] = layer.forward(*inputs, **{**options, "need_weights": True}).weights
+
+    for layer in model.modules():
+        if isinstance(layer, MultiHeadAttention):
+            layer.register_forward_hook(ask, with_kwargs=True)
+    model(SRC, TGT)
+    ran = dict(used)
     maps = model.attention_maps(SRC, TGT)
-    block = model.encoder[0]
-    x = embed(model.src_embedding, SRC)
-    expected = block.self_attention(x, mask=model.memory_mask(SRC), need_weights=True).weights
-    assert_same(maps.encoder[0], expected, kind="output")
+    for block, weights in zip(model.encoder, maps.encoder, strict=True):
+        assert_same(weights, ran[block.self_attention], kind="output")
+    for block, own, cross in zip(model.decoder, maps.decoder, maps.cross, strict=True):
+        assert_same(own, ran[block.self_attention], kind="output")
+        assert_same(cross, ran[block.cross_attention], kind="output")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -249,6 +262,16 @@ def test_dropout_stands_on_embeddings_and_on_every_sub_layer() -> None:
     assert at["embedding_dropout"] == 0.25
     assert residual == [0.25] * (2 * 2 + 3 * 3)
     assert activation == [0.5] * 5
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_dropout_falls_on_what_a_sub_layer_adds_and_not_on_the_stream(norm: Norm) -> None:
+    residual = Residual(make_config(norm=norm, dropout=0.5)).train()
+    x, change = torch.randn(5, 7, 16), torch.ones(5, 7, 16)
+    unchanged = residual.leave(x, torch.zeros_like(x))
+    assert_same(unchanged, x if norm == "pre" else residual.norm(x), kind="exact")
+    if norm == "pre":
+        assert_same((residual.leave(x, change) - x).round().unique(), torch.tensor([0.0, 2.0]), kind="exact")
 
 
 def test_a_site_keeps_its_own_sizes_and_takes_the_models_for_the_rest() -> None:
