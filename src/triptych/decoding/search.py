@@ -80,8 +80,7 @@ def search(
     """The best outputs for each source sentence, best first.
 
     Sentences do not influence each other: each has its own limit and its own end. A sentence is done
-    when it has beam_size finished hypotheses, or when none of its open ones can overtake the last
-    one wanted.
+    when none of its open hypotheses can overtake the last finished one wanted, however it goes on.
 
     Args:
         model: in evaluation mode.
@@ -187,7 +186,7 @@ class _Beams:
 
     def _is_done(self, sentence: int, best_open: float) -> bool:
         found = self.finished[sentence]
-        if len(found) >= self.options.beam_size or best_open == -torch.inf:
+        if best_open == -torch.inf:
             return True
         if len(found) < self.options.num_best:
             return False
