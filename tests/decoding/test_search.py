@@ -58,11 +58,12 @@ def find(model: EncoderDecoder, src: Tensor, **options: float | bool) -> list[li
     return search(model, src, SearchOptions(**given), BOS, EOS)
 
 
-def next_log_probs(model: EncoderDecoder, source: list[int], prefix: list[int]) -> Tensor:
-    """Of one sentence, from the start, without cache or batch."""
+def next_log_probs(model: EncoderDecoder, source: list[int], prefixes: list[list[int]]) -> Tensor:
+    """Of one sentence after outputs of one length, from the start, without a cache."""
+    tgt_in = torch.tensor([[BOS, *ids] for ids in prefixes])
     with torch.no_grad():
-        logits = model(torch.tensor([[*source, EOS]]), torch.tensor([[BOS, *prefix]]))[0, -1]
-    logits[[PAD, BOS]] = -torch.inf
+        logits = model(torch.tensor([[*source, EOS]] * len(prefixes)), tgt_in)[:, -1]
+    logits[:, [PAD, BOS]] = -torch.inf
     return logits.log_softmax(dim=-1)
 
 
@@ -78,7 +79,7 @@ def log_prob_of(model: EncoderDecoder, source: list[int], ids: tuple[int, ...]) 
 def greedy(model: EncoderDecoder, source: list[int]) -> tuple[int, ...]:
     ids: list[int] = []
     while len(ids) < len(source) + MAX_EXTRA:
-        best = int(next_log_probs(model, source, ids).argmax())
+        best = int(next_log_probs(model, source, [ids]).argmax())
         if best == EOS:
             break
         ids.append(best)
@@ -88,14 +89,14 @@ def greedy(model: EncoderDecoder, source: list[int]) -> tuple[int, ...]:
 def beam_search(
     model: EncoderDecoder, source: list[int], beam_size: int, alpha: float
 ) -> list[tuple[tuple[int, ...], float]]:
-    """Beam search by the book, until beam_size outputs are finished or none is open; best first."""
+    """Beam search by the book, on to the limit, whatever has ended by then; best first."""
     limit = len(source) + MAX_EXTRA
     beam: list[tuple[list[int], float]] = [([], 0.0)]
     finished: list[tuple[tuple[int, ...], float]] = []
     for length in range(1, limit + 2):
         candidates = []
-        for ids, log_prob in beam:
-            log_p = next_log_probs(model, source, ids).tolist()
+        of_next = next_log_probs(model, source, [ids for ids, _ in beam]).tolist()
+        for (ids, log_prob), log_p in zip(beam, of_next, strict=True):
             tokens = [EOS] if length > limit else range(EOS, len(log_p))
             candidates += [(ids, token, log_prob + log_p[token]) for token in tokens]
         candidates.sort(key=lambda candidate: -candidate[2])
@@ -103,9 +104,7 @@ def beam_search(
             if token == EOS:
                 finished.append((tuple(ids), log_prob / length_penalty(length, alpha)))
         beam = [([*ids, token], log_prob) for ids, token, log_prob in candidates if token != EOS][:beam_size]
-        if len(finished) >= beam_size:
-            break
-    return sorted(finished, key=lambda found: -found[1])[:beam_size]
+    return sorted(finished, key=lambda found: -found[1])
 
 
 def same(one: list[list[Hypothesis]], other: list[list[Hypothesis]]) -> None:
@@ -115,12 +114,16 @@ def same(one: list[list[Hypothesis]], other: list[list[Hypothesis]]) -> None:
         assert a.log_prob == pytest.approx(b.log_prob, abs=1e-4)
 
 
+@pytest.mark.parametrize("end_bonus", [0.0, 2.0])
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_a_beam_of_one_is_the_step_by_step_argmax(use_cache: bool, seed: int) -> None:
+def test_a_beam_of_one_is_the_step_by_step_argmax(
+    use_cache: bool, seed: int, end_bonus: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_model(seed=seed)
+    favour(model, [EOS], end_bonus, monkeypatch)
     expected = [greedy(model, source) for source in SOURCES]
-    assert len(set(map(len, expected))) > 1
+    assert end_bonus or len(set(map(len, expected))) > 1
     found = find(model, pad(SOURCES), beam_size=1, use_cache=use_cache)
     assert [best[0].ids for best in found] == expected
 
@@ -157,13 +160,13 @@ def test_the_beams_are_those_of_beam_search_by_the_book(
     model = make_model(seed=seed, vocab_size=15)
     favour(model, [EOS], 1.5, monkeypatch)  # so that several of a beam end at once
     options = {"beam_size": beam_size, "alpha": alpha}
-    every = find(model, pad(SOURCES), num_best=beam_size, **options)
-    best = find(model, pad(SOURCES), num_best=1, **options)  # may stop as soon as the winner is known
-    for i, source in enumerate(SOURCES):
-        expected = beam_search(model, source, beam_size, alpha)
-        assert [h.ids for h in every[i]] == [ids for ids, _ in expected]
-        assert [h.score for h in every[i]] == pytest.approx([score for _, score in expected], abs=1e-5)
-        assert best[i][0].ids == expected[0][0]
+    expected = [beam_search(model, source, beam_size, alpha) for source in SOURCES]
+    for num_best in (1, beam_size):  # the search stops early, but only when nothing can change
+        found = find(model, pad(SOURCES), num_best=num_best, **options)
+        for best, outputs in zip(found, expected, strict=True):
+            assert [h.ids for h in best] == [ids for ids, _ in outputs[:num_best]]
+            scores = [score for _, score in outputs[:num_best]]
+            assert [h.score for h in best] == pytest.approx(scores, abs=1e-5)
 
 
 def test_a_wider_beam_finds_what_greedy_search_misses() -> None:

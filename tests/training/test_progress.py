@@ -11,7 +11,7 @@ def _moment(step: int) -> Moment:
 
 
 def test_without_a_terminal_progress_is_lines_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with LineDisplay(every_seconds=0) as display:
+    with LineDisplay(every_seconds=0.0) as display:
         display.update(_moment(5))
         display.say("a word")
     lines = capsys.readouterr().err.splitlines()
@@ -22,7 +22,7 @@ def test_without_a_terminal_progress_is_lines_on_standard_error(capsys: pytest.C
 def test_lines_come_no_more_often_than_asked_but_the_last_step_always_shows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with LineDisplay(every_seconds=3600) as display:
+    with LineDisplay(every_seconds=3600.0) as display:
         for step in range(1, 11):
             display.update(_moment(step))
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["10/10"]

@@ -27,14 +27,20 @@ for command in (demo, train, translate, evaluate):
     app.command()(command)
 
 
-@app.callback()
-def main(
-    version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and stop."),
-) -> None:
-    """Train, run and look into Transformers, with the matrices of every head in your hands."""
-    if version:
+def _print_version(wanted: bool) -> bool:
+    if wanted:
         print(f"triptych {installed_version('triptych')}")
         raise typer.Exit
+    return wanted
+
+
+@app.callback()
+def main(
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_print_version, help="Print the version and stop."
+    ),
+) -> None:
+    """Train, run and look into Transformers, with the matrices of every head in your hands."""
 
 
 def run() -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 
@@ -72,7 +72,8 @@ def translate(
     render = _json_renderer(translator, wanted) if as_json else _render_text
     lines = iterate_lines(sys.stdin.buffer, "standard input") if file is None else iterate_file(file)
 
-    def write_all(stream: TextIO) -> None:
+    def rendered() -> Iterator[str]:
+        """The text of each line's translation, its line ends included."""
         for number, translation in enumerate(translator.translate_stream(_as_they_come(lines)), start=1):
             if translation.num_pieces > 1:
                 limit = opened.model.config.max_source_tokens
@@ -81,15 +82,14 @@ def translate(
                     f"translated in {translation.num_pieces} pieces",
                     file=sys.stderr,
                 )
-            for line in render(translation, number):
-                stream.write(line + "\n")
-            stream.flush()
+            yield "".join(f"{line}\n" for line in render(translation, number))
 
     if out is None:
-        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-        write_all(sys.stdout)
+        for text in rendered():
+            sys.stdout.buffer.write(text.encode())
+            sys.stdout.buffer.flush()
     else:
-        write_atomically(out, lambda temporary: _write_file(temporary, write_all))
+        write_atomically(out, lambda temporary: _write_file(temporary, rendered()))
 
 
 @dataclass(frozen=True)
@@ -213,6 +213,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split("\n")).replace("\r", " ")
 
 
-def _write_file(path: Path, write_all: Callable[[TextIO], None]) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as stream:
-        write_all(stream)
+def _write_file(path: Path, texts: Iterable[str]) -> None:
+    with path.open("wb") as file:
+        for text in texts:
+            file.write(text.encode())
