@@ -80,7 +80,7 @@ def train(recipe: Recipe, folder: Path, display: Display) -> Summary:
 
     Args:
         recipe: what to do; relative paths in it are relative to the current folder.
-        folder: the run folder, made here; must not hold a run yet.
+        folder: the run folder, made here once the input is known to be good; must not hold a run yet.
         display: shows how it goes.
 
     Raises:
@@ -95,9 +95,10 @@ def train(recipe: Recipe, folder: Path, display: Display) -> Summary:
     train_text, valid_text = _read_texts(recipe, base, display)
     display.say(f"training a {recipe.tokenizer.kind} tokenizer")
     tokenizers = train_tokenizers(recipe.tokenizer, train_text.source, train_text.target)
+    trainer = _trainer(recipe, folder, base, tokenizers, train_text, valid_text, display)
+    # Nothing is written before all that can be checked has been.
     folder.mkdir(parents=True, exist_ok=True)
     tokenizers.save(folder)
-    trainer = _trainer(recipe, folder, base, tokenizers, train_text, valid_text, display)
     write_config(trainer.model, folder)
     # The recipe comes last: a folder that has one is a run that can be resumed.
     write_text(folder / _RECIPE, recipe.to_toml())

@@ -94,8 +94,9 @@ def test_a_contradiction_in_the_data_section_is_one_clear_line(triptych: Command
 def test_a_recipe_that_is_not_there_names_those_that_are(triptych: Command) -> None:
     answer = triptych("train", "dmo")
     assert answer.code == 2
-    assert "there is no recipe dmo: give a TOML file, or one of demo, multi30k, paper-base, paper-big, tatoeba" in (
-        answer.err
+    assert (
+        "there is no recipe dmo: give a TOML file, or one of demo, multi30k, paper-base, paper-big, tatoeba"
+        in (answer.err)
     )
 
 
@@ -123,6 +124,16 @@ def test_a_device_that_is_not_there_is_named(triptych: Command, tmp_path: Path) 
     )
     assert answer.code == 2
     assert "'abacus'" in answer.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_pair_past_the_budget_of_a_batch_is_named_and_leaves_no_run_behind(
+    triptych: Command, tmp_path: Path
+) -> None:
+    answer = triptych("train", "demo", "--out", tmp_path / "run", *_sets([*SMALL, "training.batch_tokens=8"]))
+    assert answer.code == 2
+    assert "is past max_tokens = 8 per batch" in answer.err
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_version_is_printed(triptych: Command) -> None:

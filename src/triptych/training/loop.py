@@ -77,7 +77,7 @@ class Trainer:
             train: the text to learn from.
             valid: the text to be judged by.
             score: measures BLEU; None where the recipe does not want it.
-            folder: the run folder; must exist.
+            folder: the run folder; must exist when the run begins.
             counters: of a new run, with fingerprint and folder filled in.
         """
         self.config = config

@@ -17,11 +17,6 @@ class MetricsLog:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
         self._board: Any = None
-        if find_spec("tensorboard") is not None:
-            # An optional library that is slow to import.
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def add(self, record: Mapping[str, float | int | str]) -> None:
         """Append a record; its "step" places it.
@@ -36,10 +31,16 @@ class MetricsLog:
             raise TriptychError(
                 f"{self.path} could not be written ({error.strerror}): make room, then go on with --resume"
             ) from None
-        if self._board is not None:
-            for name, value in record.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._board.add_scalar(name, value, record["step"])
+        if find_spec("tensorboard") is None:
+            return
+        if self._board is None:
+            # An optional library that is slow to import.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self.path.parent / "tensorboard"))
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float):
+                self._board.add_scalar(name, value, record["step"])
 
     def forget_after(self, step: int) -> None:
         """Drop what a run wrote after the state it resumes from: later steps, its end, half a line."""
