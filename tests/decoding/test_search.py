@@ -128,6 +128,22 @@ def test_a_beam_of_one_is_the_step_by_step_argmax(
     assert [best[0].ids for best in found] == expected
 
 
+def test_a_beam_of_one_ends_where_the_argmax_does_though_going_on_would_score_higher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model(vocab_size=6)
+    # The end is the likeliest by a little; after the other token everything is certain.
+    steps = iter([{EOS: 1.05, 5: 1.0}, *[{5: 50.0}] * 6, {EOS: 50.0}, *[{5: 50.0}] * 50])
+
+    def logits(x: Tensor) -> Tensor:
+        chosen = next(steps)
+        return torch.tensor([[chosen.get(token, -9.0) for token in range(6)]]).expand(len(x), -1).clone()
+
+    monkeypatch.setattr(model, "logits", logits)
+    ((best,),) = find(model, pad([[4]]), beam_size=1, alpha=1.0)
+    assert best.ids == ()
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_beam_as_large_as_the_search_space_finds_every_output_in_order(seed: int, alpha: float) -> None:

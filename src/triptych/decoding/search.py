@@ -188,6 +188,8 @@ class _Beams:
         found = self.finished[sentence]
         if best_open == -torch.inf:
             return True
+        if found and self.options.beam_size == 1:
+            return True  # greedy search ends where the likeliest token is the end
         if len(found) < self.options.num_best:
             return False
         wanted = _best_first(found)[self.options.num_best - 1].score
