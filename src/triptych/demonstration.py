@@ -7,7 +7,14 @@ from typing import Any
 from triptych import recipes, runs
 from triptych.decoding import Translator, measure_bleu
 from triptych.errors import UsageError
-from triptych.reports import AttentionPicture, MetricPoint, RunReport, TranslationSample, write_run_report
+from triptych.reports import (
+    AttentionPicture,
+    MetricPoint,
+    RunReport,
+    Table,
+    TranslationSample,
+    write_run_report,
+)
 from triptych.text.generated import example_pairs, generate_pairs
 from triptych.training import Recipe, read_recipe
 from triptych.training.metrics import read_metrics
@@ -144,7 +151,7 @@ def _report(
             f"{result.exact_match:.1%} of them to the letter.\n\n"
             "German says units before tens (einundzwanzig), the coming hour before the half (halb vier) and "
             "the verb at the end of a clause. The attention pictures show the model looking ahead and back "
-            "to put these in English order. Under the examples stand the sentences it got wrong, if any."
+            "to put these in English order."
         ),
         facts=(
             ("Exact match, unseen sentences", f"{result.exact_match:.1%} of {result.num_tested:,}"),
@@ -155,13 +162,23 @@ def _report(
             ("Padding", f"{summary.padding_waste:.1%} of the batches"),
         ),
         metrics=tuple(_points(folder)),
-        samples=(*result.samples, *mistakes),
+        samples=result.samples,
         pictures=pictures,
+        tables=(_table(mistakes),) if mistakes else (),
         commands=(
             f"echo 'Das Buch hat einundzwanzig Euro gekostet.' | triptych translate {folder}",
             f"echo 'Das Buch hat einundzwanzig Euro gekostet.' | "
             f"triptych translate {folder} --json --attention cross:1:all",
         ),
+    )
+
+
+def _table(mistakes: tuple[TranslationSample, ...]) -> Table:
+    return Table(
+        title="What it got wrong",
+        columns=("source", "translation", "reference"),
+        rows=tuple((sample.source, sample.hypothesis, sample.reference or "") for sample in mistakes),
+        caption=f"The first {len(mistakes)} of the unseen sentences that were not translated to the letter.",
     )
 
 

@@ -1,6 +1,7 @@
 """Greedy and beam search: against the plainest loop, against every output there is."""
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -46,6 +47,20 @@ def favour(model: EncoderDecoder, tokens: list[int], bonus: float, monkeypatch: 
     change = torch.zeros(model.tgt_vocab_size)
     change[tokens] = bonus
     monkeypatch.setattr(model, "logits", lambda x: plain(x) + change)
+
+
+def script(
+    model: EncoderDecoder, steps: list[list[dict[int, float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Put these probabilities of the next token, one for each row of a step, in the model's place."""
+    coming = iter(steps)
+
+    def logits(x: Tensor) -> Tensor:
+        rows = next(coming)
+        assert len(rows) == len(x)
+        return torch.tensor([[row.get(token, 0.0) for token in range(6)] for row in rows]).log()
+
+    monkeypatch.setattr(model, "logits", logits)
 
 
 def pad(sources: list[list[int]], extra: int = 0) -> Tensor:
@@ -133,15 +148,21 @@ def test_a_beam_of_one_ends_where_the_argmax_does_though_going_on_would_score_hi
 ) -> None:
     model = make_model(vocab_size=6)
     # The end is the likeliest by a little; after the other token everything is certain.
-    steps = iter([{EOS: 1.05, 5: 1.0}, *[{5: 50.0}] * 6, {EOS: 50.0}, *[{5: 50.0}] * 50])
-
-    def logits(x: Tensor) -> Tensor:
-        chosen = next(steps)
-        return torch.tensor([[chosen.get(token, -9.0) for token in range(6)]]).expand(len(x), -1).clone()
-
-    monkeypatch.setattr(model, "logits", logits)
+    certain = {5: 1.0}
+    script(model, [[{EOS: 0.51, 5: 0.49}], *[[certain]] * 5, *[[{EOS: 1.0}]] * 9], monkeypatch)
     ((best,),) = find(model, pad([[4]]), beam_size=1, alpha=1.0)
     assert best.ids == ()
+
+
+def test_an_output_that_ends_gives_its_place_in_the_beam_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(vocab_size=6)
+    # The third best first token, in by the end of the best output, is the one that ends well.
+    first = {EOS: 0.5, 3: 0.3, 4: 0.2}
+    after_3, after_4 = {3: 0.4, 4: 0.3, 5: 0.3}, {EOS: 1.0}
+    script(model, [[first, first], [after_3, after_4]], monkeypatch)
+    (found,) = find(model, pad([[4]]), beam_size=2, num_best=2, alpha=0.0)
+    assert [h.ids for h in found] == [(), (4,)]
+    assert [h.log_prob for h in found] == pytest.approx([math.log(0.5), math.log(0.2)], abs=1e-6)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
