@@ -164,3 +164,23 @@ def test_nothing_is_changed_by_a_file_that_does_not_fit(saved: Path) -> None:
         read_weights(from_file, saved / WEIGHTS)
     for name, parameter in from_file.named_parameters():
         assert_same(parameter.detach(), before[name], kind="exact")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pad_id": 99}, "pad_id 99 is no token of vocabularies of 11 and 13"),
+        ({"pad_id": "x"}, SETTINGS),
+        ({"src_vocab_size": -5}, "pad_id 2 is no token of vocabularies of -5 and 13"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(saved: Path, changes: dict[str, Any], message: str) -> None:
+    change_settings(saved, **changes)
+    assert message in refusal(saved)
+
+
+def test_weights_of_another_type_are_refused_not_cast(saved: Path) -> None:
+    halves = {name: value.half() for name, value in load_file(saved / WEIGHTS).items()}
+    save_file(halves, saved / WEIGHTS)
+    message = refusal(saved)
+    assert "is torch.float16, the model torch.float32" in message

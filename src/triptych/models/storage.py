@@ -59,11 +59,13 @@ def read_config(folder: Path) -> EncoderDecoder:
                 f"{path} has format {record['format']}, this triptych reads {_FORMAT}: "
                 "use the release that wrote it"
             )
+        src_size, tgt_size = record["src_vocab_size"], record["tgt_vocab_size"]
+        if not (0 <= record["pad_id"] < min(src_size, tgt_size)):
+            raise DataError(
+                f"{path}: pad_id {record['pad_id']} is no token of vocabularies of {src_size} and {tgt_size}"
+            )
         return EncoderDecoder(
-            ModelConfig.model_validate(record["model"]),
-            record["src_vocab_size"],
-            record["tgt_vocab_size"],
-            record["pad_id"],
+            ModelConfig.model_validate(record["model"]), src_size, tgt_size, record["pad_id"]
         )
     except FileNotFoundError:
         raise DataError(f"{folder} holds no config.json: give the folder of a finished run") from None
@@ -104,6 +106,11 @@ def load_tensors(model: EncoderDecoder, tensors: dict[str, torch.Tensor], origin
         if parameter.shape != tensors[name].shape:
             raise DataError(
                 f"{origin}: {name} is {list(tensors[name].shape)}, the model wants {list(parameter.shape)}"
+            )
+        if parameter.dtype != tensors[name].dtype:
+            raise DataError(
+                f"{origin}: {name} is {tensors[name].dtype}, the model {parameter.dtype}: "
+                "convert the file first, nothing is cast on reading"
             )
     with torch.no_grad():
         for name, parameter in parameters.items():
