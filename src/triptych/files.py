@@ -9,7 +9,8 @@ from pathlib import Path
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary neighbour of `path`, flush it to the disk, then rename it.
 
-    Until the rename, `path` keeps what it held; whatever goes wrong, the temporary file is removed.
+    Until the rename, `path` keeps what it held; whatever goes wrong, the temporary file is removed. A link is
+    followed; what is not a file (a terminal, a pipe, /dev/null) cannot be replaced and is written into.
 
     Args:
         path: the file to make or replace; its folder must exist.
@@ -18,6 +19,10 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     Raises:
         OSError: the disk is full or the folder cannot be written; `path` is unchanged.
     """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        write(path)
+        return
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(handle)
     temporary = Path(name)
@@ -31,6 +36,12 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of a process that was killed while it wrote into the folder."""
+    for leftover in folder.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -70,7 +70,7 @@ class Summary:
             "padding_waste": round(self.padding_waste, 4),
             "chosen": self.outcome.chosen,
             "best_step": counters.best_step,
-            "best_score": counters.best_score,
+            "best_score": None if counters.best_score is None else abs(counters.best_score),
             "average_scores": self.outcome.scores,
         }
 
@@ -96,7 +96,7 @@ def train(recipe: Recipe, folder: Path, display: Display) -> Summary:
     display.say(f"training a {recipe.tokenizer.kind} tokenizer")
     tokenizers = train_tokenizers(recipe.tokenizer, train_text.source, train_text.target)
     trainer = _trainer(recipe, folder, base, tokenizers, train_text, valid_text, display)
-    # Nothing is written before all that can be checked has been.
+    # No run folder is made before all that can be checked has been.
     folder.mkdir(parents=True, exist_ok=True)
     tokenizers.save(folder)
     write_config(trainer.model, folder)
@@ -131,6 +131,7 @@ def resume(folder: Path, overrides: Sequence[str], display: Display) -> Summary:
     base = Path(read_counters(folder / "state").started_in) if has_state else Path.cwd()
     _prepare(recipe)
     tokenizers = TokenizerPair.load(folder)
+    _check_tokenizers(tokenizers, recipe, folder)
     train_text, valid_text = _read_texts(recipe, base, display)
     trainer = _trainer(recipe, folder, base, tokenizers, train_text, valid_text, display)
     if has_state:
@@ -181,10 +182,12 @@ class Run:
         recipe = read_recipe(folder / _RECIPE)
         model = read_model(folder).to(_device(device))
         tokenizers = TokenizerPair.load(folder)
-        if tokenizers.target.vocab_size != model.tgt_vocab_size:
+        _check_tokenizers(tokenizers, recipe, folder)
+        sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+        if sizes != (model.src_vocab_size, model.tgt_vocab_size):
             raise DataError(
-                f"{folder}: the tokenizer has {tokenizers.target.vocab_size} tokens, the model "
-                f"{model.tgt_vocab_size}: the files come from different runs"
+                f"{folder}: the tokenizers have {sizes[0]} and {sizes[1]} tokens, the model "
+                f"{model.src_vocab_size} and {model.tgt_vocab_size}: the files come from different runs"
             )
         return cls(folder, model, tokenizers, recipe)
 
@@ -221,8 +224,16 @@ def load(folder: str | Path, device: str = "auto") -> Translator:
     return Run.open(Path(folder), device).translator()
 
 
+def _check_tokenizers(tokenizers: TokenizerPair, recipe: Recipe, folder: Path) -> None:
+    if tokenizers.joint != recipe.tokenizer.joint:
+        state = "left over" if recipe.tokenizer.joint else "missing"
+        raise DataError(
+            f"{folder}/tokenizer.target.json is {state}: the recipe says tokenizer.joint = "
+            f"{str(recipe.tokenizer.joint).lower()}"
+        )
+
+
 def _prepare(recipe: Recipe) -> None:
-    torch.manual_seed(recipe.seed)
     if recipe.training.threads is not None:
         torch.set_num_threads(recipe.training.threads)
     limit_kernel_cache()
@@ -295,6 +306,7 @@ def _run(recipe: Recipe, trainer: Trainer, display: Display) -> Summary:
 
 def _model_card(recipe: Recipe, summary: Summary) -> str:
     counters, model = summary.outcome.counters, recipe.model
+    best = abs(counters.best_score or 0.0)
     scores = ", ".join(f"{name} {value:.4f}" for name, value in (summary.outcome.scores or {}).items())
     return f"""---
 library_name: triptych
@@ -308,7 +320,7 @@ An encoder-decoder Transformer trained with triptych: d_model {model.d_model}, d
 {summary.num_parameters:,} parameters.
 
 - Training: {counters.step:,} steps, {counters.tokens:,} target tokens, {counters.seconds / 60:.1f} minutes.
-- Best validation ({recipe.validation.metric}): {counters.best_score:.4f} at step {counters.best_step:,}.
+- Best validation ({recipe.validation.metric}): {best:.4f} at step {counters.best_step:,}.
 - Average of the last checkpoints: {scores}. `model.safetensors` holds the {summary.outcome.chosen} model.
 - `recipe.toml` is the whole recipe; `metrics.jsonl` has the curves.
 
@@ -357,9 +369,13 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"device {name!r} is not known: use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device {name!r} is asked for, but torch sees no CUDA device here")
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {name!r} is not known: use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"device {name!r} is asked for, but torch sees {torch.cuda.device_count()} GPUs here"
+        )
     return device
 
 

@@ -1,4 +1,6 @@
 import json
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -161,6 +163,49 @@ def test_a_closed_pipe_ends_quietly(small_run: Path, tmp_path: Path) -> None:
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout.count("\n") == 1
     assert result.stderr == ""
+
+
+def test_an_interrupt_while_waiting_for_input_ends_without_a_crash(small_run: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "triptych.cli", "translate", str(small_run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("Vier.\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    # The input stays open: only the signal can end it.
+    code = process.wait(timeout=30)
+    _, errors = process.communicate()
+    assert code == 130
+    assert "Fatal" not in errors
+    assert "Traceback" not in errors
+
+
+def test_an_output_that_cannot_be_written_is_one_line(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    answer = triptych("translate", small_run, "--out", tmp_path / "no" / "out.txt", stdin=b"Vier.\n")
+    assert answer.code == 1
+    assert answer.err.count("\n") == 1
+    assert "No such file or directory" in answer.err
+
+
+def test_a_tokenizer_that_is_missing_is_not_taken_for_a_joint_one(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(small_run, copy)
+    recipe = (copy / "recipe.toml").read_text().replace("joint = true", "joint = false")
+    (copy / "recipe.toml").write_text(recipe.replace('tie_embeddings = "all"', 'tie_embeddings = "target"'))
+    answer = triptych("translate", copy, stdin=b"Vier.\n")
+    assert answer.code == 1
+    assert "tokenizer.target.json is missing" in answer.err
 
 
 def test_a_line_typed_is_answered_before_the_next_one_comes(small_run: Path) -> None:

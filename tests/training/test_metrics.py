@@ -23,9 +23,18 @@ def test_forgetting_drops_later_steps_the_ending_and_half_a_line(tmp_path: Path)
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "average_valid_loss": 3.0}\n{"step": 3}\n{"st')
     log = MetricsLog(tmp_path)
-    log.forget_after(2)
+    log.forget_after(2, validated=True)
     log.close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_validation_that_the_state_knows_nothing_of_is_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 2, "loss": 1.0}\n{"step": 2, "valid_loss": 3.0}\n')
+    MetricsLog(tmp_path).forget_after(2, validated=True)
+    assert len(read_metrics(path)) == 2
+    MetricsLog(tmp_path).forget_after(2, validated=False)
+    assert read_metrics(path) == [{"step": 2, "loss": 1.0}]
 
 
 def test_tensorboard_gets_the_same_numbers_where_it_is_installed(tmp_path: Path) -> None:

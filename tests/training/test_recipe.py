@@ -65,7 +65,7 @@ def test_a_file_is_read_and_overrides_win(tmp_path: Path) -> None:
         ("model.encoder.attention.d_k=16", lambda r: r.model.encoder.attention.d_k == 16),
         ("data.train.generated=55", lambda r: r.data.train.generated == 55),
         ("seed=0", lambda r: r.seed == 0),
-        ("name=a=b", lambda r: r.name == "a=b"),
+        ("data.cache=a=b", lambda r: r.data.cache == "a=b"),
     ],
 )
 def test_an_override_sets_one_value(override: str, read: Any) -> None:
@@ -230,3 +230,12 @@ def test_a_written_recipe_does_not_depend_on_the_presets() -> None:
 def test_the_recipes_that_come_along_are_valid(path: Path) -> None:
     recipe = read_recipe(path)
     assert resolve(recipe.model_dump(mode="json", exclude_none=True)) == recipe
+
+
+@pytest.mark.parametrize(
+    "override", ["model=tiny", "model.preset=[]", "model.preset={}", "name='../x'", "name=''"]
+)
+def test_a_value_of_the_wrong_kind_is_a_usage_error(override: str) -> None:
+    data = {"generated": 10, "generated_part": "train"}
+    with pytest.raises(UsageError, match=r"model|name"):
+        resolve({"data": {"train": data, "valid": data}}, [override])

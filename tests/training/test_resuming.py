@@ -269,6 +269,36 @@ def test_max_epochs_ends_a_run(tmp_path: Path) -> None:
     assert 1 < outcome.counters.step < 100
 
 
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    for name, training in (
+        ("epochs", {"max_epochs": 1}),
+        ("off", {"max_steps": 9}),
+        ("steps", {"max_steps": 8}),
+    ):
+        folder = tmp_path / name
+        step = runs.train(small_recipe(**training), folder, LineDisplay()).outcome.counters.step
+        before = {
+            path: path.read_bytes() for path in (folder / "model.safetensors", folder / "metrics.jsonl")
+        }
+        assert runs.resume(folder, (), LineDisplay()).outcome.counters.step == step
+        for path, content in before.items():
+            assert path.read_bytes() == content, f"{name}: {path.name} changed"
+
+
+def test_a_run_killed_before_its_first_step_resumes_from_any_folder(
+    uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(_KillError):
+        runs.train(small_recipe(), folder, _KillAt(1))
+    assert read_counters(folder / "state").step == 0
+    (folder / "state" / ".last.safetensors.half.tmp").write_bytes(b"left by the kill")
+    monkeypatch.chdir(tmp_path)
+    runs.resume(folder, (), LineDisplay())
+    assert_same_run(folder, uninterrupted)
+    assert not list(folder.rglob("*.tmp"))
+
+
 def test_the_average_is_the_mean_of_the_last_checkpoints(uninterrupted: Path) -> None:
     counters = read_counters(uninterrupted / "state")
     assert counters.checkpoints == [_STEPS - _VALIDATE_EVERY, _STEPS]
@@ -320,6 +350,21 @@ class _SignalAt(Display):
             os.kill(os.getpid(), self.number)
 
     def say(self, message: str) -> None: ...
+
+
+class _KillError(Exception):
+    pass
+
+
+class _KillAt(_SignalAt):
+    """Ends the run without a word, as a kill would."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step, signal.SIGKILL)
+
+    def update(self, moment: Moment) -> None:
+        if moment.step == self.step:
+            raise _KillError
 
 
 def _write_recipe(path: Path, **training: object) -> None:

@@ -34,7 +34,7 @@ def demo(
     if as_json:
         print(json.dumps(result.figures()))
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(render_samples(result.samples))
     console.print(render_attention(result.picture))
     console.print(

@@ -12,7 +12,7 @@ from rich.progress import track
 
 from triptych import runs
 from triptych.decoding import score_translations
-from triptych.errors import DataError
+from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.text import read_lines
 
@@ -39,6 +39,8 @@ def evaluate(
         raise DataError(f"{source} has {len(sources):,} lines but {reference} has {len(references):,}")
     if not sources:
         raise DataError(f"{source} is empty: there is nothing to evaluate")
+    if out is not None and not out.parent.is_dir():
+        raise UsageError(f"the folder of {out} does not exist: make it first")
     opened = runs.Run.open(run, device)
     options = opened.search_options(beam, alpha)
     translator = opened.translator(options)

@@ -1,6 +1,5 @@
 """The command `triptych`: parses, calls the library, prints."""
 
-import os
 import sys
 from importlib.metadata import version as installed_version
 
@@ -11,9 +10,6 @@ from triptych.cli.evaluate import evaluate
 from triptych.cli.train import train
 from triptych.cli.translate import translate
 from triptych.errors import TriptychError
-
-# The exit code that a shell reports for a program ended by SIGPIPE.
-_BROKEN_PIPE = 141
 
 app = typer.Typer(
     name="triptych",
@@ -50,7 +46,8 @@ def run() -> None:
     except TriptychError as error:
         print(f"triptych: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; point stdout elsewhere so that the flush at exit is quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(_BROKEN_PIPE)
+    except OSError as error:
+        # typer itself ends quietly when whoever read our output has seen enough.
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"triptych: {where}{error.strerror or error}", file=sys.stderr)
+        sys.exit(1)

@@ -42,7 +42,7 @@ def train(
         folder = Path(recipe)
         summary = runs.resume(folder, overrides or [], display)
     else:
-        if Path(recipe).is_dir():
+        if Path(recipe).is_dir() and recipe not in recipes.names():
             raise UsageError(f"{recipe} is a folder: to go on with the run in it, add --resume")
         resolved = read_recipe(recipes.find(recipe), overrides or [])
         folder = out or Path("runs") / resolved.name

@@ -1,6 +1,7 @@
 """`triptych translate`."""
 
 import json
+import os
 import queue
 import sys
 import threading
@@ -69,8 +70,8 @@ def translate(
     wanted = [_parse_selection(text, opened) for text in attention or []]
     if wanted and not as_json:
         raise UsageError("--attention goes with --json")
-    render = _json_renderer(translator, wanted) if as_json else _render_text
-    lines = iterate_lines(sys.stdin.buffer, "standard input") if file is None else iterate_file(file)
+    render = _json_renderer(translator, wanted) if as_json else _text_renderer(num_best)
+    lines = _standard_input() if file is None else iterate_file(file)
 
     def rendered() -> Iterator[str]:
         """The text of each line's translation, its line ends included."""
@@ -123,10 +124,23 @@ def _parse_index(text: str, count: int, name: str, whole: str) -> int | None:
     return int(text)
 
 
-def _render_text(translation: Translation, number: int) -> list[str]:
-    if len(translation.candidates) < 2:
-        return [_one_line(translation.text)]
-    return [f"{number} ||| {_one_line(c.text)} ||| {c.score:.4f}" for c in translation.candidates]
+def _standard_input() -> Iterator[str]:
+    # A stream of our own: the thread that reads ahead may still hold its lock when the process ends, and
+    # Python aborts if that is sys.stdin's.
+    try:
+        own = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    except OSError:  # replaced by something that is no file, as in a notebook
+        return iterate_lines(sys.stdin.buffer, "standard input")
+    return iterate_lines(own, "standard input")
+
+
+def _text_renderer(num_best: int) -> Callable[[Translation, int], list[str]]:
+    def render(translation: Translation, number: int) -> list[str]:
+        if num_best == 1 or not translation.candidates:
+            return [_one_line(translation.text)]
+        return [f"{number} ||| {_one_line(c.text)} ||| {c.score:.4f}" for c in translation.candidates]
+
+    return render
 
 
 def _json_renderer(

@@ -80,7 +80,8 @@ def search(
     """The best outputs for each source sentence, best first.
 
     Sentences do not influence each other: each has its own limit and its own end. A sentence is done
-    when none of its open hypotheses can overtake the last finished one wanted, however it goes on.
+    when none of its open hypotheses can overtake the last finished one wanted, however it goes on; with a
+    beam of one, when the likeliest token is the end.
 
     Args:
         model: in evaluation mode.

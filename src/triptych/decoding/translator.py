@@ -121,7 +121,7 @@ class Translator:
             source: a line, within the model's limit.
             target: its translation; made here if None.
         """
-        src_ids = self.tokenizers.source.encode([source])[0]
+        src_ids = self.tokenizers.source.encode([source.strip()])[0]
         if target is None:
             hypotheses = self._search([src_ids])[0]
             tgt_ids = list(hypotheses[0].ids)

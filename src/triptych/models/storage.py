@@ -69,7 +69,13 @@ def read_config(folder: Path) -> EncoderDecoder:
         )
     except FileNotFoundError:
         raise DataError(f"{folder} holds no config.json: give the folder of a finished run") from None
-    except (ValueError, KeyError, TypeError, pydantic.ValidationError) as error:
+    except KeyError as error:
+        raise DataError(f"{path} is not a triptych configuration: it has no {error}") from None
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{path} is not a triptych configuration: model.{where}: {first['msg']}") from None
+    except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path} is not a triptych configuration: {error}") from None
 
 

@@ -126,7 +126,7 @@ class TokenBatches:
             raise UsageError(
                 f"{self._corpus.name}, line {self._corpus.line_numbers[first]}: a side of {longest[first]:,} "
                 f"tokens, its <bos> or <eos> included, is past max_tokens = {self._max_tokens:,} per batch; "
-                "raise max_tokens, or drop pairs as long as this one"
+                "raise training.batch_tokens, or lower data.max_sentence_tokens"
             )
 
     def _cut(self, order: Int64[np.ndarray, "num_pairs"]) -> list[Int64[np.ndarray, "batch"]]:

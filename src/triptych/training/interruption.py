@@ -1,6 +1,7 @@
 """SIGINT and SIGTERM as a request to stop at the next safe place."""
 
 import signal
+import threading
 from types import FrameType, TracebackType
 from typing import Any, final
 
@@ -18,6 +19,8 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python hands signals to the main thread alone
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._note)
         return self

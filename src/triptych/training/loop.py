@@ -1,5 +1,6 @@
 """The training loop: batches in, updates out, and a state to resume from at any step."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +11,9 @@ from typing import final
 import torch
 
 from triptych.errors import TriptychError
+from triptych.files import remove_leftovers, write_text
 from triptych.models import EncoderDecoder
-from triptych.models.storage import load_tensors, model_tensors, write_weights
+from triptych.models.storage import load_tensors, model_tensors
 from triptych.text import Batch, TokenBatches
 from triptych.training.interruption import StopRequest
 from triptych.training.metrics import MetricsLog
@@ -114,7 +116,8 @@ class Trainer:
                 f"{self.folder}: text, tokenizer or model differ from those the run began with; "
                 "put the files back as they were or start a new run"
             )
-        self.metrics.forget_after(self.counters.step)
+        validated = self.counters.step in self.counters.checkpoints
+        self.metrics.forget_after(self.counters.step, validated=validated)
         self._saved_step = self.counters.step
 
     def run(self, display: Display) -> Outcome:
@@ -124,8 +127,11 @@ class Trainer:
             TriptychError: the loss is no longer finite, or the disk is full.
         """
         self.state_folder.mkdir(exist_ok=True)
+        for folder in (self.folder, self.state_folder):
+            remove_leftovers(folder)
         self.model.train()
         with StopRequest() as stop, display:
+            self._save()  # so that there is always something to resume from
             clock = time.monotonic() - self.counters.seconds
             for batches in self._updates():
                 started = time.monotonic()
@@ -144,6 +150,9 @@ class Trainer:
                     return Outcome(stop.signal_number, self.counters)
             if self.counters.step not in self.counters.checkpoints:
                 self._validate(display)
+            if stop.signal_number is not None:
+                self.metrics.close()
+                return Outcome(stop.signal_number, self.counters)
             outcome = self._finish(display)
             self.metrics.close()
             return outcome
@@ -151,7 +160,7 @@ class Trainer:
     def _updates(self) -> Iterator[Sequence[Batch]]:
         """The batches of each update from where the counters stand to the end of the run."""
         counters, config = self.counters, self.config
-        while True:
+        while config.max_epochs is None or counters.epoch < config.max_epochs:
             plan = self.train_batches.plan(counters.epoch)
             while counters.batch < len(plan):
                 if counters.step >= config.max_steps or self._patience_is_over():
@@ -160,8 +169,6 @@ class Trainer:
                 counters.batch += len(chosen)
                 yield [self.train_batches.collate(indices) for indices in chosen]
             counters.epoch, counters.batch = counters.epoch + 1, 0
-            if config.max_epochs is not None and counters.epoch >= config.max_epochs:
-                return
 
     def _update(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """One step of the optimizer; returns the loss summed over tokens, and the tokens."""
@@ -239,6 +246,7 @@ class Trainer:
             f"validation at step {counters.step:,}: {_describe(figures)}{'  (best)' if better else ''}"
         )
         self._keep_checkpoint()
+        self._saved_step = -1  # what was saved at this step knows nothing of its validation
         self._save()
 
     def _measure(self) -> dict[str, float]:
@@ -293,16 +301,18 @@ class Trainer:
         self.metrics.add({"step": counters.step, **{f"average_{k}": v for k, v in figures.items()}})
         display.say(f"average of the last {len(paths)} checkpoints: {_describe(figures)}")
         if chosen == "average":
-            write_weights(average, self.folder / "model.safetensors")
+            self._write_model(self.folder / "model.safetensors")
         else:
             best = average_checkpoints([self.state_folder / "best.safetensors"])
             load_tensors(self.model, best, "the best checkpoint")
-            write_weights(best, self.folder / "model.safetensors")
+            self._write_model(self.folder / "model.safetensors")
         self.model.eval()
         return Outcome(None, counters, chosen, figures)
 
     def _diverged(self, step: int, rate: float, loss: float, norm: float, batches: Sequence[Batch]) -> str:
         lines = sorted(line for batch in batches for line in batch.line_numbers)
+        path = self.state_folder / "diverged.json"
+        write_text(path, json.dumps({"step": step, "learning_rate": rate, "lines": lines}) + "\n")
         shown = ", ".join(map(str, lines[:20])) + (", …" if len(lines) > 20 else "")
         kept = (
             f"the state of step {self._saved_step} is kept"
@@ -312,8 +322,8 @@ class Trainer:
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         return (
             f"step {step}: {what} at learning rate {rate:.3g}, on a batch of lines {shown} of the training "
-            f"text; {kept}. Lower training.learning_rate, lengthen training.warmup_steps or set "
-            "training.clip_norm"
+            f"text (all in {path}); {kept}. Lower training.learning_rate, lengthen training.warmup_steps or "
+            "set training.clip_norm"
         )
 
 

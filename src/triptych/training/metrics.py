@@ -42,11 +42,22 @@ class MetricsLog:
             if name != "step" and isinstance(value, int | float):
                 self._board.add_scalar(name, value, record["step"])
 
-    def forget_after(self, step: int) -> None:
-        """Drop what a run wrote after the state it resumes from: later steps, its end, half a line."""
+    def forget_after(self, step: int, *, validated: bool) -> None:
+        """Drop what a run wrote after the state it resumes from: later steps, its end, half a line.
+
+        Args:
+            step: of the state.
+            validated: whether the state was saved after the validation of its step; if not, that goes too.
+        """
         if self.path.exists():
             records = read_metrics(self.path)
-            kept = [record for record in records if record["step"] <= step and not _is_of_the_end(record)]
+            kept = [
+                record
+                for record in records
+                if record["step"] <= step
+                and not _begins(record, "average_")
+                and (validated or record["step"] < step or not _begins(record, "valid_"))
+            ]
             write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def close(self) -> None:
@@ -55,8 +66,8 @@ class MetricsLog:
             self._board.close()
 
 
-def _is_of_the_end(record: Mapping[str, Any]) -> bool:
-    return any(name.startswith("average_") for name in record)
+def _begins(record: Mapping[str, Any], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in record)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ class BarDisplay(Display):
 
     def say(self, message: str) -> None:
         """Print above the bar."""
-        self._console.print(message, highlight=False)
+        self._console.print(message, highlight=False, markup=False)
 
 
 @final

@@ -124,7 +124,7 @@ class DecodingConfig(_Section):
 class Recipe(_Section):
     """A training run, whole."""
 
-    name: str = "run"
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(1, ge=0, lt=2**63)
     data: DataConfig
     tokenizer: TokenizerSpec = TokenizerSpec()
@@ -174,9 +174,11 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
     """
     for override in overrides:
         tree = _merge(tree, _parse_override(override))
+    if not isinstance(tree.get("model", {}), dict):
+        raise UsageError(f"{origin}: model is a section, not a value: write model.preset={tree['model']!r}")
     model = dict(tree.get("model", {}))
     preset = model.pop("preset", "base")
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise UsageError(f"{origin}: model.preset is {preset!r}{_nearest(str(preset), list(PRESETS))}")
     tree = {**tree, "model": _merge(PRESETS[preset].model_dump(exclude_none=True), model)}
     try:

@@ -130,8 +130,8 @@ def read_state(folder: Path, model: EncoderDecoder, optimizer: torch.optim.Optim
         for key in ("step", "exp_avg", "exp_avg_sq"):
             value = tensors.get(f"adam.{key}.{name}")
             if value is not None:
-                device = parameter.device if value.ndim else value.device
-                optimizer.state[parameter][key] = value.to(device)
+                # The fused optimizer wants its count of steps on the device too.
+                optimizer.state[parameter][key] = value.to(parameter.device)
     torch.set_rng_state(tensors["random.cpu"])
     if torch.cuda.is_available() and "random.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random.cuda"])
