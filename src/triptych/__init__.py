@@ -1,6 +1,6 @@
 """The Transformer of *Attention Is All You Need*, with the matrices of every head in your hands."""
 
-from triptych.attention import Factored, MultiHeadAttention, attention
+from triptych.attention import Factored, MultiHeadAttention
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.models import PRESETS, EncoderDecoder, ModelConfig
 from triptych.runs import Run, load, resume, train
@@ -17,7 +17,6 @@ __all__ = [
     "Run",
     "TriptychError",
     "UsageError",
-    "attention",
     "load",
     "read_recipe",
     "resume",

@@ -30,7 +30,7 @@ from triptych.text import (
 from triptych.training import Outcome, Recipe, Trainer, read_recipe
 from triptych.training.loop import Scorer
 from triptych.training.memory import limit_kernel_cache
-from triptych.training.progress import Display
+from triptych.training.progress import Display, LineDisplay
 from triptych.training.state import Counters, read_counters
 
 _RECIPE = "recipe.toml"
@@ -75,13 +75,13 @@ class Summary:
         }
 
 
-def train(recipe: Recipe, folder: Path, display: Display) -> Summary:
+def train(recipe: Recipe, folder: Path, display: Display | None = None) -> Summary:
     """Start a run.
 
     Args:
         recipe: what to do; relative paths in it are relative to the current folder.
         folder: the run folder, made here once the input is known to be good; must not hold a run yet.
-        display: shows how it goes.
+        display: shows how it goes; lines on standard error if None.
 
     Raises:
         TriptychError: input that is not as it should be, a loss no longer finite, a full disk.
@@ -90,7 +90,7 @@ def train(recipe: Recipe, folder: Path, display: Display) -> Summary:
         raise UsageError(
             f"{folder} already holds a run: go on with it (--resume {folder}) or name another folder (--out)"
         )
-    base = Path.cwd()
+    base, display = Path.cwd(), display or LineDisplay()
     _prepare(recipe)
     train_text, valid_text = _read_texts(recipe, base, display)
     display.say(f"training a {recipe.tokenizer.kind} tokenizer")
@@ -105,14 +105,14 @@ def train(recipe: Recipe, folder: Path, display: Display) -> Summary:
     return _run(recipe, trainer, display)
 
 
-def resume(folder: Path, overrides: Sequence[str], display: Display) -> Summary:
+def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None = None) -> Summary:
     """Go on with a run from its last saved state, or from its beginning if it has none.
 
     Args:
         folder: the run folder.
         overrides: only where training ends may change: `training.max_steps`, `training.max_epochs`,
             `training.patience`.
-        display: shows how it goes.
+        display: shows how it goes; lines on standard error if None.
 
     Raises:
         TriptychError: no run there, changed text, a damaged state; and all that `train` raises.
@@ -127,6 +127,7 @@ def resume(folder: Path, overrides: Sequence[str], display: Display) -> Summary:
                 f"only {', '.join(sorted(allowed))} may change"
             )
     recipe = read_recipe(folder / _RECIPE, overrides)
+    display = display or LineDisplay()
     has_state = (folder / "state" / "last.safetensors").exists()
     base = Path(read_counters(folder / "state").started_in) if has_state else Path.cwd()
     _prepare(recipe)

@@ -55,7 +55,7 @@ def evaluate(
             texts[i] = translation.text
     seconds = time.monotonic() - started
     if out is not None:
-        write_text(out, "".join(" ".join(text.splitlines()) + "\n" for text in texts))
+        write_text(out, "".join(f"{text}\n" for text in texts))
     scores = score_translations(texts, references)
     if as_json:
         record = {

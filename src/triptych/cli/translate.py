@@ -137,8 +137,8 @@ def _standard_input() -> Iterator[str]:
 def _text_renderer(num_best: int) -> Callable[[Translation, int], list[str]]:
     def render(translation: Translation, number: int) -> list[str]:
         if num_best == 1 or not translation.candidates:
-            return [_one_line(translation.text)]
-        return [f"{number} ||| {_one_line(c.text)} ||| {c.score:.4f}" for c in translation.candidates]
+            return [translation.text]
+        return [f"{number} ||| {c.text} ||| {c.score:.4f}" for c in translation.candidates]
 
     return render
 
@@ -220,11 +220,6 @@ def _as_they_come(lines: Iterable[str]) -> Iterator[list[str]]:
             raise item
         if item is None:
             return
-
-
-def _one_line(text: str) -> str:
-    # Text learned from records may hold line breaks; the output has a line for a line.
-    return " ".join(text.split("\n")).replace("\r", " ")
 
 
 def _write_file(path: Path, texts: Iterable[str]) -> None:

@@ -14,12 +14,15 @@ from triptych.models import AttentionMaps, EncoderDecoder
 from triptych.text import TokenizerPair
 
 
+_LINE_BREAKS = {ord("\n"): " ", ord("\r"): " "}
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One translation of a line.
 
     Attributes:
-        text: as a reader wants it.
+        text: as a reader wants it, in one line.
         pieces: its tokens, readable.
         score: log-probability over the length penalty; for a line translated in pieces, their sum.
         log_prob: natural logarithm of the probability.
@@ -197,7 +200,8 @@ class Translator:
         tokenizer = self.tokenizers.target
         texts = tokenizer.decode([hypothesis.ids for hypothesis in hypotheses])
         return Candidate(
-            text=" ".join(text for text in texts if text),
+            # Text learned from records may hold line breaks; a line's translation is a line.
+            text=" ".join(text for text in texts if text).translate(_LINE_BREAKS),
             pieces=tuple(piece for h in hypotheses for piece in tokenizer.pieces(h.ids)),
             score=sum(h.score for h in hypotheses),
             log_prob=sum(h.log_prob for h in hypotheses),
