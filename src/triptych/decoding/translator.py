@@ -13,7 +13,6 @@ from triptych.decoding.search import Hypothesis, SearchOptions, search
 from triptych.models import AttentionMaps, EncoderDecoder
 from triptych.text import TokenizerPair
 
-
 _LINE_BREAKS = {ord("\n"): " ", ord("\r"): " "}
 
 
