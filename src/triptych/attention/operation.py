@@ -18,9 +18,10 @@ from triptych.attention.masks import causal_mask
 
 Path = Literal["auto", "reference", "fast"]
 
-# On the CPU the backward pass of the fused kernel loses to batched products up to about this many
-# keys (benchmarks/attention_paths.py); the forward pass alone never does.
-_MAX_KEYS_WRITTEN_OUT_ON_CPU = 256
+# Up to about this many keys, batched products beat the fused kernel on a CPU, forward and backward
+# together (benchmarks/attention_paths.py; docs/log.md has a run).
+_MAX_KEYS_WRITTEN_OUT_ON_CPU = {torch.bfloat16: 256}
+_MAX_KEYS_WRITTEN_OUT_ON_CPU_OTHERWISE = 128
 
 
 class Attended(NamedTuple):
@@ -133,7 +134,8 @@ def _combine(
 
 def _prefers_written_out(q: Tensor, k: Tensor, v: Tensor) -> bool:
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return trains and q.device.type == "cpu" and k.shape[-2] <= _MAX_KEYS_WRITTEN_OUT_ON_CPU
+    limit = _MAX_KEYS_WRITTEN_OUT_ON_CPU.get(q.dtype, _MAX_KEYS_WRITTEN_OUT_ON_CPU_OTHERWISE)
+    return trains and q.device.type == "cpu" and k.shape[-2] <= limit
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> None:
