@@ -145,11 +145,11 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
 
 def remove(folder: Path) -> None:
     """Take a run's own files out of a folder; others stay."""
-    for name in ("state", "tensorboard"):
-        shutil.rmtree(folder / name, ignore_errors=True)
     # The recipe goes first: without it the folder is no run.
     for name in (_RECIPE, *_FILES):
         (folder / name).unlink(missing_ok=True)
+    for name in ("state", "tensorboard"):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 @final

@@ -61,4 +61,6 @@ def test_no_samples_make_an_empty_table() -> None:
 
 
 def test_a_picture_without_tokens_makes_an_empty_map() -> None:
-    printed(render_attention(AttentionPicture("p", (), (), np.zeros((1, 0, 0)))))
+    shown = printed(render_attention(AttentionPicture("p", (), (), np.zeros((1, 0, 0)))))
+    assert "p" in shown
+    assert "│" not in shown

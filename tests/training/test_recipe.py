@@ -171,7 +171,7 @@ def test_settings_that_contradict_each_other_are_refused_with_both(
     ],
 )
 def test_what_a_refusal_advises_is_accepted(overrides: list[str]) -> None:
-    make(*overrides)
+    assert isinstance(make(*overrides), Recipe)
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -299,6 +299,21 @@ def test_a_run_killed_before_its_first_step_resumes_from_any_folder(
     assert not list(folder.rglob("*.tmp"))
 
 
+def test_relative_paths_are_found_again_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.de", "a.en"):
+        (tmp_path / name).write_text("\n".join(f"{name} Zeile {i} hier" for i in range(40)) + "\n")
+    tree = recipe_tree(max_steps=6)
+    spec = {"source": "a.de", "target": "a.en"}
+    tree["data"] = {"train": spec, "valid": spec, "cache": ""}
+    monkeypatch.chdir(tmp_path)
+    runs.train(resolve(tree), Path("run"), _SignalAt(2, signal.SIGTERM))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert runs.resume(tmp_path / "run", (), LineDisplay()).outcome.counters.step == 6
+
+
 def test_the_average_is_the_mean_of_the_last_checkpoints(uninterrupted: Path) -> None:
     counters = read_counters(uninterrupted / "state")
     assert counters.checkpoints == [_STEPS - _VALIDATE_EVERY, _STEPS]

@@ -103,11 +103,6 @@ def example_pairs() -> list[Pair]:
     return list(_EXAMPLES)
 
 
-def example_sentences() -> list[str]:
-    """The German side of `example_pairs`."""
-    return [german for german, _ in _EXAMPLES]
-
-
 def _collect_pairs(draw: Callable[[Random], Pair], count: int, part: str, seed: int) -> list[Pair]:
     if part not in PARTS:
         raise ValueError(f"part {part!r} does not exist; choose one of {', '.join(PARTS)}")

@@ -13,7 +13,7 @@ import torch
 from triptych.errors import TriptychError
 from triptych.files import remove_leftovers, write_text
 from triptych.models import EncoderDecoder
-from triptych.models.storage import load_tensors, model_tensors
+from triptych.models.storage import load_tensors, model_tensors, read_weights
 from triptych.text import Batch, TokenBatches
 from triptych.training.interruption import StopRequest
 from triptych.training.metrics import MetricsLog
@@ -300,12 +300,9 @@ class Trainer:
         chosen = "average" if no_worse else "best"
         self.metrics.add({"step": counters.step, **{f"average_{k}": v for k, v in figures.items()}})
         display.say(f"average of the last {len(paths)} checkpoints: {_describe(figures)}")
-        if chosen == "average":
-            self._write_model(self.folder / "model.safetensors")
-        else:
-            best = average_checkpoints([self.state_folder / "best.safetensors"])
-            load_tensors(self.model, best, "the best checkpoint")
-            self._write_model(self.folder / "model.safetensors")
+        if chosen == "best":
+            read_weights(self.model, self.state_folder / "best.safetensors")
+        self._write_model(self.folder / "model.safetensors")
         self.model.eval()
         return Outcome(None, counters, chosen, figures)
 
@@ -314,16 +311,11 @@ class Trainer:
         path = self.state_folder / "diverged.json"
         write_text(path, json.dumps({"step": step, "learning_rate": rate, "lines": lines}) + "\n")
         shown = ", ".join(map(str, lines[:20])) + (", …" if len(lines) > 20 else "")
-        kept = (
-            f"the state of step {self._saved_step} is kept"
-            if self._saved_step >= 0
-            else "no state was saved yet"
-        )
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         return (
             f"step {step}: {what} at learning rate {rate:.3g}, on a batch of lines {shown} of the training "
-            f"text (all in {path}); {kept}. Lower training.learning_rate, lengthen training.warmup_steps or "
-            "set training.clip_norm"
+            f"text (all in {path}); the state of step {self._saved_step} is kept. Lower "
+            "training.learning_rate, lengthen training.warmup_steps or set training.clip_norm"
         )
 
 
