@@ -1,14 +1,17 @@
 """The layer: projections around the operation."""
 
-import math
-from typing import NamedTuple, final
+from dataclasses import replace
+from typing import Literal, NamedTuple, final
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from triptych.algebra.weights import AttentionWeights, Head, standard_scale
 from triptych.attention.cache import LayerCache
-from triptych.attention.operation import Path, attention
-from triptych.attention.projections import Factored, Parameterisation
+from triptych.attention.operation import Explanation, Path, attention, explain_attention
+from triptych.attention.positions import AttentionPositions
+from triptych.attention.projections import Factored, Parameterisation, Route, parameterisation_of
 
 
 class LayerOutput(NamedTuple):
@@ -21,6 +24,16 @@ class LayerOutput(NamedTuple):
 
     output: Float[Tensor, "batch query_len d_model"]
     weights: Float[Tensor, "batch num_heads query_len key_len"] | None
+
+
+class _Inputs(NamedTuple):
+    """What the operation is called with, and the way the heads' outputs must be read."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    route: Route
 
 
 @final
@@ -37,6 +50,7 @@ class MultiHeadAttention(nn.Module):
         num_heads: int,
         projections: Parameterisation | None = None,
         dropout: float = 0.0,
+        positions: AttentionPositions | None = None,
     ) -> None:
         """Make a layer.
 
@@ -45,14 +59,64 @@ class MultiHeadAttention(nn.Module):
             num_heads: number of query heads.
             projections: how the heads are written; `Factored()` if None.
             dropout: probability that an attention weight is dropped while training.
+            positions: how the layer itself tells positions apart (`Rotary`, `Alibi`); None if its
+                input does, or nothing. For self-attention only.
 
         Raises:
-            ValueError: sizes that do not fit, with the numbers.
+            ValueError: sizes that do not fit, with the numbers, or positions that the
+                parameterisation cannot have, with the reason.
         """
         super().__init__()
         self.d_model = d_model
         self.dropout = dropout
-        self.projections = (projections or Factored()).build(d_model, num_heads)
+        self.positions = positions
+        self.parameterisation = projections or Factored()
+        if positions is not None:
+            check_sizes(d_model, num_heads, self.parameterisation, positions)
+        self.projections = self.parameterisation.build(d_model, num_heads)
+
+    @classmethod
+    def from_weights(
+        cls,
+        weights: AttentionWeights,
+        dropout: float = 0.0,
+        positions: AttentionPositions | None = None,
+    ) -> "MultiHeadAttention":
+        """A layer that holds these weights, in the parameterisation that their structure calls for.
+
+        Raises:
+            ValueError: no parameterisation has that structure, or the positions do not go with it.
+        """
+        weights, parameterisation = parameterisation_of(weights)
+        layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout, positions)
+        layer = layer.to(dtype=weights.dtype, device=weights.device)
+        layer.projections.load(weights)
+        return layer
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads."""
+        return self.projections.num_heads
+
+    def weights(self, kind: Literal["self", "causal", "cross"] = "self") -> AttentionWeights:
+        """The layer's maps, detached but not copied, with the traits that the layer knows of.
+
+        Args:
+            kind: where queries and keys come from, which only the caller knows.
+        """
+        found = self.projections.weights().mapped(torch.Tensor.detach)
+        traits = replace(
+            found.traits,
+            kind=kind,
+            positions="none" if self.positions is None else self.positions.scheme,
+            dropout=self.dropout if self.training else 0.0,
+        )
+        return replace(found, traits=traits)
+
+    @property
+    def heads(self) -> tuple[Head, ...]:
+        """The two forms of every head: `layer.heads[3].qk.dense()` is W_QK of the fourth."""
+        return self.weights().heads
 
     def forward(
         self,
@@ -78,26 +142,155 @@ class MultiHeadAttention(nn.Module):
                 queries see them all. With a `memory`, it is filled at the first call and read, in
                 place of the memory, from then on.
             need_weights: also return the weights. Changes nothing else but the speed.
-            path: see `attention`.
+            path: see `attention`; "reference" also takes the expanded route of a parameterisation
+                that has another.
+
+        Raises:
+            ValueError: two memories for a parameterisation that makes keys and values at once, or a
+                memory for a layer that tells positions apart.
         """
-        keys_from = x if memory is None else memory
-        values_from = keys_from if value_memory is None else value_memory
-        if cache is None:
-            remembered = self.projections.remember(keys_from, values_from)
-        elif memory is not None and cache.length:
-            remembered = cache.entries
-        else:
-            remembered = cache.append(self.projections.remember(keys_from, values_from))
-        k, v = self.projections.keys_values(remembered)
+        self._check_memories(memory, value_memory)
+        dropout = self.dropout if self.training else 0.0
+        q, start, remembered = self._remembered(x, memory, value_memory, cache)
+        inputs = self._inputs(q, start, remembered, mask, causal, dropout, path)
         attended = attention(
-            self.projections.queries(x),
-            k,
-            v,
+            inputs.q,
+            inputs.k,
+            inputs.v,
             mask=mask,
+            bias=inputs.bias,
             causal=causal,
-            scale=1 / math.sqrt(self.projections.d_k),
-            dropout=self.dropout if self.training else 0.0,
+            scale=standard_scale(self.projections.d_k),
+            dropout=dropout,
             need_weights=need_weights,
             path=path,
         )
-        return LayerOutput(self.projections.output(attended.output), attended.weights)
+        return LayerOutput(self.projections.output(attended.output, inputs.route), attended.weights)
+
+    def explain(
+        self,
+        query_len: int,
+        key_len: int,
+        *,
+        batch: int = 1,
+        mask: Bool[Tensor, "..."] | None = None,
+        causal: bool = False,
+        need_weights: bool = False,
+        path: Path = "auto",
+    ) -> tuple[Route, Explanation]:
+        """The way this layer would attend, found by the code that attends.
+
+        Args:
+            query_len: number of queries; in self-attention, the last of the keys' positions.
+            key_len: number of keys, cached ones included.
+            batch: number of sequences.
+            mask: as in `forward`; likewise all others.
+            causal: a query sees only its own position and earlier ones.
+            need_weights: whether the weights are wanted.
+            path: "auto", "reference" or "fast".
+
+        Returns:
+            The parameterisation's route, and what the operation does.
+        """
+        dropout = self.dropout if self.training else 0.0
+        y = self._zeros(batch, key_len)
+        q, remembered = (
+            self.projections.queries(self._zeros(batch, query_len)),
+            self.projections.remember(y, y),
+        )
+        inputs = self._inputs(q, max(0, key_len - query_len), remembered, mask, causal, dropout, path)
+        found = explain_attention(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            mask=mask,
+            bias=inputs.bias,
+            causal=causal,
+            scale=standard_scale(self.projections.d_k),
+            dropout=dropout,
+            need_weights=need_weights,
+            path=path,
+        )
+        return inputs.route, found
+
+    def _zeros(self, batch: int, length: int) -> Tensor:
+        """An input, which has a gradient if the layer's own numbers do."""
+        own = self.projections.o_proj.weight
+        shape = batch, length, self.d_model
+        return torch.zeros(shape, dtype=own.dtype, device=own.device, requires_grad=own.requires_grad)
+
+    def _check_memories(self, memory: Tensor | None, value_memory: Tensor | None) -> None:
+        if value_memory is not None and self.projections.no_two_memories:
+            raise ValueError(f"value_memory was given, but {self.projections.no_two_memories}: leave it out")
+        if memory is not None and self.positions is not None:
+            raise ValueError(
+                f"{self.positions.scheme} positions compare places in one sequence, and memory is another: "
+                "build cross-attention without them"
+            )
+
+    def _remembered(
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        value_memory: Tensor | None,
+        cache: LayerCache | None,
+    ) -> tuple[Tensor, int, tuple[Tensor, ...]]:
+        """Queries, the position of the first of them, and what is kept of all tokens attended to."""
+        if memory is not None and cache is not None and cache.length:
+            return self.projections.queries(x), 0, cache.entries
+        start = cache.length if cache is not None and memory is None else 0
+        if memory is None and value_memory is None:
+            q, added = self.projections.of_one_sequence(x)
+        else:
+            keys_from = x if memory is None else memory
+            q = self.projections.queries(x)
+            added = self.projections.remember(keys_from, keys_from if value_memory is None else value_memory)
+        if self.positions is not None and self.positions.turns and self.projections.caches_keys:
+            added = (self.positions.turn(added[0], start), *added[1:])
+        return q, start, added if cache is None else cache.append(added)
+
+    def _inputs(
+        self,
+        q: Tensor,
+        start: int,
+        remembered: tuple[Tensor, ...],
+        mask: Tensor | None,
+        causal: bool,
+        dropout: float,
+        path: Path,
+    ) -> _Inputs:
+        key_len = remembered[0].shape[2]
+        route = self.projections.route(q.shape[2], key_len)
+        # Under a causal mask the first of more queries than keys see nothing.
+        sums_to_one = mask is None and dropout == 0.0 and not (causal and q.shape[2] > key_len)
+        if path == "reference" or not (sums_to_one or self.projections.absorbs_biases):
+            route = "expanded"
+        bias = None
+        if self.positions is not None:
+            bias = self.positions.bias(q.shape[1], q.shape[2], key_len, q.device, q.dtype)
+            q = self.positions.turn(q, start)
+        if route == "absorbed":
+            return _Inputs(*self.projections.absorbed(q, remembered), bias, route)
+        k, v = self.projections.keys_values(remembered)
+        if self.positions is not None and not self.projections.caches_keys:
+            k = self.positions.turn(k, 0)
+        return _Inputs(q, k, v, bias, route)
+
+
+def check_sizes(
+    d_model: int, num_heads: int, projections: Parameterisation, positions: AttentionPositions | None
+) -> None:
+    """Check that a layer could be built, without building it.
+
+    Raises:
+        ValueError: sizes that do not fit, with the numbers, or positions that the parameterisation
+            cannot have, with the reason.
+    """
+    skeleton = projections.skeleton(d_model, num_heads)
+    if positions is None:
+        return
+    if positions.turns and projections.no_rotary:
+        raise ValueError(
+            f"{projections.name} cannot have {positions.scheme} positions: {projections.no_rotary}"
+        )
+    positions.check(skeleton.k[-1].d_out if skeleton.k else d_model)

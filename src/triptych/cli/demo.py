@@ -41,4 +41,11 @@ def demo(
         f"exact match on {result.num_tested:,} unseen sentences: {result.exact_match:.1%}   "
         f"BLEU {result.bleu:.1f}   {result.seconds / 60:.1f} minutes of training"
     )
+    folding = result.folding
+    console.print(
+        f"{folding.site} was trained with two maps in a row; folded into one: "
+        f"{folding.num_same:,} of {folding.num_tested:,} translations the same, "
+        f"{folding.layer_parameters[0]:,} → {folding.layer_parameters[1]:,} parameters, "
+        f"{folding.speedup:.2f} times as fast"
+    )
     console.print(f"report: {result.report}", soft_wrap=True)

@@ -5,6 +5,7 @@ from importlib.metadata import version as installed_version
 
 import typer
 
+from triptych.cli.cost import cost
 from triptych.cli.demo import demo
 from triptych.cli.evaluate import evaluate
 from triptych.cli.train import train
@@ -19,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, train, translate, evaluate):
+for command in (demo, train, translate, evaluate, cost):
     app.command()(command)
 
 

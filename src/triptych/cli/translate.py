@@ -107,10 +107,14 @@ def _parse_selection(text: str, run: runs.Run) -> _Selection:
     if len(parts) != 3 or parts[0] not in _SITES:
         raise UsageError(f"--attention {text}: write SITE:LAYER:HEAD with a site of {', '.join(_SITES)}")
     config = run.model.config
-    stack = config.encoder if parts[0] == "encoder" else config.decoder
-    site = config.decoder.cross_attention if parts[0] == "cross" else stack.attention
-    num_heads = config.site(site).num_heads or config.num_heads
-    layer = _parse_index(parts[1], stack.num_layers, "layer", text)
+    sites = {
+        "encoder": config.encoder_sites,
+        "decoder": config.decoder_sites,
+        "cross": config.cross_sites,
+    }[parts[0]]()
+    layer = _parse_index(parts[1], len(sites), "layer", text)
+    chosen = sites if layer is None else [sites[layer]]
+    num_heads = min(site.num_heads or config.num_heads for site in chosen)
     return _Selection(parts[0], layer, _parse_index(parts[2], num_heads, "head", text))
 
 

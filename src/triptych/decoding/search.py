@@ -8,6 +8,7 @@ where |Y| counts the tokens with the end of sentence. Source: Wu et al. 2016, ar
 section 7; Vaswani et al. 2017, section 6.1, for the limit on length.
 """
 
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -114,7 +115,9 @@ class _Beams:
         batch, k = src.shape[0], options.beam_size
         self.open_sentences = list(range(batch))
         source_tokens = (src != model.pad_id).sum(dim=1) - 1  # the end of sentence does not count
-        self.limits = [int(n) + options.max_extra_tokens for n in source_tokens]
+        # The first token takes a position too.
+        longest = math.inf if model.max_target_tokens is None else model.max_target_tokens - 1
+        self.limits = [int(min(int(n) + options.max_extra_tokens, longest)) for n in source_tokens]
         self.ids = torch.full((batch * k, 1), bos_id, device=src.device)
         # All rows of a sentence begin alike: only the first may be continued, or all would be copies.
         self.log_probs = torch.full((batch, k), -torch.inf, device=src.device)

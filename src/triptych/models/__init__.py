@@ -6,8 +6,10 @@ from triptych.models.configuration import (
     DecoderConfig,
     EncoderConfig,
     ModelConfig,
+    PositionsConfig,
 )
 from triptych.models.encoder_decoder import AttentionMaps, EncoderDecoder
+from triptych.models.sites import Site, attention_sites, attention_weights, with_attention
 from triptych.models.storage import read_model, write_model
 
 __all__ = [
@@ -18,6 +20,11 @@ __all__ = [
     "EncoderConfig",
     "EncoderDecoder",
     "ModelConfig",
+    "PositionsConfig",
+    "Site",
+    "attention_sites",
+    "attention_weights",
     "read_model",
+    "with_attention",
     "write_model",
 ]

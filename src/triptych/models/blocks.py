@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from triptych.attention import LayerCache, MultiHeadAttention
+from triptych.attention import AttentionPositions, LayerCache, MultiHeadAttention
 from triptych.models.configuration import AttentionConfig, ModelConfig
 from triptych.models.dropout import Dropout
 
@@ -61,13 +61,15 @@ class Residual(nn.Module):
         return total if self.pre else self.norm(total)  # type: ignore[no-any-return]
 
 
-def _attention(config: ModelConfig, site: AttentionConfig) -> MultiHeadAttention:
-    resolved = config.site(site)
+def _attention(
+    config: ModelConfig, site: AttentionConfig, positions: AttentionPositions | None
+) -> MultiHeadAttention:
     return MultiHeadAttention(
         config.d_model,
-        resolved.num_heads or config.num_heads,
-        resolved.parameterisation(),
-        dropout=resolved.dropout,
+        site.num_heads or config.num_heads,
+        site.parameterisation(),
+        dropout=site.dropout,
+        positions=positions,
     )
 
 
@@ -75,9 +77,10 @@ def _attention(config: ModelConfig, site: AttentionConfig) -> MultiHeadAttention
 class EncoderBlock(nn.Module):
     """Self-attention, then feed-forward."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.self_attention = _attention(config, config.encoder.attention)
+        site = config.encoder_sites()[layer]
+        self.self_attention = _attention(config, site, config.positions.in_attention())
         self.self_residual = Residual(config)
         self.feed_forward = FeedForward(config)
         self.feed_forward_residual = Residual(config)
@@ -94,11 +97,12 @@ class EncoderBlock(nn.Module):
 class DecoderBlock(nn.Module):
     """Causal self-attention, cross-attention to the memory, then feed-forward."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.self_attention = _attention(config, config.decoder.attention)
+        own, cross = config.decoder_sites()[layer], config.cross_sites()[layer]
+        self.self_attention = _attention(config, own, config.positions.in_attention())
         self.self_residual = Residual(config)
-        self.cross_attention = _attention(config, config.decoder.cross_attention)
+        self.cross_attention = _attention(config, cross, None)
         self.cross_residual = Residual(config)
         self.feed_forward = FeedForward(config)
         self.feed_forward_residual = Residual(config)

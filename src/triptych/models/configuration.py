@@ -1,58 +1,155 @@
 """What a model is made of: one frozen tree, the same in a recipe and in `config.json`."""
 
-from typing import Literal
+import dataclasses
+import difflib
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
-from triptych.attention import Factored, Parameterisation
+from triptych.attention import (
+    Alibi,
+    AttentionPositions,
+    Parameterisation,
+    Rotary,
+    check_sizes,
+    parameterisation,
+)
 
 Width = int | None
+Option = int | bool | None
 
 
 class AttentionConfig(BaseModel):
-    """One attention site. Sizes left out are those of the whole model."""
+    """One attention site. Sizes left out are those of the whole model.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    Attributes:
+        projections: how the heads are written, one of `PARAMETERISATIONS`; its own options (`d_k`,
+            `num_kv_heads`, `q_bias` …: the fields of its class) stand beside it.
+        num_heads: number of query heads.
+        dropout: probability that an attention weight is dropped while training.
+    """
 
-    projections: Literal["factored"] = "factored"
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    projections: str = "factored"
     num_heads: int | None = Field(None, ge=1)
-    d_k: Width = Field(None, ge=1)
-    d_v: Width = Field(None, ge=1)
-    q_bias: bool = False
-    k_bias: bool = False
-    v_bias: bool = False
-    o_bias: bool = False
     dropout: float = Field(0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _options_are_its_own(self) -> "AttentionConfig":
+        own: dict[str, Any] = {field.name: field.type for field in _option_fields(self.projections)}
+        for name, value in self.options.items():
+            if name not in own:
+                known = [*type(self).model_fields, *own]
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+                raise PydanticCustomError(
+                    "unknown_option",
+                    "{projections} has no {key}: {hint}",
+                    {"projections": repr(self.projections), "key": name, "hint": hint},
+                )
+            try:
+                TypeAdapter(own[name]).validate_python(value, strict=True)
+            except ValidationError as error:
+                raise ValueError(f"{name}: {error.errors()[0]['msg']}, not {value!r}") from None
+        return self
+
+    @classmethod
+    def of(cls, chosen: Parameterisation, num_heads: int, dropout: float) -> "AttentionConfig":
+        """The configuration that gives this parameterisation."""
+        options = {
+            field.name: getattr(chosen, field.name)
+            for field in dataclasses.fields(chosen)
+            if getattr(chosen, field.name) != field.default
+        }
+        return cls.model_validate(
+            {"projections": chosen.name, "num_heads": num_heads, "dropout": dropout, **options}
+        )
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """The parameterisation's own options, as far as given."""
+        return dict(self.__pydantic_extra__ or {})
 
     def parameterisation(self) -> Parameterisation:
         """The projections to build."""
-        return Factored(
-            d_k=self.d_k,
-            d_v=self.d_v,
-            q_bias=self.q_bias,
-            k_bias=self.k_bias,
-            v_bias=self.v_bias,
-            o_bias=self.o_bias,
-        )
+        return parameterisation(self.projections, **self.options)
+
+
+def _option_fields(projections: str) -> tuple[dataclasses.Field[object], ...]:
+    """The options of a parameterisation.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    return dataclasses.fields(parameterisation(projections))
+
+
+class PositionsConfig(BaseModel):
+    """How positions are told apart.
+
+    Attributes:
+        scheme: "sinusoidal" (the paper) and "learned" are added to the embeddings; "rotary" and
+            "alibi" work inside self-attention; cross-attention and "none" have nothing of the kind.
+        max_tokens: longest text of "learned" positions, on either side.
+        rotary_dim: channels of a head that are turned; all if None.
+        rotary_pairing: which channels form a pair: i and i + rotary_dim / 2 ("halves"), or 2i and
+            2i + 1 ("interleaved").
+        rotary_base: the slowest pair turns by about 1 / base a position.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scheme: Literal["none", "sinusoidal", "learned", "rotary", "alibi"] = "sinusoidal"
+    max_tokens: int = Field(512, ge=1)
+    rotary_dim: int | None = Field(None, ge=2)
+    rotary_pairing: Literal["halves", "interleaved"] = "halves"
+    rotary_base: float = Field(10_000.0, gt=1)
+
+    def in_attention(self) -> AttentionPositions | None:
+        """What self-attention holds; None for schemes outside it."""
+        match self.scheme:
+            case "rotary":
+                return Rotary(self.rotary_dim, self.rotary_pairing, self.rotary_base)
+            case "alibi":
+                return Alibi()
+            case _:
+                return None
 
 
 class EncoderConfig(BaseModel):
-    """The encoder's stack."""
+    """The encoder's stack.
+
+    Attributes:
+        attention: self-attention of every layer not named in `attention_in_layer`.
+        attention_in_layer: layers (from 0) that differ, each with a site of its own.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_layers: int = Field(6, ge=1)
     attention: AttentionConfig = AttentionConfig()
+    attention_in_layer: dict[int, AttentionConfig] = {}
 
 
 class DecoderConfig(BaseModel):
-    """The decoder's stack."""
+    """The decoder's stack.
+
+    Attributes:
+        attention: self-attention of every layer not named in `attention_in_layer`.
+        cross_attention: attention to the memory, likewise with `cross_attention_in_layer`.
+        attention_in_layer: layers (from 0) that differ, each with a site of its own.
+        cross_attention_in_layer: likewise for the attention to the memory.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_layers: int = Field(6, ge=1)
     attention: AttentionConfig = AttentionConfig()
     cross_attention: AttentionConfig = AttentionConfig()
+    attention_in_layer: dict[int, AttentionConfig] = {}
+    cross_attention_in_layer: dict[int, AttentionConfig] = {}
 
 
 class ModelConfig(BaseModel):
@@ -70,6 +167,7 @@ class ModelConfig(BaseModel):
             paper, "target" (target and output), or "none".
         max_source_tokens: longest source sentence the model is meant for; longer ones are
             translated in pieces.
+        positions: how positions are told apart.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -84,25 +182,62 @@ class ModelConfig(BaseModel):
     norm: Literal["post", "pre"] = "post"
     tie_embeddings: Literal["all", "target", "none"] = "all"
     max_source_tokens: int = Field(256, ge=1)
+    positions: PositionsConfig = PositionsConfig()
     encoder: EncoderConfig = EncoderConfig()
     decoder: DecoderConfig = DecoderConfig()
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> "ModelConfig":
-        for site in (self.encoder.attention, self.decoder.attention, self.decoder.cross_attention):
-            resolved = self.site(site)
-            if (resolved.d_k is None or resolved.d_v is None) and self.d_model % (resolved.num_heads or 1):
-                raise ValueError(
-                    f"num_heads {resolved.num_heads} does not divide d_model {self.d_model}: "
-                    "choose another number of heads or give both d_k and d_v"
-                )
+    def _sites_fit(self) -> "ModelConfig":
+        _check_layers("encoder.attention_in_layer", self.encoder.attention_in_layer, self.encoder.num_layers)
+        _check_layers("decoder.attention_in_layer", self.decoder.attention_in_layer, self.decoder.num_layers)
+        _check_layers(
+            "decoder.cross_attention_in_layer",
+            self.decoder.cross_attention_in_layer,
+            self.decoder.num_layers,
+        )
+        positions = self.positions.in_attention()
+        for stack, places in (
+            (self.encoder_sites(), positions),
+            (self.decoder_sites(), positions),
+            (self.cross_sites(), None),
+        ):
+            for site in stack:
+                check_sizes(self.d_model, site.num_heads or self.num_heads, site.parameterisation(), places)
+        longest = self.max_source_tokens + 1
+        if self.positions.scheme == "learned" and self.positions.max_tokens < longest:
+            raise ValueError(
+                f"positions.max_tokens is {self.positions.max_tokens}: max_source_tokens "
+                f"{self.max_source_tokens} and the end of sentence need {longest}"
+            )
         return self
 
+    def encoder_sites(self) -> list[AttentionConfig]:
+        """Self-attention of every encoder layer, sizes filled in."""
+        own = self.encoder.attention_in_layer
+        return [self.site(own.get(i, self.encoder.attention)) for i in range(self.encoder.num_layers)]
+
+    def decoder_sites(self) -> list[AttentionConfig]:
+        """Self-attention of every decoder layer, sizes filled in."""
+        own = self.decoder.attention_in_layer
+        return [self.site(own.get(i, self.decoder.attention)) for i in range(self.decoder.num_layers)]
+
+    def cross_sites(self) -> list[AttentionConfig]:
+        """Attention of every decoder layer to the memory, sizes filled in."""
+        own = self.decoder.cross_attention_in_layer
+        return [self.site(own.get(i, self.decoder.cross_attention)) for i in range(self.decoder.num_layers)]
+
     def site(self, attention: AttentionConfig) -> AttentionConfig:
-        """An attention site with the sizes it left out filled in."""
-        own = attention.model_dump(exclude_none=True)
+        """An attention site with the sizes it left out filled in, as far as it has such sizes."""
         model = {"num_heads": self.num_heads, "d_k": self.d_k, "d_v": self.d_v}
-        return AttentionConfig(**{**model, **own})
+        own = ("num_heads", *(field.name for field in _option_fields(attention.projections)))
+        filled = {name: size for name, size in model.items() if name in own and size is not None}
+        return AttentionConfig.model_validate({**filled, **attention.model_dump(exclude_none=True)})
+
+
+def _check_layers(field: str, sites: dict[int, AttentionConfig], num_layers: int) -> None:
+    for layer in sites:
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"{field} names layer {layer}: there are {num_layers}, counted from 0")
 
 
 PRESETS: dict[str, ModelConfig] = {

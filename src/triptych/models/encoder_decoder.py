@@ -7,7 +7,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from triptych.attention import DecoderCache, SinusoidalPositions, padding_mask
+from triptych.attention import (
+    DecoderCache,
+    LearnedPositions,
+    NoPositions,
+    SinusoidalPositions,
+    padding_mask,
+)
 from triptych.models.blocks import DecoderBlock, EncoderBlock
 from triptych.models.configuration import ModelConfig
 from triptych.models.dropout import Dropout
@@ -56,10 +62,11 @@ class EncoderDecoder(nn.Module):
             if config.tie_embeddings == "all"
             else _embedding(src_vocab_size, config.d_model)
         )
-        self.positions = SinusoidalPositions(config.d_model)
+        self.src_positions = _positions(config)
+        self.tgt_positions = _positions(config)
         self.embedding_dropout = Dropout(config.dropout)
-        self.encoder = nn.ModuleList(EncoderBlock(config) for _ in range(config.encoder.num_layers))
-        self.decoder = nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder.num_layers))
+        self.encoder = nn.ModuleList(EncoderBlock(config, i) for i in range(config.encoder.num_layers))
+        self.decoder = nn.ModuleList(DecoderBlock(config, i) for i in range(config.decoder.num_layers))
         # Pre-norm leaves the stream itself unnormalised, so each stack ends with a norm of its own.
         final_norm = config.norm == "pre"
         self.encoder_norm = nn.LayerNorm(config.d_model) if final_norm else nn.Identity()
@@ -80,6 +87,11 @@ class EncoderDecoder(nn.Module):
         """Number of target tokens."""
         return self.tgt_embedding.num_embeddings
 
+    @property
+    def max_target_tokens(self) -> int | None:
+        """Longest target that the decoder has positions for; None if there is no limit."""
+        return self.config.positions.max_tokens if self.config.positions.scheme == "learned" else None
+
     def forward(
         self, src: Int[Tensor, "batch src_len"], tgt_in: Int[Tensor, "batch tgt_len"]
     ) -> Float[Tensor, "batch tgt_len tgt_vocab_size"]:
@@ -92,7 +104,7 @@ class EncoderDecoder(nn.Module):
 
     def encode(self, src: Int[Tensor, "batch src_len"]) -> Float[Tensor, "batch src_len d_model"]:
         """The memory: the encoder's output."""
-        x = self._embed(self.src_embedding, src, 0)
+        x = self._embed(self.src_embedding, self.src_positions, src, 0)
         mask = self.memory_mask(src)
         for block in self.encoder:
             x = block(x, mask).x
@@ -115,7 +127,7 @@ class EncoderDecoder(nn.Module):
                 `[batch, 1, 1, src_len]`.
             cache: holds the tokens before `tgt_in`, and gets those of `tgt_in`.
         """
-        x = self._embed(self.tgt_embedding, tgt_in, cache.length if cache else 0)
+        x = self._embed(self.tgt_embedding, self.tgt_positions, tgt_in, cache.length if cache else 0)
         for i, block in enumerate(self.decoder):
             own, of_memory = (cache.own[i], cache.memory[i]) if cache else (None, None)
             x = block(x, memory, memory_mask, own, of_memory).x
@@ -130,22 +142,32 @@ class EncoderDecoder(nn.Module):
     ) -> AttentionMaps:
         """The attention weights of every layer and head for a pair of sentences."""
         mask = self.memory_mask(src)
-        x = self._embed(self.src_embedding, src, 0)
+        x = self._embed(self.src_embedding, self.src_positions, src, 0)
         of_encoder, of_decoder, of_cross = [], [], []
         for block in self.encoder:
             x, weights, _ = block(x, mask, need_weights=True)
             of_encoder.append(weights)
         memory = self.encoder_norm(x)
-        y = self._embed(self.tgt_embedding, tgt_in, 0)
+        y = self._embed(self.tgt_embedding, self.tgt_positions, tgt_in, 0)
         for block in self.decoder:
             y, own, cross = block(y, memory, mask, need_weights=True)
             of_decoder.append(own)
             of_cross.append(cross)
         return AttentionMaps(tuple(of_encoder), tuple(of_decoder), tuple(of_cross))
 
-    def _embed(self, table: nn.Embedding, ids: Tensor, start: int) -> Tensor:
+    def _embed(self, table: nn.Embedding, positions: nn.Module, ids: Tensor, start: int) -> Tensor:
         scaled = F.embedding(ids, table.weight) * math.sqrt(self.config.d_model)
-        return self.embedding_dropout(self.positions(scaled, start))  # type: ignore[no-any-return]
+        return self.embedding_dropout(positions(scaled, start))  # type: ignore[no-any-return]
+
+
+def _positions(config: ModelConfig) -> nn.Module:
+    match config.positions.scheme:
+        case "sinusoidal":
+            return SinusoidalPositions(config.d_model)
+        case "learned":
+            return LearnedPositions(config.positions.max_tokens, config.d_model)
+        case _:
+            return NoPositions()
 
 
 def _embedding(vocab_size: int, d_model: int) -> nn.Embedding:

@@ -3,17 +3,31 @@
 The room knows nothing of models or text; whoever has something to show fills the records.
 """
 
-from triptych.reports.html import write_run_report
-from triptych.reports.records import AttentionPicture, MetricPoint, RunReport, Table, TranslationSample
-from triptych.reports.terminal import render_attention, render_samples
+from triptych.reports.html import write_comparison_report, write_run_report
+from triptych.reports.records import (
+    AttentionPicture,
+    Bar,
+    BarChart,
+    ComparisonReport,
+    MetricPoint,
+    RunReport,
+    Table,
+    TranslationSample,
+)
+from triptych.reports.terminal import render_attention, render_samples, render_table
 
 __all__ = [
     "AttentionPicture",
+    "Bar",
+    "BarChart",
+    "ComparisonReport",
     "MetricPoint",
     "RunReport",
     "Table",
     "TranslationSample",
     "render_attention",
     "render_samples",
+    "render_table",
+    "write_comparison_report",
     "write_run_report",
 ]

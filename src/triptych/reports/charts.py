@@ -9,7 +9,7 @@ import altair as alt
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.reports.records import AttentionPicture, MetricPoint
+from triptych.reports.records import AttentionPicture, BarChart, MetricPoint
 
 Spec = dict[str, Any]
 
@@ -52,6 +52,48 @@ def mean_attention_chart(picture: AttentionPicture) -> Spec:
 def head_attention_chart(picture: AttentionPicture, head: int) -> Spec:
     """One head, small: 0 ≤ head < num_heads."""
     return _heat_map(picture, picture.weights[head], cell_pixels=14, is_large=False)
+
+
+def bar_chart(chart: BarChart) -> Spec | None:
+    """Bars from left to right with their lengths in words; None if there are none."""
+    if not chart.bars:
+        return None
+    rows = [
+        {"name": bar.name, "value": float(bar.value), "label": bar.label, "series": bar.series}
+        for bar in chart.bars
+    ]
+    series = list(dict.fromkeys(bar.series for bar in chart.bars))
+    together = len(series) > 1
+    # The longest bar leaves room for its own words.
+    longest = max(bar.value for bar in chart.bars) or 1.0
+    across = alt.X("value:Q", axis=None, scale=alt.Scale(domain=[0, longest * 1.25], nice=False))
+    down = alt.Y(
+        "name:N",
+        sort=None,
+        title=None,
+        axis=alt.Axis(domain=False, ticks=False, labelFontSize=12, labelLimit=160, labelPadding=6),
+        scale=alt.Scale(paddingInner=0.3),
+    )
+    base = alt.Chart(
+        alt.InlineData(values=rows), width="container", height=alt.Step(15 if together else 22)
+    ).encode(
+        x=across,
+        y=down,
+        tooltip=[
+            alt.Tooltip("name:N", title="of"),
+            *([alt.Tooltip("series:N", title="when")] if together else []),
+            alt.Tooltip("label:N", title=chart.unit or "value"),
+        ],
+    )
+    bars = base.mark_bar(color=_INK)
+    words = base.mark_text(align="left", dx=4, fontSize=11, color=_MUTED).encode(text="label:N")
+    if together:
+        colours = alt.Scale(domain=series, range=[_INK, "#9db4c8", _ACCENT][: len(series)])
+        offset = alt.YOffset("series:N", sort=series)
+        legend = alt.Legend(title=None, orient="top")
+        bars = bars.encode(yOffset=offset, color=alt.Color("series:N", scale=colours, legend=legend))
+        words = words.encode(yOffset=offset)
+    return _finish(alt.layer(bars, words))
 
 
 def _rows(metrics: Sequence[MetricPoint], field: str, series: str) -> list[dict[str, Any]]:
@@ -149,7 +191,7 @@ def _label_expression(tokens: Sequence[str]) -> str:
     return json.dumps(list(tokens))
 
 
-def _finish(chart: alt.Chart) -> Spec:
+def _finish(chart: alt.Chart | alt.LayerChart | alt.FacetChart) -> Spec:
     spec: Spec = (
         # `configure` replaces what the other configure_… set: it comes first.
         chart.configure(font=_FONT)

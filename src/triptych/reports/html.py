@@ -1,4 +1,4 @@
-"""A run report as one HTML file that needs no network: style, Vega and all data are inside it."""
+"""Reports as one HTML file each that needs no network: style, Vega and all data are inside it."""
 
 import json
 from functools import lru_cache
@@ -12,13 +12,22 @@ import vl_convert
 from triptych.files import write_text
 from triptych.reports.charts import (
     Spec,
+    bar_chart,
     bleu_chart,
     head_attention_chart,
     learning_rate_chart,
     loss_chart,
     mean_attention_chart,
 )
-from triptych.reports.records import AttentionPicture, MetricPoint, RunReport, Table, TranslationSample
+from triptych.reports.records import (
+    AttentionPicture,
+    BarChart,
+    ComparisonReport,
+    MetricPoint,
+    RunReport,
+    Table,
+    TranslationSample,
+)
 
 _MARKS = {
     None: '<td class="mark"></td>',
@@ -43,13 +52,41 @@ def write_run_report(report: RunReport, path: Path) -> None:
 def render_run_report(report: RunReport) -> str:
     """The text of the page that `write_run_report` writes."""
     sections = [
-        _heading(report),
+        _heading(report.title, report.summary, report.facts),
         _metrics(report.metrics),
         _samples(report.samples),
         _pictures(report.pictures),
         *(_table(table) for table in report.tables),
         _commands(report.commands),
     ]
+    return _page(report.title, sections)
+
+
+def write_comparison_report(report: ComparisonReport, path: Path) -> None:
+    """Write the report as one self-contained HTML file of about 1 MB, most of it Vega.
+
+    Args:
+        report: what to show; empty parts are left out.
+        path: the file to make or replace; its folder must exist.
+
+    Raises:
+        OSError: the file cannot be written; what `path` held stays.
+    """
+    write_text(path, render_comparison_report(report))
+
+
+def render_comparison_report(report: ComparisonReport) -> str:
+    """The text of the page that `write_comparison_report` writes."""
+    sections = [
+        _heading(report.title, report.summary, report.facts),
+        "".join(_bars(chart) for chart in report.charts),
+        *(_table(table) for table in report.tables),
+        _commands(report.commands),
+    ]
+    return _page(report.title, sections)
+
+
+def _page(title: str, sections: list[str]) -> str:
     body = "\n".join(section for section in sections if section)
     # The drawing library is most of the file and a second of work: a page without a chart goes without.
     script = f'<script type="module">{_drawing_script()}</script>' if 'class="chart' in body else ""
@@ -58,7 +95,7 @@ def render_run_report(report: RunReport) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(report.title)}</title>
+<title>{escape(title)}</title>
 <style>{_resource("page.css")}</style>
 </head>
 <body>
@@ -72,13 +109,19 @@ def render_run_report(report: RunReport) -> str:
 """
 
 
-def _heading(report: RunReport) -> str:
-    paragraphs = [part for part in report.summary.split("\n\n") if part.strip()]
-    summary = "".join(f'<p class="summary">{escape(part)}</p>' for part in paragraphs)
-    facts = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in report.facts
-    )
-    return f"<h1>{escape(report.title)}</h1>{summary}" + (f'<dl class="facts">{facts}</dl>' if facts else "")
+def _heading(title: str, summary: str, facts: tuple[tuple[str, str], ...]) -> str:
+    paragraphs = [part for part in summary.split("\n\n") if part.strip()]
+    text = "".join(f'<p class="summary">{escape(part)}</p>' for part in paragraphs)
+    known = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+    return f"<h1>{escape(title)}</h1>{text}" + (f'<dl class="facts">{known}</dl>' if known else "")
+
+
+def _bars(chart: BarChart) -> str:
+    spec = bar_chart(chart)
+    if spec is None:
+        return ""
+    caption = f'<p class="caption">{escape(chart.caption)}</p>' if chart.caption else ""
+    return f'<h2>{escape(chart.title)}</h2>{caption}<div class="card">{_chart(spec, "wide")}</div>'
 
 
 def _metrics(metrics: tuple[MetricPoint, ...]) -> str:
@@ -137,10 +180,15 @@ def _picture(picture: AttentionPicture) -> str:
 
 def _table(table: Table) -> str:
     caption = f'<p class="caption">{escape(table.caption)}</p>' if table.caption else ""
-    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows
-    )
+    numeric = [' class="number"' if i in table.numeric else "" for i in range(len(table.columns))]
+
+    def cells(tag: str, texts: tuple[str, ...]) -> str:
+        return "".join(
+            f"<{tag}{kind}>{escape(text)}</{tag}>" for kind, text in zip(numeric, texts, strict=True)
+        )
+
+    head = cells("th", table.columns)
+    rows = "".join(f"<tr>{cells('td', row)}</tr>" for row in table.rows)
     body = f'<div class="table"><table><tr>{head}</tr>{rows}</table></div>'
     return f"<h2>{escape(table.title)}</h2>{caption}{body}"
 

@@ -85,6 +85,8 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
+    numeric: tuple[int, ...] = ()
+    """Columns of numbers, counted from 0: they are set flush right."""
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows):
@@ -106,6 +108,51 @@ class RunReport:
     metrics: tuple[MetricPoint, ...] = ()
     samples: tuple[TranslationSample, ...] = ()
     pictures: tuple[AttentionPicture, ...] = ()
+    tables: tuple[Table, ...] = ()
+    commands: tuple[str, ...] = ()
+    """Command lines to go on with, one each."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: what it stands for, how long it is, and its length in words."""
+
+    name: str
+    value: float
+    label: str
+    series: str = ""
+    """Of bars that stand together under one name, which this is."""
+
+
+@dataclass(frozen=True)
+class BarChart:
+    """Bars one under the other, in the order given.
+
+    Raises:
+        ValueError: a value is negative or not finite.
+    """
+
+    title: str
+    bars: tuple[Bar, ...]
+    unit: str = ""
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        for bar in self.bars:
+            if not 0 <= bar.value < float("inf"):
+                raise ValueError(f"{self.title!r}: the bar of {bar.name} is {bar.value}: give 0 or more")
+
+
+@dataclass(frozen=True)
+class ComparisonReport:
+    """Things of one kind side by side, as bars and tables; every part but the title may be empty."""
+
+    title: str
+    summary: str = ""
+    """A few sentences; a blank line begins a new paragraph."""
+    facts: tuple[tuple[str, str], ...] = ()
+    """Name and value: what all of them have in common."""
+    charts: tuple[BarChart, ...] = ()
     tables: tuple[Table, ...] = ()
     commands: tuple[str, ...] = ()
     """Command lines to go on with, one each."""

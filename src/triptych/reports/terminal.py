@@ -1,18 +1,20 @@
-"""Attention and translations for the terminal, as rich renderables."""
+"""Attention, translations and tables for the terminal, as rich renderables."""
 
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Group
+from rich.console import Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
 from triptych.reports.records import AttentionPicture, TranslationSample
+from triptych.reports.records import Table as TableRecord
 
 # The character says the weight where there is no colour, the colour where the characters are narrow.
 _SHADES = (" ", "·", "░", "▒", "▓", "█")
 _COLOURS = ("grey35", "grey50", "steel_blue", "deep_sky_blue3", "deep_sky_blue1", "bright_white")
 _MAX_LABEL_CHARACTERS = 14
+_MAX_LEAST_CHARACTERS = 30
 
 
 def render_attention(picture: AttentionPicture, head: int | None = None) -> Group:
@@ -53,6 +55,21 @@ def render_samples(samples: Sequence[TranslationSample]) -> Table:
         table.add_row(
             Text(sample.source), Text(sample.hypothesis), Text(sample.reference or ""), marks[sample.is_exact]
         )
+    return table
+
+
+def render_table(record: TableRecord) -> Table:
+    """A table record without its title and caption; one whose columns have no names has no head."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_header=any(record.columns))
+    for number, name in enumerate(record.columns):
+        is_numeric = number in record.numeric
+        justify: JustifyMethod = "right" if is_numeric else "left"
+        # Without a least width, rich would give all of a text's room to the numbers.
+        words = [word for row in record.rows for word in row[number].split()]
+        width = min(max(map(len, words), default=0), _MAX_LEAST_CHARACTERS)
+        table.add_column(Text(name), justify=justify, no_wrap=is_numeric, min_width=width)
+    for row in record.rows:
+        table.add_row(*(Text(cell) for cell in row))
     return table
 
 

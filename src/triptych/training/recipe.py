@@ -142,6 +142,16 @@ class Recipe(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _positions_reach(self) -> "Recipe":
+        positions, needed = self.model.positions, self.data.max_sentence_tokens + 1
+        if positions.scheme == "learned" and positions.max_tokens < needed:
+            raise ValueError(
+                f"model.positions.max_tokens is {positions.max_tokens}: data.max_sentence_tokens "
+                f"{self.data.max_sentence_tokens} and the end of sentence need {needed}"
+            )
+        return self
+
     def to_toml(self) -> str:
         """The resolved recipe, every default written down."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
@@ -214,6 +224,9 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         known = _known_keys([str(part) for part in first["loc"][:-1]])
         return f"unknown key {path}{_nearest(str(first['loc'][-1]), known)}"
+    if first["type"] == "unknown_option":
+        path = ".".join([path, first["ctx"]["key"]])
+        return f"unknown key {path}: {first['ctx']['hint']} ({first['msg'].split(':')[0]})"
     message = first["msg"].removeprefix("Value error, ")
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     where = f"{path}: " if path else ""

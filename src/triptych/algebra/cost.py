@@ -1,0 +1,287 @@
+"""What a writing costs: parameters, multiplications, memory.
+
+Everything is counted from the chains of maps and from what they share; no parameterisation is known
+here by name. Shapes are enough: weights on the "meta" device do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+from triptych.algebra.weights import AttentionWeights, Chain, Link
+
+Route = Literal["expanded", "absorbed"]
+
+
+@final
+@dataclass(frozen=True)
+class WritingCost:
+    """The cost of one layer's writing, before anything is said of lengths.
+
+    Attributes:
+        parameters: learned numbers, biases included.
+        query_flops: floating-point operations (a multiplication and an addition are two) to make the
+            queries of one token; likewise `memory_flops` for its keys and values, `output_flops` for
+            bringing the heads' outputs together. Additions of biases are not counted; a diagonal map
+            is one multiplication a channel.
+        pair_flops: for one pair of a query and a key: its score, and its share of the output, all
+            heads.
+        cached_numbers: what is kept of a token while decoding.
+    """
+
+    parameters: int
+    query_flops: int
+    memory_flops: int
+    output_flops: int
+    pair_flops: int
+    cached_numbers: int
+
+    @property
+    def token_flops(self) -> int:
+        """Of a token that is query and key in one, as in self-attention, without its pairs."""
+        return self.query_flops + self.memory_flops + self.output_flops
+
+
+def writing_cost(weights: AttentionWeights) -> WritingCost:
+    """Count what a writing costs, from its shapes and from what it shares.
+
+    Queries made by the map that makes the keys are counted with the keys, once: that is so where
+    both read the same sequence.
+    """
+    memory_flops = maps_flops((weights.k, weights.v))
+    return WritingCost(
+        parameters=weights.num_parameters,
+        query_flops=maps_flops((weights.k, weights.v, weights.q)) - memory_flops,
+        memory_flops=memory_flops,
+        output_flops=maps_flops((weights.o,), weights.num_heads),
+        pair_flops=2 * weights.num_heads * (_width(weights, weights.q) + _width(weights, weights.v)),
+        cached_numbers=cached_numbers(weights),
+    )
+
+
+def maps_flops(chains: Sequence[Chain], streams: int = 1) -> int:
+    """Floating-point operations of chains of maps for one token; a map that several use counts once.
+
+    Args:
+        chains: maps that are applied one after the other.
+        streams: vectors of the token that enter: 1 for the input, `num_heads` for the heads' outputs.
+            A map of fewer copies than streams is applied to several of them.
+    """
+    flops: dict[int, int] = {}
+    for chain in chains:
+        entering = streams
+        for link in chain:
+            entering = max(entering, link.copies)
+            flops.setdefault(id(link), link.flops * (entering // link.copies))
+    return sum(flops.values())
+
+
+def cached_numbers(weights: AttentionWeights) -> int:
+    """Numbers kept of a token while decoding.
+
+    What keys and values have in common as far as all heads share it, each of the two otherwise.
+    """
+    entries = {
+        tuple(id(link) for link in made): _numbers(weights, made)
+        for made in (_applied_before_storing(weights, chain)[0] for chain in (weights.k, weights.v))
+    }
+    return sum(entries.values())
+
+
+def _applied_before_storing(weights: AttentionWeights, chain: Chain) -> tuple[Chain, Chain]:
+    """A chain of keys or values, cut where a token is stored: what is applied before, and after."""
+    common = [i for i, link in enumerate(chain) if link in weights.k and link in weights.v]
+    if common and weights.k != weights.v:
+        cut = common[-1] + 1
+    else:
+        cut = max((i + 1 for i, link in enumerate(chain) if link.learned), default=0)
+    return chain[:cut], chain[cut:]
+
+
+def _width(weights: AttentionWeights, chain: Chain) -> int:
+    """Width of what a chain makes, one head's."""
+    return chain[-1].d_out if chain else weights.d_model
+
+
+def _numbers(weights: AttentionWeights, chain: Chain) -> int:
+    """Numbers that a chain makes of one token, all copies."""
+    return max(link.copies for link in chain) * chain[-1].d_out if chain else weights.d_model
+
+
+@final
+@dataclass(frozen=True)
+class PassCost:
+    """The cost of one pass of a layer: some queries, over the keys they may see.
+
+    Attributes:
+        route: "expanded" where keys and values are made of what is remembered of each token;
+            "absorbed" where the maps that would make them are applied to the queries and to the heads'
+            outputs, and what is remembered serves as keys and values.
+        flops: of the matrix products, a multiplication and an addition being two: the maps, the
+            scores, the weighted sums. Every query is counted with every key, as the products are
+            computed where nothing is skipped for a mask. Softmax, scale, biases are left out.
+        diagonal_flops: multiplications by diagonal maps (one a channel), which are not in `flops`.
+        weight_numbers: learned numbers of the maps that are used, biases included.
+        moved_numbers: numbers, `weight_numbers` apart, that pass between memory and processor in the
+            ideal: the input and each entry of the cache are read once, the output is written once,
+            and all that is made on the way (queries, keys, values, heads' outputs, what stands
+            between two maps) is written once and read once. Scores and weights are not: a fused
+            kernel keeps them.
+        kept_numbers: numbers that training keeps for the backward pass, each tensor once: the input
+            of every learned map, queries, keys, values and the heads' outputs. Left out: the maps
+            themselves, the one number a query and head by which a fused kernel repeats its softmax,
+            and copies that change only the order in memory.
+        pair_numbers: attention weights, one a head and pair: kept besides where attention is
+            written out.
+    """
+
+    route: Route
+    flops: int
+    diagonal_flops: int
+    weight_numbers: int
+    moved_numbers: int
+    kept_numbers: int
+    pair_numbers: int
+
+
+def pass_cost(
+    weights: AttentionWeights,
+    query_len: int,
+    *,
+    cached: int = 0,
+    memory_len: int | None = None,
+    route: Route | None = None,
+) -> PassCost:
+    """Count one pass over one sequence.
+
+    Args:
+        weights: the layer.
+        query_len: number of queries.
+        cached: tokens of which a cache already holds what is remembered.
+        memory_len: length of the other sequence, where keys and values come from (of its tokens,
+            `cached` are in the cache); None for self-attention, where the keys are the cached tokens
+            and those of the queries.
+        route: the one to count; that of fewer floating-point operations if None, "expanded" if they
+            are even.
+
+    Raises:
+        ValueError: the absorbed route of weights that have none, or more cached than the memory holds.
+    """
+    if memory_len is not None and cached > memory_len:
+        raise ValueError(f"{cached} tokens are cached, but the memory has {memory_len}")
+    expanded = _Pass(weights, query_len, cached, memory_len, "expanded").cost()
+    if not _has_absorbed_route(weights):
+        if route == "absorbed":
+            raise ValueError("these weights make keys and values before they are stored: nothing to absorb")
+        return expanded
+    absorbed = _Pass(weights, query_len, cached, memory_len, "absorbed").cost()
+    if route is None:
+        return absorbed if absorbed.flops < expanded.flops else expanded
+    return absorbed if route == "absorbed" else expanded
+
+
+def _has_absorbed_route(weights: AttentionWeights) -> bool:
+    chains = (_applied_before_storing(weights, chain)[1] for chain in (weights.k, weights.v))
+    return any(link.learned for chain in chains for link in chain)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """Something a pass has made: by which maps, for how many tokens, how many vectors of what width."""
+
+    key: tuple[object, ...]
+    tokens: int
+    streams: int
+    width: int
+
+
+class _Pass:
+    """Walks through one pass and adds up; what two chains have in common is made once."""
+
+    def __init__(
+        self,
+        weights: AttentionWeights,
+        query_len: int,
+        cached: int,
+        memory_len: int | None,
+        route: Route,
+    ) -> None:
+        self.weights = weights
+        self.query_len = query_len
+        self.cached = cached
+        self.route = route
+        self.key_len = cached + query_len if memory_len is None else memory_len
+        self.source = "input" if memory_len is None else "memory"
+        self.flops = 0
+        self.diagonal_flops = 0
+        self.used: dict[int, Link] = {}
+        self.numbers: dict[tuple[object, ...], int] = {}
+        self.kept: set[tuple[object, ...]] = set()
+
+    def cost(self) -> PassCost:
+        """Walk, and give the sums."""
+        weights, heads = self.weights, self.weights.num_heads
+        x = self._value(("input",), self.query_len, 1, weights.d_model)
+        q = self._chain(x, weights.q)
+        (made_k, rest_k), (made_v, rest_v) = (
+            _applied_before_storing(weights, chain) for chain in (weights.k, weights.v)
+        )
+        y = self._value((self.source,), self.key_len - self.cached, 1, weights.d_model)
+        k, v = (self._remembered(self._chain(y, made)) for made in (made_k, made_v))
+        if self.route == "expanded":
+            k, v = self._chain(k, rest_k), self._chain(v, rest_v)
+        else:
+            for link in reversed(rest_k):
+                q = self._apply(q, link, transposed=True)
+        attended = self._value(("heads",), self.query_len, heads, v.width)
+        self.kept |= {q.key, k.key, v.key, attended.key}
+        pairs = self.query_len * self.key_len
+        self.flops += 2 * heads * pairs * (q.width + v.width)
+        if self.route == "absorbed":
+            attended = self._chain(attended, rest_v)
+        output = self._chain(attended, weights.o)
+        read = {("input",), (self.source,)}
+        made = self.numbers.keys() - read - {output.key}
+        bias = 0 if weights.o_bias is None else weights.o_bias.numel()
+        return PassCost(
+            route=self.route,
+            flops=self.flops,
+            diagonal_flops=self.diagonal_flops,
+            weight_numbers=bias + sum(link.num_parameters for link in self.used.values()),
+            moved_numbers=sum(self.numbers[key] for key in read)
+            + 2 * sum(self.numbers[key] for key in made)
+            + self.cached * cached_numbers(weights)
+            + output.tokens * output.width,  # summed over the heads
+            kept_numbers=sum(self.numbers[key] for key in self.kept),
+            pair_numbers=heads * pairs,
+        )
+
+    def _value(self, key: tuple[object, ...], tokens: int, streams: int, width: int) -> _Value:
+        self.numbers.setdefault(key, tokens * streams * width)
+        return _Value(key, tokens, streams, width)
+
+    def _remembered(self, made: _Value) -> _Value:
+        """What is remembered of all tokens, those in the cache included."""
+        return _Value(made.key, self.key_len, made.streams, made.width)
+
+    def _chain(self, value: _Value, chain: Chain) -> _Value:
+        for link in chain:
+            value = self._apply(value, link)
+        return value
+
+    def _apply(self, value: _Value, link: Link, *, transposed: bool = False) -> _Value:
+        streams = max(value.streams, link.copies)
+        width = link.d_in if transposed and not link.diagonal else link.d_out
+        if not link.learned and not link.diagonal:  # a choice of channels: nothing is computed
+            return _Value(value.key, value.tokens, streams, width)
+        key = (*value.key, id(link), transposed, value.tokens)
+        if key not in self.numbers and value.tokens:
+            flops = value.tokens * link.flops * (streams // link.copies)
+            if link.diagonal:
+                self.diagonal_flops += flops
+            else:
+                self.flops += flops
+            if link.learned:
+                self.kept.add(value.key)
+            self.used[id(link)] = link
+        return self._value(key, value.tokens, streams, width)

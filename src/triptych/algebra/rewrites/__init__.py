@@ -1,0 +1,34 @@
+"""Rewrites: pure functions from `AttentionWeights` to new ones and a record of what was done."""
+
+from triptych.algebra.rewrites.biases import drop_key_bias, fold_value_bias
+from triptych.algebra.rewrites.channels import FORMS, Form
+from triptych.algebra.rewrites.folding import FoldedSide, Keep, Measure, expand, factor, fold
+from triptych.algebra.rewrites.gauge import gauge_fix
+from triptych.algebra.rewrites.heads import merge_kv_heads, permute_heads, prune_heads, repeat_kv_heads
+from triptych.algebra.rewrites.norms import fold_norm
+from triptych.algebra.rewrites.rank import to_latent, truncate
+from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten
+
+__all__ = [
+    "FORMS",
+    "FoldedSide",
+    "Form",
+    "Keep",
+    "Measure",
+    "RewriteRecord",
+    "RewriteRefusedError",
+    "Rewritten",
+    "drop_key_bias",
+    "expand",
+    "factor",
+    "fold",
+    "fold_norm",
+    "fold_value_bias",
+    "gauge_fix",
+    "merge_kv_heads",
+    "permute_heads",
+    "prune_heads",
+    "repeat_kv_heads",
+    "to_latent",
+    "truncate",
+]

@@ -1,0 +1,170 @@
+"""Biases that can go: that of the keys is seen by no softmax, that of the values is one of the output."""
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from triptych.algebra.rewrites.legality import (
+    INPUT_SIDES,
+    named,
+    require_nothing_between,
+    separate,
+    sharing_sides,
+    unchanged,
+    why_key_bias_counts,
+    with_chains,
+)
+from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.weights import AttentionWeights, Chain, Link, Side, Traits
+
+
+def drop_key_bias(weights: AttentionWeights) -> Rewritten:
+    """Leave out the bias of the keys: it adds `q · b_K`, the same for every key, to a row of scores.
+
+    Args:
+        weights: the layer. Keys that share maps with queries or values are given their own first,
+            unless the others can take up what they lose.
+
+    Returns:
+        A writing of the same function; the weights given if the keys have no bias.
+
+    Raises:
+        RewriteRefusedError: the softmax would see it (rotary positions, a soft cap, sinks, a sigmoid,
+            QK-norm).
+    """
+    if not _biased(weights.k):
+        return unchanged("drop_key_bias", weights, "the keys have no bias")
+    if reason := why_key_bias_counts(weights.traits):
+        raise RewriteRefusedError("drop_key_bias", reason)
+    _require_bias_reaches_end("drop_key_bias", "k", weights.k)
+    result, notes = _without_bias(weights, "k")
+    if result.q and result.q == result.v:
+        # With the keys apart, a tie of these two alone would be left, and no layer is written so.
+        result = with_chains(result, {"v": separate(result.v)})
+        notes = (*notes, "v was given a map of its own")
+    return rewritten(
+        "drop_key_bias",
+        "rounding-exact",
+        weights,
+        result,
+        checked=("no rotary positions", "no QK-norm", "no soft cap", "no sinks", "softmax, not sigmoid"),
+        notes=notes,
+    )
+
+
+def fold_value_bias(weights: AttentionWeights) -> Rewritten:
+    """Move the bias of the values into that of the output: `b_O += Σ_i b_V,i W_i^O`.
+
+    The weights of a row sum to 1, so a head passes its value bias on unweighted. A bias of a group
+    counts once for every query head that reads the group.
+
+    Args:
+        weights: the layer. Values that share maps with queries or keys are given their own first,
+            unless the others can take up what they lose.
+
+    Returns:
+        A writing of the same function; the weights given if the values have no bias.
+
+    Raises:
+        RewriteRefusedError: rows do not sum to 1 (attention dropout, rows that see nothing, sinks, a
+            sigmoid), a gate stands between values and output, or the target has no output bias.
+    """
+    if not _biased(weights.v):
+        return unchanged("fold_value_bias", weights, "the values have no bias")
+    if reason := _why_value_bias_stays(weights.traits):
+        raise RewriteRefusedError("fold_value_bias", reason)
+    _require_bias_reaches_end("fold_value_bias", "v", weights.v)
+    require_nothing_between("fold_value_bias", "o", weights.o[:-1])
+    value_bias = weights.head_bias("v")
+    assert value_bias is not None
+    passed_on = torch.einsum("hv,hvo->o", value_bias, weights.W_O)
+    result, notes = _without_bias(weights, "v")
+    o_bias = passed_on if weights.o_bias is None else weights.o_bias + passed_on
+    return rewritten(
+        "fold_value_bias",
+        "rounding-exact",
+        weights,
+        replace(result, o_bias=o_bias),
+        checked=(
+            "no attention dropout",
+            "no row that sees nothing",
+            "no sinks",
+            "softmax, not sigmoid",
+            "no gate between values and output",
+            "the output map can hold a bias",
+        ),
+        notes=notes,
+    )
+
+
+def _why_value_bias_stays(traits: Traits) -> str:
+    if traits.dropout > 0:
+        return (
+            f"attention dropout of {traits.dropout:g} is on, as while training: rows of weights do not sum "
+            "to 1"
+        )
+    if traits.blind_rows:
+        return "a query that may see nothing gets zeros: its row of weights sums to 0, not 1"
+    if traits.sinks:
+        return (
+            "something takes part in the softmax besides the keys (a sink): rows over the keys sum to less "
+            "than 1"
+        )
+    if traits.sigmoid:
+        return "the weights are sigmoids of the scores: rows do not sum to 1"
+    if traits.value_gate:
+        return "a gate, channel by channel, stands between values and output map"
+    if "o" not in traits.bias_slots:
+        return "the output map has no bias slot in the target format"
+    return ""
+
+
+def _biased(chain: Chain) -> bool:
+    return any(link.bias is not None for link in chain)
+
+
+def _require_bias_reaches_end(name: str, side: Side, chain: Chain) -> None:
+    """Refuse if something stands anywhere after the first bias of a chain."""
+    first = next(place for place, link in enumerate(chain) if link.bias is not None)
+    require_nothing_between(name, side, chain[first:])
+
+
+def _without_bias(
+    weights: AttentionWeights, side: Literal["k", "v"]
+) -> tuple[AttentionWeights, tuple[str, ...]]:
+    """The writing with no bias on one side, the others' functions as they were; and what that took."""
+    chain = weights.chain(side)
+    bare = {id(link): replace(link, bias=None) for link in chain if link.bias is not None}
+    losing = tuple(
+        other
+        for other in sharing_sides(weights, side)
+        if any(id(link) in bare for link in weights.chain(other))
+    )
+    if not all(_can_take_up(weights, other, bare) for other in losing):
+        own = tuple(replace(link, bias=None) for link in separate(chain))
+        shared = named(sharing_sides(weights, side))
+        return with_chains(weights, {side: own}), (f"{side} shared a map with {shared}: it has its own now",)
+    chains: dict[Side, Chain] = {side: tuple(bare.get(id(link), link) for link in chain)}
+    for other in losing:
+        *before, last = weights.chain(other)
+        last = replace(last, bias=weights.multiplied(other).bias)
+        chains[other] = (*(bare.get(id(link), link) for link in before), last)
+    notes = tuple(
+        f"the bias of the map shared with {other} went into the last map of {other}" for other in losing
+    )
+    return with_chains(weights, chains), notes
+
+
+def _can_take_up(weights: AttentionWeights, side: Side, bare: dict[int, Link]) -> bool:
+    """Whether the last map of a side can hold, besides its bias, what others of its maps lose."""
+    *before, last = weights.chain(side)
+    return (
+        id(last) not in bare
+        and last.learned
+        and last.copies == weights.multiplied(side).copies
+        and side in weights.traits.bias_slots
+        and all(link.after is None for link in before)
+        and all(link.bias is None or id(link) in bare for link in before)
+        and sum(last in weights.chain(other) for other in INPUT_SIDES) == 1
+    )

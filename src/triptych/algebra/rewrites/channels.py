@@ -1,0 +1,248 @@
+"""The channels between the two maps of a form, and how rewrites change them.
+
+Written once for both forms. Of a form A = L Rᵀ, the *common* factor is the one that all heads of a
+group have (W_K, W_V), the *own* factor each has for itself (W_Q, W_Oᵀ).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from triptych.algebra.forms import BilinearForm
+from triptych.algebra.rewrites.legality import separate, sharing_sides
+from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side, Traits
+
+Form = Literal["qk", "ov"]
+FORMS: tuple[Form, ...] = ("qk", "ov")
+SIDES_OF: dict[Form, tuple[Side, Side]] = {"qk": ("q", "k"), "ov": ("v", "o")}
+NAMES: dict[Side, str] = {"q": "queries", "k": "keys", "v": "values", "o": "the output"}
+# What `why_channels_stay` has looked at.
+CHANNELS_ARE_FREE: dict[Form, str] = {
+    "qk": "qk: no rotary positions, no QK-norm: nothing stands between queries and keys",
+    "ov": "ov: no gate stands between values and output map",
+}
+
+
+class JointBasis(NamedTuple):
+    """The channels of a group, from the SVD of its heads' forms one below the other.
+
+        [A_1; … ; A_n] = Y S Bᵀ,   A_i = own_i common_jᵀ
+
+    The first w channels are the best that w common channels can do for all heads together, in
+    Frobenius norm; what they miss is √Σ_{i>w} S_i². Columns for singular values that are only
+    rounding are zero.
+
+    Attributes:
+        S: `[groups, k]`, descending.
+        rank: `[groups]`, how many of them are more than rounding.
+        own: `[groups, members, r, k]`: `own_i own = Y_i S^½`.
+        common: `[groups, members, r, k]`: `Σ_j common_j common = B S^½` for one member a group; for
+            several it is what takes a row in the channels of each to the joint ones.
+        shared: `[groups, d, k]`, B S^½.
+    """
+
+    S: Float[Tensor, "groups k"]
+    rank: Int[Tensor, " groups"]
+    own: Float[Tensor, "groups members r k"]
+    common: Float[Tensor, "groups members r k"]
+    shared: Float[Tensor, "groups d k"]
+
+    def of_width(self, width: int) -> "JointBasis":
+        """The first channels; zeros are added if there are fewer."""
+        if width > self.S.shape[-1]:
+            more = (0, width - self.S.shape[-1])
+            return JointBasis(
+                torch.nn.functional.pad(self.S, more),
+                self.rank,
+                *(torch.nn.functional.pad(part, more) for part in self[2:]),
+            )
+        rank = self.rank.clamp(max=width)
+        return JointBasis(self.S[:, :width], rank, *(part[..., :width] for part in self[2:]))
+
+    def missed(self, width: int) -> Float[Tensor, " groups"]:
+        """Frobenius norm of what the first channels leave out of each group's forms."""
+        return self.S[:, width:].square().sum(dim=-1).sqrt()
+
+
+def joint_basis(
+    own: Float[Tensor, "groups members rows r"],
+    common: Float[Tensor, "groups members d r"],
+    signs: Literal["own", "common"],
+) -> JointBasis:
+    """The channels that serve all heads of a group best.
+
+    Through the thin QR of each own factor: [A_1; …] and [R_1 common_1ᵀ; …] have the same S and B.
+
+    Args:
+        own: the heads' own factors; those that have a common factor together, one below the other.
+        common: the factors that they have in common.
+        signs: in whose columns, all heads of a group together, the entry of largest magnitude is positive.
+    """
+    groups, members, _, r = own.shape
+    R = torch.linalg.qr(own).R
+    apart = torch.eye(members, dtype=R.dtype, device=R.device)[:, None, :, None]
+    blocks = (apart * R[:, :, :, None, :]).reshape(groups, members * R.shape[-2], members * r)
+    form = BilinearForm(blocks, common.transpose(1, 2).flatten(2))
+    U, S, Vh = form.svd()
+    rounding = max(form.d_left, form.d_right) * torch.finfo(S.dtype).eps
+    alive = S.gt(S[:, :1] * rounding)
+    inverse = torch.where(alive, S, 1.0).rsqrt() * alive
+    to_own = common.mT @ (Vh.mT * inverse[:, None, :])[:, None]
+    to_common = R.mT @ (U * inverse[:, None, :]).reshape(groups, members, -1, U.shape[-1])
+    shared = Vh.mT * (S.sqrt() * alive)[:, None, :]
+    signed = (own @ to_own).flatten(1, 2) if signs == "own" else shared
+    largest = signed.gather(-2, signed.abs().argmax(dim=-2, keepdim=True))
+    sign = torch.where(largest < 0, -1.0, 1.0).to(S.dtype)
+    return JointBasis(S, alive.sum(dim=-1), to_own * sign[:, None], to_common * sign[:, None], shared * sign)
+
+
+def why_channels_stay(traits: Traits, form: Form) -> str:
+    """Why the channels between the two maps of a form cannot be mixed; "" if they can."""
+    if form == "ov":
+        return "a gate, channel by channel, stands between values and output map" if traits.value_gate else ""
+    if traits.positions == "rotary":
+        return (
+            "under rotary positions only one non-zero complex scalar per rotation plane commutes with the "
+            "rotation, so key channels cannot be mixed"
+        )
+    if traits.qk_norm:
+        return "queries and keys are normalised (QK-norm), which depends on the basis of their channels"
+    return ""
+
+
+def times(
+    weights: AttentionWeights, side: Side, change: Float[Tensor, "copies r width"], notes: list[str]
+) -> Chain:
+    """The chain of a side in other channels: `… W` → `… W G`, and for the output `W …` → `Gᵀ W …`.
+
+    Only the map at that end changes, if it has the numbers for it; else the chain is multiplied out,
+    and a note says so.
+    """
+    chain, factor = weights.chain(side), Link(change)
+    end = chain[0 if side == "o" else -1] if chain else None
+    if end is None or end.diagonal or not end.learned:
+        notes.append(
+            f"the maps of {NAMES[side]} were multiplied out" if chain else f"{NAMES[side]} got a map"
+        )
+        end, chain = weights.multiplied(side), ()
+    if side == "o":
+        return (Link(change.mT).then(end), *chain[1:])
+    return (*chain[:-1], end.then(factor))
+
+
+def each_link(
+    weights: AttentionWeights,
+    change: Callable[[Link], Link],
+    sides: Sequence[Side] = SIDES,
+    num_heads: int | None = None,
+) -> AttentionWeights:
+    """The writing with every map of some sides changed, for as many heads; what was shared stays so."""
+    links: dict[int, Link] = {}
+    chains: dict[int, Chain] = {}
+
+    def of_link(link: Link) -> Link:
+        if id(link) not in links:
+            links[id(link)] = change(link)
+        return links[id(link)]
+
+    def of_side(side: Side) -> Chain:
+        chain = weights.chain(side)
+        if side not in sides:
+            return chain
+        if id(chain) not in chains:
+            new = tuple(of_link(link) for link in chain)
+            same = all(one is other for one, other in zip(new, chain, strict=True))
+            chains[id(chain)] = chain if same else new
+        return chains[id(chain)]
+
+    return replace(
+        weights,
+        num_heads=weights.num_heads if num_heads is None else num_heads,
+        q=of_side("q"),
+        k=of_side("k"),
+        v=of_side("v"),
+        o=of_side("o"),
+    )
+
+
+def with_learned_maps(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
+    """Fixed slices of the input as maps of their own: no layer holds other fixed ones."""
+    if all(link.learned for side in ("q", "k", "v") for link in weights.chain(side)):
+        return weights
+    notes.append("the fixed slices of the input became learned maps")
+
+    def learn(link: Link) -> Link:
+        return link if link.learned else replace(link, weight=link.weight.clone(), learned=True)
+
+    return each_link(weights, learn, ("q", "k", "v"))
+
+
+def newly_apart(before: AttentionWeights, after: AttentionWeights) -> tuple[str, ...]:
+    """A note for each two sides that had their maps together and have them no longer."""
+    pairs: list[tuple[Side, Side]] = [("q", "k"), ("k", "v")]
+    if not before.tied("q", "k"):
+        pairs.append(("q", "v"))
+    return tuple(
+        f"{NAMES[one]} and {NAMES[other]} had one map and have two now"
+        for one, other in pairs
+        if before.tied(one, other) and not after.tied(one, other)
+    )
+
+
+def in_working_precision(weights: AttentionWeights) -> AttentionWeights:
+    """The weights, in float32 at least: there is no SVD below."""
+    working = torch.promote_types(weights.dtype, torch.float32)
+    return weights if working == weights.dtype else weights.to(working)
+
+
+class Move(NamedTuple):
+    """How far one form of every head moves.
+
+    Attributes:
+        form: `[num_heads]`, ‖ΔW_QK‖ or ‖ΔW_OV‖ (Frobenius).
+        bias: `[num_heads]`, what happens to the bias, which acts as one more row of the form:
+            ‖Δ(b_Q W_Kᵀ)‖ or ‖Δ(b_V W_O)‖.
+    """
+
+    form: Float[Tensor, " num_heads"]
+    bias: Float[Tensor, " num_heads"]
+
+    @property
+    def whole(self) -> Float[Tensor, " num_heads"]:
+        """Of the form with its bias row."""
+        return torch.hypot(self.form, self.bias)
+
+
+def move(before: AttentionWeights, after: AttentionWeights, form: Form) -> Move:
+    """How far a form of every head moves from one writing to another."""
+    one, other = (before.qk, after.qk) if form == "qk" else (before.ov, after.ov)
+    return Move(one.difference_norm(other), (bias_row(before, form) - bias_row(after, form)).norm(dim=-1))
+
+
+def size(weights: AttentionWeights, form: Form) -> Move:
+    """The norms of a form of every head and of its bias row: how far it is from nothing."""
+    whole = weights.qk if form == "qk" else weights.ov
+    return Move(whole.frobenius_norm(), bias_row(weights, form).norm(dim=-1))
+
+
+def bias_row(weights: AttentionWeights, form: Form) -> Float[Tensor, "num_heads d"]:
+    """What the bias of queries is to a key, `b_Q W_Kᵀ`, or that of values to the output, `b_V W_O`."""
+    bias = weights.head_bias("q" if form == "qk" else "v")
+    reader = weights.W_K.mT if form == "qk" else weights.W_O
+    if bias is None:
+        return reader.new_zeros(weights.num_heads, reader.shape[-1])
+    return (bias[:, None, :] @ reader)[:, 0]
+
+
+def one_map(weights: AttentionWeights, side: Side, notes: list[str]) -> Link:
+    """The chain of a side as one learned map, shared with no other; a note says so if it was several."""
+    if len(weights.chain(side)) > 1:
+        notes.append(f"the maps of {NAMES[side]} were multiplied out")
+    (link,) = (
+        separate((weights.multiplied(side),)) if sharing_sides(weights, side) else (weights.multiplied(side),)
+    )
+    return replace(link, learned=True, after=None)

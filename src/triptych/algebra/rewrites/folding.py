@@ -1,0 +1,340 @@
+"""Products of maps: multiplied out, taken apart again, and what is shared made separate."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from triptych.algebra.cost import maps_flops, writing_cost
+from triptych.algebra.forms import BilinearForm
+from triptych.algebra.rewrites.legality import (
+    INPUT_SIDES,
+    named,
+    require_nothing_between,
+    separate,
+    sharing_sides,
+    unchanged,
+    why_key_bias_counts,
+    with_chains,
+)
+from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
+from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
+
+FoldedSide = Literal["q", "k", "v", "o", "qk"]
+Keep = Literal["cheaper", "folded", "product"]
+Measure = Literal["parameters", "flops", "bytes"]
+
+
+class _Plan(NamedTuple):
+    """Sides that are decided together, and their chains multiplied out."""
+
+    name: str
+    sides: tuple[Side, ...]
+    chains: dict[Side, Chain]
+    checked: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+class _Price(NamedTuple):
+    """What makes a writing cheap."""
+
+    by: Measure
+    tokens: int
+
+    def of(self, weights: AttentionWeights) -> int:
+        """The whole layer's figure."""
+        cost = writing_cost(weights)
+        match self.by:
+            case "parameters":
+                return cost.parameters
+            case "flops":
+                return self.tokens * cost.token_flops + self.tokens**2 * cost.pair_flops
+            case "bytes":
+                return (cost.parameters + self.tokens * cost.cached_numbers) * weights.dtype.itemsize
+
+    def of_sides(self, weights: AttentionWeights, plan: _Plan) -> int:
+        """The part of it that the sides of a plan make up."""
+        chains = [weights.chain(side) for side in plan.sides]
+        parameters = sum(
+            link.num_parameters for link in {id(link): link for c in chains for link in c}.values()
+        )
+        cost = writing_cost(weights)
+        match self.by:
+            case "parameters":
+                return parameters
+            case "flops":
+                flops = maps_flops(chains, weights.num_heads if plan.sides == ("o",) else 1)
+                return self.tokens * flops + (self.tokens**2 * cost.pair_flops if plan.name == "qk" else 0)
+            case "bytes":
+                cached = cost.cached_numbers if {"k", "v"} & set(plan.sides) else 0
+                return (parameters + self.tokens * cached) * weights.dtype.itemsize
+
+    @property
+    def unit(self) -> str:
+        """What is counted, in words."""
+        match self.by:
+            case "parameters":
+                return "parameters"
+            case "flops":
+                return f"FLOPs for {self.tokens:,} tokens"
+            case "bytes":
+                return f"bytes of maps and of a cache of {self.tokens:,} tokens"
+
+
+def fold(
+    weights: AttentionWeights,
+    *,
+    sides: Sequence[FoldedSide] = SIDES,
+    keep: Keep = "cheaper",
+    by: Measure = "parameters",
+    tokens: int = 1,
+) -> Rewritten:
+    """Multiply the maps of a chain into one a head: `x W₁ W₂ + (b₁ W₂ + b₂)`.
+
+    On the side "o" this takes the 4th matrix with its 1/√d_k into W^O. The side "qk" multiplies the
+    form itself: one matrix `W_QK = W_Q W_Kᵀ` a head, to be compared with the input in place of keys;
+    the query bias becomes `b_Q W_Kᵀ`, and the key bias, to which the softmax is blind, is dropped.
+
+    Not every product is cheaper than its factors: W₁ W₂ of inner width r has more numbers than both
+    where r < d_in d_out / (d_in + d_out), and W_QK where d_k < d_model / 2. The record says for each
+    side what was kept, with both numbers. Sides that share a map are decided together.
+
+    Args:
+        weights: the layer.
+        sides: whose chains to look at; "qk" only if named, and before "q" and "k".
+        keep: the cheaper of the two writings (the product if they cost the same), or the one named
+            whatever it costs.
+        by: what is to be cheap: the learned numbers; the FLOPs of self-attention over `tokens`
+            tokens, their pairs included; or the bytes of the numbers and of a cache of `tokens` tokens.
+        tokens: length of the sequence, for the last two.
+
+    Returns:
+        A writing of the same function; the weights given, if every side stays as it is.
+
+    Raises:
+        RewriteRefusedError: something stands between the maps (a norm, dropout, a gate between
+            values and output) or, for "qk", between queries and keys.
+        ValueError: tokens < 1.
+    """
+    if tokens < 1:
+        raise ValueError(f"tokens is {tokens}: it must be at least 1")
+    price, result = _Price(by, tokens), weights
+    choices, checked, notes = list[str](), list[str](), list[str]()
+    for plans in (_plans_for_the_form, _plans_for_chains):
+        for plan in plans(result, sides):
+            folded = with_chains(result, plan.chains)
+            # What all the other maps cost is the same before and after.
+            own = price.of_sides(folded, plan)
+            product = own + price.of(result) - price.of(folded)
+            checked += plan.checked
+            if keep == "folded" or (keep == "cheaper" and own < product):
+                result = folded
+                notes += plan.notes
+                choices.append(f"{plan.name}: folded, {own:,} {price.unit} instead of {product:,}")
+            else:
+                choices.append(f"{plan.name}: product kept, {product:,} {price.unit} instead of {own:,}")
+    if not choices:
+        return unchanged(
+            "fold", weights, "nothing to fold: every side named is one map already, or a fixed one"
+        )
+    return rewritten(
+        "fold",
+        "bit-exact" if result is weights else "rounding-exact",
+        weights,
+        result,
+        checked=tuple(checked),
+        choice="; ".join(choices),
+        notes=tuple(notes),
+    )
+
+
+def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) -> list[_Plan]:
+    """W_Q W_Kᵀ as one matrix a head: no plan if it is one, or has no numbers of its own."""
+    one_matrix = not weights.k and len(weights.q) <= 1
+    if "qk" not in sides or one_matrix or not any(link.learned for link in (*weights.q, *weights.k)):
+        return []
+    traits, advice = weights.traits, "leave qk out of the sides"
+    if traits.positions == "rotary":
+        reason = "under rotary positions the form depends on the distance, so no one matrix is it"
+        raise RewriteRefusedError("fold", reason, advice)
+    if traits.qk_norm:
+        reason = "queries and keys are normalised before their product (QK-norm)"
+        raise RewriteRefusedError("fold", reason, advice)
+    for side in ("q", "k"):
+        require_nothing_between("fold", side, weights.chain(side), advice)
+    checked, notes = ["no rotary positions, no QK-norm: nothing stands between queries and keys"], []
+    if any(link.bias is not None for link in weights.k):
+        if reason := why_key_bias_counts(traits):
+            raise RewriteRefusedError("fold", f"the form has no place for the key bias, and {reason}", advice)
+        checked.append("the softmax is blind to the key bias")
+        notes.append("the key bias was dropped")
+    W_K, bias = weights.W_K, weights.head_bias("q")
+    link = Link(weights.W_Q @ W_K.mT, None if bias is None else (bias[:, None, :] @ W_K.mT)[:, 0])
+    return [_Plan("qk", ("q", "k"), {"q": (link,), "k": ()}, tuple(checked), tuple(notes))]
+
+
+def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) -> list[_Plan]:
+    """Each chain of several maps as one, those that share a map in one plan."""
+    plans: list[_Plan] = []
+    planned: set[Side] = set()
+    for side in SIDES:
+        if side not in sides or side in planned:
+            continue
+        together = _sharing(weights, side)
+        planned.update(together)
+        chains: dict[Side, Chain] = {}
+        of_chain: dict[Chain, Chain] = {}
+        for member in together:
+            chain = weights.chain(member)
+            if len(chain) < 2 or not any(link.learned for link in chain):
+                continue
+            require_nothing_between("fold", member, chain[:-1], f"leave {member} out of the sides")
+            of_chain.setdefault(chain, (_product(chain),))
+            chains[member] = of_chain[chain]
+        if not chains:
+            continue
+        if "o" in chains and weights.traits.value_gate:
+            reason = "a gate, channel by channel, stands between values and output map"
+            raise RewriteRefusedError("fold", reason, "leave o out of the sides")
+        asked = tuple(member for member in together if member in sides)
+        joined = tuple(member for member in together if member not in sides)
+        notes = (f"{named(joined)} decided together with {named(asked)}: they share a map",) if joined else ()
+        checked = (f"nothing stands between the maps of {named(tuple(chains))}",)
+        plans.append(_Plan(named(together), together, chains, checked, notes))
+    return plans
+
+
+def _sharing(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
+    """A side and all that share maps with it, directly or through another."""
+    found = {side}
+    while more := {other for one in found for other in sharing_sides(weights, one)} - found:
+        found |= more
+    return tuple(one for one in SIDES if one in found)
+
+
+def _product(chain: Chain) -> Link:
+    whole = chain[0]
+    for link in chain[1:]:
+        whole = whole.then(link)
+    return whole
+
+
+def factor(
+    weights: AttentionWeights,
+    *,
+    d_k: int | None = None,
+    tolerance: float | None = None,
+    bounded: bool = False,
+) -> Rewritten:
+    """Take a form written as one matrix apart: W_QK = W_Q W_Kᵀ, by its SVD.
+
+    The query bias goes along: `[W; b] = [W_Q; b_Q] W_Kᵀ`, the rank of which is what has to fit d_k.
+    W_Q and W_K share the singular values, √σ each, largest first. The scale of the scores stays.
+
+    Args:
+        weights: a layer whose keys are the input itself.
+        d_k: width of queries and keys; None for the largest rank of a head.
+        tolerance: singular values up to tolerance · σ₁ count as rounding, d_model times the dtype's
+            epsilon if None.
+        bounded: whether a d_k below the rank is allowed, for the nearest form of that rank.
+
+    Returns:
+        The factored writing; its tier is "bounded" if more than rounding was left out, and the bound
+        ‖Δ[W; b]‖_F, at least ‖ΔW_QK‖_F.
+
+    Raises:
+        RewriteRefusedError: the form is no matrix (rotary, QK-norm), is a product already, or has a
+            larger rank than d_k; the message names the head and both numbers.
+    """
+    _require_one_matrix(weights)
+    whole = weights.multiplied("q")
+    rows = whole.weight if whole.bias is None else torch.cat((whole.weight, whole.bias[:, None, :]), dim=1)
+    eye = torch.eye(whole.d_out, dtype=rows.dtype, device=rows.device).expand(whole.copies, -1, -1)
+    form = BilinearForm(rows, eye)
+    S = form.singular_values()
+    ranks, exact_ranks = form.rank(tolerance), form.rank()
+    if d_k is None:
+        d_k = max(1, int(ranks.max()))
+    if not 1 <= d_k <= form.max_rank:
+        raise RewriteRefusedError(
+            "factor", f"d_k is {d_k}: a form of {whole.d_in} × {whole.d_out} takes 1 to {form.max_rank}"
+        )
+    if int(ranks.max()) > d_k and not bounded:
+        head = int(ranks.argmax()) * (weights.num_heads // whole.copies)
+        raise RewriteRefusedError(
+            "factor",
+            f"the form of head {head} has rank {int(ranks.max())}, more than d_k = {d_k}",
+            f"give d_k = {int(ranks.max())}, or allow the nearest form of rank {d_k} (bounded)",
+        )
+    near = form.truncate(d_k).to(weights.dtype)
+    W_Q, b_Q = near.left[:, : whole.d_in], None if whole.bias is None else near.left[:, whole.d_in]
+    result = replace(weights, q=(Link(W_Q, b_Q),), k=(Link(near.right),))
+    exact = int(exact_ranks.max()) <= d_k
+    return rewritten(
+        "factor",
+        "rounding-exact" if exact else "bounded",
+        weights,
+        result,
+        checked=(
+            "no rotary positions, no QK-norm: nothing stands between queries and keys",
+            f"ranks of the heads: {', '.join(str(int(rank)) for rank in ranks)}",
+        ),
+        choice=f"d_k = {d_k}",
+        bound=0.0 if exact else float(S[:, d_k:].square().sum(dim=-1).sqrt().max()),
+    )
+
+
+def _require_one_matrix(weights: AttentionWeights) -> None:
+    if weights.k:
+        advice = "truncate makes d_k smaller"
+        raise RewriteRefusedError(
+            "factor", "the keys have a map of their own: the form is a product already", advice
+        )
+    if not weights.q:
+        raise RewriteRefusedError("factor", "neither queries nor keys have a map: the form is the identity")
+    if weights.traits.positions == "rotary":
+        reason = "under rotary positions the form depends on the distance, so no two maps make it"
+        raise RewriteRefusedError("factor", reason)
+    if weights.traits.qk_norm:
+        raise RewriteRefusedError("factor", "queries and keys are normalised before their product (QK-norm)")
+    require_nothing_between("factor", "q", weights.q)
+
+
+def expand(weights: AttentionWeights) -> Rewritten:
+    """Give queries, keys and values of every head maps of their own.
+
+    Tied chains become separate ones, and fixed slices learned maps, of the very same numbers. Where
+    chains share only their first map (latent), or heads weigh one map's channels (collaborative),
+    they are multiplied out: no writing has a copy of such a map for each reader.
+
+    Args:
+        weights: the layer.
+
+    Returns:
+        A writing of the same function, for more memory; the weights given if nothing is tied.
+
+    Raises:
+        RewriteRefusedError: a chain must be multiplied out, and something stands between its maps.
+    """
+    mixing = any(link.diagonal for side in ("q", "k") for link in weights.chain(side))
+    chains: dict[Side, Chain] = {}
+    notes = list[str]()
+    tier: Tier = "bit-exact"
+    for side in INPUT_SIDES:
+        chain, sharing = weights.chain(side), sharing_sides(weights, side)
+        if any(link.diagonal for link in chain) or any(weights.chain(other) != chain for other in sharing):
+            require_nothing_between("expand", side, chain[:-1])
+            chains[side] = separate((weights.multiplied(side),))
+            tier = "rounding-exact"
+            notes.append(f"{side} was multiplied out")
+        elif sharing or not all(link.learned for link in chain):
+            chains[side] = tuple(replace(link, learned=True) for link in separate(chain))
+            notes.append(f"{side} has a map of its own now")
+        if mixing and side != "v" and chain:
+            chains[side] = tuple(link.of_heads(weights.num_heads) for link in chains.get(side, chain))
+    if not chains:
+        return unchanged(
+            "expand", weights, "nothing is tied: queries, keys and values have maps of their own"
+        )
+    return rewritten("expand", tier, weights, with_chains(weights, chains), notes=tuple(notes))

@@ -1,0 +1,157 @@
+"""The basis of a head's channels: every choice is the same head, so there is one to agree on.
+
+`W_Q → W_Q G`, `W_K → W_K G⁻ᵀ` leaves W_QK alone for any invertible G, and `W_V → W_V G`,
+`W_O → G⁻¹ W_O` leaves W_OV alone. Query heads that read one key head have one G together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.algebra.forms import BilinearForm
+from triptych.algebra.rewrites.channels import (
+    CHANNELS_ARE_FREE,
+    FORMS,
+    NAMES,
+    SIDES_OF,
+    Form,
+    JointBasis,
+    in_working_precision,
+    joint_basis,
+    newly_apart,
+    times,
+    why_channels_stay,
+    with_learned_maps,
+)
+from triptych.algebra.rewrites.legality import require_nothing_between
+from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.weights import AttentionWeights
+
+
+def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Rewritten:
+    """Write W_QK and W_OV in the basis that all their writings share.
+
+    By SVD: W_Q and W_K (W_V and W_O) get the same singular values √σ, largest first, and the entry
+    of largest magnitude of every column of W_Q (W_V) is positive. Of a group, the query maps one
+    below the other (the output maps side by side) take the place of one W_Q (W_O). Biases go along.
+
+    The widths stay. Channels beyond the rank are zero, but for those that a bias cannot do without.
+    Chains of several maps stay so: the last map of queries, keys and values changes, and the first
+    of the output.
+
+    Args:
+        weights: the layer.
+        forms: which of the two to fix.
+
+    Returns:
+        The same function; the same numbers for every gauge of it, if the singular values are distinct.
+
+    Raises:
+        RewriteRefusedError: a form has no gauge of its own, or something stands between its two maps;
+            the message names the form.
+        ValueError: a form there is not.
+    """
+    if unknown := sorted(set(forms) - set(FORMS)):
+        raise ValueError(f"forms names {', '.join(unknown)}: the forms are qk and ov")
+    for form in forms:
+        reason, way_out = _why_no_gauge(weights, form)
+        if reason:
+            others = [other for other in FORMS if other != form and not _why_no_gauge(weights, other)[0]]
+            advice = [way_out] * bool(way_out) + [
+                f'forms=("{other}",) leaves {form} alone' for other in others
+            ]
+            raise RewriteRefusedError("gauge_fix", f"{form}: {reason}", ", or ".join(advice))
+        for side in SIDES_OF[form]:
+            require_nothing_between("gauge_fix", side, weights.chain(side)[:-1])
+    notes: list[str] = []
+    result = in_working_precision(weights)
+    if forms:
+        result = with_learned_maps(result, notes)
+    if "qk" in forms:
+        result = _fix_qk(result, notes)
+    if "ov" in forms:
+        result = _fix_ov(result, notes)
+    return rewritten(
+        "gauge_fix",
+        "rounding-exact",
+        weights,
+        result.to(weights.dtype),
+        checked=tuple(CHANNELS_ARE_FREE[form] for form in forms),
+        notes=(*notes, *newly_apart(weights, result)),
+    )
+
+
+def _why_no_gauge(weights: AttentionWeights, form: Form) -> tuple[str, str]:
+    """The reason, "" if there is none, and what to do about it."""
+    if reason := why_channels_stay(weights.traits, form):
+        return reason, ""
+    one, other = (weights.chain(side) for side in SIDES_OF[form])
+    for side, chain in zip(SIDES_OF[form], (one, other), strict=True):
+        if not chain:
+            return f"no gauge: no map makes {NAMES[side]}, the form is one matrix", "factor it first"
+    if form == "qk" and (one[-1].diagonal or other[-1].diagonal):
+        return (
+            "all heads share one key map and weigh its channels (collaborative), which leaves a diagonal "
+            "gauge only"
+        ), "expand it first"
+    return "", ""
+
+
+def _fix_qk(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
+    q, k = weights.multiplied("q").of_heads(weights.num_heads), weights.multiplied("k")
+    own, b_Q = q.weight.reshape(k.copies, -1, q.d_out), q.bias
+    basis = joint_basis(own[:, None], k.weight[:, None], "own")
+    to_q, to_k = _completed(
+        basis, own, None if b_Q is None else b_Q.reshape(k.copies, -1, q.d_out), k.weight, k.bias
+    )
+    new_q = times(weights, "q", to_q, notes)
+    if weights.tied("q", "k") and k.copies == weights.num_heads:
+        # W Wᵀ = U S Uᵀ: the gauge is orthogonal, one for both.
+        return replace(weights, q=new_q, k=new_q)
+    return replace(weights, q=new_q, k=times(weights, "k", to_k, notes))
+
+
+def _fix_ov(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
+    v, W_O = weights.multiplied("v"), weights.W_O
+    own = W_O.mT.reshape(v.copies, -1, v.d_out)
+    basis = joint_basis(own[:, None], v.weight[:, None], "common")
+    to_o, to_v = _completed(basis, own, None, v.weight, v.bias)
+    return replace(weights, v=times(weights, "v", to_v, notes), o=times(weights, "o", to_o, notes))
+
+
+def _completed(
+    basis: JointBasis,
+    own: Float[Tensor, "groups rows r"],
+    own_bias: Float[Tensor, "groups heads r"] | None,
+    common: Float[Tensor, "groups d r"],
+    common_bias: Float[Tensor, "groups r"] | None,
+) -> tuple[Float[Tensor, "groups r r"], Float[Tensor, "groups r r"]]:
+    """G and its inverse transposed, as far as the maps and their biases can tell.
+
+    Where the form has less rank than channels, G of the basis is no gauge, and a bias may act
+    through what it leaves out. Biases are rows of the maps for one more input, always 1: what is
+    missing of the form with these rows has no more rank than there are channels to spare.
+    """
+    r = own.shape[-1]
+    basis = basis.of_width(r)
+    G, H = basis.own[:, 0], basis.common[:, 0]
+    if (own_bias is None and common_bias is None) or bool((basis.rank == r).all()):
+        return G, H
+    own_rows = own if own_bias is None else torch.cat((own, own_bias), dim=1)
+    common_rows = common if common_bias is None else torch.cat((common, common_bias[:, None]), dim=1)
+    left_out = torch.eye(r, dtype=G.dtype, device=G.device) - G @ H.mT
+    missing = BilinearForm(own_rows @ left_out, common_rows)
+    rounding = max(missing.d_left, missing.d_right) * torch.finfo(G.dtype).eps
+    floor = BilinearForm(own_rows, common_rows).spectral_norm() * rounding
+    U, S, Vh = missing.svd()
+    G, H = G.clone(), H.clone()
+    for group in range(len(G)):
+        start = int(basis.rank[group])
+        count = min(r - start, int((S[group] > floor[group]).sum()))
+        U_g, Vh_g, root = U[group, :, :count], Vh[group, :count], S[group, :count].rsqrt()
+        G[group, :, start : start + count] = left_out[group] @ (common_rows[group].mT @ Vh_g.mT) * root
+        H[group, :, start : start + count] = left_out[group].mT @ (own_rows[group].mT @ U_g) * root
+    return G, H

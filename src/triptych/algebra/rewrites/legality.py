@@ -1,0 +1,87 @@
+"""What more than one rewrite asks before it touches a map."""
+
+from dataclasses import replace
+
+from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.weights import AttentionWeights, Chain, Side, Traits
+
+INPUT_SIDES: tuple[Side, ...] = ("q", "k", "v")
+
+
+def why_key_bias_counts(traits: Traits) -> str:
+    """Why a number added to every score of a query would be seen; "" if the softmax is blind to it."""
+    if traits.positions == "rotary":
+        return (
+            "under rotary positions the key bias is turned with each key, so it does not add the same number "
+            "to every score of a query"
+        )
+    if traits.qk_norm:
+        return "the keys are normalised with their bias (QK-norm), so it is more than an addition to a row"
+    if traits.soft_cap is not None:
+        return (
+            f"the scores are soft-capped at ±{traits.soft_cap:g}, and what a bias adds to a row "
+            "comes out of the cap as another number for every key"
+        )
+    if traits.sinks:
+        return (
+            "something takes part in the softmax besides the keys (a sink), and its score does not move "
+            "with theirs"
+        )
+    if traits.sigmoid:
+        return "the scores pass a sigmoid, which sees a number added to a row"
+    return ""
+
+
+def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "") -> None:
+    """Refuse to carry anything out of a chain through what stands after one of its maps.
+
+    Args:
+        name: of the rewrite.
+        side: whose chain it is.
+        chain: the maps that must have nothing after them.
+        advice: what to do instead.
+
+    Raises:
+        RewriteRefusedError: something does; the message names it and the map it follows.
+    """
+    for place, link in enumerate(chain, start=1):
+        if link.after is not None:
+            raise RewriteRefusedError(name, f"{link.after} stands after map {place} of {side}", advice)
+
+
+def share_a_map(one: Chain, other: Chain) -> bool:
+    """Whether two chains have a map in common."""
+    return not {id(link) for link in one}.isdisjoint(id(link) for link in other)
+
+
+def sharing_sides(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
+    """Those of q, k, v that share a map with a side, the side itself left out."""
+    return tuple(
+        other
+        for other in INPUT_SIDES
+        if other != side and share_a_map(weights.chain(side), weights.chain(other))
+    )
+
+
+def separate(chain: Chain) -> Chain:
+    """The same numbers in maps of their own."""
+    return tuple(
+        replace(link, weight=link.weight.clone(), bias=None if link.bias is None else link.bias.clone())
+        for link in chain
+    )
+
+
+def with_chains(weights: AttentionWeights, chains: dict[Side, Chain]) -> AttentionWeights:
+    """The writing with some of its chains changed."""
+    return replace(weights, **{str(side): chain for side, chain in chains.items()})  # type: ignore[arg-type]
+
+
+def unchanged(name: str, weights: AttentionWeights, note: str) -> Rewritten:
+    """The weights themselves, and a record that says why there was nothing to do."""
+    return rewritten(name, "bit-exact", weights, weights, notes=(note,))
+
+
+def named(sides: tuple[Side, ...]) -> str:
+    """Sides in a sentence: "q", "k and v", "q, k and v"."""
+    *first, last = sides
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,156 @@
+"""The gain and shift of a norm, taken up by the maps that read it."""
+
+from dataclasses import replace
+
+from triptych.algebra.rewrites.legality import (
+    INPUT_SIDES,
+    named,
+    require_nothing_between,
+    separate,
+    sharing_sides,
+    why_key_bias_counts,
+    with_chains,
+)
+from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
+
+_NAME = "fold_norm"
+
+
+def fold_norm(weights: AttentionWeights) -> Rewritten:
+    """Fold a norm's gain γ and shift β into the maps that read it: `b += β W`, then `W = diag(γ) W`.
+
+    Every map that reads the norm takes it: those to queries, keys and values of self-attention;
+    those to queries only in cross-attention, where keys and values take the memory's norm. Where the
+    input itself is the key (one matrix W a head), `W = diag(γ) W diag(γ)`, `b = (β W + b) ∘ γ`, and the
+    `q · β` left over is the same for a whole row of scores.
+
+    Args:
+        weights: a layer with `norm`, or with `memory_norm` in cross-attention, or with both.
+
+    Returns:
+        A writing of the same function of the normalised input, with no gain or shift left: the norms
+        that were folded are None.
+
+    Raises:
+        RewriteRefusedError: there is no norm; it stands elsewhere (post-norm, sandwich), or something
+            else reads it; a map that reads it has no numbers of its own, or no bias slot for β.
+    """
+    cross = weights.traits.kind == "cross"
+    of_memory = weights.memory_norm if cross else weights.norm
+    read: dict[Side, Norm | None] = {"q": weights.norm, "k": of_memory, "v": of_memory}
+    checked = _require_foldable(weights, read)
+    notes: list[str] = []
+    source, sharing = weights, sharing_sides(weights, "q")
+    if sharing and (read["q"] is not read["k"] or not weights.k):
+        notes.append(
+            f"q shared a map with {named(sharing)}, which take up something else: it has its own now"
+        )
+        source = with_chains(weights, {"q": separate(weights.q)})
+    chains = _folded_chains(source, read)
+    if of_memory is not None and not source.k:
+        *before, last = chains.get("q", source.q)
+        chains["q"] = (*before, last.then(replace(_as_map(of_memory), bias=None)))
+        notes.append("the keys are the input itself: the gain stands on both sides of the form")
+    gone = {"norm": weights.norm, "memory norm": weights.memory_norm if cross else None}
+    notes += [
+        f"of the {name} a gain of 1 (stored as {1 - norm.offset:g}) and no shift are left"
+        for name, norm in gone.items()
+        if norm is not None
+    ]
+    result = with_chains(source, chains)
+    return rewritten(
+        _NAME,
+        "rounding-exact",
+        weights,
+        replace(result, norm=None, memory_norm=None if cross else weights.memory_norm),
+        checked=checked,
+        notes=tuple(notes),
+    )
+
+
+def _as_map(norm: Norm) -> Link:
+    """`x ↦ γ ∘ x + β`; no bias if β is zero."""
+    shift = None if norm.shift is None or not bool(norm.shift.any()) else norm.shift[None]
+    return Link((norm.offset + norm.gain)[None], shift)
+
+
+def _folded_chains(weights: AttentionWeights, read: dict[Side, Norm | None]) -> dict[Side, Chain]:
+    """The chains whose first map has taken up its norm; what was shared is shared still."""
+    links: dict[tuple[Link, Norm], Link] = {}
+    chains: dict[tuple[Chain, Norm], Chain] = {}
+    found: dict[Side, Chain] = {}
+    for side, norm in read.items():
+        chain = weights.chain(side)
+        if norm is None or not chain:
+            continue
+        if (chain[0], norm) not in links:
+            links[chain[0], norm] = _as_map(norm).then(chain[0])
+        found[side] = chains.setdefault((chain, norm), (links[chain[0], norm], *chain[1:]))
+    return found
+
+
+def _require_foldable(weights: AttentionWeights, read: dict[Side, Norm | None]) -> tuple[str, ...]:
+    """What was looked at, if every reader of the norms can take them up.
+
+    Raises:
+        RewriteRefusedError: one cannot, or is not here.
+    """
+    traits = weights.traits
+    if not any(read.values()):
+        raise RewriteRefusedError(_NAME, "there is nothing to fold: no norm of this layer's input is known")
+    match traits.norm:
+        case "none":
+            reason = "the traits say that no norm stands before this layer, yet one is given"
+            raise RewriteRefusedError(_NAME, reason, "set traits.norm to what it is")
+        case "post":
+            raise RewriteRefusedError(_NAME, "the norm is a post-norm: the residual carries its gain, too")
+        case "sandwich":
+            reason = "norms stand on both sides of the layer (sandwich)"
+            raise RewriteRefusedError(_NAME, reason)
+    if traits.other_norm_readers:
+        reason = f"the norm is also read by {traits.other_norm_readers}, which would miss its gain"
+        raise RewriteRefusedError(_NAME, reason)
+    for side in INPUT_SIDES:
+        if read[side] is not None and not (side == "k" and not weights.k and weights.q):
+            _require_map(side, weights.chain(side))
+    checked = ["pre-norm", "nothing else reads the norm", "every map that reads it is learned"]
+    shifted = [side for side, norm in read.items() if norm is not None and _as_map(norm).bias is not None]
+    slotless = tuple(side for side in shifted if weights.chain(side) and side not in traits.bias_slots)
+    if slotless:
+        raise RewriteRefusedError(_NAME, f"there is no bias slot on {named(slotless)} for the shift β")
+    if shifted:
+        checked.append("bias slots for the shift")
+    if read["k"] is not None and not weights.k:
+        _require_gain_passes_to_queries(weights, shifted="k" in shifted)
+        checked.append("nothing stands between queries and keys")
+    return tuple(checked)
+
+
+def _require_map(side: Side, chain: Chain) -> None:
+    if not chain:
+        raise RewriteRefusedError(
+            _NAME, f"{side} is the norm's output itself: no map is there to take up the gain"
+        )
+    if not chain[0].learned:
+        reason = f"{side} reads the norm through a fixed map, which cannot take up a gain"
+        raise RewriteRefusedError(_NAME, reason, "expand it first")
+
+
+def _require_gain_passes_to_queries(weights: AttentionWeights, *, shifted: bool) -> None:
+    """Refuse unless `q · (γ ∘ y + β)`, where y itself is the key, is `(q ∘ γ) · y` to the softmax."""
+    traits = weights.traits
+    if traits.positions == "rotary" or traits.qk_norm:
+        what = "rotary positions stand" if traits.positions == "rotary" else "a norm (QK-norm) stands"
+        raise RewriteRefusedError(
+            _NAME, f"the keys are the input itself, and {what} between them and the queries"
+        )
+    require_nothing_between(_NAME, "q", weights.q[-1:])
+    if not weights.q[-1].learned:
+        raise RewriteRefusedError(
+            _NAME, "the keys are the input itself, and the last map of q is fixed", "expand it first"
+        )
+    if shifted and (reason := why_key_bias_counts(traits)):
+        raise RewriteRefusedError(
+            _NAME, f"the keys are the input itself, so its shift β would be their bias, and {reason}"
+        )

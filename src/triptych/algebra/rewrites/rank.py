@@ -1,0 +1,264 @@
+"""Fewer channels: the nearest forms of a rank, and all keys and values from one latent."""
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.algebra.rewrites.biases import fold_value_bias
+from triptych.algebra.rewrites.channels import (
+    CHANNELS_ARE_FREE,
+    NAMES,
+    SIDES_OF,
+    Form,
+    in_working_precision,
+    joint_basis,
+    move,
+    newly_apart,
+    one_map,
+    size,
+    times,
+    why_channels_stay,
+    with_learned_maps,
+)
+from triptych.algebra.rewrites.legality import require_nothing_between, unchanged, why_key_bias_counts
+from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.weights import SIDES, AttentionWeights, Link
+
+
+def truncate(
+    weights: AttentionWeights, *, qk_rank: int | None = None, ov_rank: int | None = None
+) -> Rewritten:
+    """The nearest forms of a lower rank in Frobenius norm, head by head.
+
+    A ≈ (U_r S_r^½)(S_r^½ V_rᵀ), an error of √(Σ_{i>r} σ_i²). Heads that read one key (value) head keep
+    one: its channels are the first r right singular vectors of [W_QK,1; …; W_QK,n], the nearest for all
+    of them together. A form that is one matrix becomes a product.
+
+    Chains of several maps stay so where they can: the last map changes. The query bias goes along, in
+    the channels that are left; what they cannot carry of the value bias goes into that of the output.
+
+    Args:
+        weights: the layer.
+        qk_rank: 1 ≤ rank ≤ width of the queries; None to leave W_QK alone.
+        ov_rank: 1 ≤ rank ≤ width of the values; None to leave W_OV alone.
+
+    Returns:
+        Factors of that width. The bound is the largest move of a head's form (the bias counts as one
+        more row of it); the tier is exact if no form had a larger rank.
+
+    Raises:
+        RewriteRefusedError: a rank out of range, with both numbers; channels that cannot be mixed
+            (rotary positions, QK-norm, a gate); a key bias that the softmax would miss.
+
+    Source: Eckart & Young 1936, doi 10.1007/BF02288367.
+    """
+    ranks: dict[Form, int] = {}
+    if qk_rank is not None:
+        ranks["qk"] = qk_rank
+    if ov_rank is not None:
+        ranks["ov"] = ov_rank
+    for form, rank in ranks.items():
+        _require_truncatable(weights, form, rank)
+    if not ranks:
+        raise RewriteRefusedError("truncate", "neither qk_rank nor ov_rank is given", "give one of them")
+    notes: list[str] = []
+    start = _without_fixed_widths(with_learned_maps(in_working_precision(weights), notes), ranks, notes)
+    rounding = 100 * weights.d_model * torch.finfo(start.dtype).eps
+    result, largest = start, dict[Form, int]()
+    if "ov" in ranks:
+        start, result, largest["ov"] = _truncate_ov(start, ranks["ov"], rounding, notes)
+    if "qk" in ranks:
+        result, largest["qk"] = _truncate_qk(result, ranks["qk"], notes)
+    moves = {form: move(start, result, form) for form in ranks}
+    exact = all(
+        largest[form] <= rank
+        and float(moves[form].bias.max()) <= rounding * float(size(start, form).bias.max())
+        for form, rank in ranks.items()
+    )
+    choices = (
+        f"W_{form.upper()}: rank {rank} of {largest[form]}, ‖Δ‖ at most {float(moves[form].form.max()):.6g}"
+        for form, rank in ranks.items()
+    )
+    return rewritten(
+        "truncate",
+        "rounding-exact" if exact else "bounded",
+        weights,
+        result.to(weights.dtype),
+        checked=tuple(CHANNELS_ARE_FREE[form] for form in ranks),
+        choice="; ".join(choices),
+        notes=(*notes, *newly_apart(weights, result)),
+        bound=0.0 if exact else max(float(one.whole.max()) for one in moves.values()),
+    )
+
+
+def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritten:
+    """Make keys and values of all heads from one latent: `W_K,i = W^D U_i^K`, `W_V,i = W^D U_i^V`.
+
+    At full rank g (d_k + d_v), W^D is [W_K,1 … W_K,g | W_V,1 … W_V,g] and the U_i select. Below, W^D
+    and the U_i are the nearest product of that rank, by SVD, the singular values shared out evenly.
+
+    Args:
+        weights: the layer. Keys and values with one map have it once in W^D.
+        rank: width r of the latent, at most d_model or the full rank; the full rank if None, or
+            d_model where that is smaller, which is as exact.
+
+    Returns:
+        The latent writing. Where r is below the rank of the maps side by side its bound is the largest
+        move of a head's form (the bias counts as one more row of it).
+
+    Raises:
+        RewriteRefusedError: rotary positions; no map for keys or values; a rank out of range, with the
+            numbers; something stands between two maps.
+    """
+    _require_latent(weights)
+    chains = (weights.k, weights.v)
+    if rank is None and all(len(chain) == 2 for chain in chains) and weights.k[0] is weights.v[0]:
+        return unchanged("to_latent", weights, f"keys and values have one latent, of {weights.k[0].d_out}")
+    notes: list[str] = []
+    working = in_working_precision(weights)
+    q, k, v, o = (one_map(working, side, notes) for side in SIDES)
+    tied = weights.tied("k", "v")
+    # The copies side by side, [d_model, full].
+    beside = torch.cat([link.weight.transpose(0, 1).flatten(1) for link in ((k,) if tied else (k, v))], dim=1)
+    d_model, full = beside.shape
+    of_keys, of_values = k.copies * k.d_out, v.copies * v.d_out
+    if rank is None:
+        rank = min(d_model, full)
+    if not (1 <= rank <= min(d_model, full) or rank == full):
+        whole = f", or {full} as they are" if full > d_model else ""
+        raise RewriteRefusedError(
+            "to_latent",
+            f"rank is {rank}: keys and values side by side are {d_model} × {full}, which takes 1 to "
+            f"{min(d_model, full)}{whole}",
+        )
+    W_D, U, needed = _product_of_rank(beside, rank)
+    up_k, up_v = (
+        Link(part.reshape(rank, link.copies, -1).transpose(0, 1).contiguous(), link.bias)
+        for part, link in ((U[:, :of_keys], k), (U[:, full - of_values :], v))
+    )
+    heads, down = weights.num_heads, Link(W_D[None])
+    result = replace(
+        working,
+        q=(q.of_heads(heads),),
+        k=(down, up_k.of_heads(heads)),
+        v=(down, up_v.of_heads(heads)),
+        o=(o.of_heads(heads),),
+    )
+    exact = needed <= rank
+    moves = () if exact else (move(working, result, "qk").whole, move(working, result, "ov").whole)
+    return rewritten(
+        "to_latent",
+        "rounding-exact" if exact else "bounded",
+        weights,
+        result.to(weights.dtype),
+        checked=("no rotary positions",),
+        choice=f"a latent of {rank}; keys and values side by side are {d_model} × {full}, of rank {needed}"
+        if rank < full
+        else f"a latent of {rank}: all keys and values side by side",
+        notes=(*notes, *newly_apart(weights, result)),
+        bound=max((float(one.max()) for one in moves), default=0.0),
+    )
+
+
+def _require_truncatable(weights: AttentionWeights, form: Form, rank: int) -> None:
+    one = weights.chain("q" if form == "qk" else "v")
+    width = one[-1].d_out if one else weights.d_model
+    if not 1 <= rank <= width:
+        raise RewriteRefusedError(
+            "truncate", f"{form}_rank is {rank}: a form of width {width} takes 1 to {width}"
+        )
+    if reason := why_channels_stay(weights.traits, form):
+        raise RewriteRefusedError("truncate", f"{form}: {reason}", f"leave {form}_rank out")
+    for side in SIDES_OF[form]:
+        require_nothing_between("truncate", side, weights.chain(side)[:-1])
+    bias = weights.head_bias("k") if form == "qk" else None
+    if bias is not None and bool(bias.any()) and (reason := why_key_bias_counts(weights.traits)):
+        raise RewriteRefusedError("truncate", f"qk: fewer channels cannot carry the key bias, and {reason}")
+
+
+def _without_fixed_widths(
+    weights: AttentionWeights, ranks: dict[Form, int], notes: list[str]
+) -> AttentionWeights:
+    """Several output maps as one where a layer could not have them any more.
+
+    Another d_v is not the width between them, and another d_k makes a fixed 1/√d_k another number.
+    """
+    if len(weights.o) < 2:
+        return weights
+    fixed = any(not link.learned for link in weights.o)
+    if "ov" not in ranks and not (fixed and "qk" in ranks):
+        return weights
+    require_nothing_between("truncate", "o", weights.o[:-1])
+    return replace(weights, o=(one_map(weights, "o", notes),))
+
+
+def _truncate_qk(weights: AttentionWeights, rank: int, notes: list[str]) -> tuple[AttentionWeights, int]:
+    """W_QK at that rank, and the largest rank that it had."""
+    q, k = (weights.multiplied(side) for side in ("q", "k"))
+    if not weights.k:
+        k = k.of_heads(weights.num_heads)  # the input itself, in which each head now has its own channels
+    own = q.of_heads(weights.num_heads).weight.reshape(k.copies, 1, -1, q.d_out)
+    basis = joint_basis(own, k.weight[:, None], "own")
+    cut = basis.of_width(rank)
+    new_q, new_k = times(weights, "q", cut.own[:, 0], notes), times(weights, "k", cut.common[:, 0], notes)
+    return replace(weights, q=new_q, k=new_k), int(basis.rank.max())
+
+
+def _truncate_ov(
+    weights: AttentionWeights, rank: int, rounding: float, notes: list[str]
+) -> tuple[AttentionWeights, AttentionWeights, int]:
+    """W_OV at that rank: what it was made from, the result, and the largest rank that it had.
+
+    If the channels left cannot carry the value bias, it goes into the output's first, where it may.
+    """
+    v = weights.multiplied("v")
+    basis = joint_basis(weights.W_O.mT.reshape(v.copies, 1, -1, v.d_out), v.weight[:, None], "common")
+    cut = basis.of_width(rank)
+
+    def cut_down(start: AttentionWeights, notes: list[str]) -> AttentionWeights:
+        new_v, new_o = times(start, "v", cut.common[:, 0], notes), times(start, "o", cut.own[:, 0], notes)
+        return replace(start, v=new_v, o=new_o)
+
+    attempt = cut_down(weights, [])
+    if float(move(weights, attempt, "ov").bias.max()) > rounding * float(size(weights, "ov").bias.max()):
+        try:
+            weights = fold_value_bias(weights).weights
+            notes.append("the value bias does not fit the channels left: it went into that of the output")
+        except RewriteRefusedError as error:
+            notes.append(f"the value bias lost what does not fit the channels left: {error.reason}")
+    return weights, cut_down(weights, notes), int(basis.rank.max())
+
+
+def _require_latent(weights: AttentionWeights) -> None:
+    if weights.traits.positions == "rotary":
+        raise RewriteRefusedError(
+            "to_latent",
+            "under rotary positions keys would have to be turned between the latent and the query; decoupled "
+            "rotary makes it bounded, and is not part of this writing",
+        )
+    for side in ("k", "v"):
+        if not weights.chain(side):
+            raise RewriteRefusedError(
+                "to_latent", f"no map makes {NAMES[side]}: they are the input itself", "factor it first"
+            )
+    for side in SIDES:
+        require_nothing_between("to_latent", side, weights.chain(side)[:-1])
+
+
+def _product_of_rank(
+    whole: Float[Tensor, "d_model full"], rank: int
+) -> tuple[Float[Tensor, "d_model rank"], Float[Tensor, "rank full"], int]:
+    """Two factors of the nearest matrix of a rank, and the rank that it takes to be exact.
+
+    At full width the matrix itself and the identity.
+    """
+    d_model, full = whole.shape
+    if rank == full:
+        return whole, torch.eye(full, dtype=whole.dtype, device=whole.device), full
+    U, S, Vh = torch.linalg.svd(whole, full_matrices=False)
+    needed = int(S.gt(S[0] * max(d_model, full) * torch.finfo(S.dtype).eps).sum())
+    largest = U.gather(0, U.abs().argmax(dim=0, keepdim=True))
+    root = torch.where(largest < 0, -1.0, 1.0).to(S.dtype) * S.sqrt()
+    return U[:, :rank] * root[:, :rank], root[:, :rank].mT * Vh[:rank], needed

@@ -1,0 +1,434 @@
+"""`AttentionWeights`: one attention layer as numbers, and the traits that decide what may be done to it.
+
+Our layers give it, every checkpoint gives it, every measurement and every rewrite takes it. Queries,
+keys, values and outputs are each a *chain* of affine maps: one link for the paper's projections, two
+for stacked ones, none where the input itself is used. What is shared is the same object: a layer with
+W^Q = W^K has `weights.q is weights.k`.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.algebra.forms import BilinearForm
+
+Side = Literal["q", "k", "v", "o"]
+SIDES: tuple[Side, ...] = ("q", "k", "v", "o")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Link:
+    """One affine map, `x ↦ x W + b`, in one or several copies.
+
+    Attributes:
+        weight: `[copies, d_in, d_out]`, or `[copies, width]` for a diagonal map. A copy serves
+            `num_heads / copies` consecutive heads.
+        bias: `[copies, d_out]` or None.
+        after: what stands between this map and the next of its chain ("dropout", "a norm"); None
+            if nothing does, which is what lets the two be folded.
+        learned: False for a map without numbers of its own (a slice of the input, a fixed factor).
+    """
+
+    weight: Float[Tensor, "copies *matrix"]
+    bias: Float[Tensor, "copies d_out"] | None = None
+    after: str | None = None
+    learned: bool = True
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether the map scales each channel by itself."""
+        return self.weight.ndim == 2
+
+    @property
+    def copies(self) -> int:
+        """How many different maps there are."""
+        return self.weight.shape[0]
+
+    @property
+    def d_in(self) -> int:
+        """Width read."""
+        return self.weight.shape[1]
+
+    @property
+    def d_out(self) -> int:
+        """Width written."""
+        return self.weight.shape[-1]
+
+    @property
+    def num_parameters(self) -> int:
+        """Learned numbers held, all copies and biases."""
+        if not self.learned:
+            return 0
+        return self.weight.numel() + (0 if self.bias is None else self.bias.numel())
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations to apply every copy to one token; a bias counts as none."""
+        if self.diagonal:
+            return self.weight.numel()
+        return 2 * self.weight.numel() if self.learned else 0
+
+    def of_heads(self, num_heads: int) -> "Link":
+        """The same map with one copy a head (or `num_heads` copies, if fewer are wanted)."""
+        times = num_heads // self.copies
+        if times == 1:
+            return self
+        bias = None if self.bias is None else self.bias.repeat_interleave(times, dim=0)
+        return replace(self, weight=self.weight.repeat_interleave(times, dim=0), bias=bias)
+
+    def then(self, other: "Link") -> "Link":
+        """Both maps as one: `x W₁ W₂ + (b₁ W₂ + b₂)`."""
+        copies = max(self.copies, other.copies)
+        one, two = self.of_heads(copies), other.of_heads(copies)
+        return Link(
+            weight=_product(one.weight, two.weight),
+            bias=_add(None if one.bias is None else _row_times(one.bias, two.weight), two.bias),
+            after=other.after,
+        )
+
+    def __call__(self, x: Float[Tensor, "batch copies length d_in"]) -> Tensor:
+        """Apply copy i to slice i (or the only slice to every copy): `[batch, copies, length, d_out]`."""
+        y = x * self.weight[:, None, :] if self.diagonal else x @ self.weight
+        return y if self.bias is None else y + self.bias[:, None, :]
+
+
+Chain = tuple[Link, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Traits:
+    """Properties of a layer that decide which rewrites leave its function alone.
+
+    Attributes:
+        kind: where queries and keys come from: one sequence, one sequence seen causally, or two.
+        positions: how the layer (or the embedding before it) tells positions apart. Only "rotary"
+            stands between queries and keys.
+        norm: where the residual's norm stands.
+        other_norm_readers: what else reads the norm's output, besides this layer ("" if nothing).
+        qk_norm: queries and keys are normalised before their product.
+        soft_cap: the scores are squashed to ± this value; None if not.
+        sinks: something takes part in the softmax besides the keys (attention sinks, an added one
+            in the denominator, `bias_k`, `add_zero_attn`).
+        sigmoid: scores pass a sigmoid instead of the softmax.
+        dropout: probability with which attention weights are dropped, now.
+        blind_rows: some query may be allowed to see nothing, and then gets zeros.
+        value_gate: a gate, channel by channel, stands between values and output map.
+        bias_slots: the maps whose bias the target format can hold.
+    """
+
+    kind: Literal["self", "causal", "cross"] = "self"
+    positions: Literal["none", "sinusoidal", "learned", "relative", "alibi", "rotary"] = "none"
+    norm: Literal["none", "pre", "post", "sandwich"] = "none"
+    other_norm_readers: str = ""
+    qk_norm: bool = False
+    soft_cap: float | None = None
+    sinks: bool = False
+    sigmoid: bool = False
+    dropout: float = 0.0
+    blind_rows: bool = False
+    value_gate: bool = False
+    bias_slots: frozenset[str] = frozenset(SIDES)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """The gain and shift of a LayerNorm or RMSNorm.
+
+    Attributes:
+        gain: `[d_model]`, as stored.
+        shift: `[d_model]` or None.
+        offset: what the stored gain is relative to: 1 for the families that store `w` of `1 + w`.
+    """
+
+    gain: Float[Tensor, " d_model"]
+    shift: Float[Tensor, " d_model"] | None = None
+    offset: float = 0.0
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AttentionWeights:
+    """The maps of one attention layer.
+
+        q = chain_q(x)   k = chain_k(y)   v = chain_v(y)
+        out = Σ_i chain_o(softmax(scale · q_i k_iᵀ + …) v_i) + o_bias
+
+    Attributes:
+        d_model: width of the input.
+        num_heads: number of query heads.
+        scale: what the scores are multiplied by.
+        q: chain of maps to the queries; likewise `k`, `v`. An empty chain is the input itself.
+        o: chain of maps from each head's output, summed over heads; its links have no bias.
+        o_bias: `[d_out]`, added once.
+        traits: what decides which rewrites are legal.
+        norm: the pre-norm whose output is `x` (and `y`, unless kind is "cross"), if it is to be
+            seen by `fold_norm`.
+        memory_norm: the same for the memory of a cross-attention.
+    """
+
+    d_model: int
+    num_heads: int
+    scale: float
+    q: Chain
+    k: Chain
+    v: Chain
+    o: Chain
+    o_bias: Float[Tensor, " d_out"] | None = None
+    traits: Traits = field(default_factory=Traits)
+    norm: Norm | None = None
+    memory_norm: Norm | None = None
+
+    def __post_init__(self) -> None:
+        for side in SIDES:
+            for link in self.chain(side):
+                if self.num_heads % link.copies:
+                    raise ValueError(
+                        f"the {side} chain has {link.copies} maps: they cannot serve {self.num_heads} heads"
+                    )
+        tensors = list(self.tensors())
+        kinds = sorted({f"{t.dtype} on {t.device}".removeprefix("torch.") for t in tensors})
+        if len(kinds) > 1:
+            raise ValueError(f"the maps are {' and '.join(kinds)}: bring them to one dtype and device")
+
+    def chain(self, side: Side) -> Chain:
+        """The chain of a side by name."""
+        return {"q": self.q, "k": self.k, "v": self.v, "o": self.o}[side]
+
+    def links(self) -> Iterator[Link]:
+        """Every distinct link, once."""
+        seen: set[int] = set()
+        for side in SIDES:
+            for link in self.chain(side):
+                if id(link) not in seen:
+                    seen.add(id(link))
+                    yield link
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held, once."""
+        for link in self.links():
+            yield link.weight
+            if link.bias is not None:
+                yield link.bias
+        if self.o_bias is not None:
+            yield self.o_bias
+        for norm in (self.norm, self.memory_norm):
+            if norm is not None:
+                yield norm.gain
+                if norm.shift is not None:
+                    yield norm.shift
+
+    def tied(self, one: Side, other: Side) -> bool:
+        """Whether two sides use the same, non-empty, chain."""
+        return len(self.chain(one)) > 0 and self.chain(one) is self.chain(other)
+
+    @property
+    def num_parameters(self) -> int:
+        """Learned numbers of the maps and their biases, shared ones once."""
+        return sum(link.num_parameters for link in self.links()) + (
+            0 if self.o_bias is None else self.o_bias.numel()
+        )
+
+    @property
+    def num_key_heads(self) -> int:
+        """Number of different key maps."""
+        return max((link.copies for link in self.k), default=1)
+
+    @property
+    def num_value_heads(self) -> int:
+        """Number of different value maps."""
+        return max((link.copies for link in self.v), default=1)
+
+    def multiplied(self, side: Side) -> Link:
+        """The chain of a side as one link per head (or group); the identity for an empty chain.
+
+        For the output side the bias is None: `o_bias` belongs to all heads together.
+        """
+        chain = self.chain(side)
+        if not chain:
+            eye = torch.eye(self.d_model, dtype=self.dtype, device=self.device)
+            return Link(eye[None], learned=False)
+        whole = chain[0]
+        for link in chain[1:]:
+            whole = whole.then(link)
+        if whole.diagonal:
+            whole = replace(whole, weight=torch.diag_embed(whole.weight))
+        return whole
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of every map."""
+        return next(self.tensors()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """That of every map."""
+        return next(self.tensors()).device
+
+    def per_head(self, side: Side) -> Float[Tensor, "num_heads d_in d_out"]:
+        """The multiplied-out map of every query head: `W_Q`, `W_K`, `W_V` or `W_O`."""
+        return self.multiplied(side).of_heads(self.num_heads).weight
+
+    def head_bias(self, side: Literal["q", "k", "v"]) -> Float[Tensor, "num_heads width"] | None:
+        """The composed bias of every query head, None if there is none."""
+        return self.multiplied(side).of_heads(self.num_heads).bias
+
+    @property
+    def W_Q(self) -> Float[Tensor, "num_heads d_model d_k"]:
+        """Query maps, one a head."""
+        return self.per_head("q")
+
+    @property
+    def W_K(self) -> Float[Tensor, "num_heads d_model d_k"]:
+        """Key maps, one a query head (groups repeated)."""
+        return self.per_head("k")
+
+    @property
+    def W_V(self) -> Float[Tensor, "num_heads d_model d_v"]:
+        """Value maps, one a query head (groups repeated)."""
+        return self.per_head("v")
+
+    @property
+    def W_O(self) -> Float[Tensor, "num_heads d_v d_out"]:
+        """Output maps, one a head."""
+        return self.per_head("o")
+
+    @property
+    def qk(self) -> BilinearForm:
+        """W_QK of every head, `[num_heads, …]` in one form; biases and scale left out."""
+        return BilinearForm(self.W_Q, self.W_K)
+
+    @property
+    def ov(self) -> BilinearForm:
+        """W_OV of every head, `[num_heads, …]` in one form; biases left out."""
+        return BilinearForm(self.W_V, self.W_O.mT)
+
+    @property
+    def heads(self) -> tuple["Head", ...]:
+        """The heads one by one."""
+        qk, ov = self.qk, self.ov
+        return tuple(
+            Head(BilinearForm(qk.left[i], qk.right[i]), BilinearForm(ov.left[i], ov.right[i]))
+            for i in range(self.num_heads)
+        )
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
+        """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""
+        chains: dict[int, Chain] = {}
+        links: dict[int, Link] = {}
+
+        def of_link(link: Link) -> Link:
+            if id(link) not in links:
+                bias = None if link.bias is None else change(link.bias)
+                links[id(link)] = replace(link, weight=change(link.weight), bias=bias)
+            return links[id(link)]
+
+        def of_chain(chain: Chain) -> Chain:
+            if id(chain) not in chains:
+                chains[id(chain)] = tuple(of_link(link) for link in chain)
+            return chains[id(chain)]
+
+        def of_norm(norm: Norm | None) -> Norm | None:
+            if norm is None:
+                return None
+            return replace(
+                norm, gain=change(norm.gain), shift=None if norm.shift is None else change(norm.shift)
+            )
+
+        return replace(
+            self,
+            q=of_chain(self.q),
+            k=of_chain(self.k),
+            v=of_chain(self.v),
+            o=of_chain(self.o),
+            o_bias=None if self.o_bias is None else change(self.o_bias),
+            norm=of_norm(self.norm),
+            memory_norm=of_norm(self.memory_norm),
+        )
+
+    def with_scale(self, scale: float) -> "AttentionWeights":
+        """The same scores under another scale: the query map takes up the ratio.
+
+        Raises:
+            ValueError: the queries have no map of their own to take it up.
+        """
+        if math.isclose(scale, self.scale, rel_tol=1e-12):
+            return self
+        if not self.q or not self.q[-1].learned or self.tied("q", "k"):
+            raise ValueError(
+                f"scores are multiplied by {self.scale:.6g}, not {scale:.6g}, and the queries have no map of "
+                "their own to take up the ratio: expand the tied maps first"
+            )
+        ratio, last = self.scale / scale, self.q[-1]
+        bias = None if last.bias is None else last.bias * ratio
+        return replace(
+            self, scale=scale, q=(*self.q[:-1], replace(last, weight=last.weight * ratio, bias=bias))
+        )
+
+    def evened(self) -> "AttentionWeights":
+        """The same maps with one copy a head for queries and outputs, and one number for keys and values.
+
+        Chains of several links and shared ones stay as they are.
+        """
+        groups = max(self.num_key_heads, self.num_value_heads)
+
+        def even(side: Side, copies: int) -> Chain:
+            chain = self.chain(side)
+            return (chain[0].of_heads(copies),) if len(chain) == 1 else chain
+
+        if self.tied("k", "v") or self.tied("q", "k"):
+            return self
+        heads = self.num_heads
+        return replace(self, q=even("q", heads), k=even("k", groups), v=even("v", groups), o=even("o", heads))
+
+    def to(self, dtype: torch.dtype) -> "AttentionWeights":
+        """The same numbers in another dtype."""
+        return self.mapped(lambda tensor: tensor.to(dtype))
+
+
+@final
+@dataclass(frozen=True)
+class Head:
+    """The two forms of one head.
+
+    Attributes:
+        qk: `W_QK`, where it looks.
+        ov: `W_OV`, what it moves.
+    """
+
+    qk: BilinearForm
+    ov: BilinearForm
+
+
+def standard_scale(d_k: int) -> float:
+    """The paper's `1/√d_k`."""
+    return 1 / math.sqrt(d_k)
+
+
+def _product(one: Tensor, two: Tensor) -> Tensor:
+    match one.ndim, two.ndim:
+        case 2, 2:
+            return one * two
+        case 2, 3:
+            return one[:, :, None] * two
+        case 3, 2:
+            return one * two[:, None, :]
+        case _:
+            return one @ two
+
+
+def _row_times(row: Tensor, matrix: Tensor) -> Tensor:
+    return row * matrix if matrix.ndim == 2 else (row[:, None, :] @ matrix)[:, 0]
+
+
+def _add(one: Tensor | None, two: Tensor | None) -> Tensor | None:
+    if one is None or two is None:
+        return one if two is None else two
+    return one + two

@@ -1,0 +1,148 @@
+"""`triptych cost`."""
+
+import json
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from triptych import cost_pages
+from triptych.cost_timing import TimingReport, measure_times
+from triptych.costing import CostReport, CostSpec, measure_cost
+from triptych.errors import UsageError
+from triptych.reports import render_table, write_comparison_report
+
+
+def cost(
+    d_model: Annotated[int, typer.Option("--d-model", help="Width of input and output.")] = 512,
+    num_heads: Annotated[int, typer.Option("--num-heads", help="Query heads.")] = 8,
+    d_k: Annotated[
+        int | None, typer.Option("--d-k", help="Width of queries and keys; d_model / num_heads if not given.")
+    ] = None,
+    d_v: Annotated[
+        int | None, typer.Option("--d-v", help="Width of values; d_model / num_heads if not given.")
+    ] = None,
+    num_kv_heads: Annotated[int | None, typer.Option("--num-kv-heads", help="Groups of 'grouped'.")] = None,
+    d_latent: Annotated[int | None, typer.Option("--d-latent", help="Width kept by 'latent'.")] = None,
+    d_shared: Annotated[
+        int | None, typer.Option("--d-shared", help="Channels that 'collaborative' shares.")
+    ] = None,
+    biases: Annotated[bool, typer.Option("--bias", help="Every map has a bias.")] = False,
+    length: Annotated[
+        int, typer.Option("--length", help="Tokens of a sequence, training and prefill.")
+    ] = 512,
+    context: Annotated[
+        int, typer.Option("--context", help="Tokens that a step of decoding sees, the new one included.")
+    ] = 2048,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences at a time.")] = 1,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Of weights, activations and cache: fp32, bf16, fp16.")
+    ] = "fp32",
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", help="A parameterisation to look at; all if not given. May be repeated."),
+    ] = None,
+    formulas: Annotated[bool, typer.Option("--formulas", help="Show forms and formulas too.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Time them on this machine too.")] = False,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="With --measure: time for each figure, about.")
+    ] = 1.0,
+    device: Annotated[str, typer.Option("--device", help="With --measure: cpu, cuda or cuda:N.")] = "cpu",
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """What each parameterisation of attention costs at a size: parameters, FLOPs, bytes and cache."""
+    try:
+        spec = CostSpec(
+            d_model=d_model,
+            num_heads=num_heads,
+            d_k=d_k,
+            d_v=d_v,
+            num_kv_heads=num_kv_heads,
+            d_latent=d_latent,
+            d_shared=d_shared,
+            biases=biases,
+            length=length,
+            context=context,
+            batch=batch,
+            dtype=dtype,
+            **({"parameterisations": tuple(only)} if only else {}),
+        )
+        report = measure_cost(spec)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if html is not None and not html.parent.is_dir():
+        raise UsageError(f"the folder of {html} does not exist: make it first")
+    timed = _measured(report, seconds, device) if measure else None
+    if html is not None:
+        command = shlex.join(["triptych", *sys.argv[1:]])
+        write_comparison_report(cost_pages.cost_page(report, timed, command), html)
+    if as_json:
+        figures = report.figures()
+        print(json.dumps(figures if timed is None else {**figures, "times": timed.figures()}))
+        return
+    _print(report, timed, formulas)
+    if html is not None:
+        Console(highlight=False, markup=False).print(f"page: {html}", soft_wrap=True)
+
+
+def _measured(report: CostReport, seconds: float, device: str) -> TimingReport:
+    if not 0 <= seconds < math.inf:
+        raise UsageError(f"--seconds is {seconds}: it must be 0 or more")
+    with Progress(
+        TextColumn("timing {task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+        return measure_times(
+            report,
+            seconds=seconds,
+            device=_device(device),
+            progress=lambda what, share: bar.update(task, description=what, completed=share),
+        )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {name!r} is not known: use cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"device {name!r} is asked for, but torch sees {torch.cuda.device_count()} GPUs here"
+        )
+    return device
+
+
+def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> None:
+    console = Console(highlight=False, markup=False)
+    console.print(cost_pages.setting(report.spec))
+    console.print(cost_pages.work(report.spec))
+    if own := cost_pages.own_sizes(report):
+        console.print(own)
+    console.print(render_table(cost_pages.cost_table(report)))
+    for note in (*cost_pages.notes(report), *cost_pages.LEGEND):
+        console.print(note)
+    if formulas:
+        console.print()
+        console.print(render_table(cost_pages.formula_table(report)))
+        for line in cost_pages.FORMULA_LEGEND:
+            console.print(line)
+    if timed is not None:
+        console.print()
+        console.print(cost_pages.machine(timed))
+        console.print(render_table(cost_pages.timing_table(timed)))
+        for line in cost_pages.TIMING_LEGEND:
+            console.print(line)

@@ -1,0 +1,151 @@
+"""The attention layers of a model, by name, and a model with some of them rewritten."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from triptych.algebra.weights import AttentionWeights, Norm
+from triptych.attention import MultiHeadAttention
+from triptych.models.blocks import DecoderBlock, EncoderBlock, Residual
+from triptych.models.configuration import AttentionConfig, ModelConfig
+from triptych.models.encoder_decoder import EncoderDecoder
+
+
+class Site(NamedTuple):
+    """One attention layer of a model.
+
+    Attributes:
+        stack: "encoder", "decoder" (self-attention) or "cross".
+        block: its number in the stack.
+        layer: the layer.
+        residual: the frame around it, which holds its norm.
+    """
+
+    stack: Literal["encoder", "decoder", "cross"]
+    block: int
+    layer: MultiHeadAttention
+    residual: Residual
+
+    @property
+    def name(self) -> str:
+        """As in `encoder.0`."""
+        return f"{self.stack}.{self.block}"
+
+    @property
+    def kind(self) -> Literal["self", "causal", "cross"]:
+        """Where its queries and keys come from."""
+        kinds: dict[str, Literal["self", "causal", "cross"]]
+        kinds = {"encoder": "self", "decoder": "causal", "cross": "cross"}
+        return kinds[self.stack]
+
+
+def attention_sites(model: EncoderDecoder) -> list[Site]:
+    """Every attention layer: the encoder's, then each decoder block's own and the one to the memory."""
+    sites: list[Site] = []
+    for i, block in enumerate(model.encoder):
+        assert isinstance(block, EncoderBlock)  # a ModuleList does not tell
+        sites.append(Site("encoder", i, block.self_attention, block.self_residual))
+    for i, block in enumerate(model.decoder):
+        assert isinstance(block, DecoderBlock)
+        sites.append(Site("decoder", i, block.self_attention, block.self_residual))
+        sites.append(Site("cross", i, block.cross_attention, block.cross_residual))
+    return sites
+
+
+def attention_weights(model: EncoderDecoder) -> dict[str, AttentionWeights]:
+    """The weights of every attention layer by site, with the traits and norms that the model gives them.
+
+    Under pre-norm a layer reads its residual's norm, and cross-attention the norm at the encoder's
+    end for its memory.
+    """
+    scheme = model.config.positions.scheme
+    found: dict[str, AttentionWeights] = {}
+    for site in attention_sites(model):
+        weights = site.layer.weights(site.kind)
+        positions = "none" if site.kind == "cross" else scheme
+        traits = replace(weights.traits, positions=positions, norm=model.config.norm)
+        norm = memory_norm = None
+        if model.config.norm == "pre":
+            norm = _norm(site.residual.norm)
+            memory_norm = _norm(model.encoder_norm) if site.kind == "cross" else None
+        found[site.name] = replace(weights, traits=traits, norm=norm, memory_norm=memory_norm)
+    return found
+
+
+def with_attention(model: EncoderDecoder, changed: Mapping[str, AttentionWeights]) -> EncoderDecoder:
+    """A new model with other weights at some sites and everything else copied; the old one is left alone.
+
+    Each changed site takes the parameterisation that its weights call for; the configuration says so.
+
+    Raises:
+        ValueError: weights that no parameterisation writes, or a site there is not.
+    """
+    sites = {site.name: site for site in attention_sites(model)}
+    if unknown := [name for name in changed if name not in sites]:
+        raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(sites)}")
+    layers = {
+        name: MultiHeadAttention.from_weights(changed[name], site.layer.dropout, site.layer.positions)
+        if name in changed
+        else site.layer
+        for name, site in sites.items()
+    }
+    configs = {
+        name: AttentionConfig.of(layer.parameterisation, layer.num_heads, layer.dropout)
+        for name, layer in layers.items()
+    }
+    return _assembled(model, _configured(model.config, configs), layers)
+
+
+def _assembled(
+    model: EncoderDecoder, config: ModelConfig, layers: Mapping[str, MultiHeadAttention]
+) -> EncoderDecoder:
+    """A model of a configuration, its attention taken from layers and the rest from a model."""
+    some = next(model.parameters())
+    with torch.random.fork_rng():  # fresh weights are drawn only to be overwritten
+        new = EncoderDecoder(config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id)
+    new = new.to(device=some.device, dtype=some.dtype).train(model.training)
+    in_layers = {id(parameter) for site in attention_sites(new) for parameter in site.layer.parameters()}
+    old = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in new.named_parameters():
+            if id(parameter) not in in_layers:
+                parameter.copy_(old[name])
+        for site in attention_sites(new):
+            site.layer.load_state_dict(layers[site.name].state_dict())
+    return new
+
+
+def _configured(config: ModelConfig, sites: Mapping[str, AttentionConfig]) -> ModelConfig:
+    """The configuration with these sites: the most frequent of a stack for all of it, others by layer."""
+    of_stack: dict[str, dict[int, AttentionConfig]] = {"encoder": {}, "decoder": {}, "cross": {}}
+    for name, site in sites.items():
+        stack, index = name.split(".")
+        of_stack[stack][int(index)] = site
+    usual, unusual = {}, {}
+    for stack, layers in of_stack.items():
+        dumps = {i: site.model_dump_json() for i, site in layers.items()}
+        most = Counter(dumps.values()).most_common(1)[0][0]
+        usual[stack] = AttentionConfig.model_validate_json(most)
+        unusual[stack] = {i: site for i, site in layers.items() if dumps[i] != most}
+    encoder = config.encoder.model_copy(
+        update={"attention": usual["encoder"], "attention_in_layer": unusual["encoder"]}
+    )
+    decoder = config.decoder.model_copy(
+        update={
+            "attention": usual["decoder"],
+            "attention_in_layer": unusual["decoder"],
+            "cross_attention": usual["cross"],
+            "cross_attention_in_layer": unusual["cross"],
+        }
+    )
+    changed = config.model_copy(update={"encoder": encoder, "decoder": decoder})
+    return ModelConfig.model_validate(changed.model_dump())
+
+
+def _norm(norm: nn.Module) -> Norm:
+    assert isinstance(norm, nn.LayerNorm)  # the only norm there is
+    return Norm(norm.weight.detach(), norm.bias.detach())

@@ -1,0 +1,145 @@
+"""Every exact rewrite of every parameterisation gives a layer that attends as the one before, or refuses.
+
+To add a rewrite: name it in `REWRITES`. What it refuses goes into `REFUSED`, with the reason; what no
+layer can hold afterwards into `UNWRITTEN`.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads import (
+    LENGTH,
+    MEMORY_LENGTH,
+    Untouched,
+    assert_same_function,
+    make_layer,
+    make_norm,
+    random_input,
+)
+from triptych.algebra.rewrites.biases import drop_key_bias, fold_value_bias
+from triptych.algebra.rewrites.folding import expand, factor, fold
+from triptych.algebra.rewrites.norms import fold_norm
+from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.weights import AttentionWeights, Norm
+from triptych.attention import PARAMETERISATIONS, Alibi, AttentionPositions, MultiHeadAttention, Rotary
+
+
+def fold_chains(weights: AttentionWeights) -> AttentionWeights:
+    return fold(weights, keep="folded").weights
+
+
+def fold_form(weights: AttentionWeights) -> AttentionWeights:
+    return fold(weights, sides=("qk", "v", "o"), keep="folded").weights
+
+
+REWRITES: dict[str, Callable[[AttentionWeights], AttentionWeights]] = {
+    "fold": fold_chains,
+    "fold the form": fold_form,
+    "factor": lambda weights: factor(fold_form(weights)).weights,
+    "expand": lambda weights: expand(weights).weights,
+    "drop_key_bias": lambda weights: drop_key_bias(weights).weights,
+    "fold_value_bias": lambda weights: fold_value_bias(weights).weights,
+    "fold_norm": lambda weights: fold_norm(weights).weights,
+}
+NAMES = tuple(PARAMETERISATIONS)
+POSITIONS: dict[str, Callable[[], AttentionPositions | None]] = {
+    "none": lambda: None,
+    "rotary": Rotary,
+    "alibi": Alibi,
+}
+# Cross-attention has no places to compare.
+SETTINGS = [("cross", "none"), *itertools.product(("self", "causal"), POSITIONS)]
+WITH_KEY_BIAS = tuple(name for name in NAMES if name not in ("direct", "bilinear"))
+
+Condition = Callable[[str, bool], bool]
+
+
+def always(positions: str, biased: bool) -> bool:
+    return True
+
+
+def rotary(positions: str, biased: bool) -> bool:
+    return positions == "rotary"
+
+
+def rotary_and_biased(positions: str, biased: bool) -> bool:
+    return positions == "rotary" and biased
+
+
+# Rewrite, parameterisations, when, reason.
+REFUSED: tuple[tuple[str, tuple[str, ...], Condition, str], ...] = (
+    ("fold the form", WITH_KEY_BIAS, rotary, "under rotary positions the form depends on the distance"),
+    ("factor", WITH_KEY_BIAS, rotary, "under rotary positions the form depends on the distance"),
+    ("factor", ("direct",), always, "the keys have a map of their own: the form is a product already"),
+    ("drop_key_bias", WITH_KEY_BIAS, rotary_and_biased, "under rotary positions the key bias is turned"),
+    ("fold_norm", ("direct",), always, "q reads the norm through a fixed map"),
+)
+# `bilinear` has a value map for every head.
+UNWRITTEN: tuple[tuple[str, str], ...] = (("fold the form", "grouped"),)
+
+
+def reason_to_refuse(rewrite: str, name: str, positions: str, biased: bool) -> str:
+    for refused, names, when, reason in REFUSED:
+        if rewrite == refused and name in names and when(positions, biased):
+            return reason
+    return ""
+
+
+def attend(
+    layer: MultiHeadAttention, weights: AttentionWeights, x: Tensor, memory: Tensor | None, towards: Tensor
+) -> tuple[Tensor, ...]:
+    """Output of the layer behind the norms its weights still have, and the gradients of the inputs."""
+    keys_from = None if memory is None else after_norm(weights.memory_norm, memory)
+    causal = weights.traits.kind == "causal"
+    output = layer(after_norm(weights.norm, x), memory=keys_from, causal=causal).output
+    inputs = (x,) if memory is None else (x, memory)
+    return output.detach(), *torch.autograd.grad((output * towards).sum(), inputs)
+
+
+def after_norm(norm: Norm | None, x: Tensor) -> Tensor:
+    if norm is None:
+        return x
+    y = x * (norm.offset + norm.gain)
+    return y if norm.shift is None else y + norm.shift
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["no biases", "biases"])
+@pytest.mark.parametrize(("kind", "positions"), SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rewrite", REWRITES)
+def test_the_rewritten_layer_attends_as_before_or_the_rewrite_is_refused(
+    rewrite: str, name: str, kind: Any, positions: str, biased: bool
+) -> None:
+    if positions == "rotary" and PARAMETERISATIONS[name].no_rotary:
+        return  # such a layer cannot be made
+    layer = make_layer(name, biased=biased, positions=POSITIONS[positions]())
+    found = layer.weights(kind)
+    weights = replace(
+        found,
+        traits=replace(found.traits, norm="pre"),
+        norm=make_norm(offset=1.0, shifted=biased),
+        memory_norm=make_norm(shifted=biased) if kind == "cross" else None,
+    )
+    if reason := reason_to_refuse(rewrite, name, positions, biased):
+        with pytest.raises(RewriteRefusedError, match=reason):
+            REWRITES[rewrite](weights)
+        return
+    with Untouched(weights):
+        new = REWRITES[rewrite](weights)
+    if (rewrite, name) in UNWRITTEN:
+        assert_same_function(weights, new)
+        with pytest.raises(ValueError, match="no parameterisation writes these weights"):
+            MultiHeadAttention.from_weights(new)
+        return
+    rebuilt = MultiHeadAttention.from_weights(new, positions=POSITIONS[positions]())
+    x, towards = random_input(LENGTH).requires_grad_(), random_input(LENGTH)
+    memory = random_input(MEMORY_LENGTH).requires_grad_() if kind == "cross" else None
+    expected = attend(layer, weights, x, memory, towards)
+    for one, other in zip(attend(rebuilt, new, x, memory, towards), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * float(other.abs().max()))

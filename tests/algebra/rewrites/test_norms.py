@@ -1,0 +1,190 @@
+"""A norm's gain and shift in the maps that read it, and what else may read it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from heads import D_MODEL, Untouched, assert_same_function, make_layer, make_norm, storages
+from tolerances import assert_same
+from triptych.algebra.rewrites.folding import expand
+from triptych.algebra.rewrites.norms import fold_norm
+from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.weights import AttentionWeights, Norm, Side
+from triptych.attention.projections import PARAMETERISATIONS
+
+NAMES = tuple(name for name in PARAMETERISATIONS if name != "direct")
+
+
+def make(
+    name: str, kind: Any = "self", *, biased: bool = True, shifted: bool = True, offset: float = 0.0
+) -> AttentionWeights:
+    """A layer behind a norm, its memory behind another."""
+    weights = with_traits(make_layer(name, biased=biased).weights(kind), norm="pre")
+    memory_norm = make_norm(shifted=shifted) if kind == "cross" else None
+    return replace(weights, norm=make_norm(offset, shifted=shifted), memory_norm=memory_norm)
+
+
+def with_traits(weights: AttentionWeights, **traits: Any) -> AttentionWeights:
+    return replace(weights, traits=replace(weights.traits, **traits))
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", ["self", "causal", "cross"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_maps_take_up_gain_and_shift(name: str, kind: str, biased: bool, shifted: bool) -> None:
+    weights = make(name, kind, biased=biased, shifted=shifted)
+    with Untouched(weights):
+        result, record = fold_norm(weights)
+    assert result.norm is None
+    assert result.memory_norm is None
+    assert record.tier == "rounding-exact"
+    assert_same_function(weights, result)
+    assert len(set(storages(result))) == len(list(result.links()))
+    if not (biased or shifted):
+        assert all(result.head_bias(side) is None for side in ("q", "k", "v"))
+
+
+@pytest.mark.parametrize("side", ["norm", "memory_norm"])
+@pytest.mark.parametrize("name", NAMES)
+def test_of_two_norms_either_may_be_missing(name: str, side: str) -> None:
+    weights = make(name, "cross")
+    one: dict[str, Any] = {"norm": None, "memory_norm": None, side: getattr(weights, side)}
+    weights = replace(weights, **one)
+    result = fold_norm(weights).weights
+    assert result.norm is result.memory_norm is None
+    assert_same_function(weights, result)
+
+
+def test_a_gain_stored_relative_to_one_is_converted() -> None:
+    weights = make("factored", offset=1.0)
+    result, record = fold_norm(weights)
+    assert_same_function(weights, result)
+    assert record.notes == ("of the norm a gain of 1 (stored as 0) and no shift are left",)
+    assert weights.norm is not None
+    W_Q = (1 + weights.norm.gain)[:, None] * weights.W_Q
+    assert_same(result.W_Q, W_Q, kind="output")
+
+
+def test_the_shift_passes_the_map_as_it_was_before() -> None:
+    weights = make("factored")
+    assert weights.norm is not None
+    assert weights.norm.shift is not None
+    old_bias = weights.head_bias("v")
+    assert old_bias is not None
+    assert_same(
+        fold_norm(weights).weights.head_bias("v"), weights.norm.shift @ weights.W_V + old_bias, kind="output"
+    )
+
+
+def test_a_shift_of_zeros_needs_no_bias() -> None:
+    weights = make("grouped", biased=False)
+    assert weights.norm is not None
+    still = replace(weights.norm, shift=torch.zeros(D_MODEL, dtype=torch.float64))
+    result = fold_norm(with_traits(replace(weights, norm=still), bias_slots=frozenset())).weights
+    assert result.head_bias("q") is result.head_bias("k") is result.head_bias("v") is None
+
+
+def test_what_is_shared_stays_shared() -> None:
+    for name, one, other in (("symmetric", "q", "k"), ("key_value", "k", "v"), ("shared", "q", "v")):
+        assert fold_norm(make(name)).weights.tied(one, other)
+    latent = fold_norm(make("latent")).weights
+    assert latent.k[0] is latent.v[0]
+    assert fold_norm(make("key_value", "cross")).weights.tied("k", "v")
+
+
+def test_queries_part_from_keys_that_read_another_norm() -> None:
+    result, record = fold_norm(make("shared", "cross"))
+    assert not result.tied("q", "k")
+    assert result.tied("k", "v")
+    assert record.notes[0] == "q shared a map with k and v, which take up something else: it has its own now"
+    assert fold_norm(make("symmetric")).record.notes[0].startswith("of the norm")
+
+
+def test_only_the_first_map_of_a_chain_changes() -> None:
+    weights = make("stacked")
+    result = fold_norm(weights).weights
+    assert result.q[1] is weights.q[1]
+    assert result.o is weights.o
+    parted = replace(weights, k=(replace(weights.k[0], after="dropout"), weights.k[1]))
+    assert fold_norm(parted).weights.k[0].after == "dropout"
+
+
+def test_one_matrix_takes_the_gain_on_both_sides() -> None:
+    weights = make("bilinear", shifted=False, biased=False)
+    assert weights.norm is not None
+    gain = weights.norm.gain
+    expected = gain[:, None] * weights.q[0].weight * gain
+    assert_same(fold_norm(weights).weights.q[0].weight, expected, kind="output")
+    # A value map that is the query map, too, takes it on one side only.
+    tied = replace(weights, v=weights.q, o=make_layer("factored", biased=False, d_v=D_MODEL).weights().o)
+    assert_same_function(tied, fold_norm(tied).weights)
+
+
+@pytest.mark.parametrize(
+    ("traits", "reason"),
+    [
+        ({"norm": "none"}, "the traits say that no norm stands before this layer"),
+        ({"norm": "post"}, "post-norm: the residual carries its gain"),
+        ({"norm": "sandwich"}, "sandwich"),
+        ({"other_norm_readers": "the feed-forward layer"}, "also read by the feed-forward layer"),
+        ({"bias_slots": frozenset("qo")}, "no bias slot on k and v for the shift"),
+        ({"bias_slots": frozenset("kvo")}, "no bias slot on q for the shift"),
+    ],
+)
+def test_a_norm_that_cannot_be_folded_stays(traits: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RewriteRefusedError, match=f"^fold_norm refused: .*{reason}"):
+        fold_norm(with_traits(make("factored"), **traits))
+
+
+def test_without_a_norm_there_is_nothing_to_fold() -> None:
+    weights = with_traits(make_layer("factored", biased=True).weights("self"), norm="pre")
+    with pytest.raises(RewriteRefusedError, match="there is nothing to fold"):
+        fold_norm(weights)
+    with pytest.raises(RewriteRefusedError, match="there is nothing to fold"):
+        fold_norm(replace(weights, memory_norm=make_norm()))
+
+
+def test_a_fixed_map_takes_up_nothing_until_it_is_expanded() -> None:
+    weights = make("direct")
+    with pytest.raises(RewriteRefusedError, match=r"q reads the norm through a fixed map.*; expand it first"):
+        fold_norm(weights)
+    assert_same_function(weights, fold_norm(expand(weights).weights).weights)
+
+
+@pytest.mark.parametrize("side", ["q", "v"])
+def test_a_side_without_a_map_takes_up_nothing(side: Side) -> None:
+    empty: dict[str, Any] = {side: ()}
+    with pytest.raises(RewriteRefusedError, match=f"{side} is the norm's output itself"):
+        fold_norm(replace(make("factored"), **empty))
+
+
+@pytest.mark.parametrize(
+    ("traits", "reason"),
+    [
+        ({"soft_cap": 30.0}, "its shift β would be their bias, and the scores are soft-capped at ±30"),
+        ({"sinks": True}, "its shift β would be their bias, and .*a sink"),
+        ({"sigmoid": True}, "its shift β would be their bias, and .*a sigmoid"),
+    ],
+)
+def test_where_the_input_is_the_key_its_shift_is_a_key_bias(traits: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RewriteRefusedError, match=reason):
+        fold_norm(with_traits(make("bilinear"), **traits))
+    assert fold_norm(with_traits(make("bilinear", shifted=False), **traits)).weights.norm is None
+
+
+def test_where_the_input_is_the_key_nothing_may_stand_between_it_and_the_queries() -> None:
+    weights = make("bilinear")
+    with pytest.raises(RewriteRefusedError, match="rotary positions stand between them"):
+        fold_norm(with_traits(weights, positions="rotary"))
+    with pytest.raises(RewriteRefusedError, match=r"a norm \(QK-norm\) stands between them"):
+        fold_norm(with_traits(weights, qk_norm=True))
+    with pytest.raises(RewriteRefusedError, match="dropout stands after map 1 of q"):
+        fold_norm(replace(weights, q=(replace(weights.q[0], after="dropout"),)))
+
+
+def test_a_norm_of_a_self_attentions_memory_is_no_concern_of_it() -> None:
+    other = Norm(torch.ones(D_MODEL, dtype=torch.float64))
+    assert fold_norm(replace(make("factored"), memory_norm=other)).weights.memory_norm is other
