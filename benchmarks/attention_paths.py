@@ -1,6 +1,6 @@
 """Where written-out attention beats the fused kernel on this machine, forward and backward.
 
-    python benchmarks/attention_paths.py [--json FILE]
+    python benchmarks/attention_paths.py [--heads Q,K,V] [--widths D_K,D_V] [--query-len N] [--json FILE]
 
 Both paths run in turn on the same tensors; the figures are medians of `REPEATS` rounds with the range.
 The ratio is fused / written out: above 1 the written-out path is faster.
@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,6 @@ from triptych.attention import attention
 
 REPEATS = 9
 TOKENS = 4096
-NUM_HEADS, WIDTH = 4, 64
 LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 
 
@@ -36,9 +36,24 @@ def step(tensors: list[torch.Tensor], path: str, backward: bool) -> None:
             output.backward(torch.ones_like(output))
 
 
-def measure(length: int, dtype: torch.dtype, backward: bool) -> dict[str, object]:
-    shape = (max(1, TOKENS // length), NUM_HEADS, length, WIDTH)
-    tensors = [torch.randn(shape, dtype=dtype, requires_grad=backward) for _ in range(3)]
+class Setting(NamedTuple):
+    heads: tuple[int, int, int]
+    widths: tuple[int, int]
+    query_len: int | None
+
+    def tensors(self, length: int, dtype: torch.dtype, backward: bool) -> list[torch.Tensor]:
+        batch = max(1, TOKENS // length)
+        (q_heads, k_heads, v_heads), (d_k, d_v) = self.heads, self.widths
+        shapes = ((q_heads, self.query_len or length, d_k), (k_heads, length, d_k), (v_heads, length, d_v))
+        return [torch.randn(batch, *shape, dtype=dtype, requires_grad=backward) for shape in shapes]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def measure(setting: Setting, length: int, dtype: torch.dtype, backward: bool) -> dict[str, object]:
+    tensors = setting.tensors(length, dtype, backward)
     times: dict[str, list[float]] = {"reference": [], "fast": []}
     for repeat in range(REPEATS + 2):
         for path, found in times.items():
@@ -60,15 +75,18 @@ def measure(length: int, dtype: torch.dtype, backward: bool) -> dict[str, object
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--heads", type=numbers, default=(4, 4, 4), help="of queries, keys and values")
+    parser.add_argument("--widths", type=numbers, default=(64, 64), help="d_k and d_v")
+    parser.add_argument("--query-len", type=int, help="1 for a decoding step; as many as keys if left out")
     arguments = parser.parse_args()
+    setting = Setting(arguments.heads, arguments.widths, arguments.query_len)
     rows = []
-    setting = f"{TOKENS} tokens, {NUM_HEADS} heads of {WIDTH}"
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {setting}")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {TOKENS} tokens, {setting}")
     print(f"{'pass':<20}{'dtype':<10}{'length':>7}{'written out':>13}{'fused':>10}  ratio (range)")
     for backward in (False, True):
         for dtype in (torch.float32, torch.bfloat16):
             for length in LENGTHS:
-                row = measure(length, dtype, backward)
+                row = measure(setting, length, dtype, backward)
                 rows.append(row)
                 low, high = row["ratio_range"]  # type: ignore[misc]
                 print(

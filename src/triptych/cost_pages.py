@@ -23,15 +23,15 @@ TIMING_LEGEND = (
 )
 
 
-def count(number: float) -> str:
+def count(number: float | int) -> str:
     """A number in three digits: 131, 65.5K, 1.05M, 2.15G."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= 0.9995 * size:
             return f"{_three_digits(number / size)}{unit}"
-    return _three_digits(number) if number % 1 else f"{number:.0f}"
+    return f"{number}" if isinstance(number, int) else _three_digits(number)
 
 
-def size(number: float) -> str:
+def size(number: float | int) -> str:
     """Bytes in three digits: 512 B, 2.00 KiB, 8.00 MiB."""
     for unit, power in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
         if number >= 0.9995 * 1024**power:
@@ -248,7 +248,7 @@ def _bars(
     title: str,
     rows: tuple[CostRow, ...],
     value: Callable[[CostRow], int],
-    words: Callable[[float], str],
+    words: Callable[[int], str],
     caption: str = "",
 ) -> BarChart:
     return BarChart(

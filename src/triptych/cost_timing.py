@@ -44,7 +44,7 @@ class Machine:
     gemm_flops_per_second: float
     bytes_per_second: float
 
-    def predicted_seconds(self, flops: float, moved_bytes: float) -> float:
+    def predicted_seconds(self, flops: float | int, moved_bytes: float | int) -> float:
         """The roofline: whichever of arithmetic and memory takes longer."""
         return max(flops / self.gemm_flops_per_second, moved_bytes / self.bytes_per_second)
 
@@ -175,8 +175,9 @@ def _in_turn(
         for call, found in zip(calls, samples, strict=True):
             found.append(_seconds(call, device))
         spent = time.monotonic() - started
-        tell(min(1.0, max(done / _MAX_ROUNDS, min(spent / budget_seconds, done / _MIN_ROUNDS))))
-        if done >= _MIN_ROUNDS and spent >= budget_seconds:
+        share = min(done / _MIN_ROUNDS, spent / budget_seconds if budget_seconds else 1.0)
+        tell(min(1.0, max(share, done / _MAX_ROUNDS)))
+        if share >= 1:
             break
     return samples
 

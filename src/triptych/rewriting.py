@@ -202,7 +202,7 @@ def fold_value_bias(target: Target, *, sites: Collection[str] | None = None) -> 
 
 
 def fold_norm(target: Target, *, sites: Collection[str] | None = None) -> Target:
-    """Fold gains and shifts of norms into the attention maps that read them; see `algebra.rewrites.fold_norm`.
+    """Fold gains and shifts of norms into the maps that read them; see `algebra.rewrites.fold_norm`.
 
     In a model the norms stay in their places with gain 1 and shift 0. Those before feed-forward
     layers and the decoder's last one are left alone: no attention reads them.

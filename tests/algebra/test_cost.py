@@ -180,3 +180,31 @@ def test_what_is_cached_is_what_keys_and_values_have_in_common_and_what_not() ->
     assert cached((), ()) == 6
     assert cached((), (other,)) == 12
     assert cached((down, up), (other,)) == 12
+
+
+def chained(copies: int, d_in: int, d_out: int) -> Link:
+    return Link(torch.ones(copies, d_in, d_out))
+
+
+def test_a_map_of_a_group_is_applied_for_each_of_its_heads_in_the_absorbed_route() -> None:
+    down, up_k, up_v = chained(1, 6, 2), chained(2, 2, 3), chained(2, 2, 5)
+    weights = AttentionWeights(
+        6, 4, 1.0, (chained(4, 6, 3),), (down, up_k), (down, up_v), (chained(4, 5, 6),)
+    )
+    step = pass_cost(weights, 1, cached=9, route="absorbed")
+    maps = 2 * (4 * 6 * 3 + 6 * 2 + 4 * 5 * 6)
+    assert step.flops == maps + 2 * 4 * 2 * (3 + 5) + 10 * 2 * 4 * (2 + 2)
+    # Each group's keys and values are rebuilt once.
+    expanded = pass_cost(weights, 1, cached=9, route="expanded")
+    assert expanded.flops == maps + 10 * 2 * 2 * 2 * (3 + 5) + 10 * 2 * 4 * (3 + 5)
+
+
+def test_queries_by_the_keys_map_are_made_besides_the_keys_that_are_rebuilt() -> None:
+    down, up_k, up_v = chained(1, 6, 2), chained(2, 2, 3), chained(2, 2, 3)
+    weights = AttentionWeights(6, 2, 1.0, (down, up_k), (down, up_k), (down, up_v), (chained(2, 3, 6),))
+    step = pass_cost(weights, 1, cached=9, route="expanded")
+    rebuilt = 10 * 2 * 2 * 2 * (3 + 3)
+    assert step.flops == 2 * 6 * 2 + 2 * 2 * 2 * 3 + rebuilt + 10 * 2 * 2 * (3 + 3) + 2 * 2 * 3 * 6
+    # Without a cache the new tokens are all there are, and what both need is made once.
+    whole = pass_cost(weights, 4, route="expanded")
+    assert whole.flops == 4 * (2 * 6 * 2 + 2 * 2 * 2 * (3 + 3) + 4 * 2 * 2 * (3 + 3) + 2 * 2 * 3 * 6)

@@ -1,21 +1,35 @@
 """The operation: its two paths against each other, against NumPy and against torch."""
 
 import inspect
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tolerances import assert_same
 from triptych.attention import attention, causal_mask
+from triptych.attention.operation import explain_attention
 
 BATCH, KEY_LEN = 3, 6
 MASKS = ("none", "padding", "random", "with blind rows")
 WIDTHS = ((8, 8), (8, 12), (8, 4))
-HEADS = ((4, 4), (4, 2), (4, 1))
+ALIKE, GROUPED, ONE_GROUP, ONE_KEY_HEAD = (4, 4, 4), (4, 2, 2), (4, 1, 1), (4, 1, 4)
+SHAPES = (
+    *((ALIKE, widths) for widths in WIDTHS),
+    (GROUPED, (8, 8)),
+    (GROUPED, (8, 12)),
+    (ONE_GROUP, (8, 8)),
+    (ONE_KEY_HEAD, (8, 8)),
+    (ONE_KEY_HEAD, (8, 4)),
+    ((4, 4, 2), (8, 12)),
+)
+BIASES = {"every score": (BATCH, 4), "heads": (4,), "positions": (), "texts": (BATCH, 1)}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -26,16 +40,16 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(
-    heads: tuple[int, int] = (4, 4),
+    heads: tuple[int, int, int] = (4, 4, 4),
     widths: tuple[int, int] = (8, 8),
     query_len: int = KEY_LEN,
     dtype: torch.dtype = torch.float64,
 ) -> Inputs:
-    (num_heads, num_kv_heads), (d_k, d_v) = heads, widths
+    (num_heads, key_heads, value_heads), (d_k, d_v) = heads, widths
     shapes = (
         (BATCH, num_heads, query_len, d_k),
-        (BATCH, num_kv_heads, KEY_LEN, d_k),
-        (BATCH, num_kv_heads, KEY_LEN, d_v),
+        (BATCH, key_heads, KEY_LEN, d_k),
+        (BATCH, value_heads, KEY_LEN, d_v),
     )
     return Inputs(*(torch.randn(shape).to(dtype).requires_grad_() for shape in shapes))
 
@@ -50,7 +64,8 @@ def make_mask(kind: str, query_len: int, num_heads: int = 4) -> Tensor | None:
     mask[..., 0] = True  # no row is blind by chance
     if kind == "with blind rows":
         mask[0, 1] = False
-        mask[:, :, -1] = False
+        if query_len > 1:
+            mask[:, :, -1] = False
     return mask
 
 
@@ -62,33 +77,38 @@ def whole_mask(mask: Tensor | None, causal: bool, query_len: int, num_heads: int
     return allowed & causal_mask(query_len, KEY_LEN) if causal else allowed
 
 
-def gradients(output: Tensor, upstream: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+def make_bias(kind: str, query_len: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*BIASES[kind], query_len, KEY_LEN).to(dtype).requires_grad_()
+
+
+def gradients(output: Tensor, upstream: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(output, inputs, upstream)
 
 
 def equation_1(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, allowed: np.ndarray
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, allowed: np.ndarray, bias: np.ndarray | float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention one query at a time, over the keys that it may see."""
     batch, num_heads, query_len, d_k = q.shape
-    group_size = num_heads // k.shape[1]
+    bias = np.broadcast_to(bias, allowed.shape)
+    keys_shared_by, values_shared_by = num_heads // k.shape[1], num_heads // v.shape[1]
     output = np.zeros((batch, num_heads, query_len, v.shape[-1]))
     weights = np.zeros((batch, num_heads, query_len, k.shape[2]))
     for b, h, i in np.ndindex(batch, num_heads, query_len):
         seen = np.flatnonzero(allowed[b, h, i])
         if len(seen) == 0:
             continue
-        scores = np.array([q[b, h, i] @ k[b, h // group_size, j] for j in seen]) / np.sqrt(d_k)
+        scores = np.array([q[b, h, i] @ k[b, h // keys_shared_by, j] for j in seen]) / np.sqrt(d_k)
+        scores += bias[b, h, i, seen]
         powers = np.exp(scores - scores.max())
         weights[b, h, i, seen] = powers / powers.sum()
-        output[b, h, i] = weights[b, h, i] @ v[b, h // group_size]
+        output[b, h, i] = weights[b, h, i] @ v[b, h // values_shared_by]
     return output, weights
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("widths", WIDTHS)
-@pytest.mark.parametrize("query_len", [KEY_LEN, 2])
+@pytest.mark.parametrize(("heads", "widths"), SHAPES)
+@pytest.mark.parametrize("query_len", [KEY_LEN, 1])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask_kind", MASKS)
 def test_both_paths_give_the_same_outputs_and_gradients(
@@ -96,7 +116,7 @@ def test_both_paths_give_the_same_outputs_and_gradients(
     causal: bool,
     query_len: int,
     widths: tuple[int, int],
-    heads: tuple[int, int],
+    heads: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> None:
     inputs = make_inputs(heads, widths, query_len, dtype)
@@ -130,13 +150,12 @@ def test_a_row_that_may_see_nothing_gives_exact_zeros_and_finite_gradients(
     assert (of_q[blind] == 0).all()
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("widths", WIDTHS)
-@pytest.mark.parametrize("query_len", [KEY_LEN, 2])
+@pytest.mark.parametrize(("heads", "widths"), SHAPES)
+@pytest.mark.parametrize("query_len", [KEY_LEN, 2, 1])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask_kind", MASKS)
 def test_both_paths_compute_equation_1(
-    mask_kind: str, causal: bool, query_len: int, widths: tuple[int, int], heads: tuple[int, int]
+    mask_kind: str, causal: bool, query_len: int, widths: tuple[int, int], heads: tuple[int, int, int]
 ) -> None:
     inputs = Inputs(*(t.detach() for t in make_inputs(heads, widths, query_len)))
     mask = make_mask(mask_kind, query_len)
@@ -213,7 +232,8 @@ def test_the_weights_given_back_are_those_before_dropout() -> None:
 
 def test_dropout_keeps_the_mean() -> None:
     q, k, v = (t.detach() for t in make_inputs())
-    many = torch.stack([attention(q, k, v, dropout=0.3).output for _ in range(4000)])
+    many = attention(*(t.repeat(4000, 1, 1, 1) for t in (q, k, v)), dropout=0.3).output
+    many = many.view(4000, *q.shape)
     error = (many.mean(dim=0) - attention(q, k, v).output).abs() / (many.std(dim=0) / 4000**0.5)
     assert error.max() < 6
 
@@ -271,7 +291,7 @@ def test_queries_and_keys_of_different_widths_are_refused_with_both_numbers() ->
     assert "queries have width 8 and keys 6" in refuse(k=torch.randn(BATCH, 4, KEY_LEN, 6))
 
 
-@pytest.mark.parametrize("shape", [(BATCH, 4, KEY_LEN + 1, 8), (BATCH, 2, KEY_LEN, 8), (1, 4, KEY_LEN, 8)])
+@pytest.mark.parametrize("shape", [(BATCH, 4, KEY_LEN + 1, 8), (1, 4, KEY_LEN, 8)])
 def test_keys_and_values_that_do_not_pair_up_are_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
     message = refuse(v=torch.randn(shape))
     assert f"keys [3, 4, {KEY_LEN}, 8]" in message
@@ -280,7 +300,25 @@ def test_keys_and_values_that_do_not_pair_up_are_refused_with_both_shapes(shape:
 
 def test_heads_that_cannot_be_grouped_are_refused_with_both_numbers() -> None:
     three = torch.randn(BATCH, 3, KEY_LEN, 8)
-    assert "4 query heads cannot share 3 key-value heads" in refuse(k=three, v=three)
+    assert "4 query heads cannot share 3 key heads" in refuse(k=three)
+    assert "4 query heads cannot share 3 value heads" in refuse(v=three)
+
+
+def test_queries_of_another_batch_size_are_refused_with_both_numbers() -> None:
+    assert "queries have batch size 1 and keys 3" in refuse(q=torch.randn(1, 4, KEY_LEN, 8))
+
+
+def test_a_bias_that_is_not_floating_point_is_refused() -> None:
+    assert refuse(bias=torch.ones(KEY_LEN, KEY_LEN, dtype=torch.bool)) == (
+        "the bias is torch.bool: it must be floating point, a mask is passed as mask"
+    )
+
+
+@pytest.mark.parametrize("shape", [(KEY_LEN, KEY_LEN - 1), (2, 1, 1), (2, 1, 1, 1), (1, 1, 1, 1, 1)])
+def test_a_mask_or_bias_that_does_not_broadcast_is_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
+    for name, given in (("mask", torch.ones(shape, dtype=torch.bool)), ("bias", torch.ones(shape))):
+        message = refuse(**{name: given})
+        assert f"the {name} {list(shape)} does not broadcast to [3, 4, {KEY_LEN}, {KEY_LEN}]" in message
 
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.0, 1.5])
@@ -291,3 +329,369 @@ def test_a_dropout_out_of_range_is_refused_with_its_value(dropout: float) -> Non
 @pytest.mark.parametrize("request_", [{"need_weights": True}, {"dropout": 0.1}])
 def test_the_fast_path_refuses_what_only_the_reference_path_can_do(request_: dict[str, object]) -> None:
     assert "use path='auto' or 'reference'" in refuse(path="fast", **request_)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [ALIKE, GROUPED, ONE_KEY_HEAD])
+@pytest.mark.parametrize("query_len", [KEY_LEN, 1])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask_kind", ["none", "padding", "with blind rows"])
+@pytest.mark.parametrize("bias_kind", BIASES)
+def test_both_paths_add_the_bias_and_give_it_the_same_gradient(
+    bias_kind: str,
+    mask_kind: str,
+    causal: bool,
+    query_len: int,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> None:
+    inputs = make_inputs(heads, (8, 12), query_len, dtype)
+    bias = make_bias(bias_kind, query_len, dtype)
+    mask = make_mask(mask_kind, query_len)
+    reference = attention(*inputs, mask=mask, bias=bias, causal=causal, path="reference").output
+    fast = attention(*inputs, mask=mask, bias=bias, causal=causal, path="fast").output
+    if dtype == torch.float64:
+        arrays = [t.detach().numpy() for t in inputs]
+        allowed = whole_mask(mask, causal, query_len).numpy()
+        expected, _ = equation_1(*arrays, allowed, bias.detach().numpy())
+        assert_same(reference.detach(), torch.from_numpy(expected), kind="output")
+    assert_same(fast, reference, kind="output")
+    blind = ~whole_mask(mask, causal, query_len).any(dim=-1)
+    assert (reference[blind] == 0).all()
+    assert (fast[blind] == 0).all()
+    upstream = torch.randn_like(reference)
+    of_reference = gradients(reference, upstream, (*inputs, bias))
+    of_fast = gradients(fast, upstream, (*inputs, bias))
+    assert of_reference[3].abs().max() > 0
+    for name, of_one, of_other in zip((*"qkv", "bias"), of_fast, of_reference, strict=True):
+        assert of_one.isfinite().all(), name
+        assert_same(of_one, of_other, kind="gradient")
+
+
+def test_a_bias_without_gradient_goes_through_the_kernel_in_every_shape() -> None:
+    inputs = make_inputs()
+    for kind in BIASES:
+        bias = make_bias(kind, KEY_LEN).detach()
+        for mask_kind in MASKS:
+            given = {"mask": make_mask(mask_kind, KEY_LEN), "bias": bias}
+            assert explain_attention(*inputs, **given, path="fast").kernel == "flash"
+            reference = attention(*inputs, **given, path="reference").output
+            assert_same(attention(*inputs, **given, path="fast").output, reference, kind="output")
+
+
+def test_a_float32_bias_serves_a_model_in_bfloat16() -> None:
+    inputs = make_inputs(dtype=torch.bfloat16)
+    bias = make_bias("heads", KEY_LEN, torch.float32).detach()
+    for path in ("reference", "fast"):
+        output = attention(*inputs, bias=bias, path=path).output
+        assert_same(output, attention(*inputs, bias=bias.bfloat16(), path=path).output, kind="exact")
+
+
+@pytest.mark.parametrize(("key_heads", "value_heads"), [*itertools.product([1, 2, 3, 6], repeat=2)])
+def test_numbers_of_key_heads_and_value_heads_are_free(key_heads: int, value_heads: int) -> None:
+    for query_len, widths in itertools.product((1, KEY_LEN), ((8, 8), (5, 8), (8, 5))):
+        inputs = make_inputs((6, key_heads, value_heads), widths, query_len)
+        mask = make_mask("random", query_len, num_heads=6)
+        q, k, v = inputs
+        k, v = (t.repeat_interleave(6 // t.shape[1], dim=1) for t in (k, v))
+        expected = attention(q, k, v, mask=mask, path="reference").output
+        upstream = torch.randn_like(expected)
+        of_expected = gradients(expected, upstream, inputs)
+        for path in ("reference", "fast", "auto"):
+            output = attention(*inputs, mask=mask, path=path).output
+            assert_same(output, expected, kind="output")
+            for one, other in zip(gradients(output, upstream, inputs), of_expected, strict=True):
+                assert_same(one, other, kind="gradient")
+
+
+@pytest.mark.parametrize("heads", [ALIKE, GROUPED, ONE_GROUP, ONE_KEY_HEAD])
+@pytest.mark.parametrize("path", ["reference", "fast", "auto"])
+def test_the_first_token_of_a_text_gets_its_own_value(path: str, heads: tuple[int, int, int]) -> None:
+    q, k, v = (t[:, :, :1] for t in make_inputs(heads))
+    expected = v.repeat_interleave(4 // heads[2], dim=1)
+    assert_same(attention(q, k, v, causal=True, path=path).output, expected, kind="output")
+
+
+class Recorder(TorchDispatchMode):
+    """Names the operations that run, and the largest tensor in memory of its own that one makes."""
+
+    def __init__(self, *inputs: Tensor) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.largest = 0
+        self._known = {t.untyped_storage().data_ptr() for t in inputs}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        self.names.append(func.overloadpacket.__name__)
+        for one in made if isinstance(made, tuple) else (made,):
+            if isinstance(one, Tensor) and one.untyped_storage().data_ptr() not in self._known:
+                self.largest = max(self.largest, one.untyped_storage().nbytes() // one.element_size())
+        return made
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that ran, under the name that `Explanation` gives it."""
+        found = {
+            "_scaled_dot_product_flash_attention_for_cpu": "flash",
+            "_safe_softmax": "math",
+            "_softmax": "batched products",
+        }
+        (kernel,) = {found[name] for name in self.names if name in found}
+        return kernel
+
+
+class Case(NamedTuple):
+    """A call, and what it should take: sizes as query_len, key_len, heads of q, k, v, d_k, d_v."""
+
+    sizes: tuple[int, int, int, int, int, int, int]
+    records: bool
+    arguments: dict[str, object]
+    path: str
+    heads: str
+    kernel: str
+    reason: str
+
+
+def triangle(query_len: int, key_len: int) -> dict[str, object]:
+    return {"mask": causal_mask(query_len, key_len)}
+
+
+CASES = {
+    "short, training": Case(
+        (20, 20, 4, 4, 4, 8, 8),
+        True,
+        {},
+        "written out",
+        "one to one",
+        "batched products",
+        "up to about 128 keys",
+    ),
+    "short": Case((20, 20, 4, 4, 4, 8, 8), False, {}, "fused", "one to one", "flash", "does not hold"),
+    "short, asked for": Case(
+        (20, 20, 4, 4, 4, 8, 8), True, {"path": "fast"}, "fused", "one to one", "flash", "was asked for"
+    ),
+    "long, training": Case(
+        (150, 150, 4, 4, 4, 8, 8), True, {"causal": True}, "fused", "one to one", "flash", "2 × 4 × 150 × 150"
+    ),
+    "long, asked for": Case(
+        (150, 150, 4, 4, 4, 8, 8),
+        False,
+        {"path": "reference"},
+        "written out",
+        "one to one",
+        "batched products",
+        "was asked for",
+    ),
+    "weights": Case(
+        (20, 20, 4, 4, 4, 8, 8),
+        False,
+        {"need_weights": True},
+        "written out",
+        "one to one",
+        "batched products",
+        "weights were asked for",
+    ),
+    "dropout": Case(
+        (20, 20, 4, 4, 4, 8, 8),
+        False,
+        {"dropout": 0.1},
+        "written out",
+        "one to one",
+        "batched products",
+        "dropout is 0.1",
+    ),
+    "masked": Case((20, 20, 4, 4, 4, 8, 8), False, triangle(20, 20), "fused", "one to one", "flash", ""),
+    "grouped, short, training": Case(
+        (20, 20, 4, 2, 2, 8, 8), True, {}, "written out", "grouped by rows", "batched products", "2 of keys"
+    ),
+    "grouped, long": Case(
+        (150, 150, 4, 2, 2, 8, 8),
+        True,
+        {"causal": True},
+        "fused",
+        "grouped by the kernel",
+        "flash",
+        "2 of keys",
+    ),
+    "grouped, long, masked": Case(
+        (150, 150, 4, 2, 2, 8, 8), False, triangle(150, 150), "fused", "grouped by the kernel", "flash", ""
+    ),
+    "grouped, decoding": Case(
+        (1, 150, 4, 2, 2, 8, 8), False, {"causal": True}, "fused", "grouped by rows", "flash", "query_len 1"
+    ),
+    "one key head": Case(
+        (150, 150, 4, 1, 4, 8, 8), False, {}, "fused", "expanded", "flash", "1 of keys and 4 of values"
+    ),
+    "one key head, decoding": Case(
+        (1, 150, 4, 1, 4, 16, 8),
+        False,
+        {},
+        "written out",
+        "grouped by rows",
+        "batched products",
+        "the 2 × 4 × 1 × 150 weights take less room",
+    ),
+    "two widths": Case(
+        (150, 150, 4, 4, 4, 16, 8), True, {}, "fused, padded", "one to one", "flash", "d_k 16, d_v 8"
+    ),
+    "two widths, short": Case(
+        (20, 20, 4, 4, 4, 16, 8), False, {}, "written out", "one to one", "batched products", "do not pay"
+    ),
+    "two widths, far apart": Case(
+        (150, 150, 4, 4, 4, 8, 256), True, {}, "written out", "one to one", "batched products", "less room"
+    ),
+    "two widths, grouped": Case(
+        (150, 150, 4, 2, 2, 8, 16), True, {}, "fused, padded", "grouped by the kernel", "flash", ""
+    ),
+    "two widths, grouped, decoding, asked for": Case(
+        (1, 150, 4, 2, 2, 8, 16), False, {"path": "fast"}, "fused, padded", "grouped by rows", "flash", ""
+    ),
+    "two widths, expanded": Case(
+        (150, 150, 4, 1, 4, 16, 8), True, triangle(150, 150), "fused, padded", "expanded", "flash", ""
+    ),
+    "2 on 3": Case((150, 150, 6, 2, 3, 8, 8), True, {}, "fused", "expanded", "flash", "2 of keys and 3"),
+    "2 on 3 of 12": Case((150, 150, 12, 2, 3, 8, 8), True, {}, "fused", "expanded", "flash", ""),
+    "bias": Case(
+        (150, 150, 4, 4, 4, 8, 8),
+        True,
+        {"bias": torch.ones(4, 150, 150)},
+        "fused",
+        "one to one",
+        "flash",
+        "does not hold",
+    ),
+    "bias with a gradient": Case(
+        (150, 150, 4, 4, 4, 8, 8),
+        True,
+        {"bias": torch.ones(150, requires_grad=True)},
+        "written out",
+        "one to one",
+        "batched products",
+        "gives a bias its gradient",
+    ),
+    "bias with a gradient, asked for": Case(
+        (20, 20, 4, 2, 2, 8, 8),
+        True,
+        {"bias": torch.ones(20, requires_grad=True), "path": "fast"},
+        "fused",
+        "grouped by the kernel",
+        "math",
+        "was asked for",
+    ),
+    "bias with a gradient that is not recorded": Case(
+        (150, 150, 4, 4, 4, 8, 8),
+        False,
+        {"bias": torch.ones(150, requires_grad=True)},
+        "fused",
+        "one to one",
+        "flash",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_is_explained_is_what_runs(case: Case) -> None:
+    query_len, key_len, num_heads, key_heads, value_heads, d_k, d_v = case.sizes
+    q = torch.randn(2, num_heads, query_len, d_k)
+    k, v = torch.randn(2, key_heads, key_len, d_k), torch.randn(2, value_heads, key_len, d_v)
+    if case.records:
+        q, k, v = (t.requires_grad_() for t in (q, k, v))
+    with torch.set_grad_enabled(case.records):
+        explained = explain_attention(q, k, v, **case.arguments)
+        with Recorder() as recorder:
+            output = attention(q, k, v, **case.arguments).output
+        alike = {name: value for name, value in case.arguments.items() if name in ("mask", "bias", "causal")}
+        if "dropout" not in case.arguments:
+            assert_same(output, attention(q, k, v, **alike, path="reference").output, kind="output")
+    assert recorder.kernel == explained.kernel
+    assert explained[:3] == (case.path, case.heads, case.kernel)
+    assert ("constant_pad_nd" in recorder.names) == (explained.path == "fused, padded")
+    assert case.reason in explained.reason
+    assert explained.reason.endswith(".")
+    assert "\n" not in explained.reason
+
+
+def test_keys_the_kernel_cannot_read_are_explained_as_such() -> None:
+    q, k, v = (torch.randn(2, 4, 8, 150).transpose(-2, -1) for _ in range(3))
+    explained = explain_attention(q, k, v)
+    with Recorder() as recorder:
+        attention(q, k, v)
+    assert recorder.kernel == explained.kernel == "math"
+    assert "torch has only a kernel that holds the 2 × 4 × 150 × 150 weights" in explained.reason
+
+
+def test_an_explanation_refuses_what_the_operation_refuses() -> None:
+    q, k, v = make_inputs()
+    with pytest.raises(ValueError, match="use path='auto' or 'reference'"):
+        explain_attention(q, k, v, need_weights=True, path="fast")
+    with pytest.raises(ValueError, match="cannot share 3 key heads"):
+        explain_attention(q, k[:, :3], v)
+
+
+def a_step(heads: tuple[int, int, int], widths: tuple[int, int]) -> Inputs:
+    """One query over a long cache, with room for more behind its tokens."""
+    q = torch.randn(2, heads[0], 1, widths[0])
+    k = torch.randn(2, heads[1], 600, widths[0])[:, :, :500]
+    v = torch.randn(2, heads[2], 600, widths[1])[:, :, :500]
+    return Inputs(q, k, v)
+
+
+@pytest.mark.parametrize("heads", [(8, 8, 8), (8, 2, 2), (8, 1, 1), (8, 1, 8), (8, 8, 1), (8, 2, 4)])
+@pytest.mark.parametrize("widths", [(16, 16), (32, 16), (16, 32)])
+def test_a_decoding_step_copies_neither_keys_nor_values(
+    widths: tuple[int, int], heads: tuple[int, int, int]
+) -> None:
+    inputs = a_step(heads, widths)
+    with torch.no_grad(), Recorder(*inputs) as recorder:
+        attention(*inputs, mask=torch.ones(2, 1, 1, 500, dtype=torch.bool), causal=True)
+    assert recorder.largest <= 2 * 8 * 500  # the scores
+
+
+@pytest.mark.parametrize("path", ["reference", "fast"])
+def test_keys_that_are_the_values_are_not_copied(path: str) -> None:
+    for num_heads in (1, 2, 8):
+        q, k, _ = a_step((8, num_heads, 1), (32, 32))
+        with torch.no_grad(), Recorder(q, k) as recorder:
+            output = attention(q, k, k, path=path).output
+        assert recorder.largest <= 2 * 8 * 500
+        assert_same(output, attention(q, k, k.clone(), path=path).output, kind="exact")
+
+
+@pytest.mark.parametrize("make_like", [lambda k: k, lambda k: k[..., :16]], ids=["one width", "two widths"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_long_texts_take_memory_linear_in_their_length(
+    heads: tuple[int, int], make_like: Callable[[Tensor], Tensor]
+) -> None:
+    q, k = torch.randn(1, heads[0], 1024, 32), torch.randn(1, heads[1], 1024, 32)
+    with torch.no_grad(), Recorder() as recorder:
+        attention(q, k, make_like(k), causal=True)
+    assert recorder.largest <= 4 * 1024 * 32
+
+
+@pytest.mark.parametrize(("heads", "widths"), SHAPES)
+@pytest.mark.parametrize("query_len", [KEY_LEN, 1])
+def test_a_device_other_than_the_cpu_is_given_shapes_that_fit(
+    query_len: int, widths: tuple[int, int], heads: tuple[int, int, int]
+) -> None:
+    # There is no such device here but "meta", which computes shapes and nothing else.
+    inputs = [t.detach().to("meta") for t in make_inputs(heads, widths, query_len, torch.float16)]
+    for arguments in ({}, {"mask": torch.ones(BATCH, 1, 1, KEY_LEN, dtype=torch.bool, device="meta")}):
+        explained = explain_attention(*inputs, **arguments)
+        assert explained.path == "fused"
+        grouped = {"grouped by rows"} if query_len == 1 else {"grouped by the kernel", "expanded"}
+        if heads == (4, 4, 4):
+            assert explained.heads == "one to one"
+        elif heads[1] != heads[2] or (query_len > 1 and (arguments or widths[0] != widths[1])):
+            assert explained.heads == "expanded"
+        else:
+            assert explained.heads in grouped - {"expanded"}
+        output = attention(*inputs, **arguments).output
+        assert output.shape == (BATCH, 4, query_len, widths[1])

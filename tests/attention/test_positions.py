@@ -1,12 +1,31 @@
-"""Sinusoidal positions."""
+"""Positions: added to embeddings, turned into queries and keys, taken from scores."""
 
+import copy
 import math
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tolerances import assert_same
-from triptych.attention import SinusoidalPositions, sinusoidal
+from triptych.attention import SinusoidalPositions, attention, sinusoidal
+from triptych.attention.positions import (
+    Alibi,
+    AttentionPositions,
+    LearnedPositions,
+    NoPositions,
+    Rotary,
+    alibi_slopes,
+)
+
+ROTARIES = [
+    Rotary(pairing="halves"),
+    Rotary(pairing="interleaved"),
+    Rotary(rotary_dim=6, pairing="halves"),
+    Rotary(rotary_dim=6, pairing="interleaved", base=500.0),
+]
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("d_model", [2, 8, 7])
@@ -55,3 +74,197 @@ def test_the_table_is_not_saved() -> None:
     positions = SinusoidalPositions(4)
     positions(torch.zeros(1, 3, 4))
     assert positions.state_dict() == {}
+
+
+def test_learned_rows_are_added_from_the_start_given() -> None:
+    positions = LearnedPositions(9, 8)
+    x = torch.randn(2, 9, 8)
+    whole = positions(x)
+    assert_same(whole, x + positions.weight, kind="exact")
+    parts = [positions(x[:, :4]), positions(x[:, 4:5], start=4), positions(x[:, 5:], start=5)]
+    assert_same(torch.cat(parts, dim=1), whole, kind="exact")
+
+
+def test_learned_rows_get_the_gradient_of_their_position() -> None:
+    positions = LearnedPositions(9, 8)
+    positions(torch.randn(2, 3, 8), start=4).sum().backward()
+    assert positions.weight.grad is not None
+    assert positions.weight.grad.sum(dim=1).tolist() == [0] * 4 + [16] * 3 + [0] * 2
+    assert set(positions.state_dict()) == {"weight"}
+
+
+def test_learned_rows_begin_as_large_as_sinusoidal_ones() -> None:
+    rows = LearnedPositions(500, 64).weight.detach()
+    of_sines = float(sinusoidal(500, 64).square().mean())
+    assert float(rows.square().mean()) == pytest.approx(of_sines, rel=0.03)
+
+
+def test_a_text_longer_than_the_learned_positions_is_refused_with_both_numbers() -> None:
+    positions = LearnedPositions(9, 8)
+    with pytest.raises(ValueError, match="the text needs 10 positions and 9 were learned: shorten it, or"):
+        positions(torch.randn(2, 3, 8), start=7)
+    with pytest.raises(ValueError, match="max_tokens is 0: at least one position is needed"):
+        LearnedPositions(0, 8)
+
+
+def test_no_positions_add_nothing() -> None:
+    x = torch.randn(2, 3, 8)
+    assert NoPositions()(x, start=4) is x
+    assert NoPositions().state_dict() == {}
+
+
+def turned_by_numpy(rotary: Rotary, heads: np.ndarray, start: int) -> np.ndarray:
+    """Each pair of channels as one complex number, times e^(i m θ), one position at a time."""
+    turned = rotary.rotary_dim or heads.shape[-1]
+    result = heads.copy()
+    for m in range(heads.shape[2]):
+        for f in range(turned // 2):
+            a, b = (f, f + turned // 2) if rotary.pairing == "halves" else (2 * f, 2 * f + 1)
+            theta = rotary.base ** (-2 * f / turned)
+            pair = (heads[:, :, m, a] + 1j * heads[:, :, m, b]) * np.exp(1j * (start + m) * theta)
+            result[:, :, m, a], result[:, :, m, b] = pair.real, pair.imag
+    return result
+
+
+@pytest.mark.parametrize("start", [0, 3, 300])
+@pytest.mark.parametrize("rotary", ROTARIES, ids=str)
+def test_rotary_multiplies_pairs_as_complex_numbers(rotary: Rotary, start: int) -> None:
+    heads = torch.randn(2, 3, 7, 10, dtype=torch.float64)
+    expected = torch.from_numpy(turned_by_numpy(rotary, heads.numpy(), start))
+    assert_same(rotary.turn(heads, start), expected, kind="output")
+    in_float32 = rotary.turn(heads.float(), start)
+    assert in_float32.dtype == torch.float32
+    assert_same(in_float32, expected.float(), kind="output")
+
+
+@pytest.mark.parametrize("rotary", ROTARIES, ids=str)
+def test_rotated_scores_depend_on_the_distance_only(rotary: Rotary) -> None:
+    q, k = (torch.randn(2, 3, 7, 10, dtype=torch.float64) for _ in range(2))
+    scores = rotary.turn(q, 0) @ rotary.turn(k, 0).mT
+    assert_same(rotary.turn(q, 5) @ rotary.turn(k, 5).mT, scores, kind="output")
+    moved = rotary.turn(q, 5) @ rotary.turn(k, 0).mT
+    assert (moved - scores).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("rotary", ROTARIES, ids=str)
+def test_rotation_keeps_every_norm(rotary: Rotary) -> None:
+    heads = torch.randn(2, 3, 7, 10, dtype=torch.float64)
+    assert_same(rotary.turn(heads, 11).norm(dim=-1), heads.norm(dim=-1), kind="output")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rotary", ROTARIES, ids=str)
+def test_a_start_continues_the_rotation_exactly(rotary: Rotary, dtype: torch.dtype) -> None:
+    heads = torch.randn(2, 3, 700, 10).to(dtype)
+    parts = [heads[:, :, :200], heads[:, :, 200:201], heads[:, :, 201:]]  # across a growing table
+    continued = [rotary.turn(part, start) for part, start in zip(parts, (0, 200, 201), strict=True)]
+    whole = copy.deepcopy(rotary).turn(heads)
+    assert whole.dtype == dtype
+    assert_same(torch.cat(continued, dim=2), whole, kind="exact")
+
+
+def test_bfloat16_is_rounded_once() -> None:
+    heads = torch.randn(2, 3, 700, 10).bfloat16()
+    rotary = Rotary()
+    assert_same(rotary.turn(heads, 9_000), rotary.turn(heads.float(), 9_000).bfloat16(), kind="exact")
+
+
+def test_one_pairing_is_the_other_with_channels_permuted() -> None:
+    heads = torch.randn(2, 3, 7, 10, dtype=torch.float64)
+    order = torch.arange(10).view(2, 5).T.flatten()  # 0, 5, 1, 6, …
+    interleaved = Rotary(pairing="interleaved").turn(heads[..., order], 4)
+    assert_same(interleaved, Rotary(pairing="halves").turn(heads, 4)[..., order], kind="exact")
+
+
+@pytest.mark.parametrize("rotary", ROTARIES, ids=str)
+def test_gradients_flow_through_the_rotation_after_a_table_made_in_inference_mode(rotary: Rotary) -> None:
+    fresh = Rotary(rotary.rotary_dim, rotary.pairing, rotary.base)
+    with torch.inference_mode():
+        fresh.turn(torch.randn(1, 1, 4, 10, dtype=torch.float64))
+    heads = torch.randn(2, 3, 7, 10, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn_like(heads)
+    (gradient,) = torch.autograd.grad(fresh.turn(heads, 2), heads, upstream)
+    # The inverse of a rotation is its transpose: ⟨R x, u⟩ = ⟨x, Rᵀ u⟩ and R Rᵀ u = u.
+    assert_same(fresh.turn(gradient, 2), upstream, kind="gradient")
+
+
+@pytest.mark.parametrize(
+    ("rotary_dim", "width", "message"),
+    [
+        (5, 8, "rotary_dim is 5: it must be even"),
+        (0, 8, "rotary_dim is 0: it must be even and at least 2"),
+        (-2, 8, "rotary_dim is -2: it must be even and at least 2"),
+        (10, 8, "rotary_dim is 10, but queries and keys are 8 wide"),
+        (None, 7, "rotary_dim is 7: it must be even"),
+    ],
+)
+def test_a_rotation_that_does_not_fit_is_refused_with_its_numbers(
+    rotary_dim: int | None, width: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rotary(rotary_dim).check(width)
+
+
+@pytest.mark.parametrize("positions", [*ROTARIES, Alibi()], ids=str)
+def test_positions_that_fit_are_let_through(positions: AttentionPositions) -> None:
+    positions.check(10)
+    Rotary(10).check(10)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 4, 8, 16])
+def test_alibi_slopes_of_a_power_of_two_are_a_geometric_row(num_heads: int) -> None:
+    assert alibi_slopes(num_heads) == [2 ** (-8 * (i + 1) / num_heads) for i in range(num_heads)]
+
+
+def test_alibi_slopes_are_those_published() -> None:
+    assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+    # Section 3 of the paper gives 8 and 16 heads; the authors' code fills 12 up from those of 16.
+    of_16 = [2 ** (-i / 2) for i in range(1, 17)]
+    assert alibi_slopes(12) == [*alibi_slopes(8), of_16[0], of_16[2], of_16[4], of_16[6]]
+    assert alibi_slopes(3) == [2.0**-4, 2.0**-8, 2.0**-2]
+
+
+@pytest.mark.parametrize(("query_len", "key_len"), [(5, 5), (2, 5), (1, 5), (1, 1)])
+def test_alibi_takes_the_distance_times_the_slope(query_len: int, key_len: int) -> None:
+    bias = Alibi().bias(12, query_len, key_len, CPU, torch.float64)
+    offset = key_len - query_len
+    expected = [
+        [[-slope * abs(offset + i - j) for j in range(key_len)] for i in range(query_len)]
+        for slope in alibi_slopes(12)
+    ]
+    assert_same(bias, torch.tensor(expected, dtype=torch.float64), kind="output")
+
+
+def test_alibi_counts_in_float32_and_rounds_once() -> None:
+    bias = Alibi().bias(4, 1, 700, CPU, torch.bfloat16)
+    assert bias.dtype == torch.bfloat16
+    assert_same(bias, Alibi().bias(4, 1, 700, CPU, torch.float32).bfloat16(), kind="exact")
+
+
+@pytest.mark.parametrize("path", ["reference", "fast"])
+def test_alibi_decoding_continues_the_text(path: str) -> None:
+    q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float64) for _ in range(3))
+    whole = attention(q, k, v, bias=Alibi().bias(4, 9, 9, CPU, q.dtype), causal=True, path=path).output
+    for i in range(9):
+        bias = Alibi().bias(4, 1, i + 1, CPU, q.dtype)
+        step = attention(
+            q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1], bias=bias, causal=True, path=path
+        )
+        assert_same(step.output, whole[:, :, i : i + 1], kind="output")
+
+
+def test_each_scheme_does_the_one_thing_and_not_the_other() -> None:
+    heads: Tensor = torch.randn(1, 2, 3, 4)
+    assert Alibi().turn(heads, 5) is heads
+    assert Rotary().bias(2, 3, 3, CPU, torch.float32) is None
+    assert (Rotary.scheme, Rotary.turns) == ("rotary", True)
+    assert (Alibi.scheme, Alibi.turns) == ("alibi", False)
+
+
+def test_attention_positions_are_values_whatever_they_have_cached() -> None:
+    used, unused = Rotary(4), Rotary(4)
+    used.turn(torch.randn(1, 1, 5, 8))
+    assert used == unused
+    assert hash(used) == hash(unused)
+    assert str(used) == "Rotary(rotary_dim=4, pairing='halves', base=10000.0)"
+    assert Alibi() == Alibi()

@@ -618,9 +618,9 @@ def test_dropped_weights_take_the_value_bias_of_latent_with_them() -> None:
 # What it begins with
 
 
-@pytest.mark.parametrize(("d", "h", "widths"), [(64, 4, {}), (64, 4, {"d_k": 8, "d_v": 12})], ids=str)
+@pytest.mark.parametrize(("d", "h", "widths"), [(64, 4, {}), (64, 4, {"d_k": 32, "d_v": 24})], ids=str)
 def test_scores_and_values_begin_with_the_same_spread(d: int, h: int, widths: dict[str, int]) -> None:
-    """For independent normal queries' and keys' inputs, as wide as `factored`'s within 5 %."""
+    """For independent normal queries' and keys' inputs, as wide as `factored`'s within 8 %."""
     torch.manual_seed(0)
     draws, length = 16, 40
     spreads: dict[str, tuple[float, float]] = {}
@@ -643,12 +643,12 @@ def test_scores_and_values_begin_with_the_same_spread(d: int, h: int, widths: di
         spreads[name] = (float(torch.cat(scores).std()), float(torch.cat(values).std()))
     expected_score = spreads["factored"][0]
     for name, (score, _) in spreads.items():
-        assert score == pytest.approx(expected_score, rel=0.05), (name, spreads)
+        assert score == pytest.approx(expected_score, rel=0.08), (name, spreads)
     for name, (_, value) in spreads.items():
         # The width of values decides their spread; where it is tied to d_k, compare with that.
         d_v = widths.get("d_v" if "d_v" in fields_of(name) else "d_k", d // h)
         glorot = 2 / (d + h * d_v)
-        assert value == pytest.approx(math.sqrt(glorot**2 * d * h * d_v), rel=0.05), (name, spreads)
+        assert value == pytest.approx(math.sqrt(glorot**2 * d * h * d_v), rel=0.08), (name, spreads)
 
 
 @pytest.mark.parametrize("name", NAMES)

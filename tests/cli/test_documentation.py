@@ -3,10 +3,13 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from command import Command
+from tolerances import assert_same
+from triptych.attention import PARAMETERISATIONS
 from triptych.text import generate_pairs
 from triptych.training import read_recipe
 
@@ -63,3 +66,27 @@ def test_the_layers_shown_run() -> None:
     assert list(names["output"].shape) == [2, 4, 5, 12]  # type: ignore[attr-defined]
     assert list(names["weights"].shape) == [2, 4, 5, 7]  # type: ignore[attr-defined]
     assert list(names["cross_attention"].shape) == [2, 5, 32]  # type: ignore[attr-defined]
+
+
+def test_the_rewrites_shown_do_what_is_said_beside_them(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    block = _block("python", "folded = fold(layer)")
+    exec(compile(block, "README.md", "exec"), names)
+    sizes = [sum(p.numel() for p in names[name].parameters()) for name in ("layer", "folded")]
+    assert f"{sizes[0]:,} → {sizes[1]:,} parameters" in block
+    x = names["x"]
+    assert_same(names["folded"](x).output, names["layer"](x).output, kind="output")
+    assert "drop_key_bias refused: under rotary positions" in capsys.readouterr().out
+
+
+def test_the_ways_to_write_a_head_are_those_there_are() -> None:
+    named = re.findall(r"^\| `(\w+)`", README.read_text(), flags=re.MULTILINE)
+    assert named == list(PARAMETERISATIONS)
+
+
+def test_the_costs_shown_can_be_asked_for(triptych: Command) -> None:
+    plain, measured = (line for line in _block("sh", "triptych cost").splitlines() if line)
+    answer = triptych(*shlex.split(plain, comments=True)[1:])
+    assert answer.code == 0
+    assert all(name in answer.out for name in PARAMETERISATIONS)
+    assert "--measure" in measured  # timed in the tests of the command

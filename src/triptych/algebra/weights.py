@@ -75,7 +75,7 @@ class Link:
         return 2 * self.weight.numel() if self.learned else 0
 
     def of_heads(self, num_heads: int) -> "Link":
-        """The same map with one copy a head (or `num_heads` copies, if fewer are wanted)."""
+        """The same map in more copies: `num_heads`, a multiple of those there are."""
         times = num_heads // self.copies
         if times == 1:
             return self
@@ -249,6 +249,9 @@ class AttentionWeights:
     def multiplied(self, side: Side) -> Link:
         """The chain of a side as one link per head (or group); the identity for an empty chain.
 
+        What stands between two links (`Link.after`) is passed over: whoever replaces the chain by its
+        product has to look.
+
         For the output side the bias is None: `o_bias` belongs to all heads together.
         """
         chain = self.chain(side)
@@ -373,11 +376,11 @@ class AttentionWeights:
         )
 
     def evened(self) -> "AttentionWeights":
-        """The same maps with one copy a head for queries and outputs, and one number for keys and values.
+        """The same maps with one copy a head for queries and outputs, and as many for keys as for values.
 
         Chains of several links and shared ones stay as they are.
         """
-        groups = max(self.num_key_heads, self.num_value_heads)
+        groups = math.lcm(self.num_key_heads, self.num_value_heads)
 
         def even(side: Side, copies: int) -> Chain:
             chain = self.chain(side)

@@ -87,8 +87,12 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ValueError: no parameterisation has that structure, or the positions do not go with it.
         """
+        held, wanted = "none" if positions is None else positions.scheme, weights.traits.positions
+        if wanted in ("rotary", "alibi") and held != wanted:
+            raise ValueError(f"the weights are of a layer with {wanted} positions: pass it, not {held}")
         weights, parameterisation = parameterisation_of(weights)
-        layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout, positions)
+        with torch.random.fork_rng(devices=[]):  # numbers are drawn only to be overwritten
+            layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout, positions)
         layer = layer.to(dtype=weights.dtype, device=weights.device)
         layer.projections.load(weights)
         return layer

@@ -263,7 +263,7 @@ def _why_written_out(
     if bias is not None and records and bias.requires_grad:
         return "bias gradient"
     short = k.shape[2] <= _max_keys(q.dtype)
-    copied = _copied(k, v)
+    copied = _copied(q, k, v)
     if copied:
         # Up to here the weights are fewer numbers than the copies, and faster: 1.3 to 30 times at one
         # query, where a decoder's cache would be copied at every token, level at the limit (2 cores,
@@ -277,13 +277,13 @@ def _why_written_out(
     return "short" if short and trains else None
 
 
-def _copied(k: Tensor, v: Tensor) -> int:
+def _copied(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Of each token, how many numbers the kernel for CPUs would be given as padded or repeated copies."""
     _, key_heads, _, d_k = k.shape
     _, value_heads, _, d_v = v.shape
     if d_k == d_v and key_heads == value_heads:
         return 0
-    width, common = max(d_k, d_v), math.lcm(key_heads, value_heads)
+    width, common = max(d_k, d_v), _common_heads(q, k, v)
     copied = 0
     for heads, own_width in ((key_heads, d_k), (value_heads, d_v)):
         if 1 < heads < common:
@@ -291,6 +291,12 @@ def _copied(k: Tensor, v: Tensor) -> int:
         elif own_width < width:
             copied += heads * width
     return copied
+
+
+def _common_heads(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """A number that the heads of keys and of values can both be repeated to."""
+    fewer, more = min(k.shape[1], v.shape[1]), max(k.shape[1], v.shape[1])
+    return more if more % fewer == 0 else q.shape[1]
 
 
 def _max_keys(dtype: torch.dtype) -> int:
@@ -378,7 +384,7 @@ def _prepare(
     batch, num_heads, query_len, d_k = q.shape
     key_len = k.shape[2]
     # torch aligns its causal mask to the first key, ours to the last.
-    by_flag = causal and mask is None and bias is None and query_len == key_len > 1
+    by_flag = causal and mask is None and bias is None and query_len == key_len
     added = None if by_flag else _combine(mask, causal, query_len, key_len, q.device)
     if bias is not None:
         # The kernel for CPUs refuses what requires a gradient, even where none is recorded.
@@ -394,17 +400,20 @@ def _prepare(
         else:
             v = F.pad(v, (0, -missing))
 
+    grouped_by_kernel = plan.heads == "grouped by the kernel"
     if plan.heads == "grouped by rows":
         num_groups = k.shape[1]
         q = q.reshape(batch, num_groups, num_heads // num_groups, q.shape[3])
         if added is not None and added.shape[1] > 1:
             added = added.reshape(added.shape[0], num_groups, num_heads // num_groups, added.shape[3])
     elif plan.heads == "expanded":
-        common = math.lcm(k.shape[1], v.shape[1]) if q.device.type == "cpu" else num_heads
+        common = _common_heads(q, k, v) if q.device.type == "cpu" else num_heads
         shared = k is v
         k = _repeat_heads(k, common)
         v = k if shared else _repeat_heads(v, common)
-    return _Call(q, k, v, added, by_flag, enable_gqa=q.shape[1] != k.shape[1])
+        if common < num_heads:
+            grouped_by_kernel = True
+    return _Call(q, k, v, added, by_flag, grouped_by_kernel)
 
 
 def _restore(plan: _Plan, output: Tensor, q: Tensor, v: Tensor) -> Tensor:

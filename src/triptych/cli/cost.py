@@ -16,7 +16,7 @@ from triptych import cost_pages
 from triptych.cost_timing import TimingReport, measure_times
 from triptych.costing import CostReport, CostSpec, measure_cost
 from triptych.errors import UsageError
-from triptych.reports import render_table, write_comparison_report
+from triptych.reports import Table, render_table, write_comparison_report
 
 
 def cost(
@@ -132,7 +132,7 @@ def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> No
     console.print(cost_pages.work(report.spec))
     if own := cost_pages.own_sizes(report):
         console.print(own)
-    console.print(render_table(cost_pages.cost_table(report)))
+    _print_table(console, cost_pages.cost_table(report))
     for note in (*cost_pages.notes(report), *cost_pages.LEGEND):
         console.print(note)
     if formulas:
@@ -143,6 +143,20 @@ def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> No
     if timed is not None:
         console.print()
         console.print(cost_pages.machine(timed))
-        console.print(render_table(cost_pages.timing_table(timed)))
+        _print_table(console, cost_pages.timing_table(timed))
         for line in cost_pages.TIMING_LEGEND:
             console.print(line)
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """No number is cut off: a terminal too narrow gets the columns in two parts, a file has the room."""
+    rendered = render_table(table)
+    width = console.measure(rendered, options=console.options.update(max_width=1000)).maximum
+    if not console.is_terminal:
+        console.width = max(console.width, width)
+    if width <= console.width or len(table.columns) <= 2:
+        console.print(rendered)
+        return
+    middle = (len(table.columns) + 1) // 2
+    for part in (range(1, middle), range(middle, len(table.columns))):
+        _print_table(console, table.part((0, *part)))

@@ -33,13 +33,13 @@ class AttentionConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     projections: str = "factored"
-    num_heads: int | None = Field(None, ge=1)
+    num_heads: int | None = Field(None, ge=1, strict=True)
     dropout: float = Field(0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
     def _options_are_its_own(self) -> "AttentionConfig":
         own: dict[str, Any] = {field.name: field.type for field in _option_fields(self.projections)}
-        for name, value in self.options.items():
+        for name, value in (self.__pydantic_extra__ or {}).items():
             if name not in own:
                 known = [*type(self).model_fields, *own]
                 close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -175,8 +175,8 @@ class ModelConfig(BaseModel):
     d_model: int = Field(512, ge=2)
     d_ff: int = Field(2048, ge=1)
     num_heads: int = Field(8, ge=1)
-    d_k: Width = Field(None, ge=1)
-    d_v: Width = Field(None, ge=1)
+    d_k: Width = Field(None, ge=1, strict=True)
+    d_v: Width = Field(None, ge=1, strict=True)
     dropout: float = Field(0.1, ge=0, lt=1)
     activation_dropout: float = Field(0.0, ge=0, lt=1)
     norm: Literal["post", "pre"] = "post"

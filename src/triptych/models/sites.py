@@ -82,11 +82,15 @@ def with_attention(model: EncoderDecoder, changed: Mapping[str, AttentionWeights
     Each changed site takes the parameterisation that its weights call for; the configuration says so.
 
     Raises:
-        ValueError: weights that no parameterisation writes, or a site there is not.
+        ValueError: weights that no parameterisation writes or of another width, or a site there is not.
     """
     sites = {site.name: site for site in attention_sites(model)}
     if unknown := [name for name in changed if name not in sites]:
         raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(sites)}")
+    for name, weights in changed.items():
+        read, has = weights.d_model, model.config.d_model
+        if read != has:
+            raise ValueError(f"the weights for {name} read {read} channels, the model has {has}")
     layers = {
         name: MultiHeadAttention.from_weights(changed[name], site.layer.dropout, site.layer.positions)
         if name in changed
@@ -105,7 +109,7 @@ def _assembled(
 ) -> EncoderDecoder:
     """A model of a configuration, its attention taken from layers and the rest from a model."""
     some = next(model.parameters())
-    with torch.random.fork_rng():  # fresh weights are drawn only to be overwritten
+    with torch.random.fork_rng(devices=[]):  # fresh weights are drawn only to be overwritten
         new = EncoderDecoder(config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id)
     new = new.to(device=some.device, dtype=some.dtype).train(model.training)
     in_layers = {id(parameter) for site in attention_sites(new) for parameter in site.layer.parameters()}

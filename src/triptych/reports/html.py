@@ -187,9 +187,9 @@ def _table(table: Table) -> str:
             f"<{tag}{kind}>{escape(text)}</{tag}>" for kind, text in zip(numeric, texts, strict=True)
         )
 
-    head = cells("th", table.columns)
+    head = f"<tr>{cells('th', table.columns)}</tr>" if any(table.columns) else ""
     rows = "".join(f"<tr>{cells('td', row)}</tr>" for row in table.rows)
-    body = f'<div class="table"><table><tr>{head}</tr>{rows}</table></div>'
+    body = f'<div class="table"><table>{head}{rows}</table></div>'
     return f"<h2>{escape(table.title)}</h2>{caption}{body}"
 
 

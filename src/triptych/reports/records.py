@@ -1,6 +1,7 @@
 """What a report shows, as plain records."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +96,15 @@ class Table:
                     f"{self.title!r}: row {number} has {len(row)} cells for {len(self.columns)} columns"
                 )
 
+    def part(self, columns: Sequence[int]) -> "Table":
+        """The same table with these columns, counted from 0, in this order."""
+        return replace(
+            self,
+            columns=tuple(self.columns[i] for i in columns),
+            rows=tuple(tuple(row[i] for i in columns) for row in self.rows),
+            numeric=tuple(place for place, i in enumerate(columns) if i in self.numeric),
+        )
+
 
 @dataclass(frozen=True)
 class RunReport:
@@ -118,7 +128,7 @@ class Bar:
     """One bar: what it stands for, how long it is, and its length in words."""
 
     name: str
-    value: float
+    value: float | int
     label: str
     series: str = ""
     """Of bars that stand together under one name, which this is."""

@@ -14,7 +14,6 @@ from triptych.reports.records import Table as TableRecord
 _SHADES = (" ", "·", "░", "▒", "▓", "█")
 _COLOURS = ("grey35", "grey50", "steel_blue", "deep_sky_blue3", "deep_sky_blue1", "bright_white")
 _MAX_LABEL_CHARACTERS = 14
-_MAX_LEAST_CHARACTERS = 30
 
 
 def render_attention(picture: AttentionPicture, head: int | None = None) -> Group:
@@ -64,10 +63,7 @@ def render_table(record: TableRecord) -> Table:
     for number, name in enumerate(record.columns):
         is_numeric = number in record.numeric
         justify: JustifyMethod = "right" if is_numeric else "left"
-        # Without a least width, rich would give all of a text's room to the numbers.
-        words = [word for row in record.rows for word in row[number].split()]
-        width = min(max(map(len, words), default=0), _MAX_LEAST_CHARACTERS)
-        table.add_column(Text(name), justify=justify, no_wrap=is_numeric, min_width=width)
+        table.add_column(Text(name), justify=justify, no_wrap=is_numeric)
     for row in record.rows:
         table.add_row(*(Text(cell) for cell in row))
     return table

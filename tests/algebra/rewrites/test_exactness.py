@@ -4,10 +4,11 @@ To add a rewrite: name it in `REWRITES`. What it refuses goes into `REFUSED`, wi
 layer can hold afterwards into `UNWRITTEN`.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -91,6 +92,36 @@ def reason_to_refuse(rewrite: str, name: str, positions: str, biased: bool) -> s
     return ""
 
 
+class Case(NamedTuple):
+    """A layer behind norms, its inputs, and what comes out.
+
+    Attributes:
+        expected: the output, and the gradients of the inputs of its product with `towards`.
+    """
+
+    weights: AttentionWeights
+    x: Tensor
+    memory: Tensor | None
+    towards: Tensor
+    expected: tuple[Tensor, ...]
+
+
+@functools.cache
+def case(name: str, kind: Literal["self", "causal", "cross"], positions: str, biased: bool) -> Case:
+    """The same for every rewrite: none may change it."""
+    layer = make_layer(name, biased=biased, positions=POSITIONS[positions]())
+    found = layer.weights(kind)
+    weights = replace(
+        found,
+        traits=replace(found.traits, norm="pre"),
+        norm=make_norm(offset=1.0, shifted=biased),
+        memory_norm=make_norm(shifted=biased) if kind == "cross" else None,
+    )
+    x, towards = random_input(LENGTH).requires_grad_(), random_input(LENGTH)
+    memory = random_input(MEMORY_LENGTH).requires_grad_() if kind == "cross" else None
+    return Case(weights, x, memory, towards, attend(layer, weights, x, memory, towards))
+
+
 def attend(
     layer: MultiHeadAttention, weights: AttentionWeights, x: Tensor, memory: Tensor | None, towards: Tensor
 ) -> tuple[Tensor, ...]:
@@ -118,28 +149,21 @@ def test_the_rewritten_layer_attends_as_before_or_the_rewrite_is_refused(
 ) -> None:
     if positions == "rotary" and PARAMETERISATIONS[name].no_rotary:
         return  # such a layer cannot be made
-    layer = make_layer(name, biased=biased, positions=POSITIONS[positions]())
-    found = layer.weights(kind)
-    weights = replace(
-        found,
-        traits=replace(found.traits, norm="pre"),
-        norm=make_norm(offset=1.0, shifted=biased),
-        memory_norm=make_norm(shifted=biased) if kind == "cross" else None,
-    )
+    weights, x, memory, towards, expected = case(name, kind, positions, biased)
     if reason := reason_to_refuse(rewrite, name, positions, biased):
         with pytest.raises(RewriteRefusedError, match=reason):
             REWRITES[rewrite](weights)
         return
     with Untouched(weights):
         new = REWRITES[rewrite](weights)
+    if new is weights:
+        return
     if (rewrite, name) in UNWRITTEN:
         assert_same_function(weights, new)
         with pytest.raises(ValueError, match="no parameterisation writes these weights"):
             MultiHeadAttention.from_weights(new)
         return
     rebuilt = MultiHeadAttention.from_weights(new, positions=POSITIONS[positions]())
-    x, towards = random_input(LENGTH).requires_grad_(), random_input(LENGTH)
-    memory = random_input(MEMORY_LENGTH).requires_grad_() if kind == "cross" else None
-    expected = attend(layer, weights, x, memory, towards)
-    for one, other in zip(attend(rebuilt, new, x, memory, towards), expected, strict=True):
+    found = attend(rebuilt, new, x, memory, towards)
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * float(other.abs().max()))

@@ -63,10 +63,6 @@ class JointBasis(NamedTuple):
         rank = self.rank.clamp(max=width)
         return JointBasis(self.S[:, :width], rank, *(part[..., :width] for part in self[2:]))
 
-    def missed(self, width: int) -> Float[Tensor, " groups"]:
-        """Frobenius norm of what the first channels leave out of each group's forms."""
-        return self.S[:, width:].square().sum(dim=-1).sqrt()
-
 
 def joint_basis(
     own: Float[Tensor, "groups members rows r"],

@@ -1,5 +1,6 @@
 """Which heads there are: permuted, left out, and how many of them read one key-value head."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -96,7 +97,8 @@ def prune_heads(weights: AttentionWeights, heads: Sequence[int], *, bounded: boo
     """Leave heads out. The widths of the others stay.
 
     A key-value head goes with the last of the heads that read it. Where the groups that are left
-    would have different sizes, every head is given its own key-value head first.
+    would have different sizes, key-value heads are repeated for smaller ones of one size: the layer may
+    then hold and cache more numbers than before.
 
     Args:
         weights: the layer.
@@ -129,23 +131,21 @@ def prune_heads(weights: AttentionWeights, heads: Sequence[int], *, bounded: boo
             "bounded=True leaves it out all the same" if form > 0 else "fold the value bias first",
         )
     kept = [head for head in range(weights.num_heads) if head not in heads]
-    repeated: list[int] = []
+    repeated: list[str] = []
 
     def select(link: Link) -> Link:
         if link.copies == 1:
             return link
-        served = torch.bincount(
-            torch.tensor(kept) // (weights.num_heads // link.copies), minlength=link.copies
-        )
-        living = served.nonzero()[:, 0]
-        if len(set(served[living].tolist())) == 1:
-            return _taken(link, living)
-        repeated.append(link.copies)
-        return _taken(link.of_heads(weights.num_heads), torch.tensor(kept))
+        readers = torch.tensor(kept) // (weights.num_heads // link.copies)
+        living, served = torch.unique_consecutive(readers, return_counts=True)
+        times = served // math.gcd(*served.tolist())
+        if int(times.max()) > 1:
+            repeated.append(f"{len(living)} that are left became {int(times.sum())}")
+        return _taken(link, living.repeat_interleave(times))
 
     result = each_link(weights, select, num_heads=len(kept))
-    notes = ["groups of different sizes would be left: every head got its own key-value head"] * bool(
-        repeated
+    notes = (
+        f"groups of different sizes would be left: of the key-value heads {what}" for what in repeated[:1]
     )
     return rewritten(
         "prune_heads",

@@ -97,17 +97,15 @@ def _require_foldable(weights: AttentionWeights, read: dict[Side, Norm | None]) 
         RewriteRefusedError: one cannot, or is not here.
     """
     traits = weights.traits
+    if traits.norm == "post":
+        raise RewriteRefusedError(_NAME, "the norm is a post-norm: the residual carries its gain, too")
+    if traits.norm == "sandwich":
+        raise RewriteRefusedError(_NAME, "norms stand on both sides of the layer (sandwich)")
     if not any(read.values()):
         raise RewriteRefusedError(_NAME, "there is nothing to fold: no norm of this layer's input is known")
-    match traits.norm:
-        case "none":
-            reason = "the traits say that no norm stands before this layer, yet one is given"
-            raise RewriteRefusedError(_NAME, reason, "set traits.norm to what it is")
-        case "post":
-            raise RewriteRefusedError(_NAME, "the norm is a post-norm: the residual carries its gain, too")
-        case "sandwich":
-            reason = "norms stand on both sides of the layer (sandwich)"
-            raise RewriteRefusedError(_NAME, reason)
+    if traits.norm == "none":
+        reason = "the traits say that no norm stands before this layer, yet one is given"
+        raise RewriteRefusedError(_NAME, reason, "set traits.norm to what it is")
     if traits.other_norm_readers:
         reason = f"the norm is also read by {traits.other_norm_readers}, which would miss its gain"
         raise RewriteRefusedError(_NAME, reason)

@@ -120,6 +120,10 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
     working = in_working_precision(weights)
     q, k, v, o = (one_map(working, side, notes) for side in SIDES)
     tied = weights.tied("k", "v")
+    if tied:
+        notes.append("keys and values had one map: it stands once in the latent")
+    if weights.tied("q", "k"):
+        notes.append("queries got a map of their own")
     # The copies side by side, [d_model, full].
     beside = torch.cat([link.weight.transpose(0, 1).flatten(1) for link in ((k,) if tied else (k, v))], dim=1)
     d_model, full = beside.shape
@@ -157,7 +161,7 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
         choice=f"a latent of {rank}; keys and values side by side are {d_model} × {full}, of rank {needed}"
         if rank < full
         else f"a latent of {rank}: all keys and values side by side",
-        notes=(*notes, *newly_apart(weights, result)),
+        notes=tuple(notes),
         bound=max((float(one.max()) for one in moves), default=0.0),
     )
 

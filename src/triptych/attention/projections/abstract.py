@@ -222,8 +222,8 @@ def at_least_one(value: int, name: str) -> int:
 def projection_variance(d_model: int, num_heads: int, d_k: int) -> float:
     """Variance of a channel of the paper's queries, for inputs of variance 1 and Glorot's draw.
 
-    Every parameterisation is initialised so that its scores and outputs vary as much as with maps
-    of this variance, at the same size.
+    Every parameterisation is initialised so that one score, and one value on the way out, vary as much
+    as with maps of this variance, at the same size and for inputs drawn independently.
     """
     return 2 * d_model / (d_model + num_heads * d_k)
 

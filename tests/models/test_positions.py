@@ -1,0 +1,191 @@
+"""The model under every way to tell positions apart."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tolerances import assert_same
+from triptych.attention import DecoderCache
+from triptych.decoding import SearchOptions, search
+from triptych.models import (
+    DecoderConfig,
+    EncoderConfig,
+    EncoderDecoder,
+    ModelConfig,
+    PositionsConfig,
+)
+
+PAD, BOS, EOS, VOCAB = 0, 1, 2, 20
+SRC = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 2, PAD, PAD], [11, 2, PAD, PAD, PAD]])
+TGT = torch.tensor([[1, 4, 5, 6, 8], [1, 7, 8, 9, 4], [1, 3, 3, 3, 3]])
+SCHEMES: dict[str, PositionsConfig] = {
+    "none": PositionsConfig(scheme="none"),
+    "sinusoidal": PositionsConfig(scheme="sinusoidal"),
+    "learned": PositionsConfig(scheme="learned", max_tokens=12),
+    "rotary": PositionsConfig(scheme="rotary"),
+    "rotary interleaved": PositionsConfig(scheme="rotary", rotary_pairing="interleaved"),
+    "rotary partial": PositionsConfig(scheme="rotary", rotary_dim=2),
+    "rotary partial interleaved": PositionsConfig(
+        scheme="rotary", rotary_dim=2, rotary_pairing="interleaved", rotary_base=50.0
+    ),
+    "alibi": PositionsConfig(scheme="alibi"),
+}
+
+
+def make_model(scheme: str, **changes: Any) -> EncoderDecoder:
+    sizes: dict[str, Any] = {
+        "d_model": 16,
+        "d_ff": 24,
+        "num_heads": 4,
+        "max_source_tokens": 11,
+        "encoder": EncoderConfig(num_layers=2),
+        "decoder": DecoderConfig(num_layers=2),
+    }
+    config = ModelConfig(**{**sizes, "positions": SCHEMES[scheme], **changes})
+    return EncoderDecoder(config, VOCAB, VOCAB, PAD).double().eval()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_decoding_with_a_cache_is_decoding_without(scheme: str) -> None:
+    model = make_model(scheme)
+    memory, mask = model.encode(SRC), model.memory_mask(SRC)
+    whole = model.decode(TGT, memory, mask)
+    for lengths in ([1, 1, 1, 1, 1], [2, 3]):
+        cache = DecoderCache(2)
+        parts = [model.decode(part, memory, mask, cache) for part in TGT.split(lengths, dim=1)]
+        assert_same(torch.cat(parts, dim=1), whole, kind="output")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_later_target_token_never_changes_an_earlier_logit(scheme: str) -> None:
+    model = make_model(scheme)
+    before = model(SRC, TGT)
+    for position in range(1, 5):
+        changed = TGT.clone()
+        changed[:, position] = 15
+        after = model(SRC, changed)
+        assert_same(after[:, :position], before[:, :position], kind="output")
+        assert (after[:, position] - before[:, position]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_padding_of_the_source_never_changes_the_result(scheme: str) -> None:
+    model = make_model(scheme)
+    together = model(SRC, TGT)
+    for row, length in enumerate([5, 3, 2]):
+        alone = model(SRC[row : row + 1, :length], TGT[row : row + 1])
+        assert_same(together[row : row + 1], alone, kind="output")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_only_without_positions_does_the_encoder_not_see_the_order(scheme: str) -> None:
+    model = make_model(scheme)
+    order = torch.tensor([3, 1, 4, 0, 2])
+    memory, of_reordered = model.encode(SRC[:1]), model.encode(SRC[:1, order])
+    if scheme == "none":
+        assert_same(of_reordered, memory[:, order], kind="output")
+    else:
+        assert (of_reordered - memory[:, order]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_place_of_a_token_is_told_apart_by_the_decoder(scheme: str) -> None:
+    # The same two tokens in the other order, before a third: only the order differs. Without positions
+    # a causal decoder of more than one layer sees it all the same.
+    model = make_model(scheme)
+    one, other = torch.tensor([[1, 4, 9, 6]]), torch.tensor([[1, 9, 4, 6]])
+    assert (model(SRC[:1], one)[:, -1] - model(SRC[:1], other)[:, -1]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("scheme", ["rotary", "rotary partial interleaved", "alibi"])
+def test_relative_positions_do_not_know_where_a_text_begins(scheme: str) -> None:
+    model = make_model(scheme)
+    padded = torch.cat([torch.full((3, 3), PAD), SRC], dim=1)
+    assert_same(model.encode(padded)[:, 3:][SRC != PAD], model.encode(SRC)[SRC != PAD], kind="output")
+
+
+def test_absolute_positions_know_where_a_text_begins() -> None:
+    for scheme in ("sinusoidal", "learned"):
+        model = make_model(scheme)
+        padded = torch.cat([torch.full((3, 3), PAD), SRC], dim=1)
+        assert (model.encode(padded)[:, 3:] - model.encode(SRC)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_only_learned_positions_are_weights(scheme: str) -> None:
+    names = set(make_model(scheme).state_dict())
+    assert {name for name in names if "positions" in name} == (
+        {"src_positions.weight", "tgt_positions.weight"} if scheme == "learned" else set()
+    )
+    assert {name for name in names if "positions" not in name} == set(make_model("none").state_dict())
+
+
+def test_learned_positions_of_source_and_target_are_different_rows() -> None:
+    model = make_model("learned")
+    assert model.src_positions.weight.shape == (12, 16)
+    assert not torch.equal(model.src_positions.weight, model.tgt_positions.weight)
+    model(SRC, TGT).sum().backward()
+    for positions in (model.src_positions, model.tgt_positions):
+        gradient = positions.weight.grad
+        assert gradient is not None
+        assert gradient[:5].abs().sum(dim=1).min() > 0
+        assert not gradient[5:].any()
+
+
+def test_a_text_longer_than_what_was_learned_is_refused_with_both_numbers() -> None:
+    model = make_model("learned")
+    assert model.max_target_tokens == 12
+    assert model(torch.full((1, 12), 5), torch.full((1, 12), 5)).shape == (1, 12, VOCAB)
+    message = "the text needs 13 positions and 12 were learned"
+    with pytest.raises(ValueError, match=message):
+        model.encode(torch.full((1, 13), 5))
+    memory, mask = model.encode(SRC), model.memory_mask(SRC)
+    cache = DecoderCache(2)
+    model.decode(torch.full((3, 12), 5), memory, mask, cache)
+    with pytest.raises(ValueError, match=message):
+        model.decode(torch.full((3, 1), 5), memory, mask, cache)
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "learned"])
+def test_other_positions_do_not_end(scheme: str) -> None:
+    model = make_model(scheme)
+    assert model.max_target_tokens is None
+    # More than the tables that are made at first hold.
+    long = torch.randint(3, VOCAB, (1, 300))
+    with torch.no_grad():
+        assert model(long, long[:, :270]).isfinite().all()
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_a_search_ends_where_the_learned_positions_do(
+    beam_size: int, use_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("learned")
+    plain = model.logits
+
+    def never_ends(x: torch.Tensor) -> torch.Tensor:
+        logits = plain(x)
+        logits[..., EOS] -= 30
+        return logits
+
+    monkeypatch.setattr(model, "logits", never_ends)
+    options = SearchOptions(beam_size=beam_size, max_extra_tokens=50, use_cache=use_cache)
+    found = search(model, SRC, options, BOS, EOS)
+    # The beginning of the sentence takes the first of twelve positions.
+    assert [len(hypotheses[0].ids) for hypotheses in found] == [11, 11, 11]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_search_finds_the_same_with_and_without_a_cache(scheme: str) -> None:
+    model = make_model(scheme, tie_embeddings="none")
+    with torch.no_grad():
+        model.output.weight.mul_(3)
+    found = [
+        search(model, SRC, SearchOptions(beam_size=3, max_extra_tokens=4, use_cache=cached), BOS, EOS)
+        for cached in (True, False)
+    ]
+    assert [[h.ids for h in hypotheses] for hypotheses in found[0]] == [
+        [h.ids for h in hypotheses] for hypotheses in found[1]
+    ]

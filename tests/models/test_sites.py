@@ -1,0 +1,324 @@
+"""The attention layers of a model by name, what is known of their weights, and a model with some changed."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tolerances import assert_same
+from triptych.algebra.weights import AttentionWeights, Link
+from triptych.attention import PARAMETERISATIONS, Factored, MultiHeadAttention, parameterisation
+from triptych.models import (
+    AttentionConfig,
+    DecoderConfig,
+    EncoderConfig,
+    EncoderDecoder,
+    ModelConfig,
+    PositionsConfig,
+    attention_sites,
+    attention_weights,
+    read_model,
+    with_attention,
+    write_model,
+)
+
+PAD, VOCAB = 0, 20
+SRC = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 2, PAD, PAD], [11, 2, PAD, PAD, PAD]])
+TGT = torch.tensor([[1, 4, 5, 6], [1, 7, 8, 9], [1, 3, 3, 3]])
+NAMES = ["encoder.0", "encoder.1", "decoder.0", "cross.0", "decoder.1", "cross.1", "decoder.2", "cross.2"]
+
+
+def make_config(**changes: Any) -> ModelConfig:
+    sizes: dict[str, Any] = {
+        "d_model": 16,
+        "d_ff": 24,
+        "num_heads": 4,
+        "encoder": EncoderConfig(num_layers=2),
+        "decoder": DecoderConfig(num_layers=3),
+    }
+    return ModelConfig(**{**sizes, **changes})
+
+
+def make_model(vocab_size: int = VOCAB, **changes: Any) -> EncoderDecoder:
+    """A model whose norms and biases are as random as the rest."""
+    model = EncoderDecoder(make_config(**changes), vocab_size, VOCAB, PAD).double().eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean=1.0 if "norm.weight" in name else 0.0, std=0.3)
+    return model
+
+
+def of_all_kinds() -> ModelConfig:
+    """Sites of several parameterisations, some of them of one layer only."""
+    return make_config(
+        encoder=EncoderConfig(
+            num_layers=2,
+            attention=AttentionConfig(projections="grouped", num_kv_heads=2, q_bias=True),
+            attention_in_layer={1: AttentionConfig(projections="four_matrix", d_v=3)},
+        ),
+        decoder=DecoderConfig(
+            num_layers=3,
+            attention=AttentionConfig(projections="latent", v_bias=True, dropout=0.2),
+            attention_in_layer={0: AttentionConfig(projections="symmetric", num_heads=2)},
+            cross_attention_in_layer={2: AttentionConfig(projections="bilinear", o_bias=True)},
+        ),
+    )
+
+
+def snapshot(model: EncoderDecoder) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# Names, traits, norms
+
+
+def test_every_layer_has_a_name_and_is_named_once() -> None:
+    model = make_model()
+    sites = attention_sites(model)
+    assert [site.name for site in sites] == NAMES
+    layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
+    assert {id(site.layer) for site in sites} == {id(layer) for layer in layers}
+    by_name = {site.name: site for site in sites}
+    assert by_name["cross.1"].layer is model.decoder[1].cross_attention
+    assert by_name["cross.1"].residual is model.decoder[1].cross_residual
+    assert by_name["decoder.2"].layer is model.decoder[2].self_attention
+    assert by_name["decoder.2"].residual is model.decoder[2].self_residual
+    assert by_name["encoder.1"].layer is model.encoder[1].self_attention
+    assert by_name["encoder.1"].residual is model.encoder[1].self_residual
+    kinds = {site.stack: site.kind for site in sites}
+    assert kinds == {"encoder": "self", "decoder": "causal", "cross": "cross"}
+
+
+@pytest.mark.parametrize("scheme", ["none", "sinusoidal", "learned", "rotary", "alibi"])
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_weights_carry_what_the_model_knows_of_them(norm: Any, scheme: Any) -> None:
+    model = make_model(norm=norm, positions=PositionsConfig(scheme=scheme))
+    found = attention_weights(model)
+    assert list(found) == NAMES
+    for site in attention_sites(model):
+        weights = found[site.name]
+        assert weights.traits.kind == site.kind
+        assert weights.traits.norm == norm
+        assert weights.traits.positions == ("none" if site.stack == "cross" else scheme)
+        expected = site.layer.projections.q_proj.weight
+        assert weights.q[0].weight.untyped_storage().data_ptr() == expected.untyped_storage().data_ptr()
+        if norm == "post":
+            assert weights.norm is None
+            assert weights.memory_norm is None
+            continue
+        assert weights.norm is not None
+        assert_same(weights.norm.gain, site.residual.norm.weight.detach(), kind="exact")
+        assert weights.norm.shift is not None
+        assert_same(weights.norm.shift, site.residual.norm.bias.detach(), kind="exact")
+        assert weights.norm.offset == 0
+        assert (weights.memory_norm is not None) == (site.stack == "cross")
+        if weights.memory_norm is not None:
+            assert isinstance(model.encoder_norm, nn.LayerNorm)
+            assert_same(weights.memory_norm.gain, model.encoder_norm.weight.detach(), kind="exact")
+    assert not any(tensor.requires_grad for weights in found.values() for tensor in weights.tensors())
+
+
+def test_the_forms_of_the_weights_are_what_the_model_computes() -> None:
+    # Under pre-norm, from the norm's output on: the first encoder layer of a text without positions.
+    model = make_model(norm="pre", positions=PositionsConfig(scheme="none"))
+    weights = attention_weights(model)["encoder.0"]
+    assert weights.norm is not None
+    assert weights.norm.shift is not None
+    x = model.src_embedding.weight[SRC[:1]].detach() * 4
+    centred = x - x.mean(-1, keepdim=True)
+    x = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    x = x * weights.norm.gain + weights.norm.shift
+    scores = torch.einsum("bqd,hde,bke->bhqk", x, weights.qk.dense(), x) * weights.scale
+    assert_same(model.attention_maps(SRC[:1], TGT[:1]).encoder[0].detach(), scores.softmax(-1), kind="output")
+
+
+# Copies
+
+
+@pytest.mark.parametrize("tie", ["all", "target", "none"])
+@pytest.mark.parametrize("config", ["plain", "of all kinds", "learned, pre"])
+def test_a_model_with_nothing_changed_is_a_copy(tie: Any, config: str) -> None:
+    chosen = {
+        "plain": make_config(),
+        "of all kinds": of_all_kinds(),
+        "learned, pre": make_config(norm="pre", positions=PositionsConfig(scheme="learned")),
+    }[config]
+    model = (
+        EncoderDecoder(chosen.model_copy(update={"tie_embeddings": tie}), VOCAB, VOCAB, PAD).double().eval()
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    state, before = torch.random.get_rng_state(), snapshot(model)
+    copy = with_attention(model, {})
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert copy is not model
+    assert not copy.training
+    assert_same(copy(SRC, TGT), model(SRC, TGT), kind="exact")
+    assert copy.state_dict().keys() == before.keys()
+    for name, value in before.items():
+        assert_same(model.state_dict()[name], value, kind="exact")
+        assert_same(copy.state_dict()[name], value, kind="exact")
+    pointers = [{p.data_ptr() for p in one.parameters()} for one in (model, copy)]
+    assert not pointers[0] & pointers[1]
+    for one in (model, copy):
+        assert (one.output.weight is one.tgt_embedding.weight) == (tie != "none")
+        assert (one.src_embedding is one.tgt_embedding) == (tie == "all")
+    for one, other in zip(attention_sites(copy), attention_sites(model), strict=True):
+        assert one.layer is not other.layer
+        assert one.layer.num_heads == other.layer.num_heads
+        assert one.layer.dropout == other.layer.dropout
+        assert one.layer.positions == other.layer.positions
+        assert one.layer.parameterisation == other.layer.parameterisation
+
+
+def test_a_copy_takes_dtype_and_mode_along() -> None:
+    model = EncoderDecoder(make_config(), VOCAB, VOCAB, PAD).bfloat16().train()
+    copy = with_attention(model, {})
+    assert copy.training
+    assert {p.dtype for p in copy.parameters()} == {torch.bfloat16}
+    assert with_attention(model.eval(), {}).training is False
+
+
+def test_a_changed_site_stands_alone_in_the_configuration() -> None:
+    model = make_model()
+    before, config = snapshot(model), model.config
+    changed = changed_weights()
+    state = torch.random.get_rng_state()
+    new = with_attention(model, {"decoder.1": changed})
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert new.config.decoder.attention_in_layer.keys() == {1}
+    own = new.config.decoder.attention_in_layer[1]
+    assert own.parameterisation() == parameterisation("grouped", num_kv_heads=2, d_k=3, d_v=5, o_bias=True)
+    assert new.config.encoder.attention_in_layer == {}
+    assert new.config.decoder.cross_attention_in_layer == {}
+    assert new.config.model_dump(exclude={"encoder", "decoder"}) == config.model_dump(
+        exclude={"encoder", "decoder"}
+    )
+    sites = {site.name: site.layer for site in attention_sites(new)}
+    for side in ("q", "k", "v", "o"):
+        assert_same(
+            sites["decoder.1"].weights().chain(side)[0].weight, changed.chain(side)[0].weight, kind="exact"
+        )
+    for site in attention_sites(model):
+        if site.name != "decoder.1":
+            for name, value in site.layer.state_dict().items():
+                assert_same(sites[site.name].state_dict()[name], value, kind="exact")
+    for name, value in before.items():
+        assert_same(model.state_dict()[name], value, kind="exact")
+    assert model.config is config
+    # The weights are copies: what is done to the new model does not reach those given.
+    kept = changed.q[0].weight.clone()
+    with torch.no_grad():
+        sites["decoder.1"].get_parameter("projections.q_proj.weight").zero_()
+    assert_same(changed.q[0].weight, kept, kind="exact")
+
+
+def changed_weights() -> AttentionWeights:
+    layer = MultiHeadAttention(
+        16, 4, parameterisation("grouped", num_kv_heads=2, d_k=3, d_v=5, o_bias=True)
+    ).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return layer.weights()
+
+
+def test_the_new_model_computes_with_the_changed_weights() -> None:
+    model = make_model()
+    changed = changed_weights()
+    new = with_attention(model, {"cross.0": changed})
+    model.decoder[0].cross_attention = MultiHeadAttention.from_weights(changed)
+    assert_same(new(SRC, TGT), model(SRC, TGT), kind="exact")
+
+
+def test_a_whole_stack_that_changes_is_the_stacks_new_usual() -> None:
+    model = make_model()
+    changed = {name: changed_weights() for name in ("decoder.0", "decoder.1", "decoder.2")}
+    new = with_attention(model, changed)
+    assert new.config.decoder.attention_in_layer == {}
+    assert new.config.decoder.attention.projections == "grouped"
+    assert new.config.decoder.cross_attention.projections == "factored"
+    assert new.config.encoder.attention.projections == "factored"
+
+
+def test_another_writing_of_the_same_maps_leaves_the_logits() -> None:
+    model = make_model(encoder=EncoderConfig(num_layers=2, attention=AttentionConfig(projections="shared")))
+    separate: dict[str, AttentionWeights] = {}
+    for name, weights in attention_weights(model).items():
+        if name.startswith("encoder"):  # three maps with the numbers of the one
+            q, k, v = ((Link(weights.q[0].weight),) for _ in range(3))
+            separate[name] = replace(weights, q=q, k=k, v=v)
+    new = with_attention(model, separate)
+    assert new.config.encoder.attention.projections == "factored"
+    assert new.config.encoder.attention_in_layer == {}
+    assert_same(new(SRC, TGT), model(SRC, TGT), kind="output")
+
+
+def test_positions_and_dropout_stay_with_a_site_that_changes() -> None:
+    positions = PositionsConfig(scheme="rotary", rotary_dim=2)
+    site = AttentionConfig(dropout=0.3)
+    model = make_model(positions=positions, decoder=DecoderConfig(num_layers=3, attention=site), d_k=4)
+    layer = MultiHeadAttention(16, 2, Factored(d_k=6, d_v=5)).double()
+    new = with_attention(model, {"decoder.0": layer.weights()})
+    changed = new.decoder[0].self_attention
+    assert changed.positions == model.decoder[0].self_attention.positions
+    assert (changed.dropout, changed.num_heads) == (0.3, 2)
+    assert changed.parameterisation == Factored(d_k=6, d_v=5)
+    assert new.config.decoder.attention_in_layer[0].dropout == 0.3
+
+
+def test_a_site_there_is_not_is_refused_with_those_there_are() -> None:
+    model = make_model()
+    weights = changed_weights()
+    with pytest.raises(ValueError, match=r"there is no attention site decoder\.3: there are encoder\.0, "):
+        with_attention(model, {"decoder.3": weights})
+
+
+def test_weights_of_another_width_are_refused_with_both() -> None:
+    wider = MultiHeadAttention(24, 4).double().weights()
+    with pytest.raises(ValueError, match=r"the weights for encoder\.0 read 24 channels, the model has 16"):
+        with_attention(make_model(), {"encoder.0": wider})
+
+
+def test_weights_that_cannot_turn_are_refused_under_rotary_positions() -> None:
+    model = make_model(positions=PositionsConfig(scheme="rotary"))
+    latent = MultiHeadAttention(16, 4, parameterisation("latent")).double().weights()
+    with pytest.raises(ValueError, match="latent cannot have rotary positions"):
+        with_attention(model, {"encoder.0": latent})
+    assert with_attention(model, {"cross.0": latent}).config.cross_sites()[0].projections == "latent"
+
+
+# Files
+
+
+@pytest.mark.parametrize("name", PARAMETERISATIONS)
+def test_a_model_of_any_parameterisation_is_read_as_it_was_written(tmp_path: Path, name: str) -> None:
+    site = AttentionConfig(projections=name, o_bias=True)
+    model = EncoderDecoder(
+        make_config(
+            encoder=EncoderConfig(num_layers=1, attention=site),
+            decoder=DecoderConfig(num_layers=1, attention=site, cross_attention=site),
+        ),
+        VOCAB,
+        VOCAB,
+        PAD,
+    ).eval()
+    write_model(model, tmp_path)
+    read = read_model(tmp_path)
+    assert read.config == model.config
+    assert_same(read(SRC, TGT), model(SRC, TGT), kind="exact")
+
+
+def test_a_model_with_layers_of_their_own_is_read_as_it_was_written(tmp_path: Path) -> None:
+    model = EncoderDecoder(of_all_kinds(), VOCAB, VOCAB, PAD).eval()
+    changed = MultiHeadAttention(16, 4, parameterisation("collaborative", d_shared=9, k_bias=True)).weights()
+    model = with_attention(model, {"decoder.1": changed})
+    write_model(model, tmp_path)
+    read = read_model(tmp_path)
+    assert read.config == model.config
+    written = {site.name: site.layer.parameterisation for site in attention_sites(model)}
+    assert {site.name: site.layer.parameterisation for site in attention_sites(read)} == written
+    assert len({type(chosen) for chosen in written.values()}) == 7
+    assert_same(read(SRC, TGT), model(SRC, TGT), kind="exact")

@@ -1,0 +1,245 @@
+"""Rewrites lifted to layers and whole models."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import triptych
+from tolerances import assert_same
+from triptych import EncoderDecoder, ModelConfig, MultiHeadAttention, rewriting
+from triptych.algebra import rewrites
+from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.attention import PARAMETERISATIONS, Rotary
+from triptych.decoding import SearchOptions, search
+from triptych.models import attention_sites, attention_weights, read_model, write_model
+
+VOCAB, PAD, BOS, EOS = 40, 0, 1, 2
+BIASES = {"q_bias": True, "k_bias": True, "v_bias": True, "o_bias": True}
+LIFTED: dict[str, Callable[[Any], Any]] = {
+    "fold": triptych.fold,
+    "fold, whatever it costs": partial(triptych.fold, keep="folded"),
+    "factor": triptych.factor,
+    "expand": triptych.expand,
+    "gauge_fix": triptych.gauge_fix,
+    "drop_key_bias": triptych.drop_key_bias,
+    "fold_value_bias": triptych.fold_value_bias,
+    "fold_norm": triptych.fold_norm,
+    "permute_heads": partial(triptych.permute_heads, order=[2, 3, 1, 0]),
+    "repeat_kv_heads": triptych.repeat_kv_heads,
+    "to_latent": triptych.to_latent,
+}
+# What each of these may rightly refuse on some of the models below, and why.
+REFUSED = {
+    ("factor", "mixed"): "the form is a product already",
+    ("factor", "tied"): "the form is a product already",
+    ("gauge_fix", "one matrix"): "no gauge",
+    ("to_latent", "one matrix"): "the input itself",
+}
+
+
+def make_model(kind: str, norm: str = "pre", **changes: Any) -> EncoderDecoder:
+    sites = {
+        "mixed": (
+            {"projections": "stacked", **BIASES, "first_bias": True},
+            {"projections": "grouped", "num_kv_heads": 2, **BIASES},
+            {"projections": "four_matrix", **BIASES},
+        ),
+        "tied": (
+            {"projections": "symmetric", "qk_bias": True, "v_bias": True},
+            {"projections": "key_value", "q_bias": True, "kv_bias": True, "o_bias": True},
+            {"projections": "shared", "qkv_bias": True},
+        ),
+        "one matrix": (
+            {"projections": "bilinear", "q_bias": True, "v_bias": True},
+            {"projections": "bilinear"},
+            {"projections": "bilinear", "o_bias": True},
+        ),
+    }[kind]
+    tree = {
+        "d_model": 24,
+        "d_ff": 32,
+        "num_heads": 4,
+        "norm": norm,
+        "dropout": 0.0,
+        "encoder": {"num_layers": 2, "attention": sites[0]},
+        "decoder": {"num_layers": 2, "attention": sites[1], "cross_attention": sites[2]},
+        **changes,
+    }
+    model = EncoderDecoder(ModelConfig.model_validate(tree), VOCAB, VOCAB, PAD).eval()
+    for name, parameter in model.named_parameters():  # biases and norms that do something
+        if "bias" in name or "norm" in name:
+            nn.init.normal_(parameter, mean=float("norm.weight" in name), std=0.3)
+    return model
+
+
+def sentences() -> tuple[Tensor, Tensor]:
+    src, tgt_in = torch.randint(3, VOCAB, (3, 7)), torch.randint(3, VOCAB, (3, 6))
+    src[1, 5:], src[:, 0] = PAD, 5
+    tgt_in[:, 0] = BOS
+    return src, tgt_in
+
+
+@pytest.mark.parametrize("kind", ["mixed", "tied", "one matrix"])
+@pytest.mark.parametrize("name", LIFTED)
+def test_a_rewritten_model_computes_the_same(name: str, kind: str) -> None:
+    model = make_model(kind).double()
+    src, tgt_in = sentences()
+    expected = model(src, tgt_in).detach()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    if (name, kind) in REFUSED:
+        with pytest.raises(RewriteRefusedError, match=REFUSED[name, kind]):
+            LIFTED[name](model)
+        return
+    new = LIFTED[name](model)
+    assert not new.training
+    torch.testing.assert_close(
+        new(src, tgt_in), expected, rtol=1e-10, atol=1e-10 * float(expected.abs().max())
+    )
+    for key, value in model.state_dict().items():
+        assert_same(value, before[key], kind="exact")
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not own & {parameter.data_ptr() for parameter in new.parameters()}
+
+
+def test_a_folded_model_decodes_the_same_translations_with_fewer_parameters() -> None:
+    model = make_model("mixed")
+    src, _ = sentences()
+    options = SearchOptions(beam_size=3, num_best=2)
+    folded = triptych.fold(model)
+    old, new = (
+        [[found.ids for found in hypotheses] for hypotheses in search(m, src, options, BOS, EOS)]
+        for m in (model, folded)
+    )
+    assert new == old
+    assert sum(p.numel() for p in folded.parameters()) < sum(p.numel() for p in model.parameters())
+    assert folded.config.encoder.attention.projections == "factored"
+    assert folded.config.decoder.cross_attention.projections == "factored"
+    assert folded.config.decoder.attention.projections == "grouped"
+
+
+def test_a_rewritten_model_is_saved_and_read_like_any_other(tmp_path: Any) -> None:
+    folded = triptych.fold(make_model("mixed"), sites=["encoder.1"])
+    assert folded.config.encoder_sites()[0].projections == "stacked"
+    assert folded.config.encoder_sites()[1].projections == "factored"
+    write_model(folded, tmp_path)
+    again = read_model(tmp_path)
+    assert again.config == folded.config
+    src, tgt_in = sentences()
+    assert_same(again(src, tgt_in), folded(src, tgt_in), kind="exact")
+
+
+def test_every_site_has_its_records_in_the_order_of_the_steps() -> None:
+    outcome = triptych.rewrite(make_model("mixed"), rewrites.drop_key_bias, rewrites.fold)
+    assert set(outcome.records) == {
+        *(f"encoder.{i}" for i in range(2)),
+        *(f"decoder.{i}" for i in range(2)),
+        *(f"cross.{i}" for i in range(2)),
+    }
+    for records in outcome.records.values():
+        assert [record.name for record in records] == ["drop_key_bias", "fold"]
+    first = outcome.records["encoder.0"][1]
+    assert first.after.parameters < first.before.parameters
+    assert "parameters" in first.choice
+
+
+def test_a_refusal_names_the_site() -> None:
+    model = make_model("mixed", positions={"scheme": "rotary"})
+    with pytest.raises(RewriteRefusedError, match=r"drop_key_bias at encoder\.0 refused: .*rotary"):
+        triptych.drop_key_bias(model)
+    assert triptych.drop_key_bias(model, sites=["cross.0"]).config.decoder.cross_attention_in_layer
+
+
+def test_post_norm_keeps_its_norms() -> None:
+    with pytest.raises(RewriteRefusedError, match="post"):
+        triptych.fold_norm(make_model("mixed", norm="post"))
+
+
+def test_folded_norms_have_gain_one_and_no_shift() -> None:
+    folded = triptych.fold_norm(make_model("mixed"))
+    norms = [site.residual.norm for site in attention_sites(folded)] + [folded.encoder_norm]
+    for norm in norms:
+        assert (norm.weight == 1).all()
+        assert (norm.bias == 0).all()
+    others = [block.feed_forward_residual.norm for block in (*folded.encoder, *folded.decoder)]
+    assert all((norm.weight != 1).any() for norm in [*others, folded.decoder_norm])
+
+
+def test_the_norm_of_the_memory_is_folded_everywhere_or_nowhere() -> None:
+    with pytest.raises(RewriteRefusedError, match=r"cross\.1 read the encoder's last norm too"):
+        triptych.fold_norm(make_model("mixed"), sites=["cross.0"])
+
+
+def test_a_value_bias_stays_while_attention_weights_are_dropped() -> None:
+    site = {"projections": "factored", "v_bias": True, "dropout": 0.2}
+    model = make_model("mixed", encoder={"num_layers": 1, "attention": site})
+    assert not triptych.fold_value_bias(model).config.encoder.attention.options.get("v_bias")
+    with pytest.raises(RewriteRefusedError, match=r"encoder\.0 .*dropout"):
+        triptych.fold_value_bias(model.train())
+
+
+def test_a_site_there_is_not_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"no attention site encoder\.7: there are encoder\.0"):
+        triptych.fold(make_model("mixed"), sites=["encoder.7"])
+    with pytest.raises(ValueError, match="sites name the layers of a model"):
+        triptych.fold(MultiHeadAttention(8, 2), sites=["encoder.0"])
+
+
+@pytest.mark.parametrize("name", PARAMETERISATIONS)
+def test_a_layer_is_rewritten_into_a_layer(name: str) -> None:
+    chosen = PARAMETERISATIONS[name]
+    rotary = None if chosen.no_rotary else Rotary()
+    layer = MultiHeadAttention(24, 4, chosen(), dropout=0.1, positions=rotary).double().eval()
+    x = torch.randn(2, 6, 24, dtype=torch.float64)
+    expected = layer(x, causal=True).output.detach()
+    for new in (
+        triptych.fold(layer, keep="folded"),
+        triptych.expand(layer),
+        triptych.repeat_kv_heads(triptych.expand(layer)),
+        triptych.permute_heads(layer, [3, 2, 1, 0]),
+    ):
+        assert isinstance(new, MultiHeadAttention)
+        assert (new.dropout, new.positions, new.training) == (0.1, rotary, False)
+        torch.testing.assert_close(new(x, causal=True).output, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_rewriting_leaves_the_random_numbers_alone() -> None:
+    model = make_model("mixed")
+    state = torch.get_rng_state()
+    triptych.fold(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_numbers_are_rounded_once() -> None:
+    layer = MultiHeadAttention(24, 4, triptych.Stacked())
+    folded = triptych.fold(layer)
+    q_first, q_proj = (layer.get_parameter(f"projections.{n}.weight").double() for n in ("q_first", "q_proj"))
+    exact = (q_proj @ q_first).float()
+    assert_same(folded.get_parameter("projections.q_proj.weight").detach(), exact.detach(), kind="exact")
+
+
+def test_weights_are_rewritten_into_weights() -> None:
+    weights = attention_weights(make_model("mixed"))["encoder.0"]
+    folded = triptych.fold(weights)
+    assert len(weights.q) == 2
+    assert len(folded.q) == 1
+    assert folded.dtype == weights.dtype
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_bounded_rewrites_move_a_model_and_say_how_far(norm: str) -> None:
+    model = make_model("mixed", norm=norm)
+    src, tgt_in = sentences()
+    model = triptych.fold(model, keep="folded")
+    outcome = rewriting.rewrite(model, partial(rewrites.truncate, qk_rank=3, ov_rank=4))
+    assert all(record.tier == "bounded" and record.bound > 0 for (record,) in outcome.records.values())
+    assert not torch.allclose(outcome.result(src, tgt_in), model(src, tgt_in), rtol=1e-3)
+    assert {weights.W_Q.shape[-1] for weights in attention_weights(outcome.result).values()} == {3}
+    merged = triptych.merge_kv_heads(model, 1, bounded=True)
+    assert merged.config.encoder.attention.projections == "grouped"
+    pruned = triptych.prune_heads(model, [1], bounded=True, sites=["encoder.0"])
+    assert pruned.config.encoder_sites()[0].num_heads == 3
+    assert pruned(src, tgt_in).shape == (3, 6, VOCAB)
