@@ -18,6 +18,7 @@ from triptych.attention import (
     Symmetric,
     four_way_attention,
 )
+from triptych.cost_timing import measure_times
 from triptych.costing import CostSpec, measure_cost
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.models import PRESETS, EncoderDecoder, ModelConfig
@@ -75,6 +76,7 @@ __all__ = [
     "gauge_fix",
     "load",
     "measure_cost",
+    "measure_times",
     "merge_kv_heads",
     "permute_heads",
     "prune_heads",

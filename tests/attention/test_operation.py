@@ -695,3 +695,11 @@ def test_a_device_other_than_the_cpu_is_given_shapes_that_fit(
             assert explained.heads in grouped - {"expanded"}
         output = attention(*inputs, **arguments).output
         assert output.shape == (BATCH, 4, query_len, widths[1])
+
+
+def test_on_another_device_the_kernel_groups_heads_only_where_it_needs_no_mask() -> None:
+    q, k, _ = (t.detach().to("meta") for t in make_inputs(GROUPED, dtype=torch.bfloat16))
+    assert explain_attention(q, k, k, causal=True).heads == "grouped by the kernel"
+    assert explain_attention(q[:, :, 2:], k, k, causal=True).heads == "expanded"
+    assert explain_attention(q, k, k, bias=torch.ones(4, 1, 1, device="meta")).heads == "expanded"
+    assert explain_attention(q.float(), k.float(), k.float()).heads == "expanded"

@@ -454,9 +454,16 @@ def test_a_layer_comes_back_from_its_weights(name: str, positions: AttentionPosi
             assert back.state_dict().keys() == layer.state_dict().keys()
             x, given = make_inputs(layer, "causal", masked=True)
             assert_same(back(x, **given).output, layer(x, **given).output, kind="exact")
-            again = MultiHeadAttention.from_weights(back.weights()).parameterisation
+            again = MultiHeadAttention.from_weights(back.weights(), positions=positions).parameterisation
             assert again == back.parameterisation
             assert not {p.data_ptr() for p in back.parameters()} & {p.data_ptr() for p in layer.parameters()}
+
+
+def test_weights_of_a_layer_with_positions_do_not_come_back_without_them() -> None:
+    layer = MultiHeadAttention(24, 4, positions=Rotary())
+    for other in (None, Alibi()):
+        with pytest.raises(ValueError, match="the weights are of a layer with rotary positions"):
+            MultiHeadAttention.from_weights(layer.weights(), positions=other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -848,7 +855,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_width_that_is_not_divisible_must_be_chosen(name: str) -> None:
-    with pytest.raises(ValueError, match=r"num_heads 4 does not divide d_model 22: give .* explicitly"):
+    with pytest.raises(ValueError, match=r"num_heads 4 does not divide d_model 22: (give|direct gives)"):
         MultiHeadAttention(22, 4, written(name, biased=False))
 
 

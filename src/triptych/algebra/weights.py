@@ -84,12 +84,13 @@ class Link:
 
     def then(self, other: "Link") -> "Link":
         """Both maps as one: `x W₁ W₂ + (b₁ W₂ + b₂)`."""
-        copies = max(self.copies, other.copies)
+        copies = math.lcm(self.copies, other.copies)
         one, two = self.of_heads(copies), other.of_heads(copies)
         return Link(
             weight=_product(one.weight, two.weight),
             bias=_add(None if one.bias is None else _row_times(one.bias, two.weight), two.bias),
             after=other.after,
+            learned=self.learned or other.learned,
         )
 
     def __call__(self, x: Float[Tensor, "batch copies length d_in"]) -> Tensor:
@@ -375,12 +376,11 @@ class AttentionWeights:
             self, scale=scale, q=(*self.q[:-1], replace(last, weight=last.weight * ratio, bias=bias))
         )
 
-    def evened(self) -> "AttentionWeights":
-        """The same maps with one copy a head for queries and outputs, and as many for keys as for values.
+    def evened(self, groups: int) -> "AttentionWeights":
+        """The same maps with one copy a head for queries and outputs, and `groups` for keys and values.
 
         Chains of several links and shared ones stay as they are.
         """
-        groups = math.lcm(self.num_key_heads, self.num_value_heads)
 
         def even(side: Side, copies: int) -> Chain:
             chain = self.chain(side)

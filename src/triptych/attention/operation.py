@@ -218,7 +218,7 @@ def _plan(
     if why is not None:
         return _Plan("written out", "one to one" if one_to_one else "grouped by rows", why)
 
-    on_cpu = q.device.type == "cpu"
+    on_cpu = q.is_cpu
     # The kernel for CPUs knows one width only; torch's other choice there would hold all the
     # weights. On a GPU the memory-efficient kernel takes two widths as they are.
     route: Route = "fused, padded" if on_cpu and d_k != d_v else "fused"
@@ -229,7 +229,7 @@ def _plan(
         heads = "expanded"
     elif query_len == 1:
         # The cache is read once a group instead of once a head: on 2 cores, from level at 64 keys to
-        # 2.4 times as fast at 4,096 in float32, and 3 to 16 times in bfloat16.
+        # 2.4 times as fast at 4,096 in float32, and up to 16 times in bfloat16.
         heads = "grouped by rows"
     elif on_cpu or _flash_on_gpu(q, k, v, mask, bias, causal):
         heads = "grouped by the kernel"
@@ -257,24 +257,22 @@ def _why_written_out(
         return "weights"
     if dropout > 0:
         return "dropout"
-    if q.device.type != "cpu":
+    if not q.is_cpu:
         return None
     records = torch.is_grad_enabled()
     if bias is not None and records and bias.requires_grad:
         return "bias gradient"
-    short = k.shape[2] <= _max_keys(q.dtype)
-    copied = _copied(q, k, v)
-    if copied:
-        # Up to here the weights are fewer numbers than the copies, and faster: 1.3 to 30 times at one
-        # query, where a decoder's cache would be copied at every token, level at the limit (2 cores,
-        # float32, 64 and 512 keys, d_k and d_v of 64 and 32, 128 and 64, 512 and 64). Beyond, memory
-        # counts: with 512 and 64 the kernel takes 1.4 times as long, but holds no weights.
-        if q.shape[1] * q.shape[2] <= copied:
-            return "few queries"
-        if short:
-            return "short, unlike"
     trains = records and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return "short" if short and trains else None
+    copied = _copied(q, k, v)
+    if not copied:
+        return "short" if trains and k.shape[2] <= _max_keys(q.dtype) else None
+    # Up to here the weights are fewer numbers than the copies, and faster: 1.3 to 30 times at one
+    # query, where a decoder's cache would be copied at every token, level at the limit (2 cores,
+    # float32, 64 and 512 keys, d_k and d_v of 64 and 32, 128 and 64, 512 and 64). Beyond, memory
+    # counts: with 512 and 64 the kernel takes 1.4 times as long, but holds no weights.
+    if q.shape[1] * q.shape[2] <= copied:
+        return "few queries"
+    return "short, unlike" if k.shape[2] <= _max_keys(q.dtype) else None
 
 
 def _copied(q: Tensor, k: Tensor, v: Tensor) -> int:
@@ -407,7 +405,7 @@ def _prepare(
         if added is not None and added.shape[1] > 1:
             added = added.reshape(added.shape[0], num_groups, num_heads // num_groups, added.shape[3])
     elif plan.heads == "expanded":
-        common = _common_heads(q, k, v) if q.device.type == "cpu" else num_heads
+        common = _common_heads(q, k, v) if q.is_cpu else num_heads
         shared = k is v
         k = _repeat_heads(k, common)
         v = k if shared else _repeat_heads(v, common)

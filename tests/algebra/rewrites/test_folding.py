@@ -376,6 +376,8 @@ def test_expanded_nothing_is_shared_and_the_function_is_the_same(name: str, kind
     assert_same_function(weights, result)
     assert len(set(storages(result))) == sum(len(result.chain(side)) for side in ("q", "k", "v", "o"))
     assert all(link.learned for side in (result.q, result.k, result.v) for link in side)
+    if name == "collaborative":
+        assert result.q[0].copies == result.k[0].copies == NUM_HEADS
     if name in ("latent", "collaborative"):
         assert record.tier == "rounding-exact"
     else:

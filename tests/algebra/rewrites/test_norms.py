@@ -99,7 +99,7 @@ def test_queries_part_from_keys_that_read_another_norm() -> None:
     result, record = fold_norm(make("shared", "cross"))
     assert not result.tied("q", "k")
     assert result.tied("k", "v")
-    assert record.notes[0] == "q shared a map with k and v, which take up something else: it has its own now"
+    assert record.notes[0] == "q shared a map with k and v, which read another norm: it has its own now"
     assert fold_norm(make("symmetric")).record.notes[0].startswith("of the norm")
 
 

@@ -42,10 +42,8 @@ def fold_norm(weights: AttentionWeights) -> Rewritten:
     checked = _require_foldable(weights, read)
     notes: list[str] = []
     source, sharing = weights, sharing_sides(weights, "q")
-    if sharing and (read["q"] is not read["k"] or not weights.k):
-        notes.append(
-            f"q shared a map with {named(sharing)}, which take up something else: it has its own now"
-        )
+    if sharing and read["q"] is not read["k"]:
+        notes.append(f"q shared a map with {named(sharing)}, which read another norm: it has its own now")
         source = with_chains(weights, {"q": separate(weights.q)})
     chains = _folded_chains(source, read)
     if of_memory is not None and not source.k:

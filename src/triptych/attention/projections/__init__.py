@@ -5,6 +5,7 @@ To add one: write its file, and name its class here. The contract suite tests wh
 
 import dataclasses
 import difflib
+import math
 
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention.four_way import FOUR_WAY_IS_NO_LAYER
@@ -102,7 +103,8 @@ def parameterisation_of(weights: AttentionWeights) -> tuple[AttentionWeights, Pa
         ValueError: there is none; the message says how each that comes near differs.
     """
     reasons: list[str] = []
-    for writing in (weights, weights.evened()):
+    groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
+    for writing in (weights, weights.evened(groups), weights.evened(weights.num_heads)):
         reasons = []
         for name, cls in PARAMETERISATIONS.items():
             candidate = cls.fitting(writing)

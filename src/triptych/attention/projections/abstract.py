@@ -199,13 +199,23 @@ def head_width(width: int | None, name: str, d_model: int, num_heads: int) -> in
     Raises:
         ValueError: num_heads does not divide d_model and no width is given, or one is not positive.
     """
-    if num_heads < 1:
-        raise ValueError(f"num_heads is {num_heads}: at least one head is needed")
+    at_least_one_head(num_heads)
     if width is not None:
         return at_least_one(width, name)
     if d_model % num_heads:
         raise ValueError(f"num_heads {num_heads} does not divide d_model {d_model}: give {name} explicitly")
     return d_model // num_heads
+
+
+def at_least_one_head(num_heads: int) -> int:
+    """The number of heads, if it can be one.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if num_heads < 1:
+        raise ValueError(f"num_heads is {num_heads}: at least one head is needed")
+    return num_heads
 
 
 def at_least_one(value: int, name: str) -> int:

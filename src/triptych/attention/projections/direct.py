@@ -10,7 +10,7 @@ from triptych.algebra.weights import AttentionWeights, Link, standard_scale
 from triptych.attention.projections.abstract import (
     Parameterisation,
     Projections,
-    head_width,
+    at_least_one_head,
     initialise,
     link_to_output,
     split_heads,
@@ -38,7 +38,12 @@ class Direct(Parameterisation):
 
     def build(self, d_model: int, num_heads: int) -> "DirectProjections":
         """Make the output map."""
-        width = head_width(None, "heads whose widths add up to d_model", d_model, num_heads)
+        if d_model % at_least_one_head(num_heads):
+            raise ValueError(
+                f"num_heads {num_heads} does not divide d_model {d_model}: direct gives each head a slice of "
+                "the input"
+            )
+        width = d_model // num_heads
         return DirectProjections(
             num_heads=num_heads,
             d_k=width,
