@@ -1,6 +1,8 @@
 """Rewrites lifted to layers and whole models."""
 
+import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -243,3 +245,95 @@ def test_bounded_rewrites_move_a_model_and_say_how_far(norm: str) -> None:
     pruned = triptych.prune_heads(model, [1], bounded=True, sites=["encoder.0"])
     assert pruned.config.encoder_sites()[0].num_heads == 3
     assert pruned(src, tgt_in).shape == (3, 6, VOCAB)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", LIFTED)
+def test_weights_that_are_no_numbers_are_refused_with_the_map_and_the_site(name: str, value: float) -> None:
+    model = make_model("mixed")
+    with torch.no_grad():
+        model.get_parameter("decoder.1.cross_attention.projections.k_proj.weight")[2, 3] = value
+    with pytest.raises(RewriteRefusedError, match=r"at cross\.1 refused: 1 of 576 numbers in a map of k are"):
+        LIFTED[name](triptych.fold(model, sites=[]), sites=["cross.1"])
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    model = make_model("mixed")
+    model.get_parameter("tgt_embedding.weight").requires_grad_(False)
+    attention_sites(model)[0].layer.requires_grad_(False)
+    folded = triptych.fold(model)
+    first, second = (site.layer for site in attention_sites(folded)[:2])
+    assert not folded.get_parameter("tgt_embedding.weight").requires_grad
+    assert not any(parameter.requires_grad for parameter in first.parameters())
+    assert all(parameter.requires_grad for parameter in second.parameters())
+    frozen = MultiHeadAttention(8, 2, triptych.Stacked()).requires_grad_(False)
+    assert not any(parameter.requires_grad for parameter in triptych.fold(frozen).parameters())
+
+
+@pytest.mark.parametrize(
+    ("traits", "named"),
+    [
+        ({"qk_norm": True}, "QK-norm"),
+        ({"soft_cap": 5.0}, "a soft cap"),
+        ({"sinks": True}, "sinks"),
+        ({"sigmoid": True}, "a sigmoid"),
+        ({"value_gate": True}, "a gate on the values"),
+        ({"positions": "relative"}, "relative positions"),
+    ],
+)
+def test_weights_of_layers_that_we_have_not_make_no_layer(traits: dict[str, Any], named: str) -> None:
+    weights = MultiHeadAttention(8, 2).weights()
+    foreign = replace(weights, traits=replace(weights.traits, **traits))
+    with pytest.raises(ValueError, match=f"the weights are of a layer with {named}"):
+        MultiHeadAttention.from_weights(foreign)
+
+
+def test_what_stands_between_two_maps_is_not_lost() -> None:
+    weights = MultiHeadAttention(8, 2, triptych.Stacked()).weights()
+    first, second = weights.q
+    foreign = replace(weights, q=(replace(first, after="dropout"), second))
+    with pytest.raises(ValueError, match="dropout between two maps, which MultiHeadAttention has not"):
+        MultiHeadAttention.from_weights(foreign)
+
+
+def test_a_fold_that_no_layer_can_hold_says_what_it_left() -> None:
+    layer = MultiHeadAttention(24, 2, triptych.Stacked())
+    with pytest.raises(ValueError, match="so many maps in a row: q 1, k 0, v 2, o 1"):
+        triptych.fold(layer, sides=("qk",), keep="folded")
+
+
+def test_bytes_are_counted_in_the_dtype_of_what_is_folded() -> None:
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
+        layer = MultiHeadAttention(16, 2, triptych.Stacked()).to(dtype)
+        step = partial(rewrites.fold, by="bytes", number_bytes=size)
+        (record,) = triptych.rewrite(layer, step).records["layer"]
+        assert f"q: folded, {16 * 16 * size:,} bytes" in record.choice
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"keep": "foldd"}, "keep is 'foldd': choose from cheaper, folded, product"),
+        ({"by": "time"}, "by is 'time': choose from parameters, flops, bytes"),
+        ({"sides": ("x",)}, "sides is 'x': choose from q, k, v, o, qk"),
+        ({"sides": "qk"}, "sides is 'qk': choose from q, k, v, o, qk"),
+    ],
+)
+def test_a_choice_there_is_not_is_refused_with_those_there_are(wrong: dict[str, Any], message: str) -> None:
+    weights = MultiHeadAttention(8, 2).weights()
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(rewrites.fold)(weights, **wrong)  # past the checks of types that tests run under
+
+
+@pytest.mark.parametrize("rank", [2.0, True, "2"])
+def test_a_rank_that_is_no_whole_number_is_refused_as_such(rank: Any) -> None:
+    weights = MultiHeadAttention(8, 2).weights()
+    message = f"is {rank!r}: it must be a whole number"
+    with pytest.raises(RewriteRefusedError, match=message):
+        inspect.unwrap(rewrites.to_latent)(weights, rank=rank)
+
+
+def test_an_input_of_another_width_is_refused_with_both() -> None:
+    layer = MultiHeadAttention(16, 4)
+    with pytest.raises(ValueError, match="an input is 8 wide, and the layer's d_model 16"):
+        layer(torch.zeros(1, 3, 8))

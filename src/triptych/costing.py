@@ -20,6 +20,10 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 _SIZES = ("d_k", "d_v", "num_kv_heads", "d_latent", "d_shared")
 
 
+# No layer is larger, and shapes past it overflow.
+_LARGEST = 10_000_000
+
+
 @final
 @dataclass(frozen=True)
 class CostSpec:
@@ -62,6 +66,8 @@ class CostSpec:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"{field} is {value}: it must be at least 1")
+            if value is not None and value > _LARGEST:
+                raise ValueError(f"{field} is {value}: it must be at most {_LARGEST:,}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
         if self.d_model % self.num_heads and (self.d_k is None or self.d_v is None):

@@ -5,16 +5,17 @@ as well: its weights are read, rewritten in float64, cast back once, and put int
 the parameterisation that they call for. What was passed in is never changed.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, singledispatch
 from typing import Any, Generic, TypeVar, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from triptych.algebra import rewrites
 from triptych.algebra.rewrites import RewriteRecord, RewriteRefusedError, Rewritten
+from triptych.algebra.rewrites.legality import require_finite
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.attention import MultiHeadAttention
 from triptych.models import EncoderDecoder, attention_sites, attention_weights, with_attention
@@ -83,6 +84,7 @@ def _of_layer(
     _require_no_sites(sites)
     rewritten, records = _run(target.weights(), steps)
     layer = MultiHeadAttention.from_weights(rewritten, target.dropout, target.positions)
+    layer.requires_grad_(any(parameter.requires_grad for parameter in target.parameters()))
     return Outcome(layer.train(target.training), {"layer": records})
 
 
@@ -106,6 +108,10 @@ def _of_model(
     return Outcome(model, records)
 
 
+def _tensors(target: AttentionWeights | nn.Module) -> Iterator[Tensor]:
+    return target.tensors() if isinstance(target, AttentionWeights) else iter(target.parameters())
+
+
 def _require_no_sites(sites: Collection[str] | None) -> None:
     if sites is not None:
         raise ValueError("sites name the layers of a model: leave them out for a single layer")
@@ -115,6 +121,7 @@ def _run(
     weights: AttentionWeights, steps: Sequence[Step]
 ) -> tuple[AttentionWeights, tuple[RewriteRecord, ...]]:
     """The steps in float64, and one cast back."""
+    require_finite("rewrite", weights)
     current, records = weights.to(torch.float64), []
     for step in steps:
         current, record = step(current)
@@ -164,9 +171,9 @@ def fold(
     sites: Collection[str] | None = None,
 ) -> Target:
     """Replace products of maps by one map where that is cheaper; see `algebra.rewrites.fold`."""
-    return rewrite(
-        target, partial(rewrites.fold, sides=sides, keep=keep, by=by, tokens=tokens), sites=sites
-    ).result
+    number_bytes = next(_tensors(target)).dtype.itemsize
+    step = partial(rewrites.fold, sides=sides, keep=keep, by=by, tokens=tokens, number_bytes=number_bytes)
+    return rewrite(target, step, sites=sites).result
 
 
 def factor(
@@ -197,7 +204,12 @@ def drop_key_bias(target: Target, *, sites: Collection[str] | None = None) -> Ta
 
 
 def fold_value_bias(target: Target, *, sites: Collection[str] | None = None) -> Target:
-    """Move the value bias into the output bias; see `algebra.rewrites.fold_value_bias`."""
+    """Move the value bias into the output bias; see `algebra.rewrites.fold_value_bias`.
+
+    Exact for queries that may see some key. One that may see none gets zeros from our layers, and then
+    the bias after folding: where that can happen, rewrite weights with the trait `blind_rows`, which
+    refuses.
+    """
     return rewrite(target, rewrites.fold_value_bias, sites=sites).result
 
 

@@ -87,6 +87,7 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ValueError: no parameterisation has that structure, or the positions do not go with it.
         """
+        _check_can_be_held(weights)
         held, wanted = "none" if positions is None else positions.scheme, weights.traits.positions
         if wanted in ("rotary", "alibi") and held != wanted:
             raise ValueError(f"the weights are of a layer with {wanted} positions: pass it, not {held}")
@@ -150,10 +151,10 @@ class MultiHeadAttention(nn.Module):
                 that has another.
 
         Raises:
-            ValueError: two memories for a parameterisation that makes keys and values at once, or a
-                memory for a layer that tells positions apart.
+            ValueError: an input of another width than d_model, two memories for a parameterisation that
+                makes keys and values at once, or a memory for a layer that tells positions apart.
         """
-        self._check_memories(memory, value_memory)
+        self._check_inputs(x, memory, value_memory)
         dropout = self.dropout if self.training else 0.0
         q, start, remembered = self._remembered(x, memory, value_memory, cache)
         inputs = self._inputs(q, start, remembered, mask, causal, dropout, path)
@@ -223,7 +224,12 @@ class MultiHeadAttention(nn.Module):
         shape = batch, length, self.d_model
         return torch.zeros(shape, dtype=own.dtype, device=own.device, requires_grad=own.requires_grad)
 
-    def _check_memories(self, memory: Tensor | None, value_memory: Tensor | None) -> None:
+    def _check_inputs(self, x: Tensor, memory: Tensor | None, value_memory: Tensor | None) -> None:
+        for given in (x, memory, value_memory):
+            if given is not None and given.shape[-1] != self.d_model:
+                raise ValueError(
+                    f"an input is {given.shape[-1]} wide, and the layer's d_model {self.d_model}"
+                )
         if value_memory is not None and self.projections.no_two_memories:
             raise ValueError(f"value_memory was given, but {self.projections.no_two_memories}: leave it out")
         if memory is not None and self.positions is not None:
@@ -279,6 +285,28 @@ class MultiHeadAttention(nn.Module):
         if self.positions is not None and not self.projections.caches_keys:
             k = self.positions.turn(k, 0)
         return _Inputs(q, k, v, bias, route)
+
+
+def _check_can_be_held(weights: AttentionWeights) -> None:
+    """Refuse traits that no layer of ours has: without them it would be another function.
+
+    Raises:
+        ValueError: there is one, named.
+    """
+    traits = weights.traits
+    foreign = {
+        "QK-norm": traits.qk_norm,
+        "a soft cap": traits.soft_cap is not None,
+        "sinks": traits.sinks,
+        "a sigmoid for the softmax": traits.sigmoid,
+        "a gate on the values": traits.value_gate,
+        "relative positions": traits.positions == "relative",
+        **{f"{link.after} between two maps": link.after is not None for link in weights.links()},
+    }
+    if found := [name for name, present in foreign.items() if present]:
+        raise ValueError(
+            f"the weights are of a layer with {', '.join(found)}, which MultiHeadAttention has not"
+        )
 
 
 def check_sizes(

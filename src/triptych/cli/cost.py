@@ -134,18 +134,18 @@ def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> No
         console.print(own)
     _print_table(console, cost_pages.cost_table(report))
     for note in (*cost_pages.notes(report), *cost_pages.LEGEND):
-        console.print(note)
+        console.print(note, soft_wrap=True)
     if formulas:
         console.print()
         console.print(render_table(cost_pages.formula_table(report)))
         for line in cost_pages.FORMULA_LEGEND:
-            console.print(line)
+            console.print(line, soft_wrap=True)
     if timed is not None:
         console.print()
         console.print(cost_pages.machine(timed))
         _print_table(console, cost_pages.timing_table(timed))
         for line in cost_pages.TIMING_LEGEND:
-            console.print(line)
+            console.print(line, soft_wrap=True)
 
 
 def _print_table(console: Console, table: Table) -> None:

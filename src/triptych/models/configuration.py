@@ -105,7 +105,15 @@ class PositionsConfig(BaseModel):
     max_tokens: int = Field(512, ge=1)
     rotary_dim: int | None = Field(None, ge=2)
     rotary_pairing: Literal["halves", "interleaved"] = "halves"
-    rotary_base: float = Field(10_000.0, gt=1)
+    rotary_base: float = Field(10_000.0, gt=1, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _rotary_options_are_for_rotary(self) -> "PositionsConfig":
+        if self.rotary_dim is not None and self.scheme != "rotary":
+            raise ValueError(
+                f"rotary_dim is {self.rotary_dim}, but the scheme is {self.scheme!r}: nothing turns"
+            )
+        return self
 
     def in_attention(self) -> AttentionPositions | None:
         """What self-attention holds; None for schemes outside it."""

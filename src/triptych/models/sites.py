@@ -118,8 +118,10 @@ def _assembled(
         for name, parameter in new.named_parameters():
             if id(parameter) not in in_layers:
                 parameter.copy_(old[name])
-        for site in attention_sites(new):
+                parameter.requires_grad_(old[name].requires_grad)
+        for site, before in zip(attention_sites(new), attention_sites(model), strict=True):
             site.layer.load_state_dict(layers[site.name].state_dict())
+            site.layer.requires_grad_(any(p.requires_grad for p in before.layer.parameters()))
     return new
 
 

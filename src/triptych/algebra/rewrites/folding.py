@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -12,6 +12,7 @@ from triptych.algebra.rewrites.legality import (
     INPUT_SIDES,
     named,
     require_nothing_between,
+    require_whole_number,
     separate,
     sharing_sides,
     unchanged,
@@ -41,6 +42,7 @@ class _Price(NamedTuple):
 
     by: Measure
     tokens: int
+    number_bytes: int
 
     def of(self, weights: AttentionWeights) -> int:
         """The whole layer's figure."""
@@ -51,7 +53,7 @@ class _Price(NamedTuple):
             case "flops":
                 return self.tokens * cost.token_flops + self.tokens**2 * cost.pair_flops
             case "bytes":
-                return (cost.parameters + self.tokens * cost.cached_numbers) * weights.dtype.itemsize
+                return (cost.parameters + self.tokens * cost.cached_numbers) * self.number_bytes
 
     def of_sides(self, weights: AttentionWeights, plan: _Plan) -> int:
         """The part of it that the sides of a plan make up."""
@@ -68,7 +70,7 @@ class _Price(NamedTuple):
                 return self.tokens * flops + (self.tokens**2 * cost.pair_flops if plan.name == "qk" else 0)
             case "bytes":
                 cached = cost.cached_numbers if {"k", "v"} & set(plan.sides) else 0
-                return (parameters + self.tokens * cached) * weights.dtype.itemsize
+                return (parameters + self.tokens * cached) * self.number_bytes
 
     @property
     def unit(self) -> str:
@@ -89,6 +91,7 @@ def fold(
     keep: Keep = "cheaper",
     by: Measure = "parameters",
     tokens: int = 1,
+    number_bytes: int | None = None,
 ) -> Rewritten:
     """Multiply the maps of a chain into one a head: `x W₁ W₂ + (b₁ W₂ + b₂)`.
 
@@ -108,6 +111,8 @@ def fold(
         by: what is to be cheap: the learned numbers; the FLOPs of self-attention over `tokens`
             tokens, their pairs included; or the bytes of the numbers and of a cache of `tokens` tokens.
         tokens: length of the sequence, for the last two.
+        number_bytes: size of a number where the weights are kept, for the last; that of their dtype if
+            None.
 
     Returns:
         A writing of the same function; the weights given, if every side stays as it is.
@@ -117,9 +122,10 @@ def fold(
             values and output) or, for "qk", between queries and keys.
         ValueError: tokens < 1.
     """
+    _require_choices(sides, keep, by)
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}: it must be at least 1")
-    price, result = _Price(by, tokens), weights
+    price, result = _Price(by, tokens, number_bytes or weights.dtype.itemsize), weights
     choices, checked, notes = list[str](), list[str](), list[str]()
     for plans in (_plans_for_the_form, _plans_for_chains):
         for plan in plans(result, sides):
@@ -147,6 +153,19 @@ def fold(
         choice="; ".join(choices),
         notes=tuple(notes),
     )
+
+
+def _require_choices(sides: Sequence[str], keep: str, by: str) -> None:
+    """Refuse what is none of the choices there are.
+
+    Raises:
+        ValueError: one is not; the message has those there are.
+    """
+    # A string is a sequence of sides, too: "qk" would be q and k.
+    named = [("sides", side, get_args(FoldedSide)) for side in ([sides] if isinstance(sides, str) else sides)]
+    for what, value, known in (*named, ("keep", keep, get_args(Keep)), ("by", by, get_args(Measure))):
+        if value not in known or (what == "sides" and isinstance(sides, str)):
+            raise ValueError(f"{what} is {value!r}: choose from {', '.join(known)}")
 
 
 def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) -> list[_Plan]:
@@ -256,6 +275,7 @@ def factor(
     ranks, exact_ranks = form.rank(tolerance), form.rank()
     if d_k is None:
         d_k = max(1, int(ranks.max()))
+    require_whole_number("factor", "d_k", d_k)
     if not 1 <= d_k <= form.max_rank:
         raise RewriteRefusedError(
             "factor", f"d_k is {d_k}: a form of {whole.d_in} × {whole.d_out} takes 1 to {form.max_rank}"

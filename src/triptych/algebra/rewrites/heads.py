@@ -29,6 +29,7 @@ from triptych.algebra.rewrites.channels import (
 )
 from triptych.algebra.rewrites.legality import (
     require_nothing_between,
+    require_whole_number,
     unchanged,
     why_key_bias_counts,
     with_chains,
@@ -312,6 +313,7 @@ def _notes_on_heads(weights: AttentionWeights) -> tuple[str, ...]:
 def _require_prunable(weights: AttentionWeights, heads: Sequence[int]) -> None:
     num_heads = weights.num_heads
     for place, head in enumerate(heads):
+        require_whole_number("prune_heads", "a head", head)
         if not 0 <= head < num_heads:
             reason = f"there is no head {head}: there are {num_heads}, 0 to {num_heads - 1}"
             raise RewriteRefusedError("prune_heads", reason)
@@ -335,6 +337,7 @@ def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
 
 def _require_shared_out(weights: AttentionWeights, num_kv_heads: int) -> None:
     heads = weights.num_heads
+    require_whole_number("merge_kv_heads", "num_kv_heads", num_kv_heads)
     if num_kv_heads < 1 or heads % num_kv_heads:
         reason = f"{num_kv_heads} key-value heads cannot serve {heads} heads: the number must divide {heads}"
         raise RewriteRefusedError("merge_kv_heads", reason)

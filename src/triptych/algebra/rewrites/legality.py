@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.weights import AttentionWeights, Chain, Side, Traits
+from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Side, Traits
 
 INPUT_SIDES: tuple[Side, ...] = ("q", "k", "v")
 
@@ -30,6 +30,33 @@ def why_key_bias_counts(traits: Traits) -> str:
     if traits.sigmoid:
         return "the scores pass a sigmoid, which sees a number added to a row"
     return ""
+
+
+def require_whole_number(name: str, what: str, value: object) -> None:
+    """Refuse what is no whole number before it is compared with sizes.
+
+    Raises:
+        RewriteRefusedError: it is something else, named.
+    """
+    if type(value) is not int:
+        raise RewriteRefusedError(name, f"{what} is {value!r}: it must be a whole number")
+
+
+def require_finite(name: str, weights: AttentionWeights) -> None:
+    """Refuse maps that hold NaN or infinity.
+
+    Raises:
+        RewriteRefusedError: one does; the message says which, and how many.
+    """
+    for side in SIDES:
+        for link in weights.chain(side):
+            for what, numbers in (("map", link.weight), ("bias", link.bias)):
+                bad = 0 if numbers is None else int((~numbers.isfinite()).sum())
+                if numbers is not None and bad:
+                    raise RewriteRefusedError(
+                        name,
+                        f"{bad:,} of {numbers.numel():,} numbers in a {what} of {side} are NaN or infinite",
+                    )
 
 
 def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "") -> None:

@@ -22,7 +22,13 @@ from triptych.algebra.rewrites.channels import (
     why_channels_stay,
     with_learned_maps,
 )
-from triptych.algebra.rewrites.legality import require_nothing_between, unchanged, why_key_bias_counts
+from triptych.algebra.rewrites.legality import (
+    require_finite,
+    require_nothing_between,
+    require_whole_number,
+    unchanged,
+    why_key_bias_counts,
+)
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 
@@ -130,6 +136,8 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
     of_keys, of_values = k.copies * k.d_out, v.copies * v.d_out
     if rank is None:
         rank = min(d_model, full)
+    require_whole_number("to_latent", "rank", rank)
+    require_finite("to_latent", weights)
     if not (1 <= rank <= min(d_model, full) or rank == full):
         whole = f", or {full} as they are" if full > d_model else ""
         raise RewriteRefusedError(
@@ -169,6 +177,7 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
 def _require_truncatable(weights: AttentionWeights, form: Form, rank: int) -> None:
     one = weights.chain("q" if form == "qk" else "v")
     width = one[-1].d_out if one else weights.d_model
+    require_whole_number("truncate", f"{form}_rank", rank)
     if not 1 <= rank <= width:
         raise RewriteRefusedError(
             "truncate", f"{form}_rank is {rank}: a form of width {width} takes 1 to {width}"

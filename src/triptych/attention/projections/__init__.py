@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import math
 
-from triptych.algebra.weights import AttentionWeights
+from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.attention.four_way import FOUR_WAY_IS_NO_LAYER
 from triptych.attention.projections.abstract import (
     Parameterisation,
@@ -118,4 +118,7 @@ def parameterisation_of(weights: AttentionWeights) -> tuple[AttentionWeights, Pa
             if not reason:
                 return writing, candidate
             reasons.append(f"; {name}: {reason}")
-    raise ValueError("no parameterisation writes these weights" + "".join(reasons))
+    lengths = ", ".join(f"{side} {len(weights.chain(side))}" for side in SIDES)
+    raise ValueError(
+        f"no parameterisation writes these weights, with so many maps in a row: {lengths}" + "".join(reasons)
+    )
