@@ -253,8 +253,8 @@ class MultiHeadAttention(nn.Module):
             q, added = self.projections.of_one_sequence(x)
         else:
             keys_from = x if memory is None else memory
-            q = self.projections.queries(x)
             added = self.projections.remember(keys_from, keys_from if value_memory is None else value_memory)
+            q = self.projections.queries(x)
         if self.positions is not None and self.positions.turns and self.projections.caches_keys:
             added = (self.positions.turn(added[0], start), *added[1:])
         return q, start, added if cache is None else cache.append(added)

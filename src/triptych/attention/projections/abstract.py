@@ -76,7 +76,8 @@ class Projections(nn.Module, ABC):
         self, x: Float[Tensor, "batch length d_model"]
     ) -> tuple[Float[Tensor, "batch num_heads length width"], tuple[Tensor, ...]]:
         """`queries(x)` and `remember(x, x)`, for self-attention; what both need is computed once."""
-        return self.queries(x), self.remember(x, x)
+        remembered = self.remember(x, x)
+        return self.queries(x), remembered
 
     def route(self, query_len: int, key_len: int) -> Route:
         """The cheaper of the ways to attend: only a few parameterisations have more than one."""
