@@ -12,11 +12,11 @@ import json
 import platform
 import statistics
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-import triptych
 from triptych import runs
 from triptych.algebra.rewrites import fold
 from triptych.decoding import Translation, Translator, length_penalty
@@ -86,7 +86,7 @@ def main() -> None:
     record = {
         "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
-        "triptych": triptych.__name__,
+        "triptych": version("triptych"),
         "lines": len(lines),
         "identical": len(lines) - len(differing),
         "parameters": sizes,

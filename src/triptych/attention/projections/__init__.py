@@ -7,12 +7,12 @@ import dataclasses
 import difflib
 import math
 
+from triptych.algebra.cost import Route
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.attention.four_way import FOUR_WAY_IS_NO_LAYER
 from triptych.attention.projections.abstract import (
     Parameterisation,
     Projections,
-    Route,
     structural_difference,
 )
 from triptych.attention.projections.bilinear import Bilinear

@@ -9,15 +9,14 @@ parameterisation it holds.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from triptych.algebra.cost import Route
 from triptych.algebra.weights import AttentionWeights, Chain, Link
-
-Route = Literal["expanded", "absorbed"]
 
 
 class Projections(nn.Module, ABC):

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from triptych.algebra.cost import Route
 from triptych.algebra.weights import AttentionWeights, Link, standard_scale
 from triptych.attention.projections.abstract import (
     Parameterisation,
     Projections,
-    Route,
     head_width,
     initialise,
     join_heads,

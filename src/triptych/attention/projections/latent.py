@@ -5,11 +5,11 @@ from typing import ClassVar, final
 
 from torch import Tensor, nn
 
+from triptych.algebra.cost import Route
 from triptych.algebra.weights import AttentionWeights, standard_scale
 from triptych.attention.projections.abstract import (
     Parameterisation,
     Projections,
-    Route,
     at_least_one,
     head_width,
     initialise,
