@@ -71,7 +71,9 @@ class EncoderDecoder(nn.Module):
         final_norm = config.norm == "pre"
         self.encoder_norm = nn.LayerNorm(config.d_model) if final_norm else nn.Identity()
         self.decoder_norm = nn.LayerNorm(config.d_model) if final_norm else nn.Identity()
-        self.output = nn.Linear(config.d_model, tgt_vocab_size, bias=False)
+        self.output = nn.Linear(config.d_model, tgt_vocab_size, bias=config.output_bias)
+        if config.output_bias:
+            nn.init.zeros_(self.output.bias)
         if config.tie_embeddings == "none":
             nn.init.normal_(self.output.weight, std=config.d_model**-0.5)
         else:
@@ -157,13 +159,15 @@ class EncoderDecoder(nn.Module):
 
     def _embed(self, table: nn.Embedding, positions: nn.Module, ids: Tensor, start: int) -> Tensor:
         scaled = F.embedding(ids, table.weight) * math.sqrt(self.config.d_model)
-        return self.embedding_dropout(positions(scaled, start))  # type: ignore[no-any-return]
+        # The blocks may be narrower than the tables (training.precision).
+        narrow = positions(scaled, start).to(self.decoder[0].feed_forward.inner.weight.dtype)
+        return self.embedding_dropout(narrow)  # type: ignore[no-any-return]
 
 
 def _positions(config: ModelConfig) -> nn.Module:
     match config.positions.scheme:
         case "sinusoidal":
-            return SinusoidalPositions(config.d_model)
+            return SinusoidalPositions(config.d_model, config.positions.sinusoidal_layout)
         case "learned":
             return LearnedPositions(config.positions.max_tokens, config.d_model)
         case _:

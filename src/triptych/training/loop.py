@@ -18,6 +18,7 @@ from triptych.text import Batch, TokenBatches
 from triptych.training.interruption import StopRequest
 from triptych.training.metrics import MetricsLog
 from triptych.training.objective import Loss, output_loss
+from triptych.training.precision import NarrowTwin
 from triptych.training.progress import Display, Moment
 from triptych.training.recipe import TrainingConfig, ValidationConfig
 from triptych.training.schedule import learning_rate
@@ -100,6 +101,7 @@ class Trainer:
             fused=True,
         )
         self.metrics = MetricsLog(folder)
+        self._twin = NarrowTwin(model) if config.precision == "bf16" else None
         self._saved_step = -1
         self._steps_per_epoch = -(-len(train.plan(0)) // config.accumulate_batches)
 
@@ -129,7 +131,7 @@ class Trainer:
         self.state_folder.mkdir(exist_ok=True)
         for folder in (self.folder, self.state_folder):
             remove_leftovers(folder)
-        self.model.train()
+        self._set_mode(training=True)
         with StopRequest() as stop, display:
             self._save()  # so that there is always something to resume from
             clock = time.monotonic() - self.counters.seconds
@@ -170,6 +172,12 @@ class Trainer:
                 yield [self.train_batches.collate(indices) for indices in chosen]
             counters.epoch, counters.batch = counters.epoch + 1, 0
 
+    def _set_mode(self, *, training: bool) -> None:
+        self.model.train(training)
+        if self._twin is not None:
+            self._twin.model.train(training)
+            self._twin.follow()
+
     def _update(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """One step of the optimizer; returns the loss summed over tokens, and the tokens."""
         step = self.counters.step + 1
@@ -182,23 +190,26 @@ class Trainer:
         for batch in batches:
             loss = self._loss(batch, self.config.label_smoothing).smoothed
             (loss / tokens).backward()  # type: ignore[no-untyped-call]
+            if self._twin is not None:
+                self._twin.hand_over_gradients()
             total += loss.item()
         limit = self.config.clip_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         if not math.isfinite(total) or not math.isfinite(norm):
             raise TriptychError(self._diverged(step, rate, total, norm, batches))
         self.optimizer.step()
+        if self._twin is not None:
+            self._twin.follow()
         self.counters.step = step
         self.counters.tokens += tokens
         return total, tokens
 
     def _loss(self, batch: Batch, label_smoothing: float) -> Loss:
         src, tgt_in, tgt_out = (t.to(self.device) for t in (batch.src, batch.tgt_in, batch.tgt_out))
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            memory = self.model.encode(src)
-            x = self.model.decode(tgt_in, memory, self.model.memory_mask(src))
-            real = tgt_out != self.model.pad_id
-            return output_loss(x[real], self.model.output.weight, tgt_out[real], label_smoothing)
+        model = self.model if self._twin is None else self._twin.model
+        x = model.decode(tgt_in, model.encode(src), model.memory_mask(src))
+        real = tgt_out != model.pad_id
+        return output_loss(x[real], model.output.weight, tgt_out[real], label_smoothing)
 
     def _record(self, display: Display, loss: float, tokens: int, rate: float) -> None:
         counters = self.counters
@@ -250,7 +261,7 @@ class Trainer:
         self._save()
 
     def _measure(self) -> dict[str, float]:
-        self.model.eval()
+        self._set_mode(training=False)
         try:
             with torch.no_grad():
                 loss = tokens = 0.0
@@ -262,7 +273,7 @@ class Trainer:
                 if self.score is not None:
                     figures["valid_bleu"] = self.score(self.model)
         finally:
-            self.model.train()
+            self._set_mode(training=True)
         return figures
 
     def _judge(self, figures: dict[str, float]) -> float:
