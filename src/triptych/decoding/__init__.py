@@ -1,15 +1,21 @@
 """Greedy and beam search over a cache, and text in, text out."""
 
+from triptych.decoding.engine import PRECISIONS, Engine, Precision
 from triptych.decoding.evaluation import Score, measure_bleu, score_translations
-from triptych.decoding.search import Hypothesis, SearchOptions, length_penalty, search
+from triptych.decoding.hypotheses import Hypothesis, SearchOptions, Stop, length_penalty
+from triptych.decoding.search import search
 from triptych.decoding.translator import Candidate, SentenceAttention, Translation, Translator
 
 __all__ = [
+    "PRECISIONS",
     "Candidate",
+    "Engine",
     "Hypothesis",
+    "Precision",
     "Score",
     "SearchOptions",
     "SentenceAttention",
+    "Stop",
     "Translation",
     "Translator",
     "length_penalty",

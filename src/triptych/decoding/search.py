@@ -1,15 +1,8 @@
-"""Greedy and beam search.
+"""Greedy and beam search, step by step through the model's own modules: the slow reference.
 
-A hypothesis is judged by its log-probability over the paper's length penalty,
-
-    log P(Y | X) / lp(Y)        lp(Y) = ((5 + |Y|) / 6)^α
-
-where |Y| counts the tokens with the end of sentence. Source: Wu et al. 2016, arXiv 1609.08144,
-section 7; Vaswani et al. 2017, section 6.1, for the limit on length.
+`search_with_engine` follows the same rules faster.
 """
 
-import math
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -17,57 +10,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from triptych.attention import DecoderCache
+from triptych.decoding.hypotheses import (
+    Hypothesis,
+    SearchOptions,
+    best_first,
+    enough_finished,
+    length_penalty,
+    output_limits,
+)
 from triptych.models import EncoderDecoder
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """How to search.
-
-    Attributes:
-        beam_size: hypotheses kept at every step; 1 is greedy.
-        alpha: exponent of the length penalty; 0 for none.
-        max_extra_tokens: a sentence's output ends at the number of its tokens plus this.
-        num_best: hypotheses returned, at most beam_size.
-        use_cache: keep keys and values of earlier tokens; without it every step starts over, which
-            is slow and gives the same.
-    """
-
-    beam_size: int = 4
-    alpha: float = 0.6
-    max_extra_tokens: int = 50
-    num_best: int = 1
-    use_cache: bool = True
-
-    def __post_init__(self) -> None:
-        if self.beam_size < 1:
-            raise ValueError(f"beam_size is {self.beam_size}: it must be at least 1")
-        if not 1 <= self.num_best <= self.beam_size:
-            raise ValueError(
-                f"num_best is {self.num_best}: it must be between 1 and beam_size ({self.beam_size})"
-            )
-        if self.alpha < 0 or self.max_extra_tokens < 1:
-            raise ValueError("alpha must be at least 0 and max_extra_tokens at least 1")
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """A finished output.
-
-    Attributes:
-        ids: its tokens, without beginning and end of sentence.
-        log_prob: natural logarithm of its probability, the end of sentence included.
-        score: log_prob over the length penalty.
-    """
-
-    ids: tuple[int, ...]
-    log_prob: float
-    score: float
-
-
-def length_penalty(length: int, alpha: float) -> float:
-    """`((5 + length) / 6)^α`."""
-    return float(((5 + length) / 6) ** alpha)
 
 
 @torch.no_grad()
@@ -80,9 +31,8 @@ def search(
 ) -> list[list[Hypothesis]]:
     """The best outputs for each source sentence, best first.
 
-    Sentences do not influence each other: each has its own limit and its own end. A sentence is done
-    when none of its open hypotheses can overtake the last finished one wanted, however it goes on; with a
-    beam of one, when the likeliest token is the end.
+    Sentences do not influence each other: each has its own limit and its own end. When a sentence
+    is done, `SearchOptions.stop` says.
 
     Args:
         model: in evaluation mode.
@@ -114,10 +64,7 @@ class _Beams:
         self.cache = DecoderCache(len(model.decoder)) if options.use_cache else None
         batch, k = src.shape[0], options.beam_size
         self.open_sentences = list(range(batch))
-        source_tokens = (src != model.pad_id).sum(dim=1) - 1  # the end of sentence does not count
-        # The first token takes a position too.
-        longest = math.inf if model.max_target_tokens is None else model.max_target_tokens - 1
-        self.limits = [int(min(int(n) + options.max_extra_tokens, longest)) for n in source_tokens]
+        self.limits = output_limits(src, model.pad_id, options.max_extra_tokens, model.max_target_tokens)
         self.ids = torch.full((batch * k, 1), bos_id, device=src.device)
         # All rows of a sentence begin alike: only the first may be continued, or all would be copies.
         self.log_probs = torch.full((batch, k), -torch.inf, device=src.device)
@@ -141,7 +88,7 @@ class _Beams:
 
     def results(self) -> list[list[Hypothesis]]:
         """The best of each sentence."""
-        return [_best_first(found)[: self.options.num_best] for found in self.finished]
+        return [best_first(found)[: self.options.num_best] for found in self.finished]
 
     def _next_log_probs(self) -> Float[Tensor, "open beam vocab"]:
         new = self.ids[:, -1:] if self.cache else self.ids
@@ -192,14 +139,10 @@ class _Beams:
         found = self.finished[sentence]
         if best_open == -torch.inf:
             return True
-        if found and self.options.beam_size == 1:
-            return True  # greedy search ends where the likeliest token is the end
+        if len(found) >= enough_finished(self.options):
+            return True
         if len(found) < self.options.num_best:
             return False
-        wanted = _best_first(found)[self.options.num_best - 1].score
+        wanted = best_first(found)[self.options.num_best - 1].score
         # A log-probability only falls; the longest output has the kindest penalty.
         return wanted >= best_open / length_penalty(self.limits[sentence] + 1, self.options.alpha)
-
-
-def _best_first(found: list[Hypothesis]) -> list[Hypothesis]:
-    return sorted(found, key=lambda hypothesis: -hypothesis.score)

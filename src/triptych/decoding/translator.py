@@ -1,18 +1,27 @@
 """Text in, text out."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from triptych.decoding.ahead import Ahead
+from triptych.decoding.batches import EvaluationMode, batch_searcher, why_no_engine
+from triptych.decoding.engine import Precision
+from triptych.decoding.hypotheses import Hypothesis, SearchOptions
 from triptych.decoding.pieces import split_line
-from triptych.decoding.search import Hypothesis, SearchOptions, search
+from triptych.decoding.workers import WorkerPool
+from triptych.errors import UsageError
 from triptych.models import AttentionMaps, EncoderDecoder
 from triptych.text import TokenizerPair
 
+# Groups of lines read before they are asked for, and groups being translated.
+_GROUPS_READ_AHEAD, _GROUPS_IN_HAND = 2, 3
 _LINE_BREAKS = {ord("\n"): " ", ord("\r"): " "}
 
 
@@ -83,6 +92,10 @@ class Translator:
         tokenizers: TokenizerPair,
         options: SearchOptions | None = None,
         batch_tokens: int = 2048,
+        *,
+        batch_sentences: int | None = None,
+        precision: Precision = "fp32",
+        workers: int = 1,
     ) -> None:
         """Put a translator together.
 
@@ -91,11 +104,27 @@ class Translator:
             tokenizers: of the model's run.
             options: how to search; the paper's if None.
             batch_tokens: padded source tokens translated at a time.
+            batch_sentences: sentences translated at a time, at most; no limit of their own if None.
+            precision: of the model's maps; "fp32" is as it was trained, the others are faster and
+                not exact.
+            workers: processes of one thread each that translate side by side on a CPU, this one
+                included. With more than one, a script must guard its main part with
+                `if __name__ == "__main__"`, and torch's number of threads becomes 1 while translating.
+
+        Raises:
+            UsageError: a precision that the model or the device cannot have.
         """
         self.model = model
         self.tokenizers = tokenizers
         self.options = options or SearchOptions()
         self.batch_tokens = batch_tokens
+        self.batch_sentences = batch_sentences
+        self.precision: Precision = precision
+        self.workers = workers if next(model.parameters()).device.type == "cpu" else 1
+        self._pool: WorkerPool | None = None
+        self._pool_version: object = None
+        if precision != "fp32" and (reason := why_no_engine(model, self.options, precision)):
+            raise UsageError(f"this model cannot be run in {precision}: {reason}")
 
     def translate(self, lines: Sequence[str]) -> list[Translation]:
         """Translate lines, in their order.
@@ -103,6 +132,40 @@ class Translator:
         An empty line gives an empty translation. A line past `max_source_tokens` is cut into pieces
         between sentences where possible; no part of it is dropped.
         """
+        return list(self.translate_stream([lines]))
+
+    def translate_stream(self, batches: Iterable[Sequence[str]]) -> Iterator[Translation]:
+        """Translate batch by batch, each as soon as it is there, in their order.
+
+        With more than one worker the next batches are read while the first is translated, a few at
+        most: memory does not grow with the length of the stream.
+        """
+        if self.workers == 1:
+            for lines in batches:
+                yield from self._translated(lines)
+        else:
+            yield from self._translated_side_by_side(batches)
+
+    def start_workers(self) -> None:
+        """Start the other workers now and wait for them, instead of when there is work for them."""
+        if self.workers > 1:
+            pool = self._ready_pool()
+            pool.start(self.workers - 1)
+            pool.wait_until_ready()
+
+    def close(self) -> None:
+        """Stop the other workers; they start again when needed."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def __enter__(self) -> "Translator":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _translated(self, lines: Sequence[str]) -> list[Translation]:
         pieces_of = [self._pieces(line) for line in lines]
         flat = [piece for pieces in pieces_of for piece in pieces]
         found = iter(self._search([ids for _, ids in flat]))
@@ -111,10 +174,63 @@ class Translator:
             for line, pieces in zip(lines, pieces_of, strict=True)
         ]
 
-    def translate_stream(self, batches: Iterable[Sequence[str]]) -> Iterator[Translation]:
-        """Translate batch by batch, each as soon as it is there."""
-        for lines in batches:
-            yield from self.translate(lines)
+    def _translated_side_by_side(self, batches: Iterable[Sequence[str]]) -> Iterator[Translation]:
+        pool = self._ready_pool()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        arriving = Ahead(batches, depth=_GROUPS_READ_AHEAD)
+        groups: deque[_Group] = deque()
+        parts: dict[int, tuple[_Group, list[int]]] = {}
+        keys = count()
+        try:
+            while True:
+                # More is read while there is something to do; without, whatever comes is waited for.
+                while len(groups) < _GROUPS_IN_HAND and (not groups or arriving.has_more):
+                    lines = arriving.next()
+                    if lines is None:
+                        break
+                    groups.append(self._group(lines))
+                    for part in self._batches(groups[-1].sentences):
+                        key = next(keys)
+                        parts[key] = groups[-1], part
+                        pool.submit(key, [groups[-1].sentences[i] for i in part])
+                if not groups:
+                    return
+                if len(groups) > 1:
+                    pool.start(self.workers - 1)
+                while groups[0].missing:
+                    key, results = pool.next()
+                    group, part = parts.pop(key)
+                    for i, hypotheses in zip(part, results, strict=True):
+                        group.found[i] = hypotheses
+                    group.missing -= len(part)
+                    if arriving.has_more and len(groups) < _GROUPS_IN_HAND:
+                        break
+                while groups and not groups[0].missing:
+                    group = groups.popleft()
+                    found = iter(group.found)
+                    for line, pieces in zip(group.lines, group.pieces, strict=True):
+                        yield self._assemble(line, [next(found) for _ in pieces])
+        finally:
+            arriving.close()
+            torch.set_num_threads(threads)
+            if parts:  # left before the end: what the workers have in hand is of no use
+                self.close()
+
+    def _group(self, lines: Sequence[str]) -> "_Group":
+        pieces = [self._pieces(line) for line in lines]
+        sentences = [ids for of_line in pieces for _, ids in of_line]
+        return _Group(lines, pieces, sentences, [[] for _ in sentences], len(sentences))
+
+    def _ready_pool(self) -> WorkerPool:
+        version = _version(self.model)
+        if self._pool is None or self._pool_version != version:
+            self.close()
+            tgt = self.tokenizers.target
+            arguments = self.model, self.tokenizers.source.eos_id, self.options, self.precision
+            self._pool = WorkerPool(batch_searcher, (*arguments, tgt.bos_id, tgt.eos_id))
+            self._pool_version = version
+        return self._pool
 
     def attention(self, source: str, target: str | None = None) -> SentenceAttention:
         """The attention weights of a translation.
@@ -133,7 +249,7 @@ class Translator:
         device = next(self.model.parameters()).device
         src = torch.tensor([[*src_ids, src_tok.eos_id]], device=device)
         tgt_in = torch.tensor([[tgt_tok.bos_id, *tgt_ids]], device=device)
-        with _EvaluationMode(self.model), torch.no_grad():
+        with EvaluationMode(self.model), torch.no_grad():
             maps = self.model.attention_maps(src, tgt_in)
         return SentenceAttention(
             tuple(src_tok.pieces([*src_ids, src_tok.eos_id])),
@@ -155,37 +271,29 @@ class Translator:
 
     def _search(self, sentences: Sequence[list[int]]) -> list[list[Hypothesis]]:
         """Search for every sentence, those of like length together, and restore the order."""
-        order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)
+        src, tgt = self.tokenizers.source, self.tokenizers.target
+        searcher = batch_searcher(
+            self.model, src.eos_id, self.options, self.precision, tgt.bos_id, tgt.eos_id
+        )
         results: list[list[Hypothesis]] = [[] for _ in sentences]
-        with _EvaluationMode(self.model):
-            for batch in self._batches(order, sentences):
-                found = search(
-                    self.model,
-                    self._pad([sentences[i] for i in batch]),
-                    self.options,
-                    self.tokenizers.target.bos_id,
-                    self.tokenizers.target.eos_id,
-                )
-                for i, hypotheses in zip(batch, found, strict=True):
-                    results[i] = hypotheses
+        for batch in self._batches(sentences):
+            for i, hypotheses in zip(batch, searcher([sentences[i] for i in batch]), strict=True):
+                results[i] = hypotheses
         return results
 
-    def _batches(self, order: Sequence[int], sentences: Sequence[list[int]]) -> Iterator[list[int]]:
+    def _batches(self, sentences: Sequence[list[int]]) -> Iterator[list[int]]:
+        """Sentences of like length together, the longest first."""
+        order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)
         batch: list[int] = []
         for i in order:
             longest = len(sentences[batch[0]] if batch else sentences[i]) + 1
-            if batch and longest * (len(batch) + 1) > self.batch_tokens:
+            full = longest * (len(batch) + 1) > self.batch_tokens or len(batch) == self.batch_sentences
+            if batch and full:
                 yield batch
                 batch = []
             batch.append(i)
         if batch:
             yield batch
-
-    def _pad(self, sentences: Sequence[list[int]]) -> Tensor:
-        eos_id = self.tokenizers.source.eos_id
-        rows = [torch.tensor([*ids, eos_id]) for ids in sentences]
-        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.model.pad_id)
-        return padded.to(next(self.model.parameters()).device)
 
     def _assemble(self, line: str, found: list[list[Hypothesis]]) -> Translation:
         # The n-th best of a line cut in pieces is the n-th best of every piece.
@@ -207,16 +315,17 @@ class Translator:
         )
 
 
-@final
-class _EvaluationMode:
-    """Evaluation mode inside, the mode before it afterwards."""
+@dataclass
+class _Group:
+    """Lines that came together, on their way."""
 
-    def __init__(self, model: EncoderDecoder) -> None:
-        self.model = model
-        self.was_training = model.training
+    lines: Sequence[str]
+    pieces: list[list[tuple[str, list[int]]]]
+    sentences: list[list[int]]
+    found: list[list[Hypothesis]]
+    missing: int
 
-    def __enter__(self) -> None:
-        self.model.eval()
 
-    def __exit__(self, *_: object) -> None:
-        self.model.train(self.was_training)
+def _version(model: EncoderDecoder) -> object:
+    """Changes whenever a weight does."""
+    return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters())

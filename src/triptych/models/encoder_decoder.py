@@ -1,7 +1,7 @@
 """The Transformer of the paper."""
 
 import math
-from typing import NamedTuple, final
+from typing import NamedTuple, cast, final
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -160,7 +160,9 @@ class EncoderDecoder(nn.Module):
     def _embed(self, table: nn.Embedding, positions: nn.Module, ids: Tensor, start: int) -> Tensor:
         scaled = F.embedding(ids, table.weight) * math.sqrt(self.config.d_model)
         # The blocks may be narrower than the tables (training.precision).
-        narrow = positions(scaled, start).to(self.decoder[0].feed_forward.inner.weight.dtype)
+        narrow = positions(scaled, start).to(
+            cast(DecoderBlock, self.decoder[0]).feed_forward.inner.weight.dtype
+        )
         return self.embedding_dropout(narrow)  # type: ignore[no-any-return]
 
 

@@ -1,0 +1,167 @@
+"""The search of `search`, on an `Engine`: the same rules, in few tensor operations a step."""
+
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from triptych.decoding.engine import GROUP, Engine
+from triptych.decoding.hypotheses import (
+    Hypothesis,
+    SearchOptions,
+    best_first,
+    enough_finished,
+    length_penalty,
+    output_limits,
+)
+
+# Finished sentences are taken out of the batch when they are this share of it: each time, the caches
+# of the others are copied.
+_SHARE_DONE = 0.2
+
+
+@torch.inference_mode()
+def search_with_engine(
+    engine: Engine,
+    src: Int[Tensor, "batch src_len"],
+    options: SearchOptions,
+    bos_id: int,
+    eos_id: int,
+    max_target_tokens: int | None = None,
+) -> list[list[Hypothesis]]:
+    """As `search`, for a model made ready.
+
+    Args:
+        engine: of the model, with `never` the padding and the beginning of sentence.
+        src: token ids with the end of sentence, padded with the model's pad_id.
+        options: how to search.
+        bos_id: the token every output begins with.
+        eos_id: the token that ends one.
+        max_target_tokens: the model's `max_target_tokens`.
+
+    Returns:
+        num_best hypotheses for every sentence (fewer only where the search found fewer).
+    """
+    beams = _Beams(engine, src, options, bos_id, eos_id, max_target_tokens)
+    while beams.sentences:
+        beams.advance()
+    return [best_first(found)[: options.num_best] for found in beams.finished]
+
+
+@final
+class _Beams:
+    """The open hypotheses of the sentences still in the batch, `beam_size` rows for each.
+
+    A sentence that is done stays, without effect, until enough of them are to make room at once.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        src: Tensor,
+        options: SearchOptions,
+        bos_id: int,
+        eos_id: int,
+        max_target_tokens: int | None,
+    ) -> None:
+        self.engine, self.options, self.eos_id = engine, options, eos_id
+        batch, k = src.shape[0], options.beam_size
+        device = src.device
+        self.memory = engine.encode(src)
+        self.cache = engine.new_cache(batch, k)
+        self.limits = output_limits(src, engine.pad_id, options.max_extra_tokens, max_target_tokens)
+        self.sentences = list(range(batch))
+        self.done = [False] * batch
+        self.enough = enough_finished(options)
+        # What the longest output would be divided by, the kindest penalty.
+        kindest = [length_penalty(limit + 1, options.alpha) for limit in self.limits]
+        self.kindest = torch.tensor(kindest, device=device)
+        # The score of the last finished hypothesis wanted; open ones must be able to overtake it.
+        self.wanted = torch.full((batch,), -torch.inf, device=device)
+        self.ids = torch.full((batch, k, 1), bos_id, device=device)
+        # All rows of a sentence begin alike: only the first may be continued, or all would be copies.
+        self.log_probs = torch.full((batch, k), -torch.inf, device=device)
+        self.log_probs[:, 0] = 0.0
+        self.finished: list[list[Hypothesis]] = [[] for _ in range(batch)]
+
+    def advance(self) -> None:
+        """Lengthen every open hypothesis by a token."""
+        k = self.options.beam_size
+        log_probs = self._next_log_probs()
+        # Twice the beam: even if half of it ends here, a full beam stays open.
+        values, parents, tokens = self._best(log_probs, 2 * k if k > 1 else 1)
+        ends = tokens == self.eos_id
+        if bool(ends[:, :k].any()):
+            self._collect(values[:, :k], parents[:, :k], ends[:, :k])
+        values = values.masked_fill(ends, -torch.inf)
+        if k > 1:
+            values, places = values.topk(k, dim=1)
+            parents, tokens = parents.gather(1, places), tokens.gather(1, places)
+            self.ids = self.ids.gather(1, parents[:, :, None].expand_as(self.ids))
+            self.cache.reorder(parents)
+        self.log_probs = values.to(self.log_probs.dtype)
+        self.ids = torch.cat([self.ids, tokens[:, :, None]], dim=2)
+        self._retire(values[:, 0])
+
+    def _next_log_probs(self) -> Float[Tensor, "open beam vocab"]:
+        logits = self.engine.step(self.ids[:, :, -1].flatten(), self.memory, self.cache)
+        log_probs = logits.log_softmax(dim=-1)
+        log_probs = log_probs.view(len(self.sentences), self.options.beam_size, -1)
+        length = self.ids.shape[2]  # with the token to come, without the first
+        at_limit = [i for i, sentence in enumerate(self.sentences) if length > self.limits[sentence]]
+        if at_limit:
+            of_end = log_probs[at_limit, :, self.eos_id]
+            log_probs[at_limit] = -torch.inf
+            log_probs[at_limit, :, self.eos_id] = of_end
+        return log_probs
+
+    def _best(self, log_probs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The best continuations of each sentence: their values, rows and tokens, best first.
+
+        The `count` best lie in the `count` groups of tokens with the best bests.
+        """
+        batch, k, vocab = log_probs.shape
+        groups = vocab // GROUP
+        grouped = log_probs.view(batch, k * groups, GROUP)
+        bests = grouped.amax(dim=-1).view(batch, k, groups) + self.log_probs[:, :, None]
+        chosen = bests.view(batch, -1).topk(min(count, k * groups), dim=1).indices
+        rows = chosen // groups
+        within = grouped.gather(1, chosen[:, :, None].expand(-1, -1, GROUP))
+        within = within + self.log_probs.gather(1, rows)[:, :, None]
+        values, places = within.flatten(1).topk(min(count, within.shape[1] * GROUP), dim=1)
+        group = chosen.gather(1, places // GROUP)
+        return values, group // groups, group % groups * GROUP + places % GROUP
+
+    def _collect(self, values: Tensor, parents: Tensor, ends: Tensor) -> None:
+        """Note the hypotheses among the best beam_size candidates that end here."""
+        ends = ends & values.isfinite()
+        penalty = length_penalty(self.ids.shape[2], self.options.alpha)
+        for place, rank in ends.nonzero().tolist():
+            if self.done[place]:
+                continue
+            log_prob = float(values[place, rank])
+            ids = tuple(self.ids[place, parents[place, rank], 1:].tolist())
+            found = self.finished[self.sentences[place]]
+            found.append(Hypothesis(ids, log_prob, log_prob / penalty))
+            if len(found) >= self.enough:
+                self.wanted[place] = torch.inf
+            elif len(found) >= self.options.num_best:
+                self.wanted[place] = best_first(found)[self.options.num_best - 1].score
+
+    def _retire(self, best_open: Tensor) -> None:
+        """Take out the sentences whose open hypotheses cannot overtake the finished ones."""
+        over = (self.wanted >= best_open / self.kindest) | (best_open == -torch.inf)
+        self.done = [was or now for was, now in zip(self.done, over.tolist(), strict=True)]
+        num_done = sum(self.done)
+        if num_done == len(self.done):
+            self.sentences = []
+        elif num_done >= max(1, _SHARE_DONE * len(self.done)):
+            places = [place for place, done in enumerate(self.done) if not done]
+            kept = torch.tensor(places, device=best_open.device)
+            self.sentences = [self.sentences[place] for place in places]
+            self.done = [False] * len(places)
+            self.ids, self.log_probs = self.ids[kept], self.log_probs[kept]
+            self.wanted, self.kindest = self.wanted[kept], self.kindest[kept]
+            self.memory = self.memory.select(kept)
+            self.cache.select(kept)

@@ -1,0 +1,95 @@
+"""What a search is asked and what it finds.
+
+A hypothesis is judged by its log-probability over the paper's length penalty,
+
+    log P(Y | X) / lp(Y)        lp(Y) = ((5 + |Y|) / 6)^α
+
+where |Y| counts the tokens with the end of sentence. Source: Wu et al. 2016, arXiv 1609.08144,
+section 7; Vaswani et al. 2017, section 6.1, for the limit on length.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtyping import Int
+from torch import Tensor
+
+Stop = Literal["certain", "full"]
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How to search.
+
+    Attributes:
+        beam_size: hypotheses kept at every step; 1 is greedy.
+        alpha: exponent of the length penalty; 0 for none.
+        max_extra_tokens: a sentence's output ends at the number of its tokens plus this.
+        num_best: hypotheses returned, at most beam_size.
+        stop: when a sentence is done: "certain", when none of its open hypotheses can overtake the last
+            finished one wanted, however it goes on; or "full", already when beam_size have finished, which
+            most toolkits do and which takes about half the steps. Greedy search ends at the first.
+        use_cache: keep keys and values of earlier tokens; without it every step starts over, which
+            is slow and gives the same.
+    """
+
+    beam_size: int = 4
+    alpha: float = 0.6
+    max_extra_tokens: int = 50
+    num_best: int = 1
+    stop: Stop = "certain"
+    use_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.beam_size < 1:
+            raise ValueError(f"beam_size is {self.beam_size}: it must be at least 1")
+        if not 1 <= self.num_best <= self.beam_size:
+            raise ValueError(
+                f"num_best is {self.num_best}: it must be between 1 and beam_size ({self.beam_size})"
+            )
+        if self.alpha < 0 or self.max_extra_tokens < 1:
+            raise ValueError("alpha must be at least 0 and max_extra_tokens at least 1")
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A finished output.
+
+    Attributes:
+        ids: its tokens, without beginning and end of sentence.
+        log_prob: natural logarithm of its probability, the end of sentence included.
+        score: log_prob over the length penalty.
+    """
+
+    ids: tuple[int, ...]
+    log_prob: float
+    score: float
+
+
+def length_penalty(length: int, alpha: float) -> float:
+    """`((5 + length) / 6)^α`."""
+    return float(((5 + length) / 6) ** alpha)
+
+
+def enough_finished(options: SearchOptions) -> float:
+    """The number of finished hypotheses at which a sentence is done whatever the open ones promise."""
+    if options.beam_size == 1:
+        return 1.0  # greedy search ends where the likeliest token is the end
+    return float(options.beam_size) if options.stop == "full" else math.inf
+
+
+def output_limits(
+    src: Int[Tensor, "batch src_len"], pad_id: int, max_extra_tokens: int, max_target_tokens: int | None
+) -> list[int]:
+    """The most tokens that the output of each sentence may have, without its end of sentence."""
+    source_tokens = (src != pad_id).sum(dim=1) - 1  # the end of sentence does not count
+    # The first token takes a position too.
+    longest = math.inf if max_target_tokens is None else max_target_tokens - 1
+    return [int(min(n + max_extra_tokens, longest)) for n in source_tokens.tolist()]
+
+
+def best_first(found: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """By score."""
+    return sorted(found, key=lambda hypothesis: -hypothesis.score)

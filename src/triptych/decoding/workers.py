@@ -1,0 +1,160 @@
+"""Processes of one thread each that search side by side.
+
+Threads inside one product do not pay at the sizes of a decoding step; whole batches side by side do.
+The process that asks searches too, so the first results do not wait for the others to start.
+"""
+
+import contextlib
+import multiprocessing
+import pickle
+import signal
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, final
+
+import torch
+
+from triptych.decoding.hypotheses import Hypothesis
+
+Sentences = Sequence[Sequence[int]]
+Found = list[list[Hypothesis]]
+# Searches for a batch of sentences.
+Searcher = Callable[[Sentences], Found]
+
+# Batches a process holds: one to work on, one to go on with.
+_IN_HAND = 2
+
+
+@final
+@dataclass
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+    ready: bool
+    in_hand: deque[tuple[int, Sentences]]
+
+
+@final
+class WorkerPool:
+    """Searches for batches, in any order, with helpers.
+
+    Started with `spawn`: a script that uses it must guard its main part with
+    `if __name__ == "__main__"`.
+    """
+
+    def __init__(self, make_searcher: Callable[..., Searcher], arguments: tuple[Any, ...]) -> None:
+        """Prepare a pool without helpers.
+
+        Args:
+            make_searcher: a function of a module, called in every helper.
+            arguments: what it is called with; must be picklable.
+        """
+        self._make_searcher = make_searcher
+        self._arguments = arguments
+        self._workers: list[_Worker] = []
+        self._waiting: deque[tuple[int, Sentences]] = deque()
+        self._found: deque[tuple[int, Found]] = deque()
+        self._own: Searcher | None = None
+
+    def start(self, count: int) -> None:
+        """Start helpers, if there are none yet. They take a few seconds to be of use."""
+        if self._workers:
+            return
+        context = multiprocessing.get_context("spawn")
+        # Pickled here, tensors by value: the shared memory that torch would use is small in containers.
+        arguments = pickle.dumps(self._arguments)
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, self._make_searcher, arguments), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours, ready=False, in_hand=deque()))
+
+    def wait_until_ready(self) -> None:
+        """Wait for the helpers that have been started."""
+        while any(not worker.ready for worker in self._workers):
+            self._listen(timeout=None)
+
+    def submit(self, key: int, sentences: Sentences) -> None:
+        """Ask for a batch; `key` comes back with its results."""
+        self._waiting.append((key, sentences))
+
+    @property
+    def busy(self) -> bool:
+        """Whether something asked for has not come back."""
+        return bool(self._waiting or self._found or any(worker.in_hand for worker in self._workers))
+
+    def next(self) -> tuple[int, Found]:
+        """The results of a batch asked for; searches here too while there is something to do."""
+        while not self._found:
+            self._hand_out()
+            self._listen(timeout=0)
+            if self._found:
+                break
+            if self._waiting:
+                key, sentences = self._waiting.popleft()
+                if self._own is None:
+                    self._own = self._make_searcher(*self._arguments)
+                self._found.append((key, self._own(sentences)))
+            else:
+                self._listen(timeout=None)
+        return self._found.popleft()
+
+    def close(self) -> None:
+        """Stop the helpers; what they have in hand is lost."""
+        for worker in self._workers:
+            worker.connection.close()
+            worker.process.terminate()
+        for worker in self._workers:
+            worker.process.join()
+        self._workers = []
+
+    def _hand_out(self) -> None:
+        for round_ in range(_IN_HAND):
+            for worker in self._workers:
+                # The last batch waiting is for this process, which would have nothing else to do.
+                if worker.ready and len(worker.in_hand) == round_ and len(self._waiting) > round_:
+                    task = self._waiting.popleft()
+                    worker.in_hand.append(task)
+                    with contextlib.suppress(OSError):  # one that has died is noticed when listened to
+                        worker.connection.send(task)
+
+    def _listen(self, timeout: float | None) -> None:
+        by_connection = {worker.connection: worker for worker in self._workers}
+        for connection in wait(list(by_connection), timeout):
+            worker = by_connection[connection]  # type: ignore[index]
+            try:
+                message = worker.connection.recv()
+            except (EOFError, OSError):
+                # Killed from outside, or out of memory: its batches are for the others.
+                self._workers.remove(worker)
+                self._waiting.extendleft(reversed(worker.in_hand))
+                continue
+            if message is None:
+                worker.ready = True
+            elif isinstance(message, Exception):
+                raise message
+            else:
+                self._found.append((worker.in_hand.popleft()[0], message))
+
+
+def _serve(connection: Connection, make_searcher: Callable[..., Searcher], arguments: bytes) -> None:
+    """What a helper does: search for what comes, until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked decides
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, OSError):
+        try:
+            searcher = make_searcher(*pickle.loads(arguments))
+            connection.send(None)
+            while True:
+                _, sentences = connection.recv()
+                connection.send(searcher(sentences))
+        except (EOFError, OSError):
+            raise
+        except Exception as error:  # noqa: BLE001 (raised again by the process that asked)
+            connection.send(error)

@@ -1,0 +1,142 @@
+"""The engine against the model's own modules: the same outputs from every kind of model."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from triptych.attention.projections import PARAMETERISATIONS
+from triptych.decoding import Hypothesis, SearchOptions, search
+from triptych.decoding.beams import search_with_engine
+from triptych.decoding.engine import GROUP, Engine, unsupported, unsupported_precision
+from triptych.models import (
+    AttentionConfig,
+    DecoderConfig,
+    EncoderConfig,
+    EncoderDecoder,
+    ModelConfig,
+    PositionsConfig,
+)
+
+PAD, BOS, EOS = 0, 1, 2
+SOURCES = [[5, 9, 4, 7], [3], [6, 6, 8, 10, 11, 12, 13, 4], [14, 3, 9], [12, 4], [8, 7, 5, 3, 9, 11]]
+OPTIONS: dict[str, dict[str, int]] = {"grouped": {"num_kv_heads": 2}}
+
+
+def make_model(
+    projections: str = "factored", *, norm: str = "post", positions: str = "sinusoidal", vocab: int = 90
+) -> EncoderDecoder:
+    """An untrained model in float64 that is sure of itself."""
+    torch.manual_seed(5)
+    site = AttentionConfig.model_validate({"projections": projections, **OPTIONS.get(projections, {})})
+    turned = positions == "rotary"
+    config = ModelConfig(
+        d_model=16,
+        d_ff=32,
+        num_heads=4,
+        norm=norm,
+        tie_embeddings="target",
+        max_source_tokens=20,
+        positions=PositionsConfig(scheme=positions, max_tokens=40),
+        encoder=EncoderConfig(num_layers=2, attention=site),
+        decoder=DecoderConfig(
+            num_layers=2,
+            attention=site,
+            cross_attention=AttentionConfig() if turned else site,
+        ),
+    )
+    model = EncoderDecoder(config, 30, vocab, PAD).eval().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+def pad(sources: list[list[int]]) -> Tensor:
+    width = max(map(len, sources)) + 1
+    return torch.tensor([[*ids, EOS] + [PAD] * (width - 1 - len(ids)) for ids in sources])
+
+
+def both(
+    model: EncoderDecoder, src: Tensor, options: SearchOptions
+) -> tuple[list[list[Hypothesis]], list[list[Hypothesis]]]:
+    engine = Engine(model, never=(PAD, BOS))
+    fast = search_with_engine(engine, src, options, BOS, EOS, model.max_target_tokens)
+    return fast, search(model, src, options, BOS, EOS)
+
+
+def assert_alike(fast: list[list[Hypothesis]], slow: list[list[Hypothesis]]) -> None:
+    assert [[h.ids for h in of_one] for of_one in fast] == [[h.ids for h in of_one] for of_one in slow]
+    for of_fast, of_slow in zip(fast, slow, strict=True):
+        for one, other in zip(of_fast, of_slow, strict=True):
+            # The reference adds up log-probabilities in float32.
+            assert one.log_prob == pytest.approx(other.log_prob, rel=1e-5)
+            assert one.score == pytest.approx(other.score, rel=1e-5)
+
+
+@pytest.mark.parametrize("beam_size", [1, 4])
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("projections", sorted(PARAMETERISATIONS))
+def test_every_parameterisation_is_searched_as_by_its_modules(
+    projections: str, norm: str, beam_size: int
+) -> None:
+    model = make_model(projections, norm=norm)
+    options = SearchOptions(beam_size=beam_size, num_best=beam_size, max_extra_tokens=7)
+    assert_alike(*both(model, pad(SOURCES), options))
+
+
+@pytest.mark.parametrize("projections", ["factored", "grouped", "stacked"])
+@pytest.mark.parametrize("positions", ["none", "learned", "rotary"])
+def test_positions_are_where_they_belong(positions: str, projections: str) -> None:
+    options = SearchOptions(beam_size=3, max_extra_tokens=25)  # past the first room of the cache
+    assert_alike(*both(make_model(projections, positions=positions), pad(SOURCES), options))
+
+
+@pytest.mark.parametrize("stop", ["certain", "full"])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.5])
+@pytest.mark.parametrize("num_best", [1, 3])
+def test_options_mean_the_same(stop: str, alpha: float, num_best: int) -> None:
+    options = SearchOptions(beam_size=3, alpha=alpha, num_best=num_best, max_extra_tokens=9, stop=stop)
+    assert_alike(*both(make_model(), pad(SOURCES), options))
+
+
+@pytest.mark.parametrize("vocab", [4, GROUP - 1, GROUP, GROUP + 1])
+def test_a_vocabulary_of_any_size_is_searched_whole(vocab: int) -> None:
+    options = SearchOptions(beam_size=6, num_best=6, max_extra_tokens=5)
+    assert_alike(*both(make_model(vocab=vocab), pad(SOURCES), options))
+
+
+def test_sentences_do_not_disturb_each_other() -> None:
+    model, options = make_model(), SearchOptions(beam_size=3, max_extra_tokens=8)
+    engine = Engine(model, never=(PAD, BOS))
+    together = search_with_engine(engine, pad(SOURCES), options, BOS, EOS)
+    alone = [search_with_engine(engine, pad([ids]), options, BOS, EOS)[0] for ids in SOURCES]
+    assert_alike(together, alone)
+
+
+def test_a_bias_on_the_scores_has_no_engine_and_says_so() -> None:
+    model = make_model(positions="alibi", projections="factored")
+    assert "alibi" in unsupported(model)
+    with pytest.raises(ValueError, match="alibi"):
+        Engine(model)
+    assert unsupported(make_model()) == ""
+
+
+@pytest.mark.parametrize(("precision", "close"), [("bf16", 0.15), ("int8", 0.15)])
+def test_lower_precision_comes_close(precision: str, close: float) -> None:
+    model = make_model().float()
+    src = pad(SOURCES)
+    exact, rough = (Engine(model, p, never=(PAD, BOS)) for p in ("fp32", precision))
+    tokens = torch.full((len(SOURCES),), BOS)
+    logits = [
+        engine.step(tokens, engine.encode(src), engine.new_cache(len(SOURCES), 1))
+        for engine in (exact, rough)
+    ]
+    finite = logits[0].isfinite()
+    assert torch.equal(finite, logits[1].isfinite())
+    error = (logits[0] - logits[1])[finite].norm() / logits[0][finite].norm()
+    assert 0 < float(error) < close
+
+
+def test_int8_is_for_cpus() -> None:
+    assert unsupported_precision("int8", torch.device("cuda")) != ""
+    assert unsupported_precision("bf16", torch.device("cuda")) == ""
