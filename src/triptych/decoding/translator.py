@@ -22,6 +22,8 @@ from triptych.text import TokenizerPair
 
 # Groups of lines read before they are asked for, and groups being translated.
 _GROUPS_READ_AHEAD, _GROUPS_IN_HAND = 2, 3
+# A worker takes seconds to start: with fewer sentences to do, none is.
+_SENTENCES_WORTH_A_WORKER = 100
 _LINE_BREAKS = {ord("\n"): " ", ord("\r"): " "}
 
 
@@ -182,11 +184,15 @@ class Translator:
         groups: deque[_Group] = deque()
         parts: dict[int, tuple[_Group, list[int]]] = {}
         keys = count()
+        failure: Exception | None = None
         try:
             while True:
                 # More is read while there is something to do; without, whatever comes is waited for.
                 while len(groups) < _GROUPS_IN_HAND and (not groups or arriving.has_more):
-                    lines = arriving.next()
+                    try:
+                        lines = arriving.next()
+                    except Exception as error:  # noqa: BLE001 (raised when the lines before it are done)
+                        failure, lines = error, None
                     if lines is None:
                         break
                     groups.append(self._group(lines))
@@ -195,8 +201,10 @@ class Translator:
                         parts[key] = groups[-1], part
                         pool.submit(key, [groups[-1].sentences[i] for i in part])
                 if not groups:
+                    if failure is not None:
+                        raise failure
                     return
-                if len(groups) > 1:
+                if sum(group.missing for group in groups) >= _SENTENCES_WORTH_A_WORKER:
                     pool.start(self.workers - 1)
                 while groups[0].missing:
                     key, results = pool.next()

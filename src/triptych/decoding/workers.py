@@ -93,7 +93,7 @@ class WorkerPool:
         """The results of a batch asked for; searches here too while there is something to do."""
         while not self._found:
             self._hand_out()
-            self._listen(timeout=0)
+            self._listen(timeout=0.0)
             if self._found:
                 break
             if self._waiting:

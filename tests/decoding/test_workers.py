@@ -1,0 +1,182 @@
+"""Workers: the same translations as without them, in the same order, whatever happens to them."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from triptych.decoding import Hypothesis, SearchOptions, Translator
+from triptych.decoding.ahead import Ahead
+from triptych.decoding.workers import Found, Searcher, Sentences, WorkerPool
+from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.text import TokenizerSpec, train_tokenizers
+
+LINES = [f"{'Der Hund schläft. ' * (1 + i % 4)}Zeile {i}" for i in range(260)]
+LINES[7] = ""
+
+
+@pytest.fixture(scope="module")
+def translator() -> Iterator[Translator]:
+    torch.manual_seed(1)
+    tokenizers = train_tokenizers(TokenizerSpec(vocab_size=300, joint=True), LINES, LINES)
+    config = ModelConfig(
+        d_model=16,
+        d_ff=32,
+        num_heads=2,
+        max_source_tokens=64,
+        encoder=EncoderConfig(num_layers=1),
+        decoder=DecoderConfig(num_layers=1),
+    )
+    size = tokenizers.source.vocab_size
+    model = EncoderDecoder(config, size, size).eval()
+    options = SearchOptions(beam_size=2, max_extra_tokens=2)
+    with Translator(model, tokenizers, options, batch_tokens=400, workers=2) as made:
+        yield made
+
+
+def alone(translator: Translator) -> Translator:
+    return Translator(translator.model, translator.tokenizers, translator.options, translator.batch_tokens)
+
+
+def groups() -> Iterator[list[str]]:
+    for start in range(0, len(LINES), 50):
+        yield LINES[start : start + 50]
+
+
+def test_two_workers_translate_as_one_does_and_in_order(translator: Translator) -> None:
+    translator.start_workers()
+    together = list(translator.translate_stream(groups()))
+    expected = list(alone(translator).translate_stream(groups()))
+    assert [one.source for one in together] == LINES
+    assert [one.text for one in together] == [one.text for one in expected]
+
+
+def test_changed_weights_reach_the_workers(translator: Translator) -> None:
+    translator.start_workers()
+    before = [one.text for one in translator.translate(LINES)]
+    with torch.no_grad():
+        translator.model.decoder[0].feed_forward.outer.weight.neg_()
+    translator.start_workers()
+    after = [one.text for one in translator.translate(LINES)]
+    assert after != before
+    assert after == [one.text for one in alone(translator).translate(LINES)]
+
+
+def test_a_worker_that_is_killed_is_made_up_for(translator: Translator) -> None:
+    translator.start_workers()
+    assert translator._pool is not None
+    stream = translator.translate_stream(groups())
+    first = next(stream)
+    for worker in translator._pool._workers:
+        assert worker.process.pid is not None
+        os.kill(worker.process.pid, signal.SIGKILL)
+    texts = [first.text, *(one.text for one in stream)]
+    assert texts == [one.text for one in alone(translator).translate(LINES)]
+    translator.close()
+
+
+def test_a_stream_left_early_leaves_no_process(translator: Translator) -> None:
+    translator.start_workers()
+    assert translator._pool is not None
+    processes = [worker.process for worker in translator._pool._workers]
+    stream = translator.translate_stream(groups())
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 10
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(process.is_alive() for process in processes)
+
+
+def test_a_line_is_translated_before_the_next_one_is_there(translator: Translator) -> None:
+    told = threading.Event()
+
+    def slowly() -> Iterator[list[str]]:
+        yield [LINES[0]]
+        assert told.wait(timeout=30)
+        yield [LINES[1]]
+
+    stream = translator.translate_stream(slowly())
+    assert next(stream).source == LINES[0]
+    told.set()
+    assert next(stream).source == LINES[1]
+
+
+def test_an_error_in_the_input_comes_after_the_lines_before_it(translator: Translator) -> None:
+    def broken() -> Iterator[list[str]]:
+        yield LINES[:3]
+        raise OSError("gone")
+
+    stream = translator.translate_stream(broken())
+    assert [next(stream).source for _ in range(3)] == LINES[:3]
+    with pytest.raises(OSError, match="gone"):
+        next(stream)
+
+
+def test_reading_ahead_is_bounded_and_ends() -> None:
+    taken: list[int] = []
+
+    def numbers() -> Iterator[int]:
+        for number in range(100):
+            taken.append(number)
+            yield number
+
+    ahead = Ahead(numbers(), depth=2)
+    assert ahead.next() == 0
+    time.sleep(0.05)
+    assert len(taken) <= 5
+    rest = []
+    while (number := ahead.next()) is not None:
+        rest.append(number)
+    assert rest == list(range(1, 100))
+    assert ahead.next() is None
+    assert not ahead.has_more
+
+
+def make_echo(length: int) -> Searcher:
+    def echo(sentences: Sentences) -> Found:
+        if any(len(ids) == length for ids in sentences):
+            raise RuntimeError("too long")
+        return [[Hypothesis(tuple(ids), 0.0, 0.0)] for ids in sentences]
+
+    return echo
+
+
+def test_an_error_in_a_worker_is_raised_here() -> None:
+    pool = WorkerPool(make_echo, (3,))
+    pool.start(1)
+    pool.wait_until_ready()
+    try:
+        for key in range(4):
+            pool.submit(key, [[1, 2, 3]])
+        with pytest.raises(RuntimeError, match="too long"):
+            take_all(pool)
+    finally:
+        pool.close()
+
+
+def take_all(pool: WorkerPool) -> None:
+    while pool.busy:
+        pool.next()
+
+
+@pytest.mark.parametrize("helpers", [0, 1])
+def test_everything_asked_for_comes_back_once(helpers: int) -> None:
+    pool = WorkerPool(make_echo, (99,))
+    pool.start(helpers)
+    pool.wait_until_ready()
+    try:
+        for key in range(50):
+            pool.submit(key, [[key]])
+        found: dict[int, Callable[..., object] | object] = {}
+        while pool.busy:
+            key, results = pool.next()
+            assert key not in found
+            found[key] = results[0][0].ids
+        assert found == {key: (key,) for key in range(50)}
+    finally:
+        pool.close()
