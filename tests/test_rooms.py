@@ -19,10 +19,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": {"algebra"},  # a layer hands out its forms
     "models": {"attention", "algebra"},  # algebra: the weights of its layers
     "algebra": set(),
-    "checkpoints": {"algebra"},
+    "checkpoints": {"algebra", "attention", "models", "text"},  # others' files become our models
     "text": set(),
     "training": {"models", "text"},
-    "decoding": {"models", "text", "attention"},  # attention: for the cache
+    "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
     "studies": {"training", "decoding", "algebra"},
     "reports": set(),
     "recipes": set(),

@@ -13,7 +13,8 @@ from typing import Any, final
 
 import torch
 
-from triptych.decoding import SearchOptions, Translator, measure_bleu
+from triptych.checkpoints import model_type, read_marian
+from triptych.decoding import Precision, SearchOptions, Stop, Translator, measure_bleu
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.models import EncoderDecoder, read_model
@@ -27,9 +28,9 @@ from triptych.text import (
     read_parallel,
     train_tokenizers,
 )
-from triptych.training import Outcome, Recipe, Trainer, read_recipe
+from triptych.training import DecodingConfig, Outcome, Recipe, Trainer, read_recipe
 from triptych.training.loop import Scorer
-from triptych.training.memory import limit_kernel_cache
+from triptych.training.memory import keep_freed_memory, limit_kernel_cache
 from triptych.training.progress import Display, LineDisplay
 from triptych.training.state import Counters, read_counters
 
@@ -154,19 +155,25 @@ def remove(folder: Path) -> None:
 
 @final
 class Run:
-    """A finished run, opened."""
+    """A finished run, opened; or a checkpoint of others, which has no recipe."""
 
     def __init__(
-        self, folder: Path, model: EncoderDecoder, tokenizers: TokenizerPair, recipe: Recipe
+        self,
+        folder: Path,
+        model: EncoderDecoder,
+        tokenizers: TokenizerPair,
+        recipe: Recipe | None,
+        decoding: DecodingConfig,
     ) -> None:
         self.folder = folder
         self.model = model
         self.tokenizers = tokenizers
         self.recipe = recipe
+        self.decoding = decoding
 
     @classmethod
     def open(cls, folder: Path, device: str = "auto") -> "Run":
-        """Read a run folder.
+        """Read a run folder, or that of a Marian model in Hugging Face's format.
 
         Args:
             folder: where it is.
@@ -179,7 +186,7 @@ class Run:
         if not folder.is_dir():
             raise UsageError(f"there is no run folder {folder}")
         if not (folder / _RECIPE).exists():
-            raise DataError(f"{folder} is not a run folder: it has no {_RECIPE}")
+            return cls._open_checkpoint(folder, device)
         recipe = read_recipe(folder / _RECIPE)
         model = read_model(folder).to(_device(device))
         tokenizers = TokenizerPair.load(folder)
@@ -190,7 +197,24 @@ class Run:
                 f"{folder}: the tokenizers have {sizes[0]} and {sizes[1]} tokens, the model "
                 f"{model.src_vocab_size} and {model.tgt_vocab_size}: the files come from different runs"
             )
-        return cls(folder, model, tokenizers, recipe)
+        return cls(folder, model, tokenizers, recipe, recipe.decoding)
+
+    @classmethod
+    def _open_checkpoint(cls, folder: Path, device: str) -> "Run":
+        found = model_type(folder)
+        if found is None:
+            raise DataError(f"{folder} is not a run folder: it has no {_RECIPE}")
+        if found != "marian":
+            raise DataError(
+                f"{folder} holds a model of type {found!r}; of others' models, 'marian' can be read"
+            )
+        checkpoint = read_marian(folder)
+        decoding = (
+            DecodingConfig()
+            if checkpoint.num_beams is None
+            else DecodingConfig(beam_size=checkpoint.num_beams)
+        )
+        return cls(folder, checkpoint.model.to(_device(device)), checkpoint.tokenizers, None, decoding)
 
     def search_options(
         self,
@@ -198,30 +222,38 @@ class Run:
         alpha: float | None = None,
         num_best: int = 1,
         max_extra_tokens: int | None = None,
+        stop: Stop | None = None,
     ) -> SearchOptions:
-        """The recipe's way to search, with what is given changed.
+        """The recipe's or the checkpoint's way to search, with what is given changed.
 
         Raises:
             UsageError: values that do not go together.
         """
-        decoding = self.recipe.decoding
+        decoding = self.decoding
         try:
             return SearchOptions(
                 beam_size=decoding.beam_size if beam_size is None else beam_size,
                 alpha=decoding.alpha if alpha is None else alpha,
                 max_extra_tokens=max_extra_tokens or decoding.max_extra_tokens,
                 num_best=num_best,
+                stop=stop or decoding.stop,
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
 
-    def translator(self, options: SearchOptions | None = None) -> Translator:
+    def translator(
+        self, options: SearchOptions | None = None, *, precision: Precision = "fp32", workers: int = 1
+    ) -> Translator:
         """A translator with the run's own way to search unless another is given."""
-        return Translator(self.model, self.tokenizers, options or self.search_options())
+        options = options or self.search_options()
+        return Translator(self.model, self.tokenizers, options, precision=precision, workers=workers)
 
 
 def load(folder: str | Path, device: str = "auto") -> Translator:
-    """The translator of a run folder: `load("runs/demo").translate(["Guten Tag."])`."""
+    """The translator of a run folder: `load("runs/demo").translate(["Guten Tag."])`.
+
+    The folder may also be a Marian model in Hugging Face's format.
+    """
     return Run.open(Path(folder), device).translator()
 
 
@@ -238,6 +270,7 @@ def _prepare(recipe: Recipe) -> None:
     if recipe.training.threads is not None:
         torch.set_num_threads(recipe.training.threads)
     limit_kernel_cache()
+    keep_freed_memory()
 
 
 def _read_texts(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelCorpus, ParallelCorpus]:

@@ -40,6 +40,20 @@ def test_the_table_is_the_papers_formula(d_model: int) -> None:
     assert_same(sinusoidal(11, d_model), torch.tensor(expected, dtype=torch.float64), kind="output")
 
 
+@pytest.mark.parametrize("d_model", [1, 2, 8, 7])
+def test_the_halves_are_the_same_columns_sines_first(d_model: int) -> None:
+    halves, interleaved = sinusoidal(11, d_model, "halves"), sinusoidal(11, d_model, "interleaved")
+    expected = torch.cat([interleaved[:, 0::2], interleaved[:, 1::2]], dim=1)
+    assert_same(halves, expected, kind="exact")
+    assert_same(sinusoidal(11, d_model), interleaved, kind="exact")
+
+
+def test_positions_are_added_in_the_layout_that_was_chosen() -> None:
+    x = torch.randn(2, 5, 7, dtype=torch.float64)
+    added = SinusoidalPositions(7, "halves")(x, start=3)
+    assert_same(added, x + sinusoidal(8, 7, "halves")[3:], kind="exact")
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_positions_are_added_in_the_dtype_of_the_input(dtype: torch.dtype) -> None:
     x = torch.randn(2, 5, 8, dtype=dtype)

@@ -14,22 +14,34 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 Pairing = Literal["halves", "interleaved"]
+Layout = Literal["halves", "interleaved"]
 
 _Tables = dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]]
 
 
-def sinusoidal(length: int, d_model: int) -> Float[Tensor, "length d_model"]:
+def sinusoidal(length: int, d_model: int, layout: Layout = "interleaved") -> Float[Tensor, "length d_model"]:
     """The paper's fixed encoding, sines on even and cosines on odd channels.
 
         PE(pos, 2i) = sin(pos / 10000^(2i/d_model))    PE(pos, 2i+1) = cos(the same)
 
-    Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
+    Args:
+        length: number of positions, from 0.
+        d_model: number of channels; if odd, there is one sine more than cosines.
+        layout: "interleaved" as above; "halves" has the same columns in another order, all sines
+            before all cosines, as Marian has them.
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.5; "halves": Junczys-Dowmunt et al.
+    2018, Marian, as in `MarianSinusoidalPositionalEmbedding`, github.com/huggingface/transformers.
     """
     position = torch.arange(length, dtype=torch.float64)[:, None]
     frequency = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * (-math.log(10_000) / d_model))
+    sines = torch.sin(position * frequency)
+    cosines = torch.cos(position * frequency[: d_model // 2])
+    if layout == "halves":
+        return torch.cat([sines, cosines], dim=1)
     table = torch.empty(length, d_model, dtype=torch.float64)
-    table[:, 0::2] = torch.sin(position * frequency)
-    table[:, 1::2] = torch.cos(position * frequency[: d_model // 2])
+    table[:, 0::2] = sines
+    table[:, 1::2] = cosines
     return table
 
 
@@ -39,9 +51,16 @@ class SinusoidalPositions(nn.Module):
 
     table: Tensor
 
-    def __init__(self, d_model: int) -> None:
+    def __init__(self, d_model: int, layout: Layout = "interleaved") -> None:
+        """Start with an empty table.
+
+        Args:
+            d_model: width of the embeddings.
+            layout: order of the channels; see `sinusoidal`.
+        """
         super().__init__()
         self.d_model = d_model
+        self.layout: Layout = layout
         self.register_buffer("table", torch.empty(0, d_model), persistent=False)
 
     def forward(
@@ -51,7 +70,7 @@ class SinusoidalPositions(nn.Module):
         end = start + x.shape[1]
         if self.table.shape[0] < end or self.table.dtype != x.dtype or self.table.device != x.device:
             rows = max(256, 1 << (end - 1).bit_length())
-            self.table = sinusoidal(rows, self.d_model).to(device=x.device, dtype=x.dtype)
+            self.table = sinusoidal(rows, self.d_model, self.layout).to(device=x.device, dtype=x.dtype)
         return x + self.table[start:end]
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import track
 
 from triptych import runs
+from triptych.cli.options import PrecisionOption, StopOption, WorkersOption, number_of_workers
 from triptych.decoding import score_translations
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
@@ -20,13 +21,16 @@ _LINES_AT_A_TIME = 256
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a run, or of a Marian model of Hugging Face.")],
     source: Annotated[Path, typer.Option("--source", help="Text to translate, a sentence a line.")],
     reference: Annotated[Path, typer.Option("--reference", help="Its right translation, line for line.")],
     beam: Annotated[int | None, typer.Option("--beam", min=1, help="Beam size; 1 is greedy.")] = None,
     alpha: Annotated[
         float | None, typer.Option("--alpha", min=0, help="Exponent of the length penalty.")
     ] = None,
+    stop: StopOption = None,
+    precision: PrecisionOption = "fp32",
+    workers: WorkersOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Keep the translations here.")] = None,
     device: Annotated[
         str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.")
@@ -42,16 +46,17 @@ def evaluate(
     if out is not None and not out.parent.is_dir():
         raise UsageError(f"the folder of {out} does not exist: make it first")
     opened = runs.Run.open(run, device)
-    options = opened.search_options(beam, alpha)
-    translator = opened.translator(options)
+    options = opened.search_options(beam, alpha, stop=stop)
+    num_workers = number_of_workers(workers)
     started = time.monotonic()
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-    starts = range(0, len(order), _LINES_AT_A_TIME)
+    chunks = [order[start : start + _LINES_AT_A_TIME] for start in range(0, len(order), _LINES_AT_A_TIME)]
     texts = [""] * len(sources)
     console = Console(stderr=True)
-    for start in track(starts, "translating", console=console, disable=not console.is_terminal):
-        chosen = order[start : start + _LINES_AT_A_TIME]
-        for i, translation in zip(chosen, translator.translate([sources[i] for i in chosen]), strict=True):
+    with opened.translator(options, precision=precision, workers=num_workers) as translator:
+        found = translator.translate_stream([[sources[i] for i in chunk] for chunk in chunks])
+        bar = {"console": console, "disable": not console.is_terminal, "total": len(order)}
+        for i, translation in track(zip(order, found, strict=True), "translating", **bar):  # type: ignore[arg-type]
             texts[i] = translation.text
     seconds = time.monotonic() - started
     if out is not None:
@@ -64,6 +69,9 @@ def evaluate(
             "seconds": round(seconds, 3),
             "beam_size": options.beam_size,
             "alpha": options.alpha,
+            "stop": options.stop,
+            "precision": precision,
+            "workers": num_workers,
             "scores": [
                 {
                     "name": score.name,
@@ -80,6 +88,6 @@ def evaluate(
         print(score.line())
     print(
         f"{len(texts):,} sentences in {seconds:.1f} s ({len(texts) / seconds:.1f} a second), "
-        f"beam {options.beam_size}, α {options.alpha}",
+        f"beam {options.beam_size}, α {options.alpha}, {precision}, workers {num_workers}",
         file=sys.stderr,
     )

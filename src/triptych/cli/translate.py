@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from triptych import runs
+from triptych.cli.options import PrecisionOption, StopOption, WorkersOption, number_of_workers
 from triptych.decoding import SentenceAttention, Translation, Translator
 from triptych.errors import UsageError
 from triptych.files import write_atomically
@@ -23,7 +24,7 @@ _SITES = ("encoder", "decoder", "cross")
 
 
 def translate(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a run, or of a Marian model of Hugging Face.")],
     file: Annotated[
         Path | None, typer.Argument(help="Text to translate, a sentence a line; standard input if not given.")
     ] = None,
@@ -43,6 +44,9 @@ def translate(
             "--max-extra-tokens", min=1, help="An output ends at the length of its input plus this."
         ),
     ] = None,
+    stop: StopOption = None,
+    precision: PrecisionOption = "fp32",
+    workers: WorkersOption = None,
     device: Annotated[
         str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.")
     ] = "auto",
@@ -65,8 +69,12 @@ def translate(
     """
     opened = runs.Run.open(run, device)
     # Asking for more translations than the recipe's beam holds widens it; a beam given is taken as it is.
-    beam_size = max(opened.recipe.decoding.beam_size, num_best) if beam is None else beam
-    translator = opened.translator(opened.search_options(beam_size, alpha, num_best, max_extra))
+    beam_size = max(opened.decoding.beam_size, num_best) if beam is None else beam
+    translator = opened.translator(
+        opened.search_options(beam_size, alpha, num_best, max_extra, stop),
+        precision=precision,
+        workers=number_of_workers(workers),
+    )
     wanted = [_parse_selection(text, opened) for text in attention or []]
     if wanted and not as_json:
         raise UsageError("--attention goes with --json")
@@ -85,12 +93,13 @@ def translate(
                 )
             yield "".join(f"{line}\n" for line in render(translation, number))
 
-    if out is None:
-        for text in rendered():
-            sys.stdout.buffer.write(text.encode())
-            sys.stdout.buffer.flush()
-    else:
-        write_atomically(out, lambda temporary: _write_file(temporary, rendered()))
+    with translator:
+        if out is None:
+            for text in rendered():
+                sys.stdout.buffer.write(text.encode())
+                sys.stdout.buffer.flush()
+        else:
+            write_atomically(out, lambda temporary: _write_file(temporary, rendered()))
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,18 @@
 """The blocks of encoder and decoder: attention and feed-forward, each in a residual sub-layer."""
 
+from collections.abc import Callable
 from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from triptych.attention import AttentionPositions, LayerCache, MultiHeadAttention
 from triptych.models.configuration import AttentionConfig, ModelConfig
 from triptych.models.dropout import Dropout
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": F.gelu, "swish": F.silu}
 
 
 class BlockOutput(NamedTuple):
@@ -21,12 +25,13 @@ class BlockOutput(NamedTuple):
 
 @final
 class FeedForward(nn.Module):
-    """`max(0, x W_1 + b_1) W_2 + b_2` (the paper's equation 2)."""
+    """`f(x W_1 + b_1) W_2 + b_2`; the paper's equation 2 where f is "relu", `max(0, ·)`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.inner = nn.Linear(config.d_model, config.d_ff)
         self.outer = nn.Linear(config.d_ff, config.d_model)
+        self.activation = _ACTIVATIONS[config.activation]
         self.dropout = Dropout(config.activation_dropout)
         for linear in (self.inner, self.outer):
             nn.init.xavier_uniform_(linear.weight)
@@ -34,7 +39,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
         """Apply to every position alike."""
-        return self.outer(self.dropout(torch.relu(self.inner(x))))  # type: ignore[no-any-return]
+        return self.outer(self.dropout(self.activation(self.inner(x))))  # type: ignore[no-any-return]
 
 
 @final

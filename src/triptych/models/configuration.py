@@ -92,6 +92,8 @@ class PositionsConfig(BaseModel):
     Attributes:
         scheme: "sinusoidal" (the paper) and "learned" are added to the embeddings; "rotary" and
             "alibi" work inside self-attention; cross-attention and "none" have nothing of the kind.
+        sinusoidal_layout: sines on even and cosines on odd channels as the paper ("interleaved"), or
+            all sines before all cosines ("halves").
         max_tokens: longest text of "learned" positions, on either side.
         rotary_dim: channels of a head that are turned; all if None.
         rotary_pairing: which channels form a pair: i and i + rotary_dim / 2 ("halves"), or 2i and
@@ -102,6 +104,7 @@ class PositionsConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     scheme: Literal["none", "sinusoidal", "learned", "rotary", "alibi"] = "sinusoidal"
+    sinusoidal_layout: Literal["halves", "interleaved"] = "interleaved"
     max_tokens: int = Field(512, ge=1)
     rotary_dim: int | None = Field(None, ge=2)
     rotary_pairing: Literal["halves", "interleaved"] = "halves"
@@ -170,9 +173,13 @@ class ModelConfig(BaseModel):
         d_k: width of queries and keys; d_model / num_heads if None. Likewise `d_v` for values.
         dropout: on the output of every sub-layer and on the embeddings.
         activation_dropout: inside the feed-forward layers (not in the paper).
+        activation: between the two maps of the feed-forward layers: "relu" as the paper, "gelu"
+            (x Φ(x), Φ the normal distribution) or "swish" (x / (1 + e^−x)).
         norm: "post" normalises after the residual sum, as the paper; "pre" before each sub-layer.
         tie_embeddings: which of the three tables (source, target, output) are one: "all" as the
             paper, "target" (target and output), or "none".
+        output_bias: whether every token has a bias in the logits, as in some checkpoints that are
+            read in; there is no training with it.
         max_source_tokens: longest source sentence the model is meant for; longer ones are
             translated in pieces.
         positions: how positions are told apart.
@@ -187,8 +194,10 @@ class ModelConfig(BaseModel):
     d_v: Width = Field(None, ge=1, strict=True)
     dropout: float = Field(0.1, ge=0, lt=1)
     activation_dropout: float = Field(0.0, ge=0, lt=1)
+    activation: Literal["relu", "gelu", "swish"] = "relu"
     norm: Literal["post", "pre"] = "post"
     tie_embeddings: Literal["all", "target", "none"] = "all"
+    output_bias: bool = False
     max_source_tokens: int = Field(256, ge=1)
     positions: PositionsConfig = PositionsConfig()
     encoder: EncoderConfig = EncoderConfig()

@@ -10,7 +10,15 @@ from triptych.text.corpora import CorpusCounts, CorpusSpec, ParallelCorpus, read
 from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
 from triptych.text.generated import generate_pairs
 from triptych.text.lines import iterate_file, iterate_lines, read_lines
-from triptych.text.tokenizers import Tokenizer, TokenizerPair, TokenizerSpec, train_tokenizers
+from triptych.text.sentencepiece import SentencePieceSpec
+from triptych.text.tokenizers import (
+    SentencePieceRecord,
+    SentencePieceTokenizer,
+    Tokenizer,
+    TokenizerPair,
+    TokenizerSpec,
+    train_tokenizers,
+)
 
 __all__ = [
     "Batch",
@@ -18,6 +26,9 @@ __all__ = [
     "CorpusSpec",
     "EncodedCorpus",
     "ParallelCorpus",
+    "SentencePieceRecord",
+    "SentencePieceSpec",
+    "SentencePieceTokenizer",
     "TokenBatches",
     "TokenSequences",
     "Tokenizer",

@@ -1,6 +1,11 @@
-"""Byte-level tokenizers, lossless on any text, and the pair of them that a translator has."""
+"""Tokenizers and the pair of them that a translator has.
+
+Those that are trained here work on bytes and are lossless on any text; those of others' checkpoints
+are SentencePiece models.
+"""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -8,21 +13,25 @@ from pathlib import Path
 from typing import Literal, final
 
 import tokenizers
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
+from triptych.text.sentencepiece import SPACE_MARK, SentencePiece, SentencePieceSpec
 
 PAD_ID = 0
 BOS_ID = 1
 EOS_ID = 2
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 BYTE_ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
-SPACE_MARK = "▁"
 
 _SOURCE_FILE = "tokenizer.json"
 _TARGET_FILE = "tokenizer.target.json"
+
+_SENTENCE_PIECE_START = '{"format":"triptych sentencepiece'
+# What is joined again, and in which order: the rules of Hugging Face's `clean_up_tokenization`.
+_PARTED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 # BPE fits the bytes and specials exactly; the unigram trainer overshoots its size unless one more fits.
 _SMALLEST_SIZE = {
@@ -56,13 +65,71 @@ class TokenizerSpec(BaseModel):
         return self
 
 
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    `<eos>` and its like in a text are text: only the ids below are special.
+
+    Attributes:
+        pad_id: fills rows up; no text has it.
+        bos_id: begins every output.
+        eos_id: ends source and output.
+    """
+
+    pad_id: int
+    bos_id: int
+    eos_id: int
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of tokens, specials included."""
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without beginning and end."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """Text of each sequence of ids; special ids are skipped, broken UTF-8 becomes U+FFFD."""
+
+    @abstractmethod
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token in readable form, for pictures; spaces are shown as "▁"."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """The tokenizer as text, whole."""
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer, atomically, as JSON."""
+        write_text(path, self.to_json())
+
+    @staticmethod
+    def load(path: Path) -> "Tokenizer":
+        """Read what `save` wrote.
+
+        Raises:
+            DataError: no such file, damaged, or a tokenizer of another make.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise DataError(f"{path} does not exist; a run folder holds its tokenizer") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+        if text.startswith(_SENTENCE_PIECE_START):
+            return SentencePieceTokenizer.from_json(text, str(path))
+        return ByteLevelTokenizer.from_json(text, str(path))
+
+
 @final
-class Tokenizer:
-    """Text to token ids and back: `decode(encode(x)) == NFC(x)` for every text x.
+class ByteLevelTokenizer(Tokenizer):
+    """What `train_tokenizers` makes: `decode(encode(x)) == NFC(x)` for every text x.
 
     A space is put in front of the text before it is cut into words, each with the space before it, numbers
     and runs of punctuation; it is taken off again after decoding. The 256 bytes are in the vocabulary, so no
-    token is ever unknown. `<eos>` and its like in a text are text: only `bos_id` and so on are special.
+    token is ever unknown.
 
     Attributes:
         pad_id: 0, `<pad>`.
@@ -105,32 +172,22 @@ class Tokenizer:
         """The tokenizer in the format of the tokenizers library, which others read too."""
         return str(self._inner.to_str(pretty=True))
 
-    def save(self, path: Path) -> None:
-        """Write the tokenizer, atomically, as JSON."""
-        write_text(path, self.to_json())
-
     @classmethod
-    def load(cls, path: Path) -> "Tokenizer":
-        """Read what `save` wrote.
+    def from_json(cls, text: str, origin: str) -> "ByteLevelTokenizer":
+        """The inverse of `to_json`.
 
         Raises:
-            DataError: no such file, damaged, or a tokenizer of another make.
+            DataError: a text that is damaged or of another make; `origin` says where it came from.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError as error:
-            raise DataError(f"{path} does not exist; a run folder holds its tokenizer") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
         try:
             inner = tokenizers.Tokenizer.from_str(text)
         # The library raises bare Exception for whatever is wrong with the text.
         except Exception as error:
-            raise DataError(f"{path} is damaged or holds no tokenizer: {error}") from error
+            raise DataError(f"{origin} is damaged or holds no tokenizer: {error}") from error
         difference = _difference_from_ours(inner)
         if difference is not None:
             raise DataError(
-                f"{path} is a tokenizer of another make ({difference}); give one that triptych trained"
+                f"{origin} is a tokenizer of another make ({difference}); give one that triptych trained"
             )
         return cls(inner)
 
@@ -141,6 +198,113 @@ class Tokenizer:
         return (
             bytes(_BYTE_OF[char] for char in token).decode("utf-8", errors="replace").replace(" ", SPACE_MARK)
         )
+
+
+@final
+class SentencePieceRecord(BaseModel):
+    """All that a `SentencePieceTokenizer` is made of, as its file has it.
+
+    Attributes:
+        format: what tells the file from others; it stands first.
+        pad_id: fills rows up.
+        bos_id: begins every output.
+        eos_id: ends source and output.
+        unk_id: stands for every piece that is not in the vocabulary.
+        joins_punctuation: after decoding, the space before punctuation and English contractions is
+            taken out (`clean_up_tokenization_spaces` in Hugging Face's files).
+        vocab: the pieces by id, which need not be those of the model.
+        model: cuts text into pieces.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["triptych sentencepiece 1"] = "triptych sentencepiece 1"
+    pad_id: int = Field(ge=0)
+    bos_id: int = Field(ge=0)
+    eos_id: int = Field(ge=0)
+    unk_id: int = Field(ge=0)
+    joins_punctuation: bool = False
+    vocab: tuple[str, ...]
+    model: SentencePieceSpec
+
+    @model_validator(mode="after")
+    def _ids_are_of_the_vocabulary(self) -> "SentencePieceRecord":
+        for name in ("pad_id", "bos_id", "eos_id", "unk_id"):
+            if getattr(self, name) >= len(self.vocab):
+                raise ValueError(
+                    f"{name} {getattr(self, name)} is no token of a vocabulary of {len(self.vocab)}"
+                )
+        if len(set(self.vocab)) < len(self.vocab):
+            raise ValueError("a piece is in the vocabulary twice")
+        return self
+
+
+@final
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model over a vocabulary of its own, as Marian models have.
+
+    A text is normalised first, so decoding does not give back every text as it was, and what is not in
+    the vocabulary is unknown. A text that begins with a code such as `>>de<<` has it as its first token:
+    models with several target languages are told the language so.
+    """
+
+    def __init__(self, record: SentencePieceRecord) -> None:
+        self._record = record
+        self._cutter = SentencePiece(record.model)
+        self.pad_id, self.bos_id, self.eos_id = record.pad_id, record.bos_id, record.eos_id
+        self._special = {record.pad_id, record.bos_id, record.eos_id, record.unk_id}
+        # No text may have these, not even one whose unknown characters spell them.
+        never = {record.vocab[token] for token in (record.pad_id, record.eos_id, record.unk_id)}
+        never |= record.model.of_type("control")
+        self._ids = {piece: token for token, piece in enumerate(record.vocab) if piece not in never}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, specials included."""
+        return len(self._record.vocab)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without beginning and end."""
+        return [[self._ids.get(piece, self._record.unk_id) for piece in self._cut(text)] for text in texts]
+
+    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """Text of each sequence of ids; special ids and unknown tokens are skipped."""
+        vocab = self._record.vocab
+        texts = [
+            self._cutter.join(vocab[token] for token in some if token not in self._special) for some in ids
+        ]
+        if not self._record.joins_punctuation:
+            return texts
+        for parts in _PARTED:
+            texts = [text.replace(parts, parts.strip()) for text in texts]
+        return texts
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary has it."""
+        return [self._record.vocab[token] for token in ids]
+
+    def to_json(self) -> str:
+        """The tokenizer in a format of its own."""
+        return self._record.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str, origin: str) -> "SentencePieceTokenizer":
+        """The inverse of `to_json`.
+
+        Raises:
+            DataError: a text that is damaged; `origin` says where it came from.
+        """
+        try:
+            return cls(SentencePieceRecord.model_validate_json(text))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise DataError(f"{origin} is damaged or holds no tokenizer: {where}: {first['msg']}") from None
+
+    def _cut(self, text: str) -> list[str]:
+        if text.startswith(">>") and (end := text.find("<<")) != -1:
+            return [text[: end + 2], *self._cutter.split(text[end + 2 :])]
+        return self._cutter.split(text)
 
 
 @final
@@ -217,7 +381,7 @@ def _train_bpe(spec: TokenizerSpec, texts: Iterable[str]) -> Tokenizer:
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
-    return Tokenizer(inner)
+    return ByteLevelTokenizer(inner)
 
 
 def _train_unigram(spec: TokenizerSpec, texts: Iterable[str]) -> Tokenizer:
@@ -232,7 +396,7 @@ def _train_unigram(spec: TokenizerSpec, texts: Iterable[str]) -> Tokenizer:
     scores = dict(json.loads(inner.to_str())["model"]["vocab"])
     settled = _assemble(models.Unigram(_settle_scores(scores), None, False))
     settled.add_special_tokens(list(SPECIAL_TOKENS))
-    return Tokenizer(settled)
+    return ByteLevelTokenizer(settled)
 
 
 def _settle_scores(scores: dict[str, float]) -> list[tuple[str, float]]:

@@ -114,11 +114,14 @@ class DecodingConfig(_Section):
         beam_size: hypotheses kept; 1 is greedy.
         alpha: exponent of the length penalty `((5 + |Y|) / 6)^α`.
         max_extra_tokens: an output ends at the length of its input plus this.
+        stop: when a sentence is done: "certain", when nothing can overtake what has ended, or "full",
+            when beam_size hypotheses have ended.
     """
 
     beam_size: int = Field(4, ge=1)
     alpha: float = Field(0.6, ge=0)
     max_extra_tokens: int = Field(50, ge=1)
+    stop: Literal["certain", "full"] = "certain"
 
 
 class Recipe(_Section):
@@ -149,6 +152,14 @@ class Recipe(_Section):
             raise ValueError(
                 f"model.positions.max_tokens is {positions.max_tokens}: data.max_sentence_tokens "
                 f"{self.data.max_sentence_tokens} and the end of sentence need {needed}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _output_can_be_trained(self) -> "Recipe":
+        if self.model.output_bias:
+            raise ValueError(
+                "model.output_bias is for checkpoints that are read in, training knows none: leave it out"
             )
         return self
 

@@ -1,0 +1,331 @@
+"""Marian checkpoints in Hugging Face's format (`MarianMTModel`): a folder becomes a model with tokenizers.
+
+Of the folder are read `config.json`, `generation_config.json`, `tokenizer_config.json`,
+`special_tokens_map.json`, `model.safetensors` or else `pytorch_model.bin`, `source.spm`, `target.spm`,
+`vocab.json` and `target_vocab.json`, as far as they are there. Nothing is cast: the model has the dtype
+of the file.
+
+Source: Junczys-Dowmunt et al. 2018, arXiv 1804.00344; `modeling_marian.py` and `tokenization_marian.py`
+of github.com/huggingface/transformers, version 5.23.0.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, final
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from triptych.attention import sinusoidal
+from triptych.checkpoints.marian_settings import (
+    ACTIVATIONS,
+    MarianSettings,
+    read_generation,
+    read_json,
+    validated,
+)
+from triptych.checkpoints.marian_tokenizers import read_tokenizers
+from triptych.errors import DataError
+from triptych.models import (
+    AttentionConfig,
+    DecoderConfig,
+    EncoderConfig,
+    EncoderDecoder,
+    ModelConfig,
+    PositionsConfig,
+)
+from triptych.models.storage import load_tensors
+from triptych.text import TokenizerPair
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+# The maps and norms of a layer: their names, and ours.
+_SELF_ATTENTION = {
+    **{f"self_attn.{p}_proj": f"self_attention.projections.{p}_proj" for p in ("q", "k", "v")},
+    "self_attn.out_proj": "self_attention.projections.o_proj",
+    "self_attn_layer_norm": "self_residual.norm",
+}
+_CROSS_ATTENTION = {
+    **{f"encoder_attn.{p}_proj": f"cross_attention.projections.{p}_proj" for p in ("q", "k", "v")},
+    "encoder_attn.out_proj": "cross_attention.projections.o_proj",
+    "encoder_attn_layer_norm": "cross_residual.norm",
+}
+_FEED_FORWARD = {
+    "fc1": "feed_forward.inner",
+    "fc2": "feed_forward.outer",
+    "final_layer_norm": "feed_forward_residual.norm",
+}
+_ENCODER_LAYER = {**_SELF_ATTENTION, **_FEED_FORWARD}
+_DECODER_LAYER = {**_SELF_ATTENTION, **_CROSS_ATTENTION, **_FEED_FORWARD}
+
+_SHARED = "model.shared.weight"
+_SOURCE, _TARGET = "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"
+_OUTPUT, _OUTPUT_BIAS = "lm_head.weight", "final_logits_bias"
+_POSITIONS = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight")
+
+
+class _Expected(NamedTuple):
+    """A tensor that the configuration calls for: its name there, its name here, its shape."""
+
+    theirs: str
+    ours: str
+    shape: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True)
+class MarianCheckpoint:
+    """A checkpoint that was read.
+
+    Attributes:
+        model: in evaluation mode.
+        tokenizers: of both sides; the same object twice where the two are the same.
+        num_beams: with how many beams the checkpoint wants to be searched; None if it does not say.
+    """
+
+    model: EncoderDecoder
+    tokenizers: TokenizerPair
+    num_beams: int | None
+
+
+def model_type(folder: Path) -> str | None:
+    """The architecture that a folder's `config.json` names in Hugging Face's way; None without one."""
+    path = folder / "config.json"
+    found = read_json(path).get("model_type") if path.exists() else None
+    return found if isinstance(found, str) else None
+
+
+def read_marian(folder: Path) -> MarianCheckpoint:
+    """Read a checkpoint.
+
+    Raises:
+        DataError: a file that is missing, damaged or contradicts another, or a model that is no
+            `EncoderDecoder`; the message names file and field or tensor.
+    """
+    config_path = folder / "config.json"
+    record = read_json(config_path)
+    settings = validated(MarianSettings, record, config_path)
+    if reason := settings.unfit():
+        raise DataError(f"{config_path}: {reason}")
+    generation = read_generation(folder, record, settings)
+    tokenizers = read_tokenizers(folder, settings)
+    path, tensors = _read_tensors(folder)
+    return MarianCheckpoint(_model(settings, tensors, path), tokenizers, generation.num_beams)
+
+
+def _model(settings: MarianSettings, tensors: dict[str, Tensor], path: Path) -> EncoderDecoder:
+    """The model; every tensor of the file is in it, or known to say nothing new.
+
+    Raises:
+        DataError: a tensor that is missing, of another shape or dtype than others, or not known.
+    """
+    left = _Tensors(dict(tensors), path)
+    ours: dict[str, Tensor] = {}
+    # In the order of the layers, and before a model is made: a number of layers that is far too large
+    # ends at the first that is not there.
+    for expected in _expected(settings):
+        ours[expected.ours] = left.take(expected.theirs, expected.shape)
+    source, target, output = _tables(settings, left)
+    ours["tgt_embedding.weight"] = target
+    if not settings.share_encoder_decoder_embeddings or not settings.tie_word_embeddings:
+        ours["src_embedding.weight"] = source
+    if not settings.tie_word_embeddings:
+        ours["output.weight"] = output
+    bias = left.take_if_there(_OUTPUT_BIAS, (1, settings.tgt_vocab_size))
+    if bias is not None and bias.any():
+        ours["output.bias"] = bias[0]
+    _check_positions(settings, left)
+    left.check_empty()
+    try:
+        config = _model_config(settings, "output.bias" in ours)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise DataError(f"{path.parent / 'config.json'}: {message}") from None
+    with torch.random.fork_rng(devices=[]):  # fresh weights are drawn only to be overwritten
+        model = EncoderDecoder(config, settings.vocab_size, settings.tgt_vocab_size, settings.pad_token_id)
+    model = model.to(target.dtype)
+    load_tensors(model, ours, str(path))
+    return model.eval()
+
+
+def _model_config(settings: MarianSettings, output_bias: bool) -> ModelConfig:
+    """Our configuration of the same model.
+
+    Raises:
+        ValidationError: sizes that do not fit.
+    """
+    biases = dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), True)
+
+    def site(num_heads: int) -> AttentionConfig:
+        return AttentionConfig.model_validate(
+            {"num_heads": num_heads, "dropout": settings.attention_dropout, **biases}
+        )
+
+    tie = "target" if not settings.share_encoder_decoder_embeddings else "all"
+    of_encoder, of_decoder = site(settings.encoder_attention_heads), site(settings.decoder_attention_heads)
+    return ModelConfig.model_validate(
+        {
+            "d_model": settings.d_model,
+            "d_ff": settings.encoder_ffn_dim,
+            "num_heads": settings.encoder_attention_heads,
+            "dropout": settings.dropout,
+            "activation_dropout": settings.activation_dropout,
+            "activation": ACTIVATIONS[settings.activation_function],
+            "norm": "post",
+            "tie_embeddings": tie if settings.tie_word_embeddings else "none",
+            "output_bias": output_bias,
+            # The end of the sentence takes a position too.
+            "max_source_tokens": settings.max_position_embeddings - 1,
+            "positions": PositionsConfig(scheme="sinusoidal", sinusoidal_layout="halves"),
+            "encoder": EncoderConfig(num_layers=settings.encoder_layers, attention=of_encoder),
+            "decoder": DecoderConfig(
+                num_layers=settings.decoder_layers, attention=of_decoder, cross_attention=of_decoder
+            ),
+        }
+    )
+
+
+def _expected(settings: MarianSettings) -> Iterator[_Expected]:
+    """The tensors of the layers."""
+    d_model, d_ff = settings.d_model, settings.encoder_ffn_dim
+    stacks = (
+        ("encoder", settings.encoder_layers, _ENCODER_LAYER),
+        ("decoder", settings.decoder_layers, _DECODER_LAYER),
+    )
+    for stack, num_layers, names in stacks:
+        for i in range(num_layers):
+            for theirs, ours in names.items():
+                weight: tuple[int, ...] = (d_model, d_model)
+                if theirs.endswith("layer_norm"):
+                    weight = (d_model,)
+                elif theirs in ("fc1", "fc2"):
+                    weight = (d_ff, d_model) if theirs == "fc1" else (d_model, d_ff)
+                for kind, shape in (("weight", weight), ("bias", weight[:1])):
+                    yield _Expected(
+                        f"model.{stack}.layers.{i}.{theirs}.{kind}", f"{stack}.{i}.{ours}.{kind}", shape
+                    )
+
+
+def _tables(settings: MarianSettings, left: "_Tensors") -> tuple[Tensor, Tensor, Tensor]:
+    """The embeddings of source and target, and the output's weight.
+
+    Where the configuration says that some are one, one of them is enough, and others are copies of it.
+
+    Raises:
+        DataError: none is there, or the copies differ.
+    """
+    of_source = settings.vocab_size, settings.d_model
+    of_target = settings.tgt_vocab_size, settings.d_model
+    of_output = [_OUTPUT] if settings.tie_word_embeddings else []
+    if settings.share_encoder_decoder_embeddings:
+        source = target = left.take_one_of([_SHARED, _SOURCE, _TARGET, *of_output], of_source)
+    else:
+        source = left.take(_SOURCE, of_source)
+        target = left.take_one_of([_TARGET, *of_output], of_target)
+    return source, target, target if of_output else left.take(_OUTPUT, of_target)
+
+
+def _check_positions(settings: MarianSettings, left: "_Tensors") -> None:
+    """Sinusoidal tables need not be read, if that is what they are.
+
+    Raises:
+        DataError: they are not.
+    """
+    shape = settings.max_position_embeddings, settings.d_model
+    for name in _POSITIONS:
+        table = left.take_if_there(name, shape)
+        if table is None:
+            continue
+        off = (table.double() - sinusoidal(*shape, "halves")).abs().max()
+        # The rounding of a table in bfloat16 is 2⁻⁹.
+        if not off <= 2**-8:
+            raise DataError(
+                f"{left.path}: {name} is not the table of sinusoidal positions (it is off by {off:.3g}): "
+                "other positions cannot be read"
+            )
+
+
+@final
+class _Tensors:
+    """The tensors of a file that have not been accounted for."""
+
+    def __init__(self, left: dict[str, Tensor], path: Path) -> None:
+        self.path = path
+        self._left = left
+        self._dtype: torch.dtype | None = None
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor that must be there, and of this shape."""
+        found = self.take_if_there(name, shape)
+        if found is None:
+            raise DataError(f"{self.path}: {name} is missing; config.json calls for {list(shape)}")
+        return found
+
+    def take_if_there(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """A tensor of this shape, and of the dtype of those before it; None if there is none."""
+        found = self._left.pop(name, None)
+        if found is None:
+            return None
+        if tuple(found.shape) != shape:
+            raise DataError(
+                f"{self.path}: {name} is {list(found.shape)}, config.json calls for {list(shape)}"
+            )
+        if found.dtype not in _DTYPES or (self._dtype is not None and found.dtype != self._dtype):
+            raise DataError(
+                f"{self.path}: {name} is {found.dtype}, others {self._dtype or _DTYPES[0]}: "
+                "convert the file first, nothing is cast on reading"
+            )
+        self._dtype = found.dtype
+        return found
+
+    def take_one_of(self, names: list[str], shape: tuple[int, ...]) -> Tensor:
+        """The tensor that has these names, of which one is enough."""
+        found = {name: tensor for name in names if (tensor := self.take_if_there(name, shape)) is not None}
+        if not found:
+            raise DataError(f"{self.path}: {names[0]} is missing; config.json calls for {list(shape)}")
+        (first, tensor), *others = found.items()
+        for name, other in others:
+            if not torch.equal(other, tensor):
+                raise DataError(f"{self.path}: {name} and {first} differ, and config.json says they are one")
+        return tensor
+
+    def check_empty(self) -> None:
+        """Check that every tensor was taken."""
+        if self._left:
+            name, tensor = next(iter(self._left.items()))
+            raise DataError(
+                f"{self.path}: {name} {list(tensor.shape)} is not known in a Marian model, "
+                f"nor {len(self._left) - 1} others: what they do would be lost"
+            )
+
+
+def _read_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The file that holds the weights, and what is in it.
+
+    Raises:
+        DataError: there is none, or it is damaged or holds something else.
+    """
+    path = folder / "model.safetensors"
+    if path.exists():
+        try:
+            return path, load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{path} cannot be read as safetensors ({error}): copy it again") from None
+    path = folder / "pytorch_model.bin"
+    if not path.exists():
+        raise DataError(f"{folder} holds no model.safetensors, nor a pytorch_model.bin in its place")
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    # What is wrong with a pickle comes in many classes; nothing of it has been run.
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(f"{path} cannot be read as weights: {reason}") from error
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+    ):
+        raise DataError(f"{path} holds something else than tensors by name")
+    return path, dict(tensors)

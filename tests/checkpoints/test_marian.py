@@ -1,0 +1,449 @@
+"""Marian checkpoints: the same function, every tensor accounted for, and the rest refused by name."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import triptych
+from checkpoints.tiny_marian import CONFIG, PAD, VOCAB, Reference, tensors_of, write_marian
+from checkpoints.tiny_spm import PIECES, spm
+from tolerances import assert_same
+from triptych.attention import sinusoidal
+from triptych.checkpoints import model_type, read_marian
+from triptych.decoding import SearchOptions, Translator
+from triptych.errors import DataError
+from triptych.models import read_model, write_model
+from triptych.runs import Run
+from triptych.text import TokenizerPair
+
+SHARED = Path(__file__).parents[3] / "shared" / "checkpoints" / "marian-multi30k"
+SRC, TGT = [2, 7, 3, 12, 0], [PAD, 5, 9, 2, 4, 8]
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(DataError) as refused:
+        read_marian(folder)
+    return str(refused.value)
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, **changes}))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as most are": {},
+    "relu": {"activation_function": "relu"},
+    "gelu": {"activation_function": "gelu"},
+    "silu": {"activation_function": "silu"},
+    "output apart": {"tie_word_embeddings": False},
+    "source apart": {"share_encoder_decoder_embeddings": False},
+    "all apart": {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False},
+    "an odd width": {"d_model": 9, "encoder_attention_heads": 3, "decoder_attention_heads": 1},
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_the_logits_are_those_of_the_formulas(tmp_path: Path, changes: dict[str, Any]) -> None:
+    tensors = write_marian(tmp_path, **changes)
+    model = read_marian(tmp_path).model
+    assert not model.training
+    expected = Reference({**CONFIG, **changes}, tensors).logits(SRC, TGT)
+    # The other row is padding beside the first, and longer.
+    src = torch.tensor([[*SRC, PAD, PAD], [3, 4, 5, 6, 7, 8, 0]])
+    with torch.no_grad():
+        found = model(src, torch.tensor([TGT, TGT]))
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-10)
+
+
+def test_what_the_configuration_says_is_what_the_model_is(tmp_path: Path) -> None:
+    write_marian(tmp_path, attention_dropout=0.1, activation_dropout=0.05)
+    model = read_marian(tmp_path).model
+    config = model.config
+    assert (config.dropout, config.activation_dropout, config.norm) == (0.2, 0.05, "post")
+    assert (config.tie_embeddings, config.output_bias) == ("all", True)
+    assert [site.num_heads for site in config.encoder_sites()] == [3, 3]
+    assert [site.num_heads for site in config.cross_sites()] == [2, 2, 2]
+    assert {site.dropout for site in config.decoder_sites()} == {0.1}
+    assert (model.pad_id, config.max_source_tokens) == (PAD, 19)
+
+
+def test_an_output_bias_of_zeros_is_none(tmp_path: Path) -> None:
+    tensors = tensors_of(CONFIG)
+    tensors["final_logits_bias"].zero_()
+    write_marian(tmp_path, tensors)
+    assert not read_marian(tmp_path).model.config.output_bias
+    del tensors["final_logits_bias"]
+    write_marian(tmp_path, tensors)
+    assert not read_marian(tmp_path).model.config.output_bias
+
+
+def test_what_is_stored_twice_may_be_left_out_or_kept(tmp_path: Path) -> None:
+    tensors = write_marian(tmp_path)
+    first = read_marian(tmp_path).model
+    table = tensors["model.shared.weight"]
+    shape = CONFIG["max_position_embeddings"], CONFIG["d_model"]
+    positions = {
+        f"model.{stack}.embed_positions.weight": sinusoidal(*shape, "halves").float().double()
+        for stack in ("encoder", "decoder")
+    }
+    copies = {
+        name: table.clone()
+        for name in (
+            "lm_head.weight",
+            "model.encoder.embed_tokens.weight",
+            "model.decoder.embed_tokens.weight",
+        )
+    }
+    write_marian(tmp_path, {**tensors, **copies, **positions})
+    again = read_marian(tmp_path).model
+    for name, parameter in first.named_parameters():
+        assert_same(dict(again.named_parameters())[name], parameter, kind="exact")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_nothing_is_cast(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = write_marian(tmp_path, dtype=dtype)
+    model = read_marian(tmp_path).model
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert_same(model.src_embedding.weight.detach(), tensors["model.shared.weight"], kind="exact")
+
+
+def test_a_pickle_is_read_as_weights_only(tmp_path: Path) -> None:
+    tensors = write_marian(tmp_path)
+    expected = read_marian(tmp_path).model
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    for name, parameter in read_marian(tmp_path).model.named_parameters():
+        assert_same(parameter, dict(expected.named_parameters())[name], kind="exact")
+
+
+class _Trap:
+    """A pickle that would do something."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("touched"),)
+
+
+@pytest.mark.parametrize("content", [_Trap(), {"a": 1}, [torch.zeros(2)], None])
+def test_a_pickle_of_anything_else_is_refused_unrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: object
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_marian(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    assert str(tmp_path / "pytorch_model.bin") in refusal(tmp_path)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_pickle_cut_off_is_refused_by_name(tmp_path: Path) -> None:
+    torch.save(write_marian(tmp_path), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    whole = (tmp_path / "pytorch_model.bin").read_bytes()
+    for size in (0, 100, len(whole) // 2):
+        (tmp_path / "pytorch_model.bin").write_bytes(whole[:size])
+        assert f"{tmp_path / 'pytorch_model.bin'} cannot be read as weights" in refusal(tmp_path)
+
+
+def test_the_fresh_weights_of_a_checkpoint_do_not_use_up_random_numbers(tmp_path: Path) -> None:
+    write_marian(tmp_path)
+    state = torch.get_rng_state()
+    read_marian(tmp_path)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+LAYER = "model.decoder.layers.2.encoder_attn.k_proj.bias"
+
+
+def change_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        (LAYER, None, f"{LAYER} is missing; config.json calls for [12]"),
+        (LAYER, torch.zeros(12, 1), f"{LAYER} is [12, 1], config.json calls for [12]"),
+        (LAYER, torch.zeros(12), f"{LAYER} is torch.float32, others torch.float64: convert the file first"),
+        (LAYER, torch.zeros(12, dtype=torch.int64), f"{LAYER} is torch.int64, others torch.float64"),
+        ("model.shared.weight", None, "model.shared.weight is missing; config.json calls for [21, 12]"),
+        ("model.shared.weight", torch.zeros(9, 12), "is [9, 12], config.json calls for [21, 12]"),
+        ("lm_head.weight", torch.zeros(21, 12).double(), "lm_head.weight and model.shared.weight differ"),
+        ("final_logits_bias", torch.zeros(21).double(), "is [21], config.json calls for [1, 21]"),
+        ("model.decoder.layers.3.fc1.bias", torch.zeros(10), "fc1.bias [10] is not known in a Marian model"),
+        ("model.encoder.layer_norm.weight", torch.zeros(12), "what they do would be lost"),
+        (
+            "model.encoder.embed_positions.weight",
+            sinusoidal(20, 12),
+            "model.encoder.embed_positions.weight is not the table of sinusoidal positions",
+        ),
+        ("model.decoder.embed_positions.weight", torch.full((20, 12), torch.nan).double(), "off by nan"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused_by_name(
+    tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str
+) -> None:
+    write_marian(tmp_path)
+    assert len(VOCAB) == 21
+    change_tensors(tmp_path, {name: tensor})
+    refused = refusal(tmp_path)
+    assert refused.startswith(f"{tmp_path / 'model.safetensors'}: ")
+    assert message in refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_model": None}, "d_model: Field required"),
+        ({"eos_token_id": None}, "eos_token_id: Field required"),
+        ({"d_model": "12"}, "d_model: Input should be a valid integer, not '12'"),
+        ({"d_model": 12.5}, "d_model"),
+        ({"encoder_layers": 0}, "encoder_layers: Input should be greater than or equal to 1, not 0"),
+        ({"scale_embedding": "yes"}, "scale_embedding: Input should be a valid boolean, not 'yes'"),
+        ({"dropout": 1.5}, "dropout"),
+        ({"activation_function": "tanh"}, "activation_function is 'tanh': known are relu, gelu, swish, silu"),
+        ({"scale_embedding": False}, "scale_embedding is false"),
+        ({"scale_embedding": None}, "scale_embedding is false"),
+        ({"decoder_ffn_dim": 11}, "encoder_ffn_dim 10 and decoder_ffn_dim 11 differ"),
+        ({"normalize_before": True}, "normalize_before is true"),
+        ({"static_position_embeddings": False}, "static_position_embeddings is false"),
+        ({"pad_token_id": 21}, "pad_token_id 21 is no token of a vocabulary of 21"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_refused_by_field(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    write_marian(tmp_path, tensors_of(CONFIG), **changes)
+    refused = refusal(tmp_path)
+    assert refused.startswith(f"{tmp_path / 'config.json'}: ")
+    assert message in refused
+
+
+def test_heads_that_do_not_divide_the_width_are_refused(tmp_path: Path) -> None:
+    write_marian(tmp_path, encoder_attention_heads=5)
+    assert "num_heads 5 does not divide d_model 12" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(("field", "size"), [("encoder_layers", 10**12), ("d_model", 10**12)])
+def test_absurd_sizes_are_refused_before_anything_is_made(tmp_path: Path, field: str, size: int) -> None:
+    write_marian(tmp_path, tensors_of(CONFIG), **{field: size})
+    assert "config.json calls for" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "vocab.json", "tokenizer_config.json", "generation_config.json"]
+)
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "\x00", "[" * 100_000])
+def test_damaged_json_is_refused_by_name(tmp_path: Path, name: str, content: str) -> None:
+    write_marian(tmp_path)
+    (tmp_path / name).write_text(content)
+    assert refusal(tmp_path).startswith(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["config.json", "vocab.json", "source.spm", "target.spm"])
+def test_a_missing_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    write_marian(tmp_path)
+    (tmp_path / name).unlink()
+    assert refusal(tmp_path).startswith(f"{tmp_path / name} is missing")
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    write_marian(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert refusal(tmp_path) == (
+        f"{tmp_path} holds no model.safetensors, nor a pytorch_model.bin in its place"
+    )
+    (tmp_path / "model.safetensors").write_bytes(b"\x10" * 40)
+    assert "cannot be read as safetensors" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "message"),
+    [
+        ({**VOCAB, "more": 21}, "has 22 pieces and config.json a vocabulary of 21"),
+        ({**VOCAB, "a": 4}, "the ids must be those from 0 to 20, each once"),
+        ({**VOCAB, "a": "x"}, "'a': Input should be a valid integer"),
+        ({("gone" if name == "<unk>" else name): i for name, i in VOCAB.items()}, "unk_token '<unk>'"),
+        (
+            {**VOCAB, "<pad>": VOCAB["a"], "a": VOCAB["<pad>"]},
+            f"gives the pad_token '<pad>' the id {VOCAB['a']}, config.json pad_token_id {PAD}",
+        ),
+    ],
+)
+def test_a_vocabulary_that_does_not_fit_is_refused(
+    tmp_path: Path, vocab: dict[str, Any], message: str
+) -> None:
+    write_marian(tmp_path)
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    refused = refusal(tmp_path)
+    assert refused.startswith(str(tmp_path / "vocab.json"))
+    assert message in refused
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("generation_config.json", {"bad_words_ids": [[PAD], [3]]}, "bad_words_ids has [3]"),
+        ("generation_config.json", {"num_beams": 0}, "num_beams"),
+        ("tokenizer_config.json", {"additional_special_tokens": ["<x>"]}, "further special tokens, '<x>'"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"5": {"content": "<y>"}}}, "'<y>'"),
+        ("tokenizer_config.json", {"sp_model_kwargs": {"alpha": 0.1}}, "sp_model_kwargs cannot be read"),
+        ("tokenizer_config.json", {"eos_token": 3}, "eos_token"),
+    ],
+)
+def test_what_is_asked_for_and_cannot_be_done_is_refused(
+    tmp_path: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    write_marian(tmp_path)
+    change_json(tmp_path / name, **changes)
+    refused = refusal(tmp_path)
+    assert refused.startswith(f"{tmp_path / name}: ")
+    assert message in refused
+
+
+def test_a_vocabulary_for_each_side_is_read(tmp_path: Path) -> None:
+    changes = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 22}
+    tensors = write_marian(tmp_path, **changes)
+    assert "vocabularies of 21 and 22, but separate_vocabs is not set" in refusal(tmp_path)
+    target = {
+        **{piece: i for piece, i in VOCAB.items() if piece != ">>de<<"},
+        "zz": 21,
+        "yy": VOCAB[">>de<<"],
+    }
+    change_json(tmp_path / "tokenizer_config.json", separate_vocabs=True)
+    (tmp_path / "target_vocab.json").write_text(json.dumps(target))
+    found = read_marian(tmp_path)
+    assert (found.tokenizers.source.vocab_size, found.tokenizers.target.vocab_size) == (21, 22)
+    assert not found.tokenizers.joint
+    assert found.tokenizers.target.decode([[2, 21]]) == ["zz"]
+    expected = Reference({**CONFIG, **changes}, tensors).logits(SRC, TGT)
+    with torch.no_grad():
+        logits = found.model(torch.tensor([SRC]), torch.tensor([TGT]))[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+def test_both_sides_have_one_tokenizer_if_their_files_are_the_same(tmp_path: Path) -> None:
+    write_marian(tmp_path)
+    pair = read_marian(tmp_path).tokenizers
+    assert pair.joint
+    assert (pair.source.pad_id, pair.source.bos_id, pair.source.eos_id) == (PAD, PAD, 0)
+    (tmp_path / "target.spm").write_bytes(spm(PIECES[:-4], "bpe"))
+    assert not read_marian(tmp_path).tokenizers.joint
+
+
+def test_the_commands_and_load_take_such_a_folder(tmp_path: Path) -> None:
+    write_marian(tmp_path, dtype=torch.float32)
+    run = Run.open(tmp_path, device="cpu")
+    assert run.recipe is None
+    assert run.search_options().beam_size == 3
+    translator = triptych.load(tmp_path, device="cpu")
+    lines = ["ab ba", "", "aba fi." * 30]
+    found = translator.translate(lines)
+    assert [translation.source for translation in found] == lines
+    assert found[1].text == ""
+    assert found[2].num_pieces > 1  # longer than the 20 positions
+    # The padding, which begins every output, is never put out, though its bias is large.
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["final_logits_bias"][0, PAD] = 1e4
+    save_file(tensors, tmp_path / "model.safetensors")
+    for candidate in triptych.load(tmp_path, device="cpu").translate(["ab ba"])[0].candidates:
+        assert "<pad>" not in candidate.pieces
+
+
+def test_attention_of_such_a_model_is_over_its_own_pieces(tmp_path: Path) -> None:
+    write_marian(tmp_path, dtype=torch.float32)
+    seen = triptych.load(tmp_path, device="cpu").attention("ab a", "ba")
+    assert seen.source_pieces == ("▁", "ab", "▁a", "</s>")
+    assert seen.target_pieces == ("▁", "ba", "</s>")
+    assert seen.cross(2).shape == (2, 3, 4)
+
+
+def test_a_folder_of_another_architecture_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bart"}')
+    with pytest.raises(
+        DataError, match="holds a model of type 'bart'; of others' models, 'marian' can be read"
+    ):
+        triptych.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"format": 1}')
+    assert model_type(tmp_path) is None
+    with pytest.raises(DataError, match="is not a run folder: it has no recipe"):
+        triptych.load(tmp_path)
+
+
+def test_a_checkpoint_that_was_read_can_be_saved_as_ours(tmp_path: Path) -> None:
+    write_marian(tmp_path, dtype=torch.float32)
+    found = read_marian(tmp_path)
+    saved = tmp_path / "ours"
+    saved.mkdir()
+    write_model(found.model, saved)
+    found.tokenizers.save(saved)
+    options = SearchOptions(beam_size=2)
+    lines = ["ab ba", ">>de<< fi."]
+    again = Translator(read_model(saved), TokenizerPair.load(saved), options).translate(lines)
+    assert again == Translator(found.model, found.tokenizers, options).translate(lines)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/checkpoints/marian-multi30k")
+def test_a_trained_checkpoint_gives_what_transformers_gave() -> None:
+    """Greedy ids of transformers 5.23.0: `generate(**batch, num_beams=1)` of `MarianMTModel`.
+
+    The sentences are lines 1, 3, 4 and 5 of Multi30k's test_2016_flickr, tokenized by `MarianTokenizer`.
+    """
+    sources = [
+        "A man in an orange hat starring at something.",
+        "A girl in karate uniform breaking a stick with a front kick.",
+        "Five people wearing winter jackets and helmets stand in the snow, "
+        "with snowmobiles in the background.",
+        "People are fixing the roof of a house.",
+    ]
+    first = [22, 73, 16, 35, 440, 316, 1993, 3549, 151, 841, 7914]
+    last = [628, 129, 3631, 52, 2967, 74, 3, 1969, 7914]
+    outputs = [
+        [25, 71, 59, 40, 1230, 817, 7928, 113, 61, 620, 3526, 7914],
+        [25, 213, 16, 4557, 1504, 512, 146, 1801, 185, 40, 79, 79, 265, 7914],
+        [1726, 345, 16, 2504, 3960, 58, 4381, 433, 157, 847, 58, 157, 721, 7914],
+        [569, 4666, 363, 2496, 384, 4820, 7914],
+    ]
+    texts = [
+        "Ein Mann mit einem orangefarbenen Hut, der auf etwas starrt.",
+        "Ein Mädchen in Karateanzug macht einen Stock vor einem K Kick.",
+        "Fünf Personen in Winteranzügen und Helmen stehen im Schnee und im Hintergrund.",
+        "Leute reparieren das Dach eines Hauses.",
+    ]
+    translator = triptych.load(SHARED, device="cpu")
+    assert translator.tokenizers.source.encode([sources[0], sources[3]]) == [first, last]
+    translator.options = SearchOptions(beam_size=1)
+    found = translator.translate(sources)
+    assert [translation.text for translation in found] == texts
+    target = translator.tokenizers.target
+    assert [translation.candidates[0].pieces for translation in found] == [
+        tuple(target.pieces(ids)) for ids in outputs
+    ]
+    nasty = {
+        "  two  spaces\t": "two spaces",
+        "ﬁne ｅ\u0301 \u1112\u1161\u11ab": "fine é",  # Hangul is unknown, and skipped
+        "\u200b": "",
+        "'a' – b…": "'a' – b...",
+    }
+    for text, expected in nasty.items():
+        assert target.decode(target.encode([text])) == [expected]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/checkpoints/marian-multi30k")
+@pytest.mark.parametrize("name", ["source.spm", "config.json", "vocab.json"])
+def test_a_trained_checkpoint_cut_off_anywhere_is_refused(tmp_path: Path, name: str) -> None:
+    for file in SHARED.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / name).unlink()
+    whole = (SHARED / name).read_bytes()
+    for share in (0.0, 0.001, 0.9):
+        (tmp_path / name).write_bytes(whole[: int(share * len(whole))])
+        assert str(tmp_path / name) in refusal(tmp_path)
+    shutil.copy(SHARED / name, tmp_path / name)
