@@ -19,7 +19,8 @@ from triptych.errors import UsageError
 from triptych.files import write_atomically
 from triptych.text import iterate_file, iterate_lines
 
-_LINES_AT_A_TIME = 256
+# Lines translated together: few at first, so that there is soon something to read.
+_FIRST_LINES, _LINES_AT_A_TIME = 16, 512
 _SITES = ("encoder", "decoder", "cross")
 
 
@@ -219,16 +220,18 @@ def _as_they_come(lines: Iterable[str]) -> Iterator[list[str]]:
             arrived.put(error)
 
     threading.Thread(target=read, daemon=True).start()
+    most = _FIRST_LINES
     while True:
         batch: list[str] = []
         item = arrived.get()
         while isinstance(item, str):
             batch.append(item)
-            if len(batch) == _LINES_AT_A_TIME or arrived.empty():
+            if len(batch) == most or arrived.empty():
                 break
             item = arrived.get()
         if batch:
             yield batch
+            most = min(2 * most, _LINES_AT_A_TIME)
         if isinstance(item, Exception):
             raise item
         if item is None:
