@@ -209,11 +209,8 @@ class Run:
                 f"{folder} holds a model of type {found!r}; of others' models, 'marian' can be read"
             )
         checkpoint = read_marian(folder)
-        decoding = (
-            DecodingConfig()
-            if checkpoint.num_beams is None
-            else DecodingConfig(beam_size=checkpoint.num_beams)
-        )
+        beams = {} if checkpoint.num_beams is None else {"beam_size": checkpoint.num_beams}
+        decoding = DecodingConfig.model_validate({**beams, "alpha": checkpoint.length_penalty})
         return cls(folder, checkpoint.model.to(_device(device)), checkpoint.tokenizers, None, decoding)
 
     def search_options(

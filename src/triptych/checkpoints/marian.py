@@ -85,11 +85,14 @@ class MarianCheckpoint:
         model: in evaluation mode.
         tokenizers: of both sides; the same object twice where the two are the same.
         num_beams: with how many beams the checkpoint wants to be searched; None if it does not say.
+        length_penalty: the exponent of the length by which it wants scores divided. Our penalty,
+            `((5 + n) / 6)^α`, with the same exponent comes closest.
     """
 
     model: EncoderDecoder
     tokenizers: TokenizerPair
     num_beams: int | None
+    length_penalty: float
 
 
 def model_type(folder: Path) -> str | None:
@@ -114,7 +117,9 @@ def read_marian(folder: Path) -> MarianCheckpoint:
     generation = read_generation(folder, record, settings)
     tokenizers = read_tokenizers(folder, settings)
     path, tensors = _read_tensors(folder)
-    return MarianCheckpoint(_model(settings, tensors, path), tokenizers, generation.num_beams)
+    return MarianCheckpoint(
+        _model(settings, tensors, path), tokenizers, generation.num_beams, generation.length_penalty
+    )
 
 
 def _model(settings: MarianSettings, tensors: dict[str, Tensor], path: Path) -> EncoderDecoder:

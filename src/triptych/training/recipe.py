@@ -53,7 +53,8 @@ class TrainingConfig(_Section):
         warmup_steps: updates of linear warm-up.
         schedule: after the warm-up: "inverse_sqrt" as the paper, or "linear" to zero at max_steps.
         clip_norm: gradients are scaled down to this norm; 0 leaves them alone.
-        precision: "bf16" runs the products in bfloat16 with float32 weights.
+        precision: "bf16" computes in bfloat16; the weights that are learned stay float32.
+        compile: generate kernels for the blocks first (`torch.compile`); about a minute, for GPUs.
         average_last: how many of the last checkpoints (one per validation) are averaged at the end.
         patience: validations without improvement after which the run stops; 0 never stops early.
         save_every_steps: how often the state to resume from is saved, besides every validation.
@@ -75,6 +76,7 @@ class TrainingConfig(_Section):
     label_smoothing: float = Field(0.1, ge=0, lt=1)
     clip_norm: float = Field(0.0, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False
     average_last: int = Field(5, ge=1)
     patience: int = Field(0, ge=0)
     save_every_steps: int = Field(1000, ge=1)

@@ -1,0 +1,33 @@
+"""Compiled blocks: `torch.compile` where it pays.
+
+It generates kernels that join what lies between the matrix products, for every shape of batch at once.
+That takes about a minute at the start. On the CPUs measured it does not win (docs/log.md); on GPUs, where
+launching small kernels costs most, it is meant to.
+"""
+
+import shutil
+
+import torch
+
+from triptych.errors import UsageError
+from triptych.models import EncoderDecoder
+
+
+def compile_blocks(model: EncoderDecoder, backend: str = "inductor") -> None:
+    """Compile each block of encoder and decoder in place; weights and their names stay.
+
+    Args:
+        model: computes as before, within rounding, from its next call on.
+        backend: of `torch.compile`.
+
+    Raises:
+        UsageError: code for this device needs a C++ compiler, and there is none.
+    """
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if backend == "inductor" and on_cpu and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise UsageError(
+            "training.compile needs a C++ compiler on a CPU (g++ or clang++): install one or leave it"
+        )
+    for block in (*model.encoder, *model.decoder):
+        block.compile(dynamic=True, backend=backend)
+    torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
