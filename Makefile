@@ -1,11 +1,15 @@
 # make demo: install into .venv and run the main job. make test: install and run lint, types and tests.
+# make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH := .bench
+BENCH_STAMP := $(BENCH)/.installed
+TABLE ?= all
 
-.PHONY: demo test install lint types clean
+.PHONY: demo test install lint types bench clean
 
 demo: $(STAMP)
 	@echo "== demo: train a small translator, try it, write a report"
@@ -35,5 +39,16 @@ $(STAMP): pyproject.toml constraints.txt
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $(STAMP)
 
+bench: $(BENCH_STAMP)
+	$(BENCH)/bin/python benchmarks/bench.py $(TABLE) $(OPTIONS)
+
+# The list of peers is whole and exact: nothing is looked for besides (some ask for what excludes the rest).
+$(BENCH_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt
+	@echo "== install the peers into $(BENCH) (once; a few minutes)"
+	$(PYTHON) -m venv $(BENCH)
+	PIP_CONSTRAINT=constraints.txt $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt
+	@touch $(BENCH_STAMP)
+
 clean:
-	rm -rf $(VENV) demo runs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) demo runs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -150,6 +150,51 @@ def test_a_row_that_may_see_nothing_gives_exact_zeros_and_finite_gradients(
     assert (of_q[blind] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [ALIKE, GROUPED, ONE_KEY_HEAD])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask_kind", MASKS)
+def test_a_mask_that_blinds_no_query_gives_the_bits_that_filling_gives(
+    mask_kind: str,
+    causal: bool,
+    dropout: float,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = make_inputs(heads, dtype=dtype)
+    arguments = {"mask": make_mask(mask_kind, KEY_LEN), "causal": causal, "need_weights": True}
+
+    def attend() -> tuple[Tensor, ...]:
+        torch.manual_seed(5)
+        output, weights = attention(*inputs, dropout=dropout, **arguments)
+        assert weights is not None
+        torch.manual_seed(6)
+        return output, weights, *gradients(output, torch.randn_like(output), inputs)
+
+    ours = attend()
+    monkeypatch.setattr("triptych.attention.operation._every_query_sees_a_key", lambda allowed: False)
+    for one, filled in zip(ours, attend(), strict=True):
+        assert_same(one, filled, kind="exact")
+
+
+def test_a_query_that_mask_and_triangle_blind_together_gives_exact_zeros() -> None:
+    inputs = make_inputs()
+    padded_in_front = (torch.arange(KEY_LEN) >= torch.tensor([0, 2, 1])[:, None])[:, None, None, :]
+    output = attention(*inputs, mask=padded_in_front, causal=True, path="reference").output
+    blind = (output == 0).all(dim=-1)
+    assert blind[:, 0].tolist() == [[i < count for i in range(KEY_LEN)] for count in (0, 2, 1)]
+    assert all(gradient.isfinite().all() for gradient in gradients(output, torch.ones_like(output), inputs))
+
+
+def test_on_another_device_nobody_waits_for_the_mask_to_be_looked_at() -> None:
+    # "meta" has no values to look at: the operation would fail if it tried.
+    q, k, v = (t.detach().to("meta") for t in make_inputs())
+    mask = torch.ones(BATCH, 1, 1, KEY_LEN, dtype=torch.bool, device="meta")
+    assert attention(q, k, v, mask=mask, path="reference").output.shape == q.shape
+
+
 @pytest.mark.parametrize(("heads", "widths"), SHAPES)
 @pytest.mark.parametrize("query_len", [KEY_LEN, 2, 1])
 @pytest.mark.parametrize("causal", [False, True])

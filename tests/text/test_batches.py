@@ -73,11 +73,62 @@ def test_other_epochs_bring_other_pairs_together() -> None:
     assert groups[0] != groups[1]
 
 
-def test_without_shuffling_the_pairs_come_in_order_of_length() -> None:
+def test_without_shuffling_the_pairs_come_in_order_of_their_longer_side() -> None:
     batches = make_batches(MANY, shuffle=False)
     order = [index for batch in batches.plan(0) for index in batch.tolist()]
-    assert order == sorted(range(len(MANY)), key=lambda i: (MANY[i][1], MANY[i][0], i))
+
+    def place(index: int) -> tuple[int, int, int]:
+        src, tgt = (length + 1 for length in MANY[index])
+        longer = max(src, tgt)
+        return longer, src - tgt if longer % 2 else tgt - src, index
+
+    assert order == sorted(range(len(MANY)), key=place)
     assert as_lists(batches.plan(0)) == as_lists(batches.plan(1))
+
+
+@given(lengths=LENGTHS, epoch=st.integers(0, 5))
+def test_shuffling_changes_neither_the_number_of_batches_nor_their_padding(
+    lengths: list[tuple[int, int]], epoch: int
+) -> None:
+    shuffled, ordered = make_batches(lengths), make_batches(lengths, shuffle=False)
+    assert len(shuffled.plan(epoch)) == len(ordered.plan(0))
+    assert shuffled.padding_waste(epoch) == pytest.approx(ordered.padding_waste(0))
+
+
+@pytest.mark.parametrize("max_tokens", [1024, 4096, 8192])
+def test_there_is_less_padding_than_in_order_of_the_target_and_no_more_batches(max_tokens: int) -> None:
+    """Lengths of sentences as they are in translations: skewed, and alike on both sides."""
+    generator = np.random.default_rng(0)
+    tgt = 1 + generator.poisson(generator.gamma(6.0, 2.5, 20_000))
+    src = 1 + generator.binomial(tgt, 0.85) + generator.poisson(2.0, len(tgt))
+    lengths = list(zip(src.tolist(), tgt.tolist(), strict=True))
+    num_batches, waste = sorted_by_target(lengths, max_tokens)
+    batches = make_batches(lengths, max_tokens)
+    assert len(batches.plan(0)) <= num_batches
+    assert batches.padding_waste(0) < waste / 2
+
+
+def sorted_by_target(lengths: list[tuple[int, int]], max_tokens: int) -> tuple[int, float]:
+    """Batches and padding where pairs are sorted by target, then source, and batches are full."""
+    parts: list[list[tuple[int, int]]] = [[]]
+    for tgt, src in sorted((tgt + 1, src + 1) for src, tgt in lengths):
+        widest = max(max(pair) for pair in [*parts[-1], (tgt, src)])
+        if widest * (len(parts[-1]) + 1) > max_tokens:
+            parts.append([])
+        parts[-1].append((tgt, src))
+    slots = sum(len(part) * (max(t for t, _ in part) + max(s for _, s in part)) for part in parts)
+    return len(parts), 1 - sum(src + tgt + 2 for src, tgt in lengths) / slots
+
+
+def test_a_batch_is_cut_short_where_its_padding_would_cost_more_than_a_batch() -> None:
+    few_short_ones = make_batches([(19, 19)] + [(4, 4)] * 3, max_tokens=100, shuffle=False)
+    assert as_lists(few_short_ones.plan(0)) == [[1, 2, 3], [0]]
+    nearly_as_long = make_batches([(24, 24), (23, 23)] * 2, max_tokens=100, shuffle=False)
+    assert as_lists(nearly_as_long.plan(0)) == [[1, 3, 0, 2]]
+
+
+def test_a_corpus_without_pairs_has_no_batches() -> None:
+    assert make_batches([]).plan(0) == []
 
 
 def test_batches_are_as_large_as_the_budget_allows() -> None:
@@ -93,6 +144,20 @@ def test_a_batch_holds_padded_ids_with_begin_and_end() -> None:
     torch.testing.assert_close(batch.tgt_out, torch.tensor([[11, 2, 0, 0], [10, 10, 10, 2]]))
     assert batch.line_numbers == (102, 101)
     assert batch.num_target_tokens == 6
+
+
+@given(lengths=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1), data=st.data())
+def test_rows_hold_the_ids_of_their_pairs(lengths: list[tuple[int, int]], data: st.DataObject) -> None:
+    batches = make_batches(lengths)
+    corpus = make_corpus(lengths)
+    chosen = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=8))
+    batch = batches.collate(np.array(chosen))
+    for row, index in enumerate(chosen):
+        src, tgt = corpus.source[index].tolist(), corpus.target[index].tolist()
+        for side, ids in ((batch.src, [*src, 2]), (batch.tgt_in, [1, *tgt]), (batch.tgt_out, [*tgt, 2])):
+            assert side[row].tolist() == ids + [0] * (side.shape[1] - len(ids))
+    assert batch.src.shape[1] == max(lengths[index][0] for index in chosen) + 1
+    assert batch.tgt_out.shape[1] == max(lengths[index][1] for index in chosen) + 1
 
 
 def test_a_pair_past_the_budget_is_refused_with_its_line_and_both_numbers() -> None:

@@ -1,6 +1,7 @@
 """Batches of sentence pairs of like length, cut to a budget of tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import final
 
 import numpy as np
@@ -10,6 +11,10 @@ from torch import Tensor
 
 from triptych.errors import UsageError
 from triptych.text.encoded import EncodedCorpus, TokenSequences
+
+# What one more batch may cost in padding, as a share of the budget. On Multi30k and 4,096 tokens, shares of
+# 1/16, 1/8, 1/4 and 1 leave 2.3, 2.6, 2.7 and 3.1 % of padding in 130, 123, 120 and 119 batches.
+_PRICE_OF_A_BATCH = 1 / 8
 
 
 @final
@@ -31,6 +36,11 @@ class Batch:
     line_numbers: tuple[int, ...]
     num_target_tokens: int
 
+    def pinned(self) -> "Batch":
+        """A copy in page-locked memory, from which a GPU takes it while the CPU goes on."""
+        src, tgt_in, tgt_out = (side.pin_memory() for side in (self.src, self.tgt_in, self.tgt_out))
+        return replace(self, src=src, tgt_in=tgt_in, tgt_out=tgt_out)
+
 
 @final
 class TokenBatches:
@@ -38,6 +48,10 @@ class TokenBatches:
 
     Each epoch sorts the pairs by length, cuts the sorted list into batches, and shuffles these; a pair meets
     other pairs of its length each time, and every pair comes exactly once.
+
+    The longer side counts first, since it uses up the budget; among pairs alike in it, the difference of the
+    sides, upwards and downwards by turns, so that neighbours are alike in both lengths throughout. A batch is
+    cut short of the budget where what that saves in padding is worth more than one more batch.
 
     Args:
         corpus: the pairs; every one must fit the budget alone.
@@ -73,6 +87,7 @@ class TokenBatches:
         self._shuffle = shuffle
         self._src_lengths = corpus.source.lengths + 1
         self._tgt_lengths = corpus.target.lengths + 1
+        self._places = _places(self._src_lengths, self._tgt_lengths)
         self._refuse_pairs_past_budget()
 
     def plan(self, epoch: int) -> list[Int64[np.ndarray, "batch"]]:
@@ -85,12 +100,11 @@ class TokenBatches:
             Indices into the corpus, one array per batch; together they hold every index once.
         """
         if not self._shuffle:
-            return self._cut(np.lexsort((self._src_lengths, self._tgt_lengths)))
+            return self._cut(np.argsort(self._places, kind="stable"))
         generator = np.random.default_rng([self._seed, epoch])
         shuffled = generator.permutation(len(self._corpus))
-        # lexsort is stable, so pairs of equal lengths stay in shuffled order.
-        order = np.lexsort((self._src_lengths[shuffled], self._tgt_lengths[shuffled]))
-        batches = self._cut(shuffled[order])
+        # A stable sort leaves pairs of equal lengths in shuffled order.
+        batches = self._cut(shuffled[np.argsort(self._places[shuffled], kind="stable")])
         return [batches[index] for index in generator.permutation(len(batches))]
 
     def collate(self, indices: Int64[np.ndarray, "batch"]) -> Batch:
@@ -130,17 +144,20 @@ class TokenBatches:
             )
 
     def _cut(self, order: Int64[np.ndarray, "num_pairs"]) -> list[Int64[np.ndarray, "batch"]]:
-        """Cut the order into batches, each as large as the budget allows."""
-        src_lengths = self._src_lengths[order].tolist()
-        tgt_lengths = self._tgt_lengths[order].tolist()
-        starts: list[int] = []
-        start = widest = 0
-        for end, (src_length, tgt_length) in enumerate(zip(src_lengths, tgt_lengths, strict=True)):
-            widest = max(widest, src_length, tgt_length)
-            if widest * (end - start + 1) > self._max_tokens:
-                starts.append(end)
-                start, widest = end, max(src_length, tgt_length)
-        return np.split(order, starts)
+        """Cut the order into batches, each where it costs the least per token that is no padding."""
+        src_lengths, tgt_lengths = self._src_lengths[order], self._tgt_lengths[order]
+        price = self._max_tokens * _PRICE_OF_A_BATCH
+        bounds = [0]
+        while bounds[-1] < len(order):
+            start = bounds[-1]
+            most = self._max_tokens // int(max(src_lengths[start], tgt_lengths[start]))
+            src, tgt = src_lengths[start : start + most], tgt_lengths[start : start + most]
+            src_width, tgt_width = np.maximum.accumulate(src), np.maximum.accumulate(tgt)
+            sizes = np.arange(1, len(src) + 1)
+            costs = (sizes * (src_width + tgt_width) + price) / np.cumsum(src + tgt)
+            costs[sizes * np.maximum(src_width, tgt_width) > self._max_tokens] = np.inf
+            bounds.append(start + len(src) - int(np.argmin(costs[::-1])))  # the largest of equals
+        return [order[start:end] for start, end in pairwise(bounds)]
 
     def _pad(
         self,
@@ -151,8 +168,21 @@ class TokenBatches:
         start: int,
     ) -> Int64[np.ndarray, "batch length"]:
         """The sequences as rows of padding, each begun at column `start`."""
-        padded = np.full((len(indices), int(lengths[indices].max())), self._pad_id, dtype=np.int64)
-        for row, index in enumerate(indices.tolist()):
-            ids = sequences[index]
-            padded[row, start : start + len(ids)] = ids
+        width = int(lengths[indices].max())
+        padded = np.full((len(indices), width), self._pad_id, dtype=np.int64)
+        num_ids = lengths[indices] - 1
+        ends = np.cumsum(num_ids)
+        # The ids of all rows, end to end, as a mask over the rows takes them.
+        flat = np.arange(ends[-1]) + np.repeat(sequences.offsets[indices] - (ends - num_ids), num_ids)
+        padded[:, start : start + width - 1][np.arange(width - 1) < num_ids[:, None]] = sequences.ids[flat]
         return padded
+
+
+def _places(
+    src_lengths: Int64[np.ndarray, "num_pairs"], tgt_lengths: Int64[np.ndarray, "num_pairs"]
+) -> Int64[np.ndarray, "num_pairs"]:
+    """A number for each pair of lengths; in order of it, neighbours are alike in both."""
+    longer = np.maximum(src_lengths, tgt_lengths)
+    difference = src_lengths - tgt_lengths
+    spacing = 2 * int(longer.max(initial=0))  # a difference is less than half of it
+    return np.asarray(longer * spacing + np.where(longer % 2, difference, -difference))

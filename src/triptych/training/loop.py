@@ -3,8 +3,10 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import final
 
@@ -15,6 +17,8 @@ from triptych.files import remove_leftovers, write_text
 from triptych.models import EncoderDecoder
 from triptych.models.storage import load_tensors, model_tensors, read_weights
 from triptych.text import Batch, TokenBatches
+from triptych.training.ahead import ahead
+from triptych.training.compiling import compile_blocks
 from triptych.training.interruption import StopRequest
 from triptych.training.metrics import MetricsLog
 from triptych.training.objective import Loss, output_loss
@@ -102,6 +106,8 @@ class Trainer:
         )
         self.metrics = MetricsLog(folder)
         self._twin = NarrowTwin(model) if config.precision == "bf16" else None
+        if config.compile:
+            compile_blocks(self._computing)
         self._saved_step = -1
         self._steps_per_epoch = -(-len(train.plan(0)) // config.accumulate_batches)
 
@@ -132,10 +138,10 @@ class Trainer:
         for folder in (self.folder, self.state_folder):
             remove_leftovers(folder)
         self._set_mode(training=True)
-        with StopRequest() as stop, display:
+        with StopRequest() as stop, display, closing(self._updates()) as updates:
             self._save()  # so that there is always something to resume from
             clock = time.monotonic() - self.counters.seconds
-            for batches in self._updates():
+            for batches in updates:
                 started = time.monotonic()
                 loss, tokens = self._update(batches)
                 now = time.monotonic()
@@ -159,18 +165,35 @@ class Trainer:
             self.metrics.close()
             return outcome
 
-    def _updates(self) -> Iterator[Sequence[Batch]]:
+    def _updates(self) -> Generator[Sequence[Batch], None, None]:
         """The batches of each update from where the counters stand to the end of the run."""
         counters, config = self.counters, self.config
-        while config.max_epochs is None or counters.epoch < config.max_epochs:
-            plan = self.train_batches.plan(counters.epoch)
-            while counters.batch < len(plan):
+        with closing(ahead(self._batches_from(counters.epoch, counters.batch))) as made:
+            for epoch, used, batches in made:
                 if counters.step >= config.max_steps or self._patience_is_over():
                     return
-                chosen = plan[counters.batch : counters.batch + config.accumulate_batches]
-                counters.batch += len(chosen)
-                yield [self.train_batches.collate(indices) for indices in chosen]
-            counters.epoch, counters.batch = counters.epoch + 1, 0
+                # Of what is used, not of what is made: a resumed run goes on from here.
+                counters.epoch, counters.batch = epoch, used
+                yield batches
+        if config.max_epochs is not None and counters.epoch < config.max_epochs:
+            counters.epoch, counters.batch = config.max_epochs, 0
+
+    def _batches_from(self, epoch: int, used: int) -> Iterator[tuple[int, int, Sequence[Batch]]]:
+        """Each update's batches, with its epoch and the batches of the plan used up when it is made."""
+        limit = self.config.max_epochs
+        for later in count(epoch) if limit is None else range(epoch, limit):
+            plan = self.train_batches.plan(later)
+            for start in range(used, len(plan), self.config.accumulate_batches):
+                chosen = plan[start : start + self.config.accumulate_batches]
+                batches = [self.train_batches.collate(indices) for indices in chosen]
+                if self.device.type == "cuda":
+                    batches = [batch.pinned() for batch in batches]
+                yield later, start + len(chosen), batches
+            used = 0
+
+    @property
+    def _computing(self) -> EncoderDecoder:
+        return self.model if self._twin is None else self._twin.model
 
     def _set_mode(self, *, training: bool) -> None:
         self.model.train(training)
@@ -205,8 +228,9 @@ class Trainer:
         return total, tokens
 
     def _loss(self, batch: Batch, label_smoothing: float) -> Loss:
-        src, tgt_in, tgt_out = (t.to(self.device) for t in (batch.src, batch.tgt_in, batch.tgt_out))
-        model = self.model if self._twin is None else self._twin.model
+        sides = batch.src, batch.tgt_in, batch.tgt_out
+        src, tgt_in, tgt_out = (side.to(self.device, non_blocking=True) for side in sides)
+        model = self._computing
         x = model.decode(tgt_in, model.encode(src), model.memory_mask(src))
         real = tgt_out != model.pad_id
         return output_loss(x[real], model.output.weight, tgt_out[real], label_smoothing)

@@ -1,8 +1,14 @@
-"""The memory that torch's CPU kernels keep for themselves."""
+"""The memory that torch's CPU kernels keep for themselves, and that the allocator keeps for them."""
 
+import ctypes
 import os
+import platform
 
 _KERNELS_KEPT = "16"
+
+# Of glibc's <malloc.h>.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_NEVER_TRIMMED, _LARGEST_KEPT = (1 << 31) - 1, 1 << 30
 
 
 def limit_kernel_cache() -> None:
@@ -14,3 +20,28 @@ def limit_kernel_cache() -> None:
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, _KERNELS_KEPT)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed, instead of giving it back to the kernel to be faulted in anew.
+
+    Every update frees its activations and asks for as many again. One thread, Multi30k, target tokens per CPU
+    second: 1.5 to 3 % more in bfloat16 with the preset `small` (4,096 tokens a batch), 1 to 6 % with `tiny`
+    (1,024), nothing that shows in float32 with 4,096; peak memory up by 5 % at most (docs/log.md). Blocks
+    past 1 GiB are still given back. Other C libraries, other allocators and what the environment says of
+    malloc are left alone.
+    """
+    if platform.libc_ver()[0] != "glibc" or _malloc_is_chosen():
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+    libc.mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIMMED)
+
+
+def _malloc_is_chosen() -> bool:
+    """Whether the environment has settings for malloc, or another one in its place."""
+    return (
+        any(name.startswith("MALLOC_") for name in os.environ)
+        or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+        or "malloc" in os.environ.get("LD_PRELOAD", "")
+    )

@@ -1,0 +1,1 @@
+"""Ours and theirs, interleaved on one machine: see README.md."""

@@ -1,0 +1,1 @@
+"""What every table needs: worker processes that take turns, figures, the machine, the page."""

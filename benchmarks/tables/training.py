@@ -1,0 +1,103 @@
+"""Training: target tokens a second of whole steps, all contenders over the same batches."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from benchmarks.harness.command import Command
+from benchmarks.harness.page import Page, number, spread
+from benchmarks.harness.race import ALLOCATORS, Contender, Entry, Row, best_of, finalists
+from benchmarks.harness.workload import BATCH_TOKENS, TrainingText, prepare_training
+
+OURS = "triptych"
+NARROW = " (bf16 weights)"
+
+
+def _peer(name: str, worker: str, *axes: tuple[dict[str, str], ...]) -> tuple[Contender, Contender]:
+    """A peer twice: with float32 weights, and with bfloat16 ones, which cost quality (see the curves).
+
+    Precision and allocator depend on each other, so all pairs are tried; the axes of its own before
+    that and again after it, since the best of them may depend on the precision.
+    """
+
+    def at(*precisions: str) -> Contender:
+        pairs = tuple({"precision": p, "allocator": a} for p in precisions for a in ALLOCATORS)
+        stages = (
+            *(*axes, pairs, *axes),
+            ({"optimizer": "fused"}, {"optimizer": "foreach"}),
+            ({"compiled": False}, {"compiled": True}),
+        )
+        firsts = (pairs, *stages)
+        base = {option: value for stage in firsts for option, value in stage[0].items()}
+        return Contender(name, worker, base, stages)
+
+    wide, narrow = at("fp32", "bf16 autocast"), at("bf16 weights")
+    return wide, replace(narrow, name=name + NARROW)
+
+
+_KERNEL = ({"kernel": "torch's choice of kernel"}, {"kernel": "math kernel"})
+CONTENDERS = (
+    # With whatever the command itself sets up: no allocator is chosen for it here.
+    Contender(
+        OURS, "training_triptych", stages=(({"precision": "fp32"}, {"precision": "bf16"}),), all_go_on=True
+    ),
+    *_peer("Hugging Face MarianMT", "training_marian", ({"attention": "sdpa"}, {"attention": "eager"})),
+    *_peer("torch.nn.Transformer", "training_torch", _KERNEL),
+    *_peer(
+        "x-transformers", "training_x_transformers", ({"attention": "flash"}, {"attention": "written out"})
+    ),
+    *_peer("JoeyNMT", "training_joeynmt", ({"loss": "torch's loss"}, {"loss": "own loss"})),
+    *_peer("eole", "training_eole", _KERNEL),
+)
+
+
+def measure(command: Command) -> Page:
+    """Screen, race, and tell."""
+    batches, screened = (4, 1) if command.quick else (24, 8)
+    text = prepare_training(command.shared, command.work, batches)
+    race = command.race({"text": text.path, "threads": command.threads})
+    tried: list[Row] = []
+    entries: list[Entry] = []
+    for contender in command.chosen(CONTENDERS):
+        found = race.screen(contender, {"batches": screened})
+        tried += found
+        entries += finalists(contender, found)
+    ours = [entry for entry in entries if entry.contender.name == OURS]
+    theirs = [entry for entry in entries if entry.contender.name != OURS]
+    found = race.final(ours, theirs, {"steps": {"batches": batches}}, command.rounds)
+    return _page(found["steps"], tried, text, command)
+
+
+def _page(rows: list[Row], tried: list[Row], text: TrainingText, command: Command) -> Page:
+    ours = best_of(rows, OURS)
+    shown = sorted(rows, key=lambda row: -(row.rate.median if row.rate else 0.0))
+    record: dict[str, Any] = {
+        "workload": asdict(text) | {"path": None, "batch_tokens": BATCH_TOKENS, "threads": command.threads},
+        "rows": [row.record(ours) for row in rows],
+        "screening": [row.record() for row in tried],
+    }
+    return Page(
+        name="training",
+        title=f"Training, target tokens a second ({text.text}; {command.threads} threads)",
+        columns=("contender", "setting", "tokens/s (range)", "ours / this (range)", "peak MB", "parameters"),
+        rows=[_cells(row, ours) for row in shown],
+        notes=(
+            f"{text.num_train} batches of {text.tokens_per_batch:,.0f} target tokens on average "
+            f"({text.padding:.1%} padding), {command.rounds} rounds in turns; median and range. ",
+            f"Ratios are of the same round, to {ours.setting if ours else 'ours, which failed'}. "
+            f"Settings were screened first ({len(tried)} tried); their figures are in the JSON.",
+        ),
+        record=record,
+    )
+
+
+def _cells(row: Row, ours: Row | None) -> tuple[str, ...]:
+    if row.failed:
+        return (row.contender, row.setting, f"failed: {row.failed}", "–", "–", "–")
+    return (
+        row.contender,
+        row.setting,
+        spread(row.rate),
+        spread(row.ratio_of(ours), 2),
+        number(row.peak_rss_mb),
+        number(row.about.get("parameters")),
+    )

@@ -1,0 +1,30 @@
+"""Ours at other writings of a head: times beside what counting predicts, by the package's own timer.
+
+{"spec": {...}, "seconds": 0.5}     the fields of a `CostSpec`
+{"fold": D_MODEL, "heads": H}       what folding makes of a stacked layer
+"""
+
+import torch
+
+from benchmarks.workers.protocol import Answer, Options, Prepared, serve
+from triptych import CostSpec, MultiHeadAttention, Stacked, fold, measure_cost, measure_times
+
+
+def prepare(options: Options) -> Prepared:
+    """Nothing is built before a request."""
+    torch.set_num_threads(options["threads"])
+
+    def work(request: Options) -> Answer:
+        if "fold" in request:
+            layer = MultiHeadAttention(request["fold"], request["heads"], Stacked())
+            return {"folded": fold(layer).parameterisation.name}
+        given = {**request["spec"], "parameterisations": tuple(request["spec"]["parameterisations"])}
+        report = measure_cost(CostSpec(**given))
+        times = measure_times(report, seconds=request["seconds"])
+        return {"cost": report.figures(), "times": times.figures()}
+
+    return {"threads": torch.get_num_threads()}, work
+
+
+if __name__ == "__main__":
+    serve(prepare)

@@ -1,0 +1,120 @@
+"""How the loop comes by its batches."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from triptych.models import PRESETS, EncoderDecoder
+from triptych.text import Batch, EncodedCorpus, TokenBatches, TokenSequences
+from triptych.training import Trainer, TrainingConfig, ValidationConfig
+from triptych.training.progress import LineDisplay
+from triptych.training.state import Counters
+
+_VOCAB_SIZE = 20
+
+
+def make_batches(num_pairs: int) -> TokenBatches:
+    generator = np.random.default_rng(0)
+    sides = [
+        TokenSequences.pack(
+            [generator.integers(3, _VOCAB_SIZE, n).tolist() for n in generator.integers(1, 9, num_pairs)]
+        )
+        for _ in range(2)
+    ]
+    corpus = EncodedCorpus(*sides, np.arange(num_pairs), "made up")
+    return TokenBatches(corpus, max_tokens=30, seed=0, pad_id=0, bos_id=1, eos_id=2)
+
+
+def make_trainer(folder: Path, **training: object) -> Trainer:
+    config = PRESETS["tiny"].model_copy(update={"d_model": 8, "d_ff": 8, "num_heads": 2})
+    return Trainer(
+        TrainingConfig.model_validate({"accumulate_batches": 3, "warmup_steps": 2, **training}),
+        ValidationConfig(every_steps=1000, bleu=False, metric="loss"),
+        EncoderDecoder(config, _VOCAB_SIZE, _VOCAB_SIZE, 0),
+        make_batches(60),
+        make_batches(4),
+        None,
+        folder,
+        Counters(),
+    )
+
+
+def lines(batches: list[Batch]) -> list[tuple[int, ...]]:
+    return [batch.line_numbers for batch in batches]
+
+
+def makers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "triptych-ahead"]
+
+
+def test_the_counters_stand_where_the_batches_used_end_not_those_made(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_epochs=3)
+    sizes = [len(trainer.train_batches.plan(epoch)) for epoch in range(3)]
+    assert sizes[0] % 3 != 0, "the last update of an epoch must be a smaller one"
+    found = []
+    for update in trainer._updates():
+        found.append((trainer.counters.epoch, trainer.counters.batch, len(update)))
+    expected = [
+        (epoch, min(start + 3, size), min(3, size - start))
+        for epoch, size in enumerate(sizes)
+        for start in range(0, size, 3)
+    ]
+    assert found == expected
+    assert (trainer.counters.epoch, trainer.counters.batch) == (3, 0)
+    assert not makers()
+
+
+def test_a_trainer_goes_on_with_the_batches_that_another_left(tmp_path: Path) -> None:
+    whole = [lines(list(update)) for update in make_trainer(tmp_path, max_epochs=3)._updates()]
+    for taken in range(1, len(whole) + 1):
+        first, second = (make_trainer(tmp_path, max_epochs=3) for _ in range(2))
+        updates = first._updates()
+        begun = [lines(list(next(updates))) for _ in range(taken)]
+        updates.close()
+        second.counters.epoch, second.counters.batch = first.counters.epoch, first.counters.batch
+        assert begun + [lines(list(update)) for update in second._updates()] == whole
+
+
+def test_a_run_leaves_no_thread_behind_however_it_ends(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=2).run(LineDisplay())
+    assert not makers()
+    trainer = make_trainer(tmp_path, max_steps=20)
+
+    def fail(batches: object) -> tuple[float, int]:
+        raise ZeroDivisionError
+
+    trainer._update = fail  # type: ignore[assignment, method-assign]
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(LineDisplay())
+    assert not makers()
+
+
+def test_batches_are_page_locked_for_a_gpu_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[tuple[int, ...]] = []
+
+    def note(batch: Batch) -> Batch:
+        pinned.append(batch.line_numbers)
+        return batch
+
+    monkeypatch.setattr(Batch, "pinned", note)
+    trainer = make_trainer(tmp_path)
+    next(trainer._batches_from(0, 0))
+    assert pinned == []
+    trainer.device = torch.device("cuda")
+    _, _, batches = next(trainer._batches_from(0, 0))
+    assert pinned == lines(list(batches))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a CUDA device")
+def test_a_page_locked_batch_holds_the_same_ids() -> None:
+    batches = make_batches(20)
+    batch = batches.collate(batches.plan(0)[0])
+    pinned = batch.pinned()
+    for name in ("src", "tgt_in", "tgt_out"):
+        assert getattr(pinned, name).is_pinned()
+        torch.testing.assert_close(getattr(pinned, name), getattr(batch, name))
+    assert pinned.line_numbers == batch.line_numbers
