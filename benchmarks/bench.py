@@ -84,6 +84,9 @@ def only_one(folder: Path) -> Iterator[bool]:
 def run(command: Command, tables: Sequence[str]) -> int:
     """Measure, show and write one table after the other."""
     console = command.console
+    busy = os.getloadavg()[0]
+    if busy > 0.3:
+        console.print(f"the machine is busy (load {busy:.1f}): what is measured now is worth little")
     how = {
         "rounds": command.rounds,
         "quick": command.quick,

@@ -1,9 +1,16 @@
 """What every test runs under: checked shapes, a fixed seed, no time limit on a drawn example."""
 
+import os
+
 import hypothesis
 import pytest
 import torch
 from jaxtyping import install_import_hook
+
+# Tensors of tests are small: two threads on one wait for each other, and much longer beside other work.
+# What a test starts as a command inherits it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 
 # Before the package is imported for the first time; tests are collected after this file.
 install_import_hook("triptych", "beartype.beartype")

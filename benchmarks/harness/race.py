@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from ctypes.util import find_library
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
@@ -13,6 +14,13 @@ from benchmarks.harness.machine import available_memory_mb
 from benchmarks.harness.turns import Answer, Worker, WorkerError, take_turns
 
 Options = Mapping[str, Any]
+
+
+def _others() -> dict[str, dict[str, str]]:
+    """Allocators that can be put in malloc's place, as far as they are installed."""
+    found = {name: find_library(name) for name in ("jemalloc", "tcmalloc", "mimalloc")}
+    return {name: {"LD_PRELOAD": library} for name, library in found.items() if library}
+
 
 # Variables of glibc's malloc. "no mmap" keeps every block on the heap; "thresholds" asks for the same by
 # numbers, which some versions of glibc cap. Both keep freed memory instead of handing it back.
@@ -28,6 +36,7 @@ ALLOCATORS: dict[str, dict[str, str]] = {
         "MALLOC_TRIM_THRESHOLD_": "1000000000",
         "MALLOC_TOP_PAD_": "268435456",
     },
+    **_others(),
 }
 # Closer than this, screening cannot tell two settings apart: both go on.
 _TOO_CLOSE = 0.04

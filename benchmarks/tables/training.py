@@ -30,7 +30,7 @@ def _peer(name: str, worker: str, *axes: tuple[dict[str, str], ...]) -> tuple[Co
         base = {option: value for stage in firsts for option, value in stage[0].items()}
         return Contender(name, worker, base, stages)
 
-    wide, narrow = at("fp32", "bf16 autocast"), at("bf16 weights")
+    wide, narrow = at("fp32", "fp32 with bf16 products", "bf16 autocast"), at("bf16 weights")
     return wide, replace(narrow, name=name + NARROW)
 
 

@@ -66,8 +66,9 @@ class Learner(ABC):
 class LogitsLearner(Learner):
     """A model that gives logits at every position, trained as its users do.
 
-    Options: `precision` ("fp32", "bf16 autocast", "bf16 weights"), `optimizer` ("fused", "foreach"),
-    `kernel` of torch's fused attention ("math kernel" or its own choice), `compiled`.
+    Options: `precision` ("fp32", "fp32 with bf16 products", "bf16 autocast", "bf16 weights"),
+    `optimizer` ("fused", "foreach"), `kernel` of torch's fused attention ("math kernel" or its own choice),
+    `compiled`.
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class LogitsLearner(Learner):
             text: for its pad_id.
             loss: sum over tokens, of logits and targets; torch's cross-entropy if None.
         """
+        if options["precision"] == "fp32 with bf16 products":
+            torch.set_float32_matmul_precision("medium")
         self.narrow = options["precision"] == "bf16 weights"
         self.autocast = options["precision"] == "bf16 autocast"
         self.model = model.to(torch.bfloat16) if self.narrow else model
@@ -143,6 +146,8 @@ def valid_loss(
 ) -> float:
     """Cross-entropy a target token without smoothing, in nats, of a float32 copy of a model."""
     judged = copy.deepcopy(model).float().eval()
+    of_training = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     total = tokens = 0.0
     with torch.no_grad():
         for batch in batches:
@@ -153,6 +158,7 @@ def valid_loss(
             )
             total += float(loss)
             tokens += batch.num_target_tokens
+    torch.set_float32_matmul_precision(of_training)
     return total / tokens
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from triptych import recipes, reports, runs
+from triptych import recipes, runs
 from triptych.algebra.rewrites import fold
 from triptych.decoding import Translator, measure_bleu
 from triptych.errors import UsageError
@@ -20,6 +20,7 @@ from triptych.reports import (
     RunReport,
     Table,
     TranslationSample,
+    write_run_report,
 )
 from triptych.rewriting import rewrite
 from triptych.text.generated import example_pairs, generate_pairs
@@ -158,7 +159,7 @@ def demonstrate(
         report=report,
     )
     mistakes = tuple(sample for sample in tried if not sample.is_exact)[:_NUM_MISTAKES_SHOWN]
-    reports.write_run_report(_report(result, summary, folder, mistakes, pictures), report)
+    write_run_report(_report(result, summary, folder, mistakes, pictures), report)
     return result
 
 

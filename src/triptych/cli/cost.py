@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from triptych import cost_pages, reports
+from triptych import cost_pages
 from triptych.cost_timing import TimingReport, measure_times
 from triptych.costing import CostReport, CostSpec, measure_cost
 from triptych.errors import UsageError
-from triptych.reports import Table, render_table
+from triptych.reports import Table, render_table, write_comparison_report
 
 
 def cost(
@@ -82,7 +82,7 @@ def cost(
     timed = _measured(report, seconds, device) if measure else None
     if html is not None:
         command = shlex.join(["triptych", *sys.argv[1:]])
-        reports.write_comparison_report(cost_pages.cost_page(report, timed, command), html)
+        write_comparison_report(cost_pages.cost_page(report, timed, command), html)
     if as_json:
         figures = report.figures()
         print(json.dumps(figures if timed is None else {**figures, "times": timed.figures()}))
