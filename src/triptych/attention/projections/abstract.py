@@ -230,12 +230,12 @@ def at_least_one(value: int, name: str) -> int:
 
 
 def projection_variance(d_model: int, num_heads: int, d_k: int) -> float:
-    """Variance of a channel of the paper's queries, for inputs of variance 1 and Glorot's draw.
+    """Variance of a channel of the queries as `initialise_input` draws them, for inputs of variance 1.
 
     Every parameterisation is initialised so that one score, and one value on the way out, vary as much
     as with maps of this variance, at the same size and for inputs drawn independently.
     """
-    return 2 * d_model / (d_model + num_heads * d_k)
+    return d_model / (d_model + num_heads * d_k)
 
 
 def initialise(linear: nn.Linear, variance: float | None = None) -> nn.Linear:
@@ -248,6 +248,14 @@ def initialise(linear: nn.Linear, variance: float | None = None) -> nn.Linear:
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
     return linear
+
+
+def initialise_input(linear: nn.Linear) -> nn.Linear:
+    """Draw a map into the heads with half of Glorot's variance: as one map to Q, K and V would be drawn.
+
+    Post-norm models learn faster so: in 200 steps of a small one to 4.30 instead of 4.59 nats (docs/log.md).
+    """
+    return initialise(linear, 1 / (linear.in_features + linear.out_features))
 
 
 def link_from_input(linear: nn.Linear, copies: int) -> Link:

@@ -11,6 +11,7 @@ from triptych.attention.projections.abstract import (
     Projections,
     head_width,
     initialise,
+    initialise_input,
     link_from_input,
     link_to_output,
     projection_variance,
@@ -55,7 +56,7 @@ class Bilinear(Parameterisation):
             num_heads=num_heads,
             d_k=d_k,
             q_proj=initialise(nn.Linear(d_model, num_heads * d_model, bias=self.q_bias), form_variance),
-            v_proj=initialise(nn.Linear(d_model, num_heads * d_v, bias=self.v_bias)),
+            v_proj=initialise_input(nn.Linear(d_model, num_heads * d_v, bias=self.v_bias)),
             o_proj=initialise(nn.Linear(num_heads * d_v, d_model, bias=self.o_bias)),
         )
 

@@ -14,6 +14,7 @@ from triptych.attention.projections.abstract import (
     at_least_one,
     head_width,
     initialise,
+    initialise_input,
     link_from_input,
     link_to_output,
     projection_variance,
@@ -59,7 +60,7 @@ class Collaborative(Parameterisation):
             q_proj=initialise(nn.Linear(d_model, r, bias=self.q_bias), variance),
             k_proj=initialise(nn.Linear(d_model, r, bias=self.k_bias), variance),
             mixing=nn.init.normal_(mixing, std=(d_k / r) ** 0.5),
-            v_proj=initialise(nn.Linear(d_model, num_heads * d_v, bias=self.v_bias)),
+            v_proj=initialise_input(nn.Linear(d_model, num_heads * d_v, bias=self.v_bias)),
             o_proj=initialise(nn.Linear(num_heads * d_v, d_model, bias=self.o_bias)),
         )
 

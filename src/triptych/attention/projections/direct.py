@@ -11,7 +11,7 @@ from triptych.attention.projections.abstract import (
     Parameterisation,
     Projections,
     at_least_one_head,
-    initialise,
+    initialise_input,
     link_to_output,
     split_heads,
 )
@@ -47,7 +47,8 @@ class Direct(Parameterisation):
         return DirectProjections(
             num_heads=num_heads,
             d_k=width,
-            o_proj=initialise(nn.Linear(d_model, d_model, bias=self.o_bias)),
+            # Values come as they are: the output map begins as small as the others' values are.
+            o_proj=initialise_input(nn.Linear(d_model, d_model, bias=self.o_bias)),
         )
 
     @classmethod

@@ -11,6 +11,7 @@ from triptych.attention.projections.abstract import (
     Projections,
     head_width,
     initialise,
+    initialise_input,
     link_from_input,
     link_to_output,
     split_heads,
@@ -92,8 +93,9 @@ class FactoredProjections(Projections):
         self.k_proj = k_proj
         self.v_proj = v_proj
         self.o_proj = o_proj
-        for linear in (q_proj, k_proj, v_proj, o_proj):
-            initialise(linear)
+        for linear in (q_proj, k_proj, v_proj):
+            initialise_input(linear)
+        initialise(o_proj)
 
     def queries(self, x: Tensor) -> Tensor:
         """`x W_i^Q` for every head."""

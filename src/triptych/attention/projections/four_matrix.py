@@ -15,6 +15,7 @@ from triptych.attention.projections.abstract import (
     Projections,
     head_width,
     initialise,
+    initialise_input,
     join_heads,
     link_from_input,
     link_to_output,
@@ -58,9 +59,9 @@ class FourMatrix(Parameterisation):
         return FourMatrixProjections(
             num_heads=num_heads,
             d_k=d_k,
-            q_proj=initialise(nn.Linear(d_model, num_heads * d_k, bias=self.q_bias)),
-            k_proj=initialise(nn.Linear(d_model, num_heads * d_k, bias=self.k_bias)),
-            v_proj=initialise(nn.Linear(d_model, num_heads * d_v, bias=self.v_bias)),
+            q_proj=initialise_input(nn.Linear(d_model, num_heads * d_k, bias=self.q_bias)),
+            k_proj=initialise_input(nn.Linear(d_model, num_heads * d_k, bias=self.k_bias)),
+            v_proj=initialise_input(nn.Linear(d_model, num_heads * d_v, bias=self.v_bias)),
             fourth=nn.init.uniform_(fourth, -bound, bound),
             o_proj=initialise(nn.Linear(num_heads * d_v, d_model, bias=self.o_bias)),
         )

@@ -11,6 +11,7 @@ from triptych.attention.projections.abstract import (
     Projections,
     head_width,
     initialise,
+    initialise_input,
     link_from_input,
     link_to_output,
     split_heads,
@@ -42,8 +43,8 @@ class KeyValue(Parameterisation):
         return KeyValueProjections(
             num_heads=num_heads,
             d_k=d_k,
-            q_proj=initialise(nn.Linear(d_model, num_heads * d_k, bias=self.q_bias)),
-            kv_proj=initialise(nn.Linear(d_model, num_heads * d_k, bias=self.kv_bias)),
+            q_proj=initialise_input(nn.Linear(d_model, num_heads * d_k, bias=self.q_bias)),
+            kv_proj=initialise_input(nn.Linear(d_model, num_heads * d_k, bias=self.kv_bias)),
             o_proj=initialise(nn.Linear(num_heads * d_k, d_model, bias=self.o_bias)),
         )
 

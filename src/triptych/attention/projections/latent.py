@@ -13,6 +13,7 @@ from triptych.attention.projections.abstract import (
     at_least_one,
     head_width,
     initialise,
+    initialise_input,
     join_heads,
     link_from_input,
     link_to_output,
@@ -71,7 +72,7 @@ class Latent(Parameterisation):
         return LatentProjections(
             num_heads=num_heads,
             d_k=d_k,
-            q_proj=initialise(nn.Linear(d_model, num_heads * d_k, bias=self.q_bias)),
+            q_proj=initialise_input(nn.Linear(d_model, num_heads * d_k, bias=self.q_bias)),
             kv_down=initialise(nn.Linear(d_model, r, bias=self.down_bias), 1 / d_model),
             k_up=initialise(nn.Linear(r, num_heads * d_k, bias=self.k_bias), k_variance),
             v_up=initialise(nn.Linear(r, num_heads * d_v, bias=self.v_bias), v_variance),

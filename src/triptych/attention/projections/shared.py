@@ -45,7 +45,7 @@ class Shared(Parameterisation):
             d_k=d_k,
             qkv_proj=initialise(nn.Linear(d_model, num_heads * d_k, bias=self.qkv_bias), variance),
             o_proj=initialise(
-                nn.Linear(num_heads * d_k, d_model, bias=self.o_bias), glorot * glorot / variance
+                nn.Linear(num_heads * d_k, d_model, bias=self.o_bias), glorot * glorot / 2 / variance
             ),
         )
 

@@ -11,6 +11,7 @@ from triptych.attention.projections.abstract import (
     Projections,
     head_width,
     initialise,
+    initialise_input,
     link_from_input,
     link_to_output,
     split_heads,
@@ -56,9 +57,9 @@ class Stacked(Parameterisation):
             num_heads=num_heads,
             d_k=d_k,
             firsts=(first(), first(), first()),
-            q_proj=initialise(nn.Linear(d_model, num_heads * d_k, bias=self.q_bias)),
-            k_proj=initialise(nn.Linear(d_model, num_heads * d_k, bias=self.k_bias)),
-            v_proj=initialise(nn.Linear(d_model, num_heads * d_v, bias=self.v_bias)),
+            q_proj=initialise_input(nn.Linear(d_model, num_heads * d_k, bias=self.q_bias)),
+            k_proj=initialise_input(nn.Linear(d_model, num_heads * d_k, bias=self.k_bias)),
+            v_proj=initialise_input(nn.Linear(d_model, num_heads * d_v, bias=self.v_bias)),
             o_proj=initialise(nn.Linear(num_heads * d_v, d_model, bias=self.o_bias)),
         )
 

@@ -12,6 +12,7 @@ from triptych.attention.projections.abstract import (
     Projections,
     head_width,
     initialise,
+    initialise_input,
     link_from_input,
     link_to_output,
     projection_variance,
@@ -62,7 +63,7 @@ class Symmetric(Parameterisation):
             num_heads=num_heads,
             d_k=d_k,
             qk_proj=initialise(qk_proj, tied_variance(d_model, num_heads, d_k)),
-            v_proj=initialise(nn.Linear(d_model, num_heads * d_v, bias=self.v_bias)),
+            v_proj=initialise_input(nn.Linear(d_model, num_heads * d_v, bias=self.v_bias)),
             o_proj=initialise(nn.Linear(num_heads * d_v, d_model, bias=self.o_bias)),
         )
 
