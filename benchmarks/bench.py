@@ -21,7 +21,16 @@ from rich.console import Console
 from benchmarks.harness.command import Command, NotHereError
 from benchmarks.harness.machine import cores
 from benchmarks.harness.page import show, write
-from benchmarks.tables import attention, ceilings, curves, decoding, parameterisations, scaling, training
+from benchmarks.tables import (
+    ablations,
+    attention,
+    ceilings,
+    curves,
+    decoding,
+    parameterisations,
+    scaling,
+    training,
+)
 
 TABLES = {
     "ceilings": ceilings.measure,
@@ -31,6 +40,7 @@ TABLES = {
     "attention": attention.measure,
     "parameterisations": parameterisations.measure,
     "scaling": scaling.measure,
+    "ablations": ablations.measure,
 }
 
 

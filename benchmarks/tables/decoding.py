@@ -26,7 +26,7 @@ _SCREENED = "beam 4, batch 32"
 
 def measure(command: Command) -> Page:
     """Convert, screen, race, and tell."""
-    told = _prepare(command)
+    told = prepare(command)
     race = command.race(told)
     cases = {_SCREENED: CASES[_SCREENED]} if command.quick else CASES
     tried: list[Row] = []
@@ -73,7 +73,7 @@ def _variants(name: str, threads: int) -> Iterable[dict[str, Any]]:
     return ({"precision": precision, **way} for precision, way in product(precisions, ways))
 
 
-def _prepare(command: Command) -> dict[str, Any]:
+def prepare(command: Command) -> dict[str, Any]:
     """The text, the checkpoint, and what CTranslate2's own converter makes of it."""
     checkpoint = command.shared / "checkpoints" / "marian-multi30k"
     text = command.shared / "data" / "multi30k"

@@ -34,7 +34,7 @@ class Ours(Engine):
             self.run.model,
             self.run.tokenizers,
             # "full", the rule of CTranslate2, and nearly that of generate.
-            self.run.search_options(beam_size=beam, stop="full"),
+            self.run.search_options(beam_size=beam, stop=self.options.get("stop", "full")),
             batch_sentences=batch,
             precision=self.options["precision"],
             workers=self.options["workers"],

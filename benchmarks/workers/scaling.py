@@ -17,7 +17,7 @@ from benchmarks.workers.training import DROPOUT, NUM_LAYERS, Text
 from benchmarks.workers.training_triptych import TrainerLearner
 from triptych.models import DecoderConfig, EncoderConfig, ModelConfig
 from triptych.text import Batch
-from triptych.training.memory import limit_kernel_cache
+from triptych.training.memory import keep_freed_memory, limit_kernel_cache
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -65,5 +65,6 @@ def _batch(point: Options) -> Batch:
 
 
 if __name__ == "__main__":
-    limit_kernel_cache()  # as `triptych train` does
+    limit_kernel_cache()  # as `triptych train` does before it begins
+    keep_freed_memory()
     serve(prepare)

@@ -13,7 +13,7 @@ from benchmarks.workers.training import D_FF, DROPOUT, SCHEDULE, Learner, Text
 from triptych.models import PRESETS, EncoderDecoder, ModelConfig
 from triptych.text import Batch, EncodedCorpus, TokenBatches, TokenSequences
 from triptych.training import Trainer
-from triptych.training.memory import limit_kernel_cache
+from triptych.training.memory import keep_freed_memory, limit_kernel_cache
 from triptych.training.recipe import ValidationConfig
 from triptych.training.state import Counters
 
@@ -67,4 +67,5 @@ def _no_text(text: Text) -> TokenBatches:
 
 if __name__ == "__main__":
     limit_kernel_cache()  # as `triptych train` does before it begins
+    keep_freed_memory()
     serve(lambda options: training.prepare(options, TrainerLearner))
