@@ -52,8 +52,17 @@ def show(page: Page, console: Console) -> None:
     console.print()
 
 
+def markdown(page: Page, about: str) -> str:
+    """The table with its notes, for a page."""
+    rules = ["---" if place < page.num_texts else "---:" for place in range(len(page.columns))]
+    lines = [[*page.columns], rules, *([cell.replace("|", "\\|") for cell in row] for row in page.rows)]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    notes = "".join(f"\n- {note.strip()}" for note in (*page.notes, about))
+    return f"# {page.title}\n\n{table}\n{notes}\n"
+
+
 def write(page: Page, folder: Path, *, root: Path, python: Path, how: dict[str, Any]) -> Path:
-    """Write the record, with machine, versions, commit and date; where it is.
+    """Write the record, with machine, versions, commit and date; where it is. The table goes beside it.
 
     Args:
         page: the table.
@@ -74,6 +83,9 @@ def write(page: Page, folder: Path, *, root: Path, python: Path, how: dict[str, 
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{page.name}.json"
     write_text(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    code = record["code"]
+    about = f"{record['date']}, commit {code['commit']}; every figure in {path.name}."
+    write_text(path.with_suffix(".md"), markdown(page, about))
     return path
 
 

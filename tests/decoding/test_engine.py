@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from triptych.attention.projections import PARAMETERISATIONS
 from triptych.decoding import Hypothesis, SearchOptions, search
 from triptych.decoding.beams import search_with_engine
-from triptych.decoding.engine import GROUP, Engine, unsupported, unsupported_precision
+from triptych.decoding.engine import GROUP, Engine, FixedCache, unsupported, unsupported_precision
+from triptych.decoding.fixed_steps import FixedSteps
 from triptych.models import (
     AttentionConfig,
     DecoderConfig,
@@ -140,3 +141,63 @@ def test_lower_precision_comes_close(precision: str, close: float) -> None:
 def test_int8_is_for_cpus() -> None:
     assert unsupported_precision("int8", torch.device("cuda")) != ""
     assert unsupported_precision("bf16", torch.device("cuda")) == ""
+
+
+# Steps that are always the same work, as a GPU replays them
+
+
+@pytest.mark.parametrize("beam_size", [1, 4])
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("projections", sorted(PARAMETERISATIONS))
+def test_fixed_steps_find_what_the_modules_find(projections: str, positions: str, beam_size: int) -> None:
+    model = make_model(projections, positions=positions)
+    # Longer than the room that a cache begins with.
+    options = SearchOptions(beam_size=beam_size, num_best=beam_size, max_extra_tokens=25)
+    src, engine = pad(SOURCES), Engine(model, never=(PAD, BOS))
+    fixed = search_with_engine(engine, src, options, BOS, EOS, model.max_target_tokens, fixed=True)
+    assert_alike(fixed, search(model, src, options, BOS, EOS))
+    if positions == "sinusoidal":  # the other models end sooner
+        assert max(len(h.ids) for of_one in fixed for h in of_one) > 16
+
+
+def test_fixed_steps_stay_on_their_memory() -> None:
+    """What a recording needs: cache, mask and position are the same tensors from step to step."""
+    model = make_model("grouped")
+    engine = Engine(model, never=(PAD, BOS))
+    memory, cache = engine.encode(pad(SOURCES)), engine.new_cache(len(SOURCES), 3, fixed=True)
+    steps, changing = FixedSteps(engine, memory, cache), engine.new_cache(len(SOURCES), 3)
+
+    def addresses() -> list[int]:
+        assert isinstance(cache, FixedCache)
+        assert cache.mask is not None
+        return [t.data_ptr() for t in (*cache.stores, cache.mask, cache.position)]
+
+    first = addresses()
+    for step in range(10):
+        tokens = torch.randint(3, 90, (len(SOURCES) * 3,))
+        torch.testing.assert_close(steps(tokens), engine.step(tokens, memory, changing))
+        parents = torch.randint(0, 3, (len(SOURCES), 3))
+        for each in (cache, changing):
+            each.reorder(parents)
+        assert addresses() == first
+        assert cache.length == changing.length == step + 1
+
+
+def test_steps_that_cannot_be_fixed_are_refused() -> None:
+    turning = Engine(make_model(positions="rotary"))
+    memory = turning.encode(pad(SOURCES))
+    with pytest.raises(ValueError, match="rotates"):
+        FixedSteps(turning, memory, turning.new_cache(len(SOURCES), 1, fixed=True))
+    still = Engine(make_model())
+    with pytest.raises(ValueError, match="fixed=True"):
+        FixedSteps(still, still.encode(pad(SOURCES)), still.new_cache(len(SOURCES), 1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("beam_size", [1, 4])
+def test_recorded_steps_find_what_the_modules_find(beam_size: int) -> None:
+    model = make_model().cuda()
+    options = SearchOptions(beam_size=beam_size, num_best=beam_size, max_extra_tokens=25)
+    src = pad(SOURCES).cuda()
+    recorded = search_with_engine(Engine(model, never=(PAD, BOS)), src, options, BOS, EOS)
+    assert_alike(recorded, search(model, src, options, BOS, EOS))

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from triptych.decoding.engine import GROUP, Engine
+from triptych.decoding.fixed_steps import FixedSteps
 from triptych.decoding.hypotheses import (
     Hypothesis,
     SearchOptions,
@@ -29,6 +30,8 @@ def search_with_engine(
     bos_id: int,
     eos_id: int,
     max_target_tokens: int | None = None,
+    *,
+    fixed: bool | None = None,
 ) -> list[list[Hypothesis]]:
     """As `search`, for a model made ready.
 
@@ -39,11 +42,15 @@ def search_with_engine(
         bos_id: the token every output begins with.
         eos_id: the token that ends one.
         max_target_tokens: the model's `max_target_tokens`.
+        fixed: whether every step is the same work on the same memory (`FixedSteps`), recorded once and
+            replayed on a GPU; where it can be so on GPUs only, if None.
 
     Returns:
         num_best hypotheses for every sentence (fewer only where the search found fewer).
     """
-    beams = _Beams(engine, src, options, bos_id, eos_id, max_target_tokens)
+    if fixed is None:
+        fixed = engine.device.type == "cuda" and not engine.rotates
+    beams = _Beams(engine, src, options, bos_id, eos_id, max_target_tokens, fixed)
     while beams.sentences:
         beams.advance()
     return [best_first(found)[: options.num_best] for found in beams.finished]
@@ -53,7 +60,8 @@ def search_with_engine(
 class _Beams:
     """The open hypotheses of the sentences still in the batch, `beam_size` rows for each.
 
-    A sentence that is done stays, without effect, until enough of them are to make room at once.
+    A sentence that is done stays, without effect, until enough of them are to make room at once; with
+    fixed steps, to the end.
     """
 
     def __init__(
@@ -64,12 +72,14 @@ class _Beams:
         bos_id: int,
         eos_id: int,
         max_target_tokens: int | None,
+        fixed: bool,
     ) -> None:
         self.engine, self.options, self.eos_id = engine, options, eos_id
         batch, k = src.shape[0], options.beam_size
         device = src.device
         self.memory = engine.encode(src)
-        self.cache = engine.new_cache(batch, k)
+        self.cache = engine.new_cache(batch, k, fixed=fixed)
+        self.steps = FixedSteps(engine, self.memory, self.cache) if fixed else None
         self.limits = output_limits(src, engine.pad_id, options.max_extra_tokens, max_target_tokens)
         self.sentences = list(range(batch))
         self.done = [False] * batch
@@ -105,7 +115,11 @@ class _Beams:
         self._retire(values[:, 0])
 
     def _next_log_probs(self) -> Float[Tensor, "open beam vocab"]:
-        logits = self.engine.step(self.ids[:, :, -1].flatten(), self.memory, self.cache)
+        tokens = self.ids[:, :, -1].flatten()
+        if self.steps is not None:
+            logits = self.steps(tokens)
+        else:
+            logits = self.engine.step(tokens, self.memory, self.cache)
         log_probs = logits.log_softmax(dim=-1)
         log_probs = log_probs.view(len(self.sentences), self.options.beam_size, -1)
         length = self.ids.shape[2]  # with the token to come, without the first
@@ -156,7 +170,7 @@ class _Beams:
         num_done = sum(self.done)
         if num_done == len(self.done):
             self.sentences = []
-        elif num_done >= max(1, _SHARE_DONE * len(self.done)):
+        elif self.steps is None and num_done >= max(1, _SHARE_DONE * len(self.done)):
             places = [place for place, done in enumerate(self.done) if not done]
             kept = torch.tensor(places, device=best_open.device)
             self.sentences = [self.sentences[place] for place in places]

@@ -9,7 +9,7 @@ calls torch directly. `search` with `SearchOptions(engine=False)` is the slow re
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, cast, final
+from typing import ClassVar, Literal, NamedTuple, cast, final
 
 import torch
 from jaxtyping import Float, Int
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attention import MultiHeadAttention
+from triptych.attention import LearnedPositions, MultiHeadAttention
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import DecoderBlock, EncoderBlock, FeedForward, Residual
 
@@ -27,6 +27,8 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
 # The vocabulary is looked through in groups of so many tokens: first the best of each group, then
 # only the groups that can hold one of the best.
 GROUP = 64
+# Tokens that a cache has room for at first.
+_FIRST_ROOM = 16
 
 _Map = Callable[[Tensor], Tensor]
 
@@ -167,21 +169,31 @@ class Engine:
 
         Columns past the vocabulary, and those of the tokens never wanted, are −inf.
         """
-        x = self._embed(self._tgt_table, tokens, self._tgt_positions, 1, cache.length)
         cache.make_room()
+        x = cache.placed(F.embedding(tokens, self._tgt_table), self._tgt_positions)
         for i, layer in enumerate(self._decoder):
             x = layer(x, memory.keys_values[i], memory.mask, cache, cache.stores[i])
-        cache.length += 1
+        cache.advance()
         if self._decoder_norm is not None:
             x = self._decoder_norm(x)
         logits = self._logits(x)
         return logits.float() if self.dtype == torch.bfloat16 else logits
 
-    def new_cache(self, batch: int, beam_size: int) -> "EngineCache":
-        """An empty cache for `batch` sentences with `beam_size` rows each."""
-        return EngineCache(
-            batch, beam_size, [layer.own.shape for layer in self._decoder], self.dtype, self.device
-        )
+    def new_cache(self, batch: int, beam_size: int, *, fixed: bool = False) -> "EngineCache":
+        """An empty cache for `batch` sentences with `beam_size` rows each.
+
+        Args:
+            batch: number of sentences.
+            beam_size: rows of each.
+            fixed: a `FixedCache`, which only a model without rotation can use.
+        """
+        kind = FixedCache if fixed else EngineCache
+        return kind(batch, beam_size, [layer.own.shape for layer in self._decoder], self.dtype, self.device)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the decoder turns its queries and keys."""
+        return any(layer.own.attention.positions is not None for layer in self._decoder)
 
     def _embed(self, table: Tensor, ids: Tensor, positions: nn.Module, length: int, start: int) -> Tensor:
         found = F.embedding(ids, table)
@@ -207,7 +219,6 @@ class Memory(NamedTuple):
         return Memory([entry.index_select(1, sentences) for entry in self.keys_values], mask)
 
 
-@final
 class EngineCache:
     """Keys and values of all tokens decoded so far, written once and never moved.
 
@@ -220,6 +231,8 @@ class EngineCache:
         stores: of each layer, `[2, batch, groups, slots, width]`.
     """
 
+    _allocate: ClassVar[Callable[..., Tensor]] = staticmethod(torch.empty)
+
     def __init__(
         self,
         batch: int,
@@ -230,13 +243,21 @@ class EngineCache:
     ) -> None:
         self.length = 0
         self.beam_size = beam_size
-        self._room = 16
+        self._room = _FIRST_ROOM
         slots = self._room * beam_size
         self.stores = [
-            torch.empty(2, batch, groups, slots, width, dtype=dtype, device=device)
+            self._allocate(2, batch, groups, slots, width, dtype=dtype, device=device)
             for groups, width in shapes
         ]
         self.mask = self._own_slots(batch, self._room, dtype, device) if beam_size > 1 else None
+
+    def placed(self, x: Float[Tensor, "rows d_model"], positions: nn.Module) -> Tensor:
+        """Embeddings of this step's tokens with what tells their position."""
+        return positions(x[:, None], self.length)[:, 0]  # type: ignore[no-any-return]
+
+    def advance(self) -> None:
+        """On to the next step."""
+        self.length += 1
 
     def write(self, store: Tensor, entries: Float[Tensor, "rows two groups width"]) -> Tensor:
         """Put the keys and values of this step into their slots; returns all up to them."""
@@ -278,7 +299,10 @@ class EngineCache:
             return
         self._room *= 2
         for i, store in enumerate(self.stores):
-            grown = store.new_empty(*store.shape[:3], 2 * store.shape[3], store.shape[4])
+            slots = 2 * store.shape[3]
+            grown = self._allocate(
+                *store.shape[:3], slots, store.shape[4], dtype=store.dtype, device=store.device
+            )
             grown[:, :, :, : store.shape[3]] = store
             self.stores[i] = grown
         if self.mask is not None:
@@ -292,6 +316,64 @@ class EngineCache:
         own = torch.zeros(self.beam_size, self.beam_size, dtype=dtype, device=device)
         own.masked_fill_(~eye, -math.inf)
         return own.repeat(1, room).expand(batch, -1, -1).contiguous()
+
+
+@final
+class FixedCache(EngineCache):
+    """A cache whose step is the same work on the same memory every time, so that a GPU can replay it.
+
+    Where the step stands is a number on the device; all slots are read, those not yet written hidden.
+    """
+
+    # Hidden is not enough: 0 times whatever lies there must be 0.
+    _allocate: ClassVar[Callable[..., Tensor]] = staticmethod(torch.zeros)
+
+    def __init__(
+        self,
+        batch: int,
+        beam_size: int,
+        shapes: list[tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(batch, beam_size, shapes, dtype, device)
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+        self._places: Tensor | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next token finds no slot."""
+        return self.length == self._room
+
+    def placed(self, x: Float[Tensor, "rows d_model"], positions: nn.Module) -> Tensor:
+        """Embeddings of this step's tokens with what tells their position."""
+        if self._places is None or len(self._places) < self._room:
+            most = self._room
+            if isinstance(positions, LearnedPositions):
+                most = min(most, len(positions.weight))
+            self._places = positions(x.new_zeros(1, most, x.shape[-1]), 0)[0]
+        return x + self._places.index_select(0, self.position)
+
+    def advance(self) -> None:
+        """On to the next step, on the device."""
+        self.position += 1
+
+    def write(self, store: Tensor, entries: Float[Tensor, "rows two groups width"]) -> Tensor:
+        """Put the keys and values of this step into their slots; returns all slots."""
+        of_beam = torch.arange(self.beam_size, device=store.device)
+        parts = entries.view(store.shape[1], self.beam_size, *entries.shape[1:]).permute(2, 0, 3, 1, 4)
+        store.index_copy_(3, self.position * self.beam_size + of_beam, parts)
+        return store
+
+    def visible(self, rows_per_group: int) -> Tensor:
+        """The mask of this step's queries over all slots, `[batch or 1, 1, rows, slots]`."""
+        store = self.stores[0]
+        slots = torch.arange(store.shape[3], device=store.device)
+        mask = torch.zeros(store.shape[3], dtype=store.dtype, device=store.device)
+        mask = mask.masked_fill(slots >= (self.position + 1) * self.beam_size, -math.inf)[None, None, None]
+        if self.mask is not None:
+            mask = mask + self.mask[:, None]
+        return mask.repeat(1, 1, rows_per_group, 1) if rows_per_group > 1 else mask
 
 
 @final

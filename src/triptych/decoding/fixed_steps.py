@@ -1,0 +1,77 @@
+"""Decoding steps that are recorded once and replayed.
+
+On a GPU a step is hundreds of small kernels, and starting them one by one takes longer than they run.
+With a `FixedCache` every step is the same kernels on the same memory, so that they can be recorded as one
+graph: `torch.cuda.CUDAGraph`. On other devices the same step simply runs.
+"""
+
+from typing import cast, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from triptych.decoding.engine import Engine, EngineCache, FixedCache, Memory
+
+# Runs before a recording, in which libraries set themselves up.
+_WARM_UPS = 2
+
+
+@final
+class FixedSteps:
+    """The steps of one batch.
+
+    Args:
+        engine: a model that does not rotate.
+        memory: of the batch; must stay as it is.
+        cache: a `FixedCache`; only what is done here may make it longer.
+
+    Raises:
+        ValueError: the model rotates, or the cache is another one.
+    """
+
+    def __init__(self, engine: Engine, memory: Memory, cache: EngineCache) -> None:
+        if engine.rotates:
+            raise ValueError("steps of a model that rotates queries and keys cannot be fixed")
+        if not isinstance(cache, FixedCache):
+            raise ValueError("fixed steps need a fixed cache: Engine.new_cache(…, fixed=True)")
+        self._engine, self._memory, self._cache = engine, memory, cache
+        self._tokens: Tensor | None = None
+        self._logits: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
+        """As `Engine.step`; the logits are overwritten by the next call."""
+        cache = self._cache
+        if cache.is_full:
+            cache.make_room()
+            self._graph = None
+        if self._tokens is None:
+            self._tokens = tokens.clone()
+        else:
+            self._tokens.copy_(tokens)
+        if self._engine.device.type != "cuda":
+            self._run()
+        else:
+            if self._graph is None:
+                self._record()
+            cast(torch.cuda.CUDAGraph, self._graph).replay()
+        cache.length += 1
+        return cast(Tensor, self._logits)
+
+    def _run(self) -> None:
+        self._logits = self._engine.step(cast(Tensor, self._tokens), self._memory, self._cache)
+
+    def _record(self) -> None:
+        """Record a step; it is not taken by that."""
+        before = self._cache.position.clone()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                self._run()  # writes the slot that the step itself will write again
+                self._cache.position.copy_(before)
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._run()
