@@ -10,7 +10,7 @@ from benchmarks.harness.page import Page
 from benchmarks.harness.race import Contender, Options, Race, describe, environment_of
 from benchmarks.harness.turns import WorkerError
 from benchmarks.harness.workload import prepare_training
-from benchmarks.tables.training import CONTENDERS, OURS
+from benchmarks.tables.training import CONTENDERS, NARROW, OURS
 
 _SEEDS = (1, 2)
 
@@ -24,12 +24,16 @@ def measure(command: Command) -> Page:
     judged_at = range(every, steps + 1, every)
     rows, record = [], []
     for contender in command.chosen(CONTENDERS):
-        for options in won.get(contender.name) or _first_settings(contender):
+        settings = won.get(contender.name) or _first_settings(contender)
+        for name, options in [
+            *((contender.name, options) for options in settings),
+            *((contender.name + NARROW, options) for options in won.get(contender.name + NARROW, [])),
+        ]:
             curves = [_curve(race, contender, {**options, "seed": seed}, steps, every) for seed in _SEEDS]
-            rows.append([contender.name, describe(options), *_cells(curves, judged_at)])
+            rows.append([name, describe(options), *_cells(curves, judged_at)])
             record.append(
                 {
-                    "contender": contender.name,
+                    "contender": name,
                     "setting": describe(options),
                     "options": dict(options),
                     "environment": environment_of(options),

@@ -1,5 +1,6 @@
 """Training: target tokens a second of whole steps, all contenders over the same batches."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,26 +13,37 @@ OURS = "triptych"
 NARROW = " (bf16 weights)"
 
 
-def _peer(name: str, worker: str, *axes: tuple[dict[str, str], ...]) -> tuple[Contender, Contender]:
-    """A peer twice: with float32 weights, and with bfloat16 ones, which cost quality (see the curves).
+def _peer(name: str, worker: str, *axes: tuple[dict[str, str], ...]) -> Contender:
+    """A peer with float32 weights, and how its best setting is looked for.
 
     Precision and allocator depend on each other, so all pairs are tried; the axes of its own before
     that and again after it, since the best of them may depend on the precision.
     """
+    precisions = ("fp32", "fp32 with bf16 products", "bf16 autocast")
+    pairs = tuple({"precision": p, "allocator": a} for p in precisions for a in ALLOCATORS)
+    stages = (
+        *(*axes, pairs, *axes),
+        ({"optimizer": "fused"}, {"optimizer": "foreach"}),
+        ({"compiled": False}, {"compiled": True}),
+    )
+    base = {option: value for stage in (pairs, *stages) for option, value in stage[0].items()}
+    return Contender(name, worker, base, stages)
 
-    def at(*precisions: str) -> Contender:
-        pairs = tuple({"precision": p, "allocator": a} for p in precisions for a in ALLOCATORS)
-        stages = (
-            *(*axes, pairs, *axes),
-            ({"optimizer": "fused"}, {"optimizer": "foreach"}),
-            ({"compiled": False}, {"compiled": True}),
-        )
-        firsts = (pairs, *stages)
-        base = {option: value for stage in firsts for option, value in stage[0].items()}
-        return Contender(name, worker, base, stages)
 
-    wide, narrow = at("fp32", "fp32 with bf16 products", "bf16 autocast"), at("bf16 weights")
-    return wide, replace(narrow, name=name + NARROW)
+def _further(contender: Contender, tried: Sequence[Row]) -> list[Entry]:
+    """Beside a peer's best setting: its best in plain float32, and its best with bfloat16 weights.
+
+    The latter cost quality (see the curves); they are set as the best with float32 weights are.
+    """
+    best = best_of(tried, contender.name)
+    if best is None or contender.name == OURS:
+        return []
+    found = []
+    plain = [row for row in tried if row.options.get("precision") == "fp32"]
+    if best.options["precision"] != "fp32" and (in_float32 := best_of(plain, contender.name)):
+        found.append(Entry(contender, in_float32.options, in_float32.peak_rss_mb or 0.0))
+    narrow = replace(contender, name=contender.name + NARROW)
+    return [*found, Entry(narrow, {**best.options, "precision": "bf16 weights"}, best.peak_rss_mb or 0.0)]
 
 
 _KERNEL = ({"kernel": "torch's choice of kernel"}, {"kernel": "math kernel"})
@@ -40,19 +52,19 @@ CONTENDERS = (
     Contender(
         OURS, "training_triptych", stages=(({"precision": "fp32"}, {"precision": "bf16"}),), all_go_on=True
     ),
-    *_peer("Hugging Face MarianMT", "training_marian", ({"attention": "sdpa"}, {"attention": "eager"})),
-    *_peer("torch.nn.Transformer", "training_torch", _KERNEL),
-    *_peer(
+    _peer("Hugging Face MarianMT", "training_marian", ({"attention": "sdpa"}, {"attention": "eager"})),
+    _peer("torch.nn.Transformer", "training_torch", _KERNEL),
+    _peer(
         "x-transformers", "training_x_transformers", ({"attention": "flash"}, {"attention": "written out"})
     ),
-    *_peer("JoeyNMT", "training_joeynmt", ({"loss": "torch's loss"}, {"loss": "own loss"})),
-    *_peer("eole", "training_eole", _KERNEL),
+    _peer("JoeyNMT", "training_joeynmt", ({"loss": "torch's loss"}, {"loss": "own loss"})),
+    _peer("eole", "training_eole", _KERNEL),
 )
 
 
 def measure(command: Command) -> Page:
     """Screen, race, and tell."""
-    batches, screened = (4, 1) if command.quick else (24, 8)
+    batches, screened = (4, 1) if command.quick else (24, 4)
     text = prepare_training(command.shared, command.work, batches)
     race = command.race({"text": text.path, "threads": command.threads})
     tried: list[Row] = []
@@ -60,7 +72,7 @@ def measure(command: Command) -> Page:
     for contender in command.chosen(CONTENDERS):
         found = race.screen(contender, {"batches": screened})
         tried += found
-        entries += finalists(contender, found)
+        entries += [*finalists(contender, found), *_further(contender, found)]
     ours = [entry for entry in entries if entry.contender.name == OURS]
     theirs = [entry for entry in entries if entry.contender.name != OURS]
     found = race.final(ours, theirs, {"steps": {"batches": batches}}, command.rounds)
