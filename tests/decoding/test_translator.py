@@ -93,6 +93,16 @@ def test_a_stream_gives_what_the_whole_gives(translator: Translator) -> None:
     assert texts(list(stream)) == whole[1:]
 
 
+def test_weights_that_change_between_two_calls_are_noticed(translator: Translator) -> None:
+    before = translator.translate(GERMAN)
+    with torch.no_grad():
+        translator.model.decoder[0].cross_attention.projections.v_proj.weight.mul_(-1)
+    after = translator.translate(GERMAN)
+    anew = Translator(translator.model, translator.tokenizers, translator.options).translate(GERMAN)
+    assert texts(after) == texts(anew)
+    assert [t.candidates for t in after] != [t.candidates for t in before]
+
+
 def test_a_long_line_is_translated_in_pieces_and_none_is_dropped(
     translator: Translator, tokenizers: TokenizerPair
 ) -> None:

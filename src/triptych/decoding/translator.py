@@ -15,7 +15,7 @@ from triptych.decoding.batches import EvaluationMode, batch_searcher, why_no_eng
 from triptych.decoding.engine import Precision
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions
 from triptych.decoding.pieces import split_line
-from triptych.decoding.workers import WorkerPool
+from triptych.decoding.workers import Searcher, WorkerPool
 from triptych.errors import UsageError
 from triptych.models import AttentionMaps, EncoderDecoder
 from triptych.text import TokenizerPair
@@ -124,7 +124,8 @@ class Translator:
         self.precision: Precision = precision
         self.workers = workers if next(model.parameters()).device.type == "cpu" else 1
         self._pool: WorkerPool | None = None
-        self._pool_version: object = None
+        self._searcher: Searcher | None = None
+        self._made_of: object = None
         if precision != "fp32" and (reason := why_no_engine(model, self.options, precision)):
             raise UsageError(f"this model cannot be run in {precision}: {reason}")
 
@@ -231,14 +232,27 @@ class Translator:
         return _Group(lines, pieces, sentences, [[] for _ in sentences], len(sentences))
 
     def _ready_pool(self) -> WorkerPool:
-        version = _version(self.model)
-        if self._pool is None or self._pool_version != version:
-            self.close()
-            tgt = self.tokenizers.target
-            arguments = self.model, self.tokenizers.source.eos_id, self.options, self.precision
-            self._pool = WorkerPool(batch_searcher, (*arguments, tgt.bos_id, tgt.eos_id))
-            self._pool_version = version
+        self._forget_what_is_stale()
+        if self._pool is None:
+            self._pool = WorkerPool(batch_searcher, self._searcher_arguments())
         return self._pool
+
+    def _ready_searcher(self) -> Searcher:
+        self._forget_what_is_stale()
+        if self._searcher is None:
+            self._searcher = batch_searcher(*self._searcher_arguments())
+        return self._searcher
+
+    def _forget_what_is_stale(self) -> None:
+        """What was made of the model's weights holds as long as they do."""
+        if self._made_of != (version := _version(self.model)):
+            self.close()
+            self._searcher = None
+            self._made_of = version
+
+    def _searcher_arguments(self) -> tuple[EncoderDecoder, int, SearchOptions, Precision, int, int]:
+        src, tgt = self.tokenizers.source, self.tokenizers.target
+        return self.model, src.eos_id, self.options, self.precision, tgt.bos_id, tgt.eos_id
 
     def attention(self, source: str, target: str | None = None) -> SentenceAttention:
         """The attention weights of a translation.
@@ -279,10 +293,7 @@ class Translator:
 
     def _search(self, sentences: Sequence[list[int]]) -> list[list[Hypothesis]]:
         """Search for every sentence, those of like length together, and restore the order."""
-        src, tgt = self.tokenizers.source, self.tokenizers.target
-        searcher = batch_searcher(
-            self.model, src.eos_id, self.options, self.precision, tgt.bos_id, tgt.eos_id
-        )
+        searcher = self._ready_searcher()
         results: list[list[Hypothesis]] = [[] for _ in sentences]
         for batch in self._batches(sentences):
             for i, hypotheses in zip(batch, searcher([sentences[i] for i in batch]), strict=True):
