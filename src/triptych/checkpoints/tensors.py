@@ -1,0 +1,416 @@
+"""Tensors of a checkpoint's files, by name: what there is, and one at a time.
+
+Files are not trusted. Of a safetensors file the header is read and checked here, so that a tensor's bytes
+can be fetched alone, from a disk or over a network; of an old pickled one, torch reads what is plain data
+(`weights_only`). A name in an index stays within its folder.
+
+Source: the format at github.com/huggingface/safetensors.
+"""
+
+import json
+import pickle
+import struct
+import warnings
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, TypeGuard, final
+
+import torch
+from torch import Tensor
+
+from triptych.errors import DataError
+
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+# As the format's own reader has it.
+_LONGEST_HEADER = 100_000_000
+_LONGEST_JSON = 64 << 20
+_SAFETENSORS, _SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+@final
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file says of a tensor.
+
+    Attributes:
+        dtype: of its entries.
+        shape: of the tensor.
+        num_bytes: that it takes in the file.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class Bytes(ABC):
+    """A file of known size of which any part can be had.
+
+    Attributes:
+        name: for messages.
+        size: in bytes.
+    """
+
+    name: str
+    size: int
+
+    @abstractmethod
+    def read(self, start: int, length: int) -> bytearray:
+        """`length` bytes from `start`.
+
+        Raises:
+            DataError: it cannot be read, or there are fewer.
+        """
+
+
+@final
+class LocalBytes(Bytes):
+    """A file on a disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+        try:
+            self.size = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}") from None
+
+    def read(self, start: int, length: int) -> bytearray:
+        """A part of it."""
+        found = bytearray(length)
+        try:
+            with self._path.open("rb", buffering=0) as file:
+                file.seek(start)
+                view, done = memoryview(found), 0
+                while done < length and (count := file.readinto(view[done:])):
+                    done += count
+        except OSError as error:
+            raise DataError(f"{self.name}: {error.strerror or error}") from None
+        if done < length:
+            raise DataError(f"{self.name} ends after {start + done:,} bytes: it is truncated; fetch it again")
+        return found
+
+
+class TensorFile(ABC):
+    """One file with named tensors.
+
+    Attributes:
+        name: for messages.
+        infos: of every tensor, by its name.
+    """
+
+    name: str
+    infos: dict[str, TensorInfo]
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """A tensor, as it is stored.
+
+        Raises:
+            KeyError: there is none of this name.
+            DataError: it cannot be read.
+        """
+
+
+@final
+class Safetensors(TensorFile):
+    """A safetensors file; nothing but its header is held.
+
+    Args:
+        source: the file.
+
+    Raises:
+        DataError: a header that is damaged, or that contradicts itself or the size of the file.
+    """
+
+    def __init__(self, source: Bytes) -> None:
+        self.name = source.name
+        self._source = source
+        self._data_start, header = _header(source)
+        self.infos: dict[str, TensorInfo] = {}
+        self._places: dict[str, int] = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            self.infos[name], self._places[name] = self._entry(name, entry)
+        self._refuse_overlaps()
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, its bytes fetched now."""
+        info, start = self.infos[name], self._places[name]
+        if info.num_bytes == 0:
+            return torch.empty(info.shape, dtype=info.dtype)
+        found = self._source.read(self._data_start + start, info.num_bytes)
+        return torch.frombuffer(found, dtype=info.dtype).reshape(info.shape)
+
+    def _entry(self, name: str, entry: Any) -> tuple[TensorInfo, int]:
+        where = f"{self.name}, tensor {_shown(name)}"
+        if not isinstance(entry, dict):
+            raise DataError(f"{where}: its header entry is no record")
+        label, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        if not isinstance(label, str) or label not in _DTYPES:
+            raise DataError(f"{where}: dtype {_shown(label)} is not one of {', '.join(_DTYPES)}")
+        if not _are_counts(shape):
+            raise DataError(f"{where}: shape {_shown(shape)} is not a list of sizes")
+        if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise DataError(f"{where}: data_offsets {_shown(offsets)} are not a beginning and an end")
+        dtype = _DTYPES[label]
+        needed, given = prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
+        if needed != given:
+            raise DataError(f"{where}: {label} of shape {shape} takes {needed:,} bytes, and it has {given:,}")
+        if self._data_start + offsets[1] > self._source.size:
+            raise DataError(
+                f"{where}: it ends at byte {self._data_start + offsets[1]:,} of a file of "
+                f"{self._source.size:,}: the file is truncated; fetch it again"
+            )
+        return TensorInfo(dtype, tuple(shape), given), offsets[0]
+
+    def _refuse_overlaps(self) -> None:
+        filled = [
+            (start, start + self.infos[name].num_bytes, name)
+            for name, start in self._places.items()
+            if self.infos[name].num_bytes
+        ]
+        filled.sort()
+        for (_, end, one), (start, _, other) in pairwise(filled):
+            if start < end:
+                raise DataError(f"{self.name}: tensors {_shown(one)} and {_shown(other)} share bytes")
+
+
+@final
+class Pickled(TensorFile):
+    """An old `pytorch_model.bin`: plain data only, mapped and not read where its format allows that.
+
+    Args:
+        path: the file.
+
+    Raises:
+        DataError: it holds anything but tensors by name, or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._tensors = self._load(path)
+        self.infos = {
+            name: TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size())
+            for name, tensor in self._tensors.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """A tensor."""
+        return self._tensors[name]
+
+    def _load(self, path: Path) -> dict[str, Tensor]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of pickles that are refused anyway
+                # Only the newer of torch's two formats, a zip archive, can be mapped.
+                found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        except pickle.UnpicklingError as error:
+            raise DataError(
+                f"{path}: refused without running it: it holds more than tensors "
+                f"({str(error).splitlines()[0][:200]}); get the model as safetensors"
+            ) from None
+        except (OSError, RuntimeError, ValueError, EOFError, KeyError, AttributeError) as error:
+            raise DataError(
+                f"{path}: not a readable torch file: {str(error).splitlines()[0][:200]}"
+            ) from None
+        if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
+            found = found["state_dict"]
+        if not isinstance(found, dict):
+            raise DataError(f"{path}: it holds a {type(found).__name__} and no tensors by name")
+        for name, tensor in found.items():
+            if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                raise DataError(f"{path}: {_shown(name)} is a {type(tensor).__name__} and no tensor")
+        return found
+
+
+@final
+class Tensors:
+    """All tensors of a checkpoint, in one file or several.
+
+    Args:
+        name: of the checkpoint, for messages.
+        files: by the name of every tensor, the file that holds it.
+    """
+
+    def __init__(self, name: str, files: Mapping[str, TensorFile]) -> None:
+        self.name = name
+        self._files = dict(files)
+        self.infos = {tensor: file.infos[tensor] for tensor, file in self._files.items()}
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        return self._files[name].read(name)
+
+    def where(self, name: str) -> str:
+        """The name of the file that holds a tensor, for messages."""
+        return self._files[name].name
+
+
+def open_tensors(path: Path) -> Tensors:
+    """The tensors of a folder in Hugging Face's layout, or of one file.
+
+    Args:
+        path: a folder with `model.safetensors` or `pytorch_model.bin`, whole or in shards with an index;
+            or a `.safetensors`, `.bin`, `.pt` or `.pth` file.
+
+    Raises:
+        DataError: none of these, a shard that is missing, or a file that is damaged.
+    """
+    if path.is_file():
+        return _of_one(_open_file(path))
+    if not path.is_dir():
+        raise DataError(f"{path}: there is no such file or folder")
+    for index, whole in ((_SAFETENSORS_INDEX, _SAFETENSORS), (_PICKLED_INDEX, _PICKLED)):
+        if (path / index).is_file():
+            content = LocalBytes(path / index)
+            return from_index(
+                read_json(content), str(path / index), str(path), lambda shard: _open_file(path / shard)
+            )
+        if (path / whole).is_file():
+            return _of_one(_open_file(path / whole))
+    raise DataError(
+        f"{path}: no {_SAFETENSORS}, {_SAFETENSORS_INDEX}, {_PICKLED} or {_PICKLED_INDEX} in it: "
+        "is this the folder of a checkpoint?"
+    )
+
+
+def from_index(
+    index: Mapping[str, Any], where: str, name: str, open_shard: Callable[[str], TensorFile]
+) -> Tensors:
+    """The tensors that an index spreads over shards.
+
+    Args:
+        index: the record; its `weight_map` gives each tensor's shard.
+        where: the index file, for messages.
+        name: of the checkpoint, for messages.
+        open_shard: opens a shard of the folder by its name.
+
+    Raises:
+        DataError: an index that is not one, that leads out of its folder, or that promises what a shard
+            does not hold.
+    """
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise DataError(f"{where}: it has no weight_map from tensors to files")
+    files: dict[str, TensorFile] = {}
+    for tensor, shard in places.items():
+        if not isinstance(shard, str) or not _stays_in_folder(shard):
+            raise DataError(
+                f"{where}: tensor {_shown(tensor)} is in {_shown(shard)}, which is no file beside it"
+            )
+        if shard not in files:
+            files[shard] = open_shard(shard)
+        if tensor not in files[shard].infos:
+            raise DataError(f"{where}: {shard} does not hold tensor {_shown(tensor)}")
+    for shard, file in files.items():
+        if unlisted := [tensor for tensor in file.infos if places.get(tensor) != shard]:
+            raise DataError(
+                f"{where}: {shard} holds tensor {_shown(unlisted[0])}, which is not listed for it"
+            )
+    return Tensors(name, {tensor: files[shard] for tensor, shard in places.items()})
+
+
+def read_json(source: Bytes) -> dict[str, Any]:
+    """The record in a JSON file.
+
+    Raises:
+        DataError: it is no JSON record, or nested without end.
+    """
+    if source.size > _LONGEST_JSON:
+        raise DataError(f"{source.name}: {source.size:,} bytes are too many for a file of settings")
+    return _parsed(source.read(0, source.size), source.name)
+
+
+def _parsed(content: bytes | bytearray, where: str) -> dict[str, Any]:
+    def refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DataError(f"{where}: {_shown(twice)} stands there twice")
+        return found
+
+    try:
+        record = json.loads(content, object_pairs_hook=refuse_twins)
+    except RecursionError:
+        raise DataError(f"{where}: its JSON is nested too deeply") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise DataError(f"{where}: not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: a JSON record was expected, not a {type(record).__name__}")
+    return record
+
+
+def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
+    """Where a safetensors file's data begin, and its header."""
+    if source.size < 8:
+        raise DataError(f"{source.name}: {source.size} bytes are no safetensors file; fetch it again")
+    (length,) = struct.unpack("<Q", source.read(0, 8))
+    if length > source.size - 8:
+        raise DataError(
+            f"{source.name}: its header should have {length:,} bytes, and the file has {source.size:,}: "
+            "it is truncated or no safetensors file; fetch it again"
+        )
+    if length > _LONGEST_HEADER:
+        raise DataError(f"{source.name}: a header of {length:,} bytes is past {_LONGEST_HEADER:,}")
+    return 8 + length, _parsed(source.read(8, length), source.name)
+
+
+def _open_file(path: Path) -> TensorFile:
+    if not path.is_file():
+        raise DataError(f"{path}: this file is missing: fetch it again")
+    return Safetensors(LocalBytes(path)) if path.suffix == ".safetensors" else Pickled(path)
+
+
+def _of_one(file: TensorFile) -> Tensors:
+    return Tensors(file.name, dict.fromkeys(file.infos, file))
+
+
+def _stays_in_folder(name: str) -> bool:
+    """Whether a name is that of a file in the same folder or below, on any system."""
+    return bool(name) and all(
+        not path.is_absolute() and not path.drive and ".." not in path.parts
+        for path in (PurePosixPath(name), PureWindowsPath(name))
+    )
+
+
+def _are_counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
+    )
+
+
+def _shown(value: object) -> str:
+    """A value from a file, short and in one line."""
+    text = json.dumps(value, ensure_ascii=True, default=str) if not isinstance(value, str) else value
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= 120 else text[:117] + "…"

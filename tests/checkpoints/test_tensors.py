@@ -1,0 +1,256 @@
+"""Tensors by name: what the format's own writer wrote, and files that lie."""
+
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from triptych.checkpoints.tensors import LocalBytes, open_tensors, read_json
+from triptych.errors import DataError
+
+TENSORS = {
+    "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "b.weight": torch.randn(4, 5, dtype=torch.float64),
+    "half": torch.randn(7).half(),
+    "brain": torch.randn(3, 1, 2).bfloat16(),
+    "eight": torch.randn(4).to(torch.float8_e4m3fn),
+    "ids": torch.tensor([[1, -2]]),
+    "flags": torch.tensor([True, False]),
+    "number": torch.tensor(3.0),
+    "none": torch.zeros(0, 4),
+}
+
+
+def written(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+def bare(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def entry(start: int, end: int, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
+def assert_holds(path: Path, expected: dict[str, Tensor]) -> None:
+    found = open_tensors(path)
+    assert set(found.infos) == set(expected)
+    for name, tensor in expected.items():
+        info, read = found.infos[name], found.read(name)
+        assert (info.dtype, info.shape) == (tensor.dtype, tuple(tensor.shape))
+        assert info.num_bytes == tensor.numel() * tensor.element_size()
+        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(read.float(), tensor.float())
+
+
+def test_a_safetensors_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_holds(tmp_path, TENSORS)
+    assert_holds(tmp_path / "model.safetensors", TENSORS)
+
+
+def test_only_the_bytes_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"big": torch.zeros(1000, 1000), "small": torch.ones(3)}, tmp_path / "model.safetensors")
+    read = 0
+    original = LocalBytes.read
+
+    def counted(self: LocalBytes, start: int, length: int) -> bytearray:
+        nonlocal read
+        read += length
+        return original(self, start, length)
+
+    monkeypatch.setattr(LocalBytes, "read", counted)
+    assert open_tensors(tmp_path).read("small").tolist() == [1, 1, 1]
+    assert read < 1000
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_an_old_torch_file_is_read(tmp_path: Path, zipped: bool) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    tensors = {name: tensor for name, tensor in TENSORS.items() if zipped or name != "eight"}  # newer than it
+    torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
+    assert_holds(tmp_path, tensors)
+    torch.save({"state_dict": tensors, "epoch": 3}, path)
+    assert_holds(path, tensors)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_shards_are_put_together(tmp_path: Path, kind: str) -> None:
+    stem = "model" if kind == "safetensors" else "pytorch_model"
+    shards = [dict(list(TENSORS.items())[:4]), dict(list(TENSORS.items())[4:])]
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"{stem}-0000{number}-of-00002.{kind}"
+        if kind == "safetensors":
+            save_file(shard, tmp_path / name)
+        else:
+            torch.save(shard, tmp_path / name)
+        index |= dict.fromkeys(shard, name)
+    (tmp_path / f"{stem}.{kind}.index.json").write_text(json.dumps({"weight_map": index}))
+    assert_holds(tmp_path, TENSORS)
+
+
+# Files that lie. Each is refused in one line that names the file.
+
+HEADERS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "empty": (lambda p: bare(p, b""), "0 bytes are no safetensors file"),
+    "seven bytes": (lambda p: bare(p, b"\0" * 7), "7 bytes are no safetensors file"),
+    "no header": (lambda p: bare(p, b"\0" * 8), "not JSON"),
+    "length past the end": (lambda p: written(p, {}, length=1 << 40), "header should have 1,099,511,627,776"),
+    "length of all ones": (lambda p: written(p, {}, length=(1 << 64) - 1), "header should have"),
+    "not JSON": (lambda p: written(p, b"{nonsense"), "not JSON"),
+    "not text": (lambda p: written(p, b"\xff\xfe\xfd"), "not JSON"),
+    "a list": (lambda p: written(p, []), "record was expected, not a list"),
+    "nested": (lambda p: written(p, b"[" * 100_000), "nested too deeply"),
+    "nested record": (lambda p: written(p, b'{"a":' * 100_000 + b"1" + b"}" * 100_000), "nested too deeply"),
+    "twins": (lambda p: written(p, b'{"a": {}, "a": {}}'), "a stands there twice"),
+    "entry no record": (lambda p: written(p, {"a": 3}), "tensor a: its header entry is no record"),
+    "unknown dtype": (
+        lambda p: written(p, {"a": entry(0, 4, dtype="F31")}, bytes(4)),
+        "dtype F31 is not one of",
+    ),
+    "dtype a list": (lambda p: written(p, {"a": entry(0, 4, dtype=["F32"])}, bytes(4)), "is not one of"),
+    "negative size": (lambda p: written(p, {"a": entry(0, 4, shape=[-1])}, bytes(4)), "not a list of sizes"),
+    "size a fraction": (
+        lambda p: written(p, {"a": entry(0, 4, shape=[1.0])}, bytes(4)),
+        "not a list of sizes",
+    ),
+    "size true": (lambda p: written(p, {"a": entry(0, 4, shape=[True])}, bytes(4)), "not a list of sizes"),
+    "negative offset": (lambda p: written(p, {"a": entry(-4, 0)}, bytes(4)), "not a beginning and an end"),
+    "backwards": (lambda p: written(p, {"a": entry(4, 0)}, bytes(4)), "not a beginning and an end"),
+    "one offset": (
+        lambda p: written(p, {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}, bytes(4)),
+        "not a beginning and an end",
+    ),
+    "past the end": (
+        lambda p: written(p, {"a": entry(0, 8, shape=[2])}, bytes(4)),
+        "truncated; fetch it again",
+    ),
+    "too many bytes": (lambda p: written(p, {"a": entry(0, 8)}, bytes(8)), "takes 4 bytes, and it has 8"),
+    "huge shape": (
+        lambda p: written(p, {"a": entry(0, 4, shape=[1 << 40, 1 << 40])}, bytes(4)),
+        "takes 4,835,703,278,458,516,698,824,704 bytes",
+    ),
+    "overlapping": (
+        lambda p: written(p, {"a": entry(0, 8, shape=[2]), "b": entry(4, 8)}, bytes(8)),
+        "tensors a and b share bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_header_that_lies_is_refused(tmp_path: Path, case: str) -> None:
+    write, reason = HEADERS[case]
+    write(tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match=r"model\.safetensors") as refusal:
+        open_tensors(tmp_path)
+    assert reason in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_file_that_shrinks_behind_our_back_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(100)}, path)
+    found = open_tensors(path)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(DataError, match="truncated"):
+        found.read("a")
+
+
+class Malice:
+    """Would leave a file behind if it were run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, zipped: bool) -> None:
+    trace = tmp_path / "it ran"
+    torch.save({"a": Malice(trace)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(DataError, match="refused without running it"):
+        open_tensors(tmp_path)
+    assert not trace.exists()
+
+
+def test_a_bare_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+    trace = tmp_path / "it ran"
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Malice(trace)))
+    with pytest.raises(DataError, match=r"pytorch_model\.bin"):
+        open_tensors(tmp_path)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("content", [[torch.zeros(1)], {"a": 3}, {3: torch.zeros(1)}], ids=str)
+def test_a_torch_file_without_named_tensors_is_refused(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(DataError, match=r"pytorch_model\.bin"):
+        open_tensors(tmp_path)
+
+
+def test_a_torch_file_cut_short_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(TENSORS, path)
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(DataError, match=r"pytorch_model\.bin"):
+        open_tensors(tmp_path)
+
+
+INDEXES: dict[str, tuple[Any, str]] = {
+    "no map": ({}, "has no weight_map"),
+    "empty map": ({"weight_map": {}}, "has no weight_map"),
+    "map a list": ({"weight_map": ["a"]}, "has no weight_map"),
+    "up": ({"weight_map": {"a": "../secret.safetensors"}}, "which is no file beside it"),
+    "up in the middle": ({"weight_map": {"a": "x/../../secret.safetensors"}}, "which is no file beside it"),
+    "up, backwards": ({"weight_map": {"a": "..\\secret.safetensors"}}, "which is no file beside it"),
+    "absolute": ({"weight_map": {"a": "/etc/passwd"}}, "which is no file beside it"),
+    "a drive": ({"weight_map": {"a": "C:\\secret.safetensors"}}, "which is no file beside it"),
+    "nothing": ({"weight_map": {"a": ""}}, "which is no file beside it"),
+    "a number": ({"weight_map": {"a": 3}}, "which is no file beside it"),
+    "missing shard": ({"weight_map": {"a": "other.safetensors"}}, "this file is missing"),
+    "missing tensor": ({"weight_map": {"z": "one.safetensors"}}, "does not hold tensor z"),
+    "unlisted tensor": ({"weight_map": {"a": "one.safetensors"}}, "tensor b, which is not listed"),
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_an_index_that_lies_is_refused(tmp_path: Path, case: str) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    save_file({"a": torch.zeros(1)}, tmp_path / "secret.safetensors")
+    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, folder / "one.safetensors")
+    index, reason = INDEXES[case]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError) as refusal:
+        open_tensors(folder)
+    assert reason in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_folder_without_a_checkpoint_says_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no model\.safetensors"):
+        open_tensors(tmp_path)
+    with pytest.raises(DataError, match="no such file or folder"):
+        open_tensors(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000, b"nonsense", b"\xff", b"[1]", b""])
+def test_settings_that_are_no_record_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"config\.json"):
+        read_json(LocalBytes(path))
