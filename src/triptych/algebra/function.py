@@ -1,0 +1,328 @@
+"""What an attention layer computes, written out: its maps, and what stands between them and the softmax.
+
+`AttentionWeights` says what may be done to a layer; with a `Scoring` beside it there is everything to
+compute its output, slowly and in any dtype. That is how a reading of a checkpoint is checked against the
+model that wrote it, and a rewrite against the original.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from triptych.algebra.weights import AttentionWeights, Chain, Side
+
+Pairing = Literal["halves", "interleaved"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class HeadNorm:
+    """A normalisation between a map and what reads it.
+
+    Attributes:
+        eps: added to the mean square.
+        gain: `[width]`, or `[heads, width]` for a gain of each head's own; None for 1.
+        shift: like `gain`; None for 0.
+        centred: whether the mean is taken off first (LayerNorm), or not (RMSNorm).
+        over: "head": each head by itself; "all heads": over the channels of all heads side by side, the gain
+            `[heads · width]`.
+        channels: how many channels are normalised, the first ones; all if None.
+    """
+
+    eps: float
+    gain: Tensor | None = None
+    shift: Tensor | None = None
+    centred: bool = False
+    over: Literal["head", "all heads"] = "head"
+    channels: int | None = None
+
+    def __call__(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
+        """Normalise."""
+        if self.channels is not None and self.channels < x.shape[-1]:
+            first, rest = x[..., : self.channels], x[..., self.channels :]
+            return torch.cat([self._normalised(first), rest], dim=-1)
+        return self._normalised(x)
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        if self.over == "all heads":
+            joined = x.transpose(1, 2).flatten(2)
+            normal = self._scaled(joined, self.gain, self.shift)
+            return normal.reshape(*normal.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
+        return self._scaled(x, _per_head(self.gain), _per_head(self.shift))
+
+    def _scaled(self, x: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
+        if self.centred:
+            x = x - x.mean(dim=-1, keepdim=True)
+        x = x / (x.square().mean(dim=-1, keepdim=True) + self.eps).sqrt()
+        if gain is not None:
+            x = x * gain.to(x.dtype)
+        return x if shift is None else x + shift.to(x.dtype)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """Rotary positions: plane f of a query or key at position m is turned by m θ_f.
+
+    Attributes:
+        frequencies: θ_f, one a plane.
+        pairing: "halves" pairs channel f with f + number of planes, "interleaved" 2f with 2f + 1.
+        start: the first channel of a head that is turned; the planes follow it.
+        factor: what turned channels are multiplied by (YaRN's attention factor).
+
+    Source: Su et al. 2021, arXiv 2104.09864; Peng et al. 2023, arXiv 2309.00071.
+    """
+
+    frequencies: Float[Tensor, " planes"]
+    pairing: Pairing = "halves"
+    start: int = 0
+    factor: float = 1.0
+
+    def __call__(
+        self, x: Float[Tensor, "batch heads length width"], positions: Int[Tensor, " length"]
+    ) -> Tensor:
+        """Turn."""
+        planes = len(self.frequencies)
+        end = self.start + 2 * planes
+        before, turned, after = x[..., : self.start], x[..., self.start : end], x[..., end:]
+        angles = positions.double()[:, None] * self.frequencies.double()
+        cos, sin = ((f * self.factor).to(x.dtype) for f in (angles.cos(), angles.sin()))
+        if self.pairing == "halves":
+            a, b = turned[..., :planes], turned[..., planes:]
+            turned = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+        else:
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+        return torch.cat([before, turned, after], dim=-1)
+
+
+class ScoreBias(ABC):
+    """Numbers added to the scaled scores."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        q: Float[Tensor, "batch heads query_len d_k"],
+        k: Float[Tensor, "batch heads key_len d_k"],
+        query_positions: Int[Tensor, " query_len"],
+        key_positions: Int[Tensor, " key_len"],
+    ) -> Tensor:
+        """What is added, broadcasting to `[batch, heads, query_len, key_len]`."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Slopes(ScoreBias):
+    """ALiBi: a head's slope times how far the key lies from the query, taken off.
+
+    Source: Press, Smith & Lewis 2022, arXiv 2108.12409.
+    """
+
+    slopes: Float[Tensor, " heads"]
+
+    def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """−slope · |i − j|."""
+        distance = (query_positions[:, None] - key_positions).abs()
+        return -self.slopes.to(q.dtype)[:, None, None] * distance.to(q.dtype)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class DistanceTable(ScoreBias):
+    """T5's: a learned number for each head and bucket of distances.
+
+    Attributes:
+        table: `[buckets, heads]`.
+        both_ways: whether keys after the query have buckets of their own, half of them.
+        max_distance: from where on all distances share the last bucket.
+
+    Source: Raffel et al. 2020, arXiv 1910.10683, section 2.1.
+    """
+
+    table: Float[Tensor, "buckets heads"]
+    both_ways: bool
+    max_distance: int
+
+    def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """The table's entry for each distance."""
+        distance = key_positions - query_positions[:, None]
+        return self.table.to(q.dtype)[self._buckets(distance)].permute(2, 0, 1)
+
+    def _buckets(self, distance: Tensor) -> Tensor:
+        buckets, first = len(self.table), torch.zeros_like(distance)
+        if self.both_ways:
+            buckets //= 2
+            first = (distance > 0) * buckets
+            distance = distance.abs()
+        else:
+            distance = (-distance).clamp(min=0)
+        # Half of them count one by one, the others in equal ratios. In float32, as those who trained it did.
+        exact = buckets // 2
+        ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        far = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
+        return first + torch.where(distance < exact, distance, far)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Disentangled(ScoreBias):
+    """DeBERTa's: scores of content with the distance, and of the distance with content.
+
+    Attributes:
+        keys: of the distances, `[heads, 2 · span, d_k]`, read by queries; None if they are not.
+        queries: of the distances, likewise, reading keys; None if they do not.
+        span: number of buckets to each side.
+        max_distance: the longest distance that has a bucket of its own kind; buckets are exact if None.
+        scale: of both products.
+
+    Source: He et al. 2021, arXiv 2006.03654, equation 4; buckets: github.com/microsoft/DeBERTa.
+    """
+
+    keys: Tensor | None
+    queries: Tensor | None
+    span: int
+    max_distance: int | None
+    scale: float
+
+    def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Both parts."""
+        distance = self._bucketed(query_positions[:, None] - key_positions)
+        shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        total = torch.zeros(shape, dtype=q.dtype)
+        if self.keys is not None:
+            place = (distance + self.span).clamp(0, 2 * self.span - 1)
+            total = total + (q @ self.keys.to(q.dtype).mT).gather(-1, place.expand(shape))
+        if self.queries is not None:
+            place = (self.span + distance).clamp(0, 2 * self.span - 1).mT
+            of_keys = (k @ self.queries.to(q.dtype).mT).gather(
+                -1, place.expand(*shape[:2], shape[3], shape[2])
+            )
+            total = total + of_keys.mT
+        return total * self.scale
+
+    def _bucketed(self, distance: Tensor) -> Tensor:
+        if self.max_distance is None:
+            return distance
+        middle = self.span // 2
+        far = distance.abs().clamp(min=middle).float()
+        ratio = torch.log(far / middle) / math.log((self.max_distance - 1) / middle)
+        bucket = (torch.ceil(ratio * (middle - 1)) + middle).long() * distance.sign()
+        return torch.where(distance.abs() <= middle, distance, bucket)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """What a layer does besides its maps.
+
+    Attributes:
+        rotation: of queries and keys; None if there is none.
+        bias: added to the scaled scores; None if nothing is.
+        q_norm: of the queries, before they are turned; likewise `k_norm`.
+        norm_after_rotation: whether queries and keys are normalised after they are turned instead.
+        between: of a side's chain, the normalisation between its first and second map.
+        soft_cap: c where scores s become c · tanh(s / c); None if they do not.
+        sinks: a score for each head that takes part in the softmax and moves nothing; None without.
+        window: how many keys up to its own position a query sees, at most; None for all.
+        clip: what queries, keys and values are clipped to, ±; None if they are not.
+    """
+
+    rotation: Rotation | None = None
+    bias: ScoreBias | None = None
+    q_norm: HeadNorm | None = None
+    k_norm: HeadNorm | None = None
+    norm_after_rotation: bool = False
+    between: dict[Side, HeadNorm] = field(default_factory=dict)
+    soft_cap: float | None = None
+    sinks: Float[Tensor, " heads"] | None = None
+    window: int | None = None
+    clip: float | None = None
+
+
+def attend(
+    weights: AttentionWeights,
+    scoring: Scoring,
+    x: Float[Tensor, "batch query_len d_model"],
+    memory: Float[Tensor, "batch key_len d_memory"] | None = None,
+    mask: Bool[Tensor, "..."] | None = None,
+) -> Float[Tensor, "batch query_len d_out"]:
+    """The output of a layer, step by step, in the dtype of its maps.
+
+    Args:
+        weights: the maps; of their traits only `kind` counts here: "causal" hides what comes later.
+        scoring: the rest.
+        x: what queries are made of; keys and values too without a memory.
+        memory: what keys and values are made of.
+        mask: True = may attend, broadcasts to `[batch, heads, query_len, key_len]`.
+    """
+    y = x if memory is None else memory
+    q = _through(weights, scoring, "q", x)
+    k, v = _through(weights, scoring, "k", y), _through(weights, scoring, "v", y)
+    query_positions, key_positions = (torch.arange(t.shape[2]) for t in (q, k))
+    if scoring.clip is not None:
+        q, k, v = (t.clamp(-scoring.clip, scoring.clip) for t in (q, k, v))
+
+    def normalised(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            q if scoring.q_norm is None else scoring.q_norm(q),
+            k if scoring.k_norm is None else scoring.k_norm(k),
+        )
+
+    if not scoring.norm_after_rotation:
+        q, k = normalised(q, k)
+    if scoring.rotation is not None:
+        q, k = scoring.rotation(q, query_positions), scoring.rotation(k, key_positions)
+    if scoring.norm_after_rotation:
+        q, k = normalised(q, k)
+    k, v = (t.repeat_interleave(weights.num_heads // t.shape[1], dim=1) for t in (k, v))
+    scores = q @ k.mT * weights.scale
+    if scoring.bias is not None:
+        scores = scores + scoring.bias(q, k, query_positions, key_positions)
+    if scoring.soft_cap is not None:
+        scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
+    scores = scores.masked_fill(~_visible(weights, scoring, query_positions, key_positions, mask), -math.inf)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        p = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        p = scores.softmax(dim=-1)
+    mixed = p @ v
+    for link in weights.o:
+        mixed = link.of_heads(weights.num_heads)(mixed)
+    out = mixed.sum(dim=1)
+    return out if weights.o_bias is None else out + weights.o_bias
+
+
+def _through(weights: AttentionWeights, scoring: Scoring, side: Side, x: Tensor) -> Tensor:
+    """A side's chain applied, `[batch, copies, length, width]`."""
+    chain: Chain = weights.chain(side)
+    x = x[:, None].to(weights.dtype)
+    for place, link in enumerate(chain):
+        if x.shape[1] not in (1, link.copies):
+            x = x.repeat_interleave(max(1, link.copies // x.shape[1]), dim=1)
+        x = link.of_heads(max(link.copies, x.shape[1]))(x)
+        if place == 0 and side in scoring.between:
+            x = scoring.between[side](x)
+    return x
+
+
+def _visible(
+    weights: AttentionWeights, scoring: Scoring, queries: Tensor, keys: Tensor, mask: Tensor | None
+) -> Tensor:
+    seen = torch.ones(1, 1, len(queries), len(keys), dtype=torch.bool)
+    behind = queries[:, None] - keys
+    if weights.traits.kind == "causal":
+        seen = seen & (behind >= 0)
+    if scoring.window is not None:
+        seen = seen & (behind < scoring.window)
+    return seen if mask is None else seen & mask
+
+
+def _per_head(numbers: Tensor | None) -> Tensor | None:
+    """`[heads, width]` as it is multiplied with `[batch, heads, length, width]`."""
+    return numbers[:, None] if numbers is not None and numbers.ndim == 2 else numbers

@@ -1,0 +1,290 @@
+"""Families of architectures, one TOML file each: where its attention lies, and how it is written.
+
+A family file says nothing that its configurations say; where something depends on the configuration it
+holds an expression (`settings`). `--family my.toml` gives one more.
+"""
+
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from triptych.errors import DataError, UsageError
+
+_FOLDER = files("triptych.checkpoints") / "families"
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@final
+class Choice(_Spec):
+    """A value under a condition.
+
+    Attributes:
+        when: a condition; always if empty.
+        value: an expression.
+    """
+
+    when: str = ""
+    value: str
+
+
+@final
+class NormSpec(_Spec):
+    """The norm whose output the attention reads.
+
+    Attributes:
+        at: its module.
+        kind: LayerNorm or RMSNorm.
+        place: "pre"; "post" where it follows the residual sum; "sandwich" where there is one on both sides.
+        offset: what the stored gain is relative to.
+        when: on what condition it is there.
+    """
+
+    at: str = ""
+    kind: Literal["layer", "rms"] = "layer"
+    place: Literal["pre", "post", "sandwich"] = "pre"
+    offset: float = 0.0
+    when: str = ""
+
+
+@final
+class HeadNormSpec(_Spec):
+    """Norms of queries and keys (QK-norm).
+
+    Attributes:
+        q: module within the attention; with "{head}" one for each head. Likewise `k`.
+        kind: LayerNorm or RMSNorm.
+        over: each head by itself, or the channels of all heads side by side.
+        eps: an expression.
+        offset: what the stored gain is relative to.
+        when: on what condition they are there.
+        after_rotation: whether they follow the rotation.
+    """
+
+    q: str
+    k: str
+    kind: Literal["layer", "rms"] = "rms"
+    over: Literal["head", "all heads"] = "head"
+    eps: str = "rms_norm_eps | 1e-6"
+    offset: float = 0.0
+    when: str = ""
+    after_rotation: bool = False
+
+
+@final
+class PositionSpec(_Spec):
+    """How positions are told apart, on a condition.
+
+    Attributes:
+        kind: of positions.
+        when: on what condition; the first position of a list whose condition holds counts.
+        pairing: of rotary channels.
+        width: channels turned; all of a head if empty. `start` is the first of them.
+        share: of the width that is turned, rounded down to whole planes.
+        base: of the frequencies.
+        scaling: paths of the record that scales them; the first that is one.
+        slopes: how ALiBi's are found: as its authors do, or as MPT does.
+        times: what the slopes are multiplied by; "scale" for what the scores are.
+        table: the tensor of a distance table; of the first layer, for all, with "{layer}" of each its own.
+        table_norm: the norm that a table of embeddings passes, if the configuration says so.
+        both_ways: whether distances have a sign.
+        max_distance: from where on they share a bucket.
+    """
+
+    kind: Literal[
+        "none", "sinusoidal", "learned", "rotary", "alibi", "distance table", "disentangled", "convolution"
+    ]
+    when: str = ""
+    pairing: Literal["halves", "interleaved"] = "halves"
+    width: str = ""
+    start: str = "0"
+    share: str = "rope_parameters.partial_rotary_factor | partial_rotary_factor | 1.0"
+    base: str = "rope_parameters.rope_theta | rope_theta | 10000.0"
+    scaling: tuple[str, ...] = ("rope_parameters", "rope_scaling")
+    slopes: Literal["authors", "mpt"] = "authors"
+    times: str = "1.0"
+    table: str = ""
+    table_norm: str = ""
+    both_ways: bool = True
+    max_distance: str = "relative_attention_max_distance | 128"
+
+
+@final
+class LatentSpec(_Spec):
+    """Keys and values out of a narrow latent, and queries perhaps too (DeepSeek).
+
+    Attributes:
+        q_down: modules within the attention; likewise the others. Queries have a single map where there is no
+            `q_rank`.
+        rank: of the latent of keys and values.
+        q_rank: of that of queries.
+        plain: channels of a head that are not turned.
+        turned: those that are; keys share one for all heads.
+        value: width of a head's values.
+        eps: of the norms of the latents.
+    """
+
+    q_down: str = "q_a_proj"
+    q_norm: str = "q_a_layernorm"
+    q_up: str = "q_b_proj"
+    kv_down: str = "kv_a_proj_with_mqa"
+    kv_norm: str = "kv_a_layernorm"
+    kv_up: str = "kv_b_proj"
+    rank: str = "kv_lora_rank"
+    q_rank: str = "q_lora_rank"
+    plain: str = "qk_nope_head_dim"
+    turned: str = "qk_rope_head_dim"
+    value: str = "v_head_dim"
+    eps: str = "1e-6"
+
+
+@final
+class AttentionSpec(_Spec):
+    """One kind of attention layer of a family.
+
+    Names of modules may hold {layer} and {inner}. A map's tensors are NAME.weight and NAME.bias; a name with
+    "*" has "weight" and "bias" in its place.
+
+    Attributes:
+        stack: "encoder", "decoder", "vision": for reports.
+        kind: where queries and keys come from.
+        when: on what condition of the configuration such layers exist; `layer_when` of a layer.
+        settings: path of the record in the configuration that this stack has for itself.
+        layers: how many there are; `inner` how many there are within each, one after the other.
+        at: the module of a layer's attention.
+        q: its map; likewise `k`, `v`, `o`.
+        qkv: one map to all three instead.
+        layout: of its rows: all queries, then all keys, then all values; or group by group of heads, the
+            queries of a group, its key, its value.
+        latent: keys and values through a latent instead.
+        transposed: whether maps are stored `[in, out]`.
+        heads: number of query heads; `groups` of key heads.
+        width: of queries and keys; `value_width` of values, if it is another.
+        scale: the scores are multiplied by 1/√ of this; "1" for nothing.
+        scale_times: what they are multiplied by besides.
+        norm: what is read; None without any.
+        head_norm: of queries and keys.
+        positions: the first that applies.
+        also_read_by: what else reads the norm's output, on conditions.
+        window: of keys that are seen.
+        soft_cap: of scores.
+        clip: of queries, keys and values.
+        sinks: tensor with a score a head.
+        known: tensors within the attention's module that are not maps, as patterns.
+    """
+
+    stack: str = "decoder"
+    kind: Literal["self", "causal", "cross"] = "causal"
+    when: str = ""
+    layer_when: str = ""
+    settings: str = ""
+    layers: str = "num_hidden_layers"
+    inner: str = "1"
+    at: str
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    o: str = "o_proj"
+    qkv: str = ""
+    layout: Literal["q k v", "by group"] = "q k v"
+    latent: LatentSpec | None = None
+    transposed: bool = False
+    heads: str = "num_attention_heads"
+    groups: tuple[Choice, ...] = (Choice(value="num_key_value_heads | num_attention_heads"),)
+    width: str = "head_dim | hidden_size / num_attention_heads"
+    value_width: str = ""
+    scale: str = ""
+    scale_times: tuple[Choice, ...] = ()
+    norm: tuple[NormSpec, ...] = ()
+    head_norm: HeadNormSpec | None = None
+    positions: tuple[PositionSpec, ...] = (PositionSpec(kind="rotary"),)
+    also_read_by: tuple[Choice, ...] = ()
+    window: tuple[Choice, ...] = ()
+    soft_cap: str = ""
+    clip: str = ""
+    sinks: str = ""
+    known: tuple[str, ...] = ()
+
+
+@final
+class Family(_Spec):
+    """An architecture family.
+
+    Attributes:
+        name: for people.
+        model_types: of configurations.
+        attention: its kinds of attention layers.
+        rest: tensors that look like attention by their names and are not, as patterns.
+    """
+
+    name: str
+    model_types: tuple[str, ...] = ()
+    attention: tuple[AttentionSpec, ...] = Field(min_length=1)
+    rest: tuple[str, ...] = ()
+
+
+def family_of(model_type: str) -> Family | None:
+    """The family that knows a configuration's `model_type`; None if there is none."""
+    return next((family for family in families() if model_type in family.model_types), None)
+
+
+@cache
+def families() -> tuple[Family, ...]:
+    """All families that come along."""
+    return tuple(_read_all())
+
+
+def read_family(path: Path) -> Family:
+    """A family file of a user's own.
+
+    Raises:
+        UsageError: it is not there, no TOML, or says something that a family does not have.
+    """
+    try:
+        record = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not TOML: {error}") from None
+    try:
+        return Family.model_validate(_expanded(record, path.stem))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{path}: {where}: {first['msg']}") from None
+    except DataError as error:
+        raise UsageError(str(error)) from None
+
+
+def _read_all() -> Iterator[Family]:
+    for entry in sorted(_FOLDER.iterdir(), key=lambda entry: entry.name):
+        if entry.name.endswith(".toml"):
+            yield Family.model_validate(
+                _expanded(tomllib.loads(entry.read_text(encoding="utf-8")), entry.name)
+            )
+
+
+def _expanded(record: dict[str, Any], where: str) -> dict[str, Any]:
+    """A record with `like = "NAME"` in its attention entries replaced by the first entry of that family."""
+    entries = record.get("attention")
+    if not isinstance(entries, list):
+        return record
+    return {**record, "attention": [_laid_over(entry, where) for entry in entries]}
+
+
+def _laid_over(entry: Any, where: str) -> Any:
+    if not isinstance(entry, dict) or "like" not in entry:
+        return entry
+    name, _, number = str(entry["like"]).partition("#")
+    path = _FOLDER / f"{name}.toml"
+    if not path.is_file():
+        raise DataError(f"{where}: there is no family {name} to be like")
+    other = _expanded(tomllib.loads(path.read_text(encoding="utf-8")), name)["attention"][int(number or 0)]
+    return {**other, **{key: value for key, value in entry.items() if key != "like"}}

@@ -1,0 +1,115 @@
+"""The frequencies of rotary positions, as configurations of Hugging Face describe them.
+
+Source: linear: Chen et al. 2023, arXiv 2306.15595; YaRN: Peng et al. 2023, arXiv 2309.00071; LongRoPE: Ding
+et al. 2024, arXiv 2402.13753; Llama 3: Dubey et al. 2024, arXiv 2407.21783; `modeling_rope_utils.py` of
+github.com/huggingface/transformers, version 5.23.0.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Frequencies(NamedTuple):
+    """How fast each plane turns.
+
+    Attributes:
+        per_position: radians a position, one a plane, float64.
+        factor: what turned channels are multiplied by.
+    """
+
+    per_position: Tensor
+    factor: float
+
+
+def frequencies(scaling: Mapping[str, Any], width: int, base: float, max_positions: int) -> Frequencies:
+    """The frequencies of `width` channels, for texts within the length that a model was first trained on.
+
+    Args:
+        scaling: "rope_type" (or "type") and its numbers; empty for none.
+        width: channels that are turned, even.
+        base: of the geometric row.
+        max_positions: the configuration's own, for ratios that it leaves open.
+
+    Raises:
+        ValueError: a kind that is not known, or a number that is missing.
+    """
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    plain = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    match kind:
+        # "dynamic" leaves texts within max_positions alone.
+        case "default" | "dynamic" | "proportional":
+            return Frequencies(plain, 1.0)
+        case "linear":
+            return Frequencies(plain / _number(scaling, "factor"), 1.0)
+        case "llama3":
+            return Frequencies(_llama3(scaling, plain), 1.0)
+        case "yarn":
+            return _yarn(scaling, plain, base, max_positions)
+        case "longrope" | "su":
+            return _longrope(scaling, plain, max_positions)
+    raise ValueError(f"rotary positions scaled as {kind!r} are not known here")
+
+
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """What YaRN multiplies scores' square roots by, to keep their entropy."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _llama3(scaling: Mapping[str, Any], plain: Tensor) -> Tensor:
+    factor, first = _number(scaling, "factor"), _number(scaling, "original_max_position_embeddings")
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    # Turns within the first length: many keep their frequency, few are slowed down, in between both.
+    turns = first * plain / (2 * math.pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return share * plain + (1 - share) * plain / factor
+
+
+def _yarn(scaling: Mapping[str, Any], plain: Tensor, base: float, max_positions: int) -> Frequencies:
+    first = _number(scaling, "original_max_position_embeddings", max_positions)
+    factor = _number(scaling, "factor", max_positions / first)
+    width = 2 * len(plain)
+
+    def plane_that_turns(times: float) -> float:
+        return width * math.log(first / (times * 2 * math.pi)) / (2 * math.log(base))
+
+    low = plane_that_turns(_number(scaling, "beta_fast", 32))
+    high = plane_that_turns(_number(scaling, "beta_slow", 1))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high = high + 0.001 if high == low else high
+    slowed = ((torch.arange(len(plain), dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        one, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        attention_factor = (
+            yarn_magnitude(factor, one) / yarn_magnitude(factor, all_dim)
+            if one and all_dim
+            else yarn_magnitude(factor)
+        )
+    return Frequencies(slowed * plain / factor + (1 - slowed) * plain, float(attention_factor))
+
+
+def _longrope(scaling: Mapping[str, Any], plain: Tensor, max_positions: int) -> Frequencies:
+    first = _number(scaling, "original_max_position_embeddings", max_positions)
+    factor = _number(scaling, "factor", max_positions / first)
+    short = scaling.get("short_factor")
+    if not isinstance(short, list) or len(short) != len(plain):
+        raise ValueError(f"rotary positions need a short_factor of {len(plain)} numbers")
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(first))
+    return Frequencies(plain / torch.tensor(short, dtype=torch.float64), float(attention_factor))
+
+
+def _number(scaling: Mapping[str, Any], name: str, otherwise: float | None = None) -> float:
+    value = scaling.get(name)
+    if value is None:
+        value = otherwise
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"rotary positions need a number {name}, not {value!r}")
+    return float(value)

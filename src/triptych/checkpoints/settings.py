@@ -1,0 +1,166 @@
+"""Values out of a configuration, by short expressions that a family file can hold.
+
+num_attention_heads                      a field
+rope_parameters.rope_theta | 10000       the first alternative that is there and not null
+hidden_size / num_attention_heads        a product or quotient
+layer_types[]                            the entry of this layer in a list
+layer_types[] == sliding_attention       a condition; also !=, <, >=, a bare field (true?), !field
+layer % 2 == 1                           a condition on the layer's number
+"""
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from triptych.errors import DataError
+
+_MISSING = object()
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">=": operator.ge,
+}
+
+
+@final
+class Settings:
+    """A configuration.
+
+    Args:
+        record: as read.
+        where: its file, for messages.
+    """
+
+    def __init__(self, record: Mapping[str, Any], where: str) -> None:
+        self.record, self.where = record, where
+
+    def below(self, path: str) -> "Settings":
+        """The record at a path; itself for "".
+
+        Raises:
+            DataError: there is none.
+        """
+        if not path:
+            return self
+        found = self._field(path, 0)
+        if not isinstance(found, dict):
+            raise DataError(f"{self.where}: {path} is not a record")
+        return Settings(found, f"{self.where}, {path}")
+
+    def value(self, expression: str, layer: int = 0) -> Any:
+        """What an expression gives, None if no alternative gives anything."""
+        for alternative in expression.split("|"):
+            found = self._product(alternative.strip(), layer)
+            if found is not _MISSING and found is not None:
+                return found
+        return None
+
+    def count(self, expression: str, layer: int = 0) -> int:
+        """A whole number of at least 1.
+
+        Raises:
+            DataError: it is missing or something else.
+        """
+        found = self.value(expression, layer)
+        if isinstance(found, float) and found.is_integer():
+            found = int(found)
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            raise DataError(
+                f"{self.where}: {expression} is {_said(found)}: a whole number of at least 1 is needed"
+            )
+        return found
+
+    def number(self, expression: str, layer: int = 0) -> float:
+        """A number.
+
+        Raises:
+            DataError: it is missing or something else.
+        """
+        found = self.value(expression, layer)
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise DataError(f"{self.where}: {expression} is {_said(found)}: a number is needed")
+        return float(found)
+
+    def holds(self, condition: str, layer: int = 0) -> bool:
+        """Whether a condition does; an empty one does."""
+        condition = condition.strip()
+        if not condition:
+            return True
+        if found := re.fullmatch(r"(.+?)\s*(==|!=|>=|<)\s*(.+)", condition):
+            left, sign, right = found.groups()
+            value = layer_number(left, layer)
+            value = self.value(left, layer) if value is None else value
+            wanted: Any = _literal(right)
+            if value is None or (isinstance(wanted, int) and not isinstance(value, int | float)):
+                return sign == "!="
+            return _COMPARISONS[sign](value, wanted)
+        if condition.startswith("!"):
+            return not self.value(condition[1:].strip(), layer)
+        return bool(self.value(condition, layer))
+
+    def _product(self, expression: str, layer: int) -> Any:
+        parts = re.split(r"\s+([*/])\s+", expression)
+        total = self._term(parts[0], layer)
+        for sign, part in zip(parts[1::2], parts[2::2], strict=True):
+            other = self._term(part, layer)
+            if not _are_numbers(total, other) or (sign == "/" and not other):
+                return _MISSING
+            if sign == "*":
+                total = total * other
+            else:
+                total = (
+                    total // other
+                    if isinstance(total, int) and isinstance(other, int) and not total % other
+                    else total / other
+                )
+        return total
+
+    def _term(self, term: str, layer: int) -> Any:
+        literal = _literal(term)
+        return literal if not isinstance(literal, str) else self._field(term, layer)
+
+    def _field(self, path: str, layer: int) -> Any:
+        found: Any = self.record
+        for name in path.split("."):
+            of_layer = name.endswith("[]")
+            name = name.removesuffix("[]")
+            if not isinstance(found, dict) or name not in found:
+                return _MISSING
+            found = found[name]
+            if of_layer:
+                if not isinstance(found, list) or layer >= len(found):
+                    return _MISSING
+                found = found[layer]
+        return found
+
+
+def layer_number(expression: str, layer: int) -> int | None:
+    """`layer` or `layer % N`, for a layer; None if the expression is another."""
+    if expression == "layer":
+        return layer
+    if found := re.fullmatch(r"layer\s*%\s*(\d+)", expression):
+        return layer % int(found[1])
+    return None
+
+
+def _literal(text: str) -> Any:
+    """A number for a number, true and false, else the text itself."""
+    text = text.strip()
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _said(value: Any) -> str:
+    return "missing" if value is None else repr(value)[:80]
