@@ -178,8 +178,8 @@ class Checkpoint:
         found = {match[1] for name in self.tensors.infos if (match := pattern.match(name))}
         if len(found) > 1:
             raise DataError(
-                f"{self.name}: {at} is there {len(found)} times, below {', '.join(sorted(found))}: which one is meant "
-                "cannot be told"
+                f"{self.name}: {at} is there {len(found)} times, below {', '.join(sorted(found))}: "
+                "which one is meant cannot be told"
             )
         return found.pop() if found else None
 
@@ -205,7 +205,7 @@ class Checkpoint:
                 strange.append(name)
         if strange:
             raise DataError(
-                f"{self.name}: {len(strange)} tensors look like attention and are in no layer that the family "
+                f"{self.name}: {len(strange)} tensors look like attention and are in no layer that "
                 f"{self.family.name} has: {', '.join(strange[:4])}{' …' if len(strange) > 4 else ''}"
             )
         for site in self.sites:
@@ -287,7 +287,7 @@ class _Reader:
             o_bias=o_bias,
             norm=norm,
         )
-        slots = {side for side in ("q", "k", "v") if weights.chain(side)[-1].bias is not None}  # type: ignore[arg-type]
+        slots = {side for side in ("q", "k", "v") if weights.chain(side)[-1].bias is not None}
         slots |= {"o"} if o_bias is not None else set()
         traits = Traits(
             kind=self.site.kind,
@@ -339,8 +339,10 @@ class _Reader:
             return q, k, v
         rows = heads // groups
         parts = joined.unflatten(0, (groups, rows * width + width + value_width))  # type: ignore[no-untyped-call]
-        q, k, v = parts.split([rows * width, width, value_width], dim=1)
-        return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        ends = rows * width, (rows + 1) * width
+        parted = parts[:, : ends[0]], parts[:, ends[0] : ends[1]], parts[:, ends[1] :]
+        q, k, v = (part.flatten(0, 1) for part in parted)
+        return q, k, v
 
     def _latent(self, heads: int) -> tuple[Chain, Chain, Chain, Chain, Tensor | None, Scoring]:
         spec = self.spec.latent
@@ -444,7 +446,7 @@ class _Reader:
         whole = settings.count(spec.width, layer) if spec.width else width
         turned = int(whole * settings.number(spec.share, layer)) // 2 * 2
         scaling = next((s for path in spec.scaling if isinstance(s := settings.value(path, layer), dict)), {})
-        longest = settings.value("max_position_embeddings | 2048", layer)
+        longest = settings.number("max_position_embeddings | 2048", layer)
         try:
             found = frequencies(scaling, turned, settings.number(spec.base, layer), longest)
         except ValueError as error:
@@ -531,7 +533,7 @@ class _Reader:
         )
         if not all_dim or kind == "default":
             return 1.0
-        return float(yarn_magnitude(scaling["factor"], all_dim)) ** 2
+        return yarn_magnitude(float(scaling["factor"]), float(all_dim)) ** 2
 
     def _chosen_text(self, choices: Sequence[Choice]) -> str:
         return next((c.value for c in choices if self.settings.holds(c.when, self.layer)), "")
@@ -595,7 +597,8 @@ class _Reader:
         tensor = self.checkpoint.tensors.read(name)
         if shape is not None and tuple(tensor.shape) != shape:
             raise DataError(
-                f"{self._where(name)}: shape {list(tensor.shape)}, where the configuration makes it {list(shape)}"
+                f"{self._where(name)}: shape {list(tensor.shape)}, "
+                f"where the configuration makes it {list(shape)}"
             )
         if not tensor.is_floating_point():
             raise DataError(

@@ -25,7 +25,7 @@ class Frequencies(NamedTuple):
     factor: float
 
 
-def frequencies(scaling: Mapping[str, Any], width: int, base: float, max_positions: int) -> Frequencies:
+def frequencies(scaling: Mapping[str, Any], width: int, base: float, max_positions: float) -> Frequencies:
     """The frequencies of `width` channels, for texts within the length that a model was first trained on.
 
     Args:
@@ -68,7 +68,7 @@ def _llama3(scaling: Mapping[str, Any], plain: Tensor) -> Tensor:
     return share * plain + (1 - share) * plain / factor
 
 
-def _yarn(scaling: Mapping[str, Any], plain: Tensor, base: float, max_positions: int) -> Frequencies:
+def _yarn(scaling: Mapping[str, Any], plain: Tensor, base: float, max_positions: float) -> Frequencies:
     first = _number(scaling, "original_max_position_embeddings", max_positions)
     factor = _number(scaling, "factor", max_positions / first)
     width = 2 * len(plain)
@@ -76,25 +76,25 @@ def _yarn(scaling: Mapping[str, Any], plain: Tensor, base: float, max_positions:
     def plane_that_turns(times: float) -> float:
         return width * math.log(first / (times * 2 * math.pi)) / (2 * math.log(base))
 
-    low = plane_that_turns(_number(scaling, "beta_fast", 32))
-    high = plane_that_turns(_number(scaling, "beta_slow", 1))
+    low = plane_that_turns(_number(scaling, "beta_fast", 32.0))
+    high = plane_that_turns(_number(scaling, "beta_slow", 1.0))
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
+    low, high = max(low, 0.0), min(high, width - 1.0)
     high = high + 0.001 if high == low else high
     slowed = ((torch.arange(len(plain), dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         one, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
         attention_factor = (
-            yarn_magnitude(factor, one) / yarn_magnitude(factor, all_dim)
+            yarn_magnitude(factor, float(one)) / yarn_magnitude(factor, float(all_dim))
             if one and all_dim
             else yarn_magnitude(factor)
         )
     return Frequencies(slowed * plain / factor + (1 - slowed) * plain, float(attention_factor))
 
 
-def _longrope(scaling: Mapping[str, Any], plain: Tensor, max_positions: int) -> Frequencies:
+def _longrope(scaling: Mapping[str, Any], plain: Tensor, max_positions: float) -> Frequencies:
     first = _number(scaling, "original_max_position_embeddings", max_positions)
     factor = _number(scaling, "factor", max_positions / first)
     short = scaling.get("short_factor")

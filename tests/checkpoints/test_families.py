@@ -1,0 +1,144 @@
+"""Every family, against the model that `transformers` makes of it: the outputs of its attention layers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from checkpoints.tiny_models import TINY
+from triptych.algebra.function import attend
+from triptych.checkpoints.checkpoint import Checkpoint, Site, open_checkpoint
+from triptych.checkpoints.family import families
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# Models that raise their scores to float32 for the softmax agree no better than that.
+TOLERANCE = 2e-6
+
+
+def made(name: str, folder: Path) -> Any:
+    """A tiny model, saved in the folder and loaded from there, in float64."""
+    tiny = TINY[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, tiny.config)(**tiny.settings)
+    model = getattr(transformers, tiny.model)(config)
+    with torch.no_grad():  # what begins as 0 or 1 would hide what is done with it
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    # Falcon's "eager" adds the bias of ALiBi twice (transformers 5.23).
+    how = {"attn_implementation": "sdpa" if name.startswith("falcon") else "eager"}
+    if hasattr(config, "num_local_experts") or hasattr(config, "n_routed_experts"):
+        how["experts_implementation"] = "eager"  # the others have no float64
+    return type(model).from_pretrained(folder, **how).double().eval()
+
+
+def inputs(model: Any) -> dict[str, Tensor]:
+    """Something for it to read."""
+    ids = torch.randint(3, 40, (2, 9))
+    kind = model.config.model_type
+    if kind in ("vit", "dinov2"):
+        return {"pixel_values": torch.randn(2, 3, 16, 16).double()}
+    if kind == "clip":
+        return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16).double()}
+    if kind == "wav2vec2":
+        return {"input_values": torch.randn(2, 80).double()}
+    if kind == "perceiver":
+        return {"inputs": torch.randn(2, 7, 16).double()}
+    if kind == "whisper":
+        return {"input_features": torch.randn(2, 8, 32).double(), "decoder_input_ids": ids}
+    if model.config.is_encoder_decoder:
+        return {"input_ids": ids, "decoder_input_ids": torch.randint(3, 40, (2, 6))}
+    if getattr(model.config, "add_cross_attention", False):
+        return {"input_ids": ids, "encoder_hidden_states": torch.randn(2, 7, 24).double()}
+    return {"input_ids": ids}
+
+
+def maps_of(site: Site, checkpoint: Checkpoint) -> tuple[str, str, str]:
+    """The modules that read the queries' input and the keys' input, and the one that gives the output."""
+    spec = site.spec
+    if spec.latent:
+        has_latent = f"{site.module}.{spec.latent.q_down}.weight" in checkpoint.tensors.infos
+        return (spec.latent.q_down if has_latent else spec.q), spec.latent.kv_down, spec.o
+    return spec.qkv or spec.q, spec.qkv or spec.k, spec.o
+
+
+def renamed(name: str) -> Iterator[str]:
+    """A module's name in the file, and as this version of `transformers` has it in memory."""
+    yield name
+    yield name.removeprefix("model.")
+    yield name.replace("language_model.model.", "model.language_model.")
+    yield f"model.{name}"
+    new = name.replace("attention.attention.query", "attention.q_proj").replace(
+        "attention.attention.key", "attention.k_proj"
+    )
+    new = new.replace("attention.output.dense", "attention.o_proj")
+    yield new
+    yield new.replace("encoder.layer.", "layers.")
+
+
+def module_of(model: nn.Module, name: str) -> nn.Module:
+    """The module that a tensor in the file belongs to."""
+    modules = dict(model.named_modules())
+    for candidate in renamed(name):
+        if candidate in modules:
+            return modules[candidate]
+    ends = [own for own in modules if own and (own.endswith(f".{name}") or name.endswith(f".{own}"))]
+    assert ends, f"no module {name} among {[m for m in modules if 'att' in m][:6]}"
+    return modules[max(ends, key=len)]
+
+
+def overheard(model: nn.Module, checkpoint: Checkpoint) -> dict[tuple[str, str], Tensor]:
+    """What goes into and comes out of every attention layer."""
+    heard: dict[tuple[str, str], Tensor] = {}
+
+    def listen(site: Site, part: str) -> Any:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+            heard.setdefault((site.module, part), output if part == "out" else arguments[0])
+
+        return hook
+
+    for site in checkpoint.sites:
+        for part, name in zip(("x", "memory", "out"), maps_of(site, checkpoint), strict=True):
+            module_of(model, f"{site.module}.{name}").register_forward_hook(listen(site, part))
+    with torch.no_grad():
+        model(**inputs(model))
+    return heard
+
+
+def in_batch(tensor: Tensor) -> Tensor:
+    return tensor if tensor.ndim == 3 else tensor.view(2, -1, tensor.shape[-1])
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_output_of_every_attention_layer_is_the_models_own(name: str, tmp_path: Path) -> None:
+    model = made(name, tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    heard = overheard(model, checkpoint)
+    compared = 0
+    for site in checkpoint.sites:
+        if (site.module, "out") not in heard:
+            assert site.stack == "vision"  # no picture was shown
+            assert name == "gemma3"
+            continue
+        layer = checkpoint.read(site)
+        memory = in_batch(heard[site.module, "memory"]) if site.kind == "cross" else None
+        found = attend(
+            layer.weights.to(torch.float64), layer.scoring, in_batch(heard[site.module, "x"]), memory
+        )
+        expected = in_batch(heard[site.module, "out"])
+        assert found.shape == expected.shape
+        apart = float((found - expected).abs().max() / expected.abs().max())
+        assert apart < TOLERANCE, f"{site.module}: {apart:.2e}"
+        compared += 1
+    assert compared >= 1
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    tried = {getattr(transformers, tiny.config).model_type for tiny in TINY.values()}
+    for family in families():
+        assert tried & set(family.model_types), family.name

@@ -1,0 +1,328 @@
+"""Tiny random models of every family, made with `transformers`: their classes and settings.
+
+Widths are all different where they may be, so that a reading with two of them exchanged fails.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Tiny(NamedTuple):
+    """A tiny model.
+
+    Attributes:
+        model: name of its class in `transformers`.
+        config: name of the class of its configuration.
+        settings: what that is called with.
+    """
+
+    model: str
+    config: str
+    settings: Mapping[str, Any]
+
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED = {**_COMMON, "num_key_value_heads": 2}
+_NARROW = {**_GROUPED, "head_dim": 10}
+_TWO_STACKS: dict[str, Any] = {
+    "d_model": 24,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_PICTURES: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_LATENT: dict[str, Any] = {
+    **_COMMON,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_GPT: dict[str, Any] = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 40}
+_T5: dict[str, Any] = {
+    "d_model": 24,
+    "d_kv": 7,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 40,
+    "decoder_start_token_id": 0,
+}
+_DEBERTA: dict[str, Any] = {**_COMMON, "relative_attention": True, "position_biased_input": False}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+TINY: dict[str, Tiny] = {
+    "bert": Tiny("BertModel", "BertConfig", _COMMON),
+    "bert with cross-attention": Tiny(
+        "BertLMHeadModel", "BertConfig", {**_COMMON, "is_decoder": True, "add_cross_attention": True}
+    ),
+    "roberta": Tiny("RobertaModel", "RobertaConfig", _COMMON),
+    "distilbert": Tiny(
+        "DistilBertModel",
+        "DistilBertConfig",
+        {
+            "dim": 24,
+            "hidden_dim": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "vocab_size": 40,
+            "max_position_embeddings": 64,
+        },
+    ),
+    "albert": Tiny("AlbertModel", "AlbertConfig", {**_COMMON, "embedding_size": 12}),
+    "albert in groups": Tiny(
+        "AlbertModel",
+        "AlbertConfig",
+        {
+            **_COMMON,
+            "embedding_size": 12,
+            "num_hidden_groups": 2,
+            "inner_group_num": 2,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "electra": Tiny("ElectraModel", "ElectraConfig", {**_COMMON, "embedding_size": 12}),
+    "deberta-v2": Tiny(
+        "DebertaV2Model",
+        "DebertaV2Config",
+        {
+            **_DEBERTA,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_buckets": 8,
+            "norm_rel_ebd": "layer_norm",
+            "share_att_key": True,
+        },
+    ),
+    "deberta-v2, maps of its own": Tiny(
+        "DebertaV2Model",
+        "DebertaV2Config",
+        {**_DEBERTA, "pos_att_type": ["c2p"], "share_att_key": False, "max_relative_positions": 6},
+    ),
+    "gpt2": Tiny("GPT2LMHeadModel", "GPT2Config", _GPT),
+    "gpt2, scaled by layer": Tiny(
+        "GPT2LMHeadModel", "GPT2Config", {**_GPT, "scale_attn_by_inverse_layer_idx": True}
+    ),
+    "gpt_neo": Tiny(
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {
+            "hidden_size": 24,
+            "num_layers": 2,
+            "num_heads": 4,
+            "vocab_size": 40,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+            "max_position_embeddings": 64,
+        },
+    ),
+    "gpt_neox": Tiny("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_COMMON, "hidden_size": 64}),
+    "gptj": Tiny("GPTJForCausalLM", "GPTJConfig", {**_GPT, "rotary_dim": 4}),
+    "opt": Tiny(
+        "OPTForCausalLM",
+        "OPTConfig",
+        {
+            "hidden_size": 24,
+            "ffn_dim": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "vocab_size": 40,
+            "max_position_embeddings": 64,
+            "word_embed_proj_dim": 24,
+        },
+    ),
+    "bloom": Tiny(
+        "BloomForCausalLM", "BloomConfig", {"hidden_size": 24, "n_layer": 2, "n_head": 4, "vocab_size": 40}
+    ),
+    "bloom, six heads": Tiny(
+        "BloomForCausalLM", "BloomConfig", {"hidden_size": 24, "n_layer": 2, "n_head": 6, "vocab_size": 40}
+    ),
+    "falcon, one key head": Tiny("FalconForCausalLM", "FalconConfig", {**_COMMON, "multi_query": True}),
+    "falcon, groups": Tiny(
+        "FalconForCausalLM", "FalconConfig", {**_COMMON, "num_kv_heads": 2, "new_decoder_architecture": True}
+    ),
+    "falcon, a key each": Tiny(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**_COMMON, "multi_query": False, "alibi": True, "bias": True, "parallel_attn": False},
+    ),
+    "mpt": Tiny(
+        "MptForCausalLM",
+        "MptConfig",
+        {"d_model": 24, "n_heads": 4, "n_layers": 2, "vocab_size": 40, "max_seq_len": 64},
+    ),
+    "mpt, six heads, clipped": Tiny(
+        "MptForCausalLM",
+        "MptConfig",
+        {
+            "d_model": 24,
+            "n_heads": 6,
+            "n_layers": 2,
+            "vocab_size": 40,
+            "max_seq_len": 64,
+            "attn_config": {"clip_qkv": 0.05},
+        },
+    ),
+    "llama": Tiny("LlamaForCausalLM", "LlamaConfig", _NARROW),
+    "llama 3": Tiny("LlamaForCausalLM", "LlamaConfig", {**_GROUPED, "rope_parameters": _LLAMA3}),
+    "llama, biases": Tiny("LlamaForCausalLM", "LlamaConfig", {**_GROUPED, "attention_bias": True}),
+    "mistral": Tiny("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": 4}),
+    "mixtral": Tiny("MixtralForCausalLM", "MixtralConfig", {**_GROUPED, "num_local_experts": 2}),
+    "qwen2": Tiny("Qwen2ForCausalLM", "Qwen2Config", _GROUPED),
+    "qwen3": Tiny("Qwen3ForCausalLM", "Qwen3Config", _NARROW),
+    "gemma": Tiny("GemmaForCausalLM", "GemmaConfig", _NARROW),
+    "gemma2": Tiny(
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**_NARROW, "sliding_window": 4, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 0.02},
+    ),
+    "gemma3, text": Tiny(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**_NARROW, "sliding_window": 4, "query_pre_attn_scalar": 7, "num_hidden_layers": 6},
+    ),
+    "gemma3": Tiny(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {"text_config": {**_NARROW, "sliding_window": 4}, "vision_config": _PICTURES},
+    ),
+    "phi": Tiny(
+        "PhiForCausalLM", "PhiConfig", {**_GROUPED, "partial_rotary_factor": 0.67, "qk_layernorm": True}
+    ),
+    "phi3": Tiny("Phi3ForCausalLM", "Phi3Config", _GROUPED),
+    "stablelm": Tiny(
+        "StableLmForCausalLM",
+        "StableLmConfig",
+        {**_GROUPED, "partial_rotary_factor": 0.34, "use_qkv_bias": True, "qk_layernorm": True},
+    ),
+    "starcoder2": Tiny("Starcoder2ForCausalLM", "Starcoder2Config", _GROUPED),
+    "olmo2": Tiny("Olmo2ForCausalLM", "Olmo2Config", _GROUPED),
+    "cohere": Tiny("CohereForCausalLM", "CohereConfig", {**_GROUPED, "use_qk_norm": True}),
+    "smollm3": Tiny("SmolLM3ForCausalLM", "SmolLM3Config", {**_GROUPED, "no_rope_layers": [1, 0]}),
+    "gpt_oss": Tiny(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**_NARROW, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4},
+    ),
+    "deepseek_v2": Tiny("DeepseekV2ForCausalLM", "DeepseekV2Config", _LATENT),
+    "deepseek_v2, queries whole": Tiny(
+        "DeepseekV2ForCausalLM", "DeepseekV2Config", {**_LATENT, "q_lora_rank": None}
+    ),
+    "deepseek_v3": Tiny("DeepseekV3ForCausalLM", "DeepseekV3Config", _LATENT),
+    "deepseek_v3, halves": Tiny(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", {**_LATENT, "rope_interleave": False}
+    ),
+    "deepseek_v3, stretched": Tiny(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", {**_LATENT, "rope_parameters": _YARN}
+    ),
+    "t5": Tiny("T5ForConditionalGeneration", "T5Config", _T5),
+    "t5, far": Tiny(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {**_T5, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6},
+    ),
+    "mt5": Tiny("MT5ForConditionalGeneration", "MT5Config", _T5),
+    "bart": Tiny("BartForConditionalGeneration", "BartConfig", _TWO_STACKS),
+    "mbart": Tiny("MBartForConditionalGeneration", "MBartConfig", _TWO_STACKS),
+    "pegasus": Tiny("PegasusForConditionalGeneration", "PegasusConfig", _TWO_STACKS),
+    "m2m_100": Tiny("M2M100ForConditionalGeneration", "M2M100Config", _TWO_STACKS),
+    "marian": Tiny("MarianMTModel", "MarianConfig", {**_TWO_STACKS, "decoder_start_token_id": 0}),
+    "whisper": Tiny(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            **{name: value for name, value in _TWO_STACKS.items() if name != "max_position_embeddings"},
+            "num_mel_bins": 8,
+            "max_source_positions": 16,
+            "max_target_positions": 32,
+            "decoder_start_token_id": 1,
+        },
+    ),
+    "vit": Tiny("ViTModel", "ViTConfig", _PICTURES),
+    "clip": Tiny(
+        "CLIPModel",
+        "CLIPConfig",
+        {
+            "text_config": {**_COMMON, "max_position_embeddings": 16},
+            "vision_config": {**_PICTURES, "hidden_size": 16, "num_attention_heads": 2},
+        },
+    ),
+    "dinov2": Tiny("Dinov2Model", "Dinov2Config", _PICTURES),
+    "wav2vec2": Tiny(
+        "Wav2Vec2Model",
+        "Wav2Vec2Config",
+        {
+            "hidden_size": 24,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "conv_dim": (8, 8),
+            "conv_stride": (2, 2),
+            "conv_kernel": (3, 3),
+            "num_feat_extract_layers": 2,
+            "num_conv_pos_embeddings": 4,
+            "num_conv_pos_embedding_groups": 2,
+        },
+    ),
+    "perceiver": Tiny(
+        "PerceiverModel",
+        "PerceiverConfig",
+        {
+            "num_latents": 5,
+            "d_latents": 24,
+            "d_model": 16,
+            "num_blocks": 1,
+            "num_self_attends_per_block": 2,
+            "num_self_attention_heads": 4,
+            "num_cross_attention_heads": 4,
+        },
+    ),
+}
