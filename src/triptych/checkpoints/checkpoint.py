@@ -335,8 +335,8 @@ class _Reader:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values out of the rows of one map."""
         if self.spec.layout == "q k v":
-            q, k, v = joined.split([heads * width, groups * width, groups * value_width])
-            return q, k, v
+            first, second = heads * width, (heads + groups) * width
+            return joined[:first], joined[first:second], joined[second:]
         rows = heads // groups
         parts = joined.unflatten(0, (groups, rows * width + width + value_width))  # type: ignore[no-untyped-call]
         ends = rows * width, (rows + 1) * width
