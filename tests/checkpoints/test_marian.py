@@ -16,6 +16,7 @@ from tolerances import assert_same
 from triptych.attention import sinusoidal
 from triptych.checkpoints import model_type, read_marian
 from triptych.decoding import SearchOptions, Translator
+from triptych.decoding.pieces import split_line
 from triptych.errors import DataError
 from triptych.models import read_model, write_model
 from triptych.runs import Run
@@ -388,6 +389,23 @@ def test_a_checkpoint_that_was_read_can_be_saved_as_ours(tmp_path: Path) -> None
     lines = ["ab ba", ">>de<< fi."]
     again = Translator(read_model(saved), TokenizerPair.load(saved), options).translate(lines)
     assert again == Translator(found.model, found.tokenizers, options).translate(lines)
+
+
+def test_every_part_of_a_long_line_begins_with_its_code(tmp_path: Path) -> None:
+    write_marian(tmp_path)
+    found = read_marian(tmp_path)
+    tokenizer, limit = found.tokenizers.source, found.model.config.max_source_tokens
+    translator = Translator(found.model, found.tokenizers, SearchOptions(beam_size=1, max_extra_tokens=3))
+    text = ("ab ba fi. " * 30).strip()
+    (whole,) = translator.translate([f">>de<< {text}"])
+    pieces = [
+        ">>de<<" + part
+        for part in split_line(text, lambda part: len(tokenizer.encode([">>de<<" + part])[0]) <= limit)
+    ]
+    assert whole.num_pieces == len(pieces) > 2
+    assert all(tokenizer.encode([piece])[0][0] == VOCAB[">>de<<"] for piece in pieces)
+    apart = translator.translate(pieces)
+    assert whole.candidates[0].pieces == tuple(p for t in apart for p in t.candidates[0].pieces)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/checkpoints/marian-multi30k")

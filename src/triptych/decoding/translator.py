@@ -288,7 +288,9 @@ class Translator:
         limit = self.model.config.max_source_tokens
         if len(ids) <= limit:
             return [(line, ids)]
-        pieces = split_line(line, lambda text: len(encode([text])[0]) <= limit)
+        code = self.tokenizers.source.opening(line)
+        parts = split_line(line[len(code) :].strip(), lambda text: len(encode([code + text])[0]) <= limit)
+        pieces = [code + part for part in parts]
         return list(zip(pieces, encode(pieces), strict=True))
 
     def _search(self, sentences: Sequence[list[int]]) -> list[list[Hypothesis]]:

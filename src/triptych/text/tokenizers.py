@@ -97,6 +97,10 @@ class Tokenizer(ABC):
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Each token in readable form, for pictures; spaces are shown as "▁"."""
 
+    def opening(self, text: str) -> str:
+        """What every part of a text has to begin with when it is translated in parts; "" for nothing."""
+        return ""
+
     @abstractmethod
     def to_json(self) -> str:
         """The tokenizer as text, whole."""
@@ -301,10 +305,16 @@ class SentencePieceTokenizer(Tokenizer):
             where = ".".join(str(part) for part in first["loc"])
             raise DataError(f"{origin} is damaged or holds no tokenizer: {where}: {first['msg']}") from None
 
-    def _cut(self, text: str) -> list[str]:
+    def opening(self, text: str) -> str:
+        """The code such as `>>de<<` that a text begins with."""
         if text.startswith(">>") and (end := text.find("<<")) != -1:
-            return [text[: end + 2], *self._cutter.split(text[end + 2 :])]
-        return self._cutter.split(text)
+            return text[: end + 2]
+        return ""
+
+    def _cut(self, text: str) -> list[str]:
+        code = self.opening(text)
+        pieces = self._cutter.split(text[len(code) :])
+        return [code, *pieces] if code else pieces
 
 
 @final
