@@ -1,0 +1,109 @@
+"""How alike two maps are: invariances, extremes, chance."""
+
+import math
+
+import pytest
+import torch
+
+from triptych.algebra.similarity import map_similarity, near_copies
+
+
+def maps(heads: int = 3, d: int = 20, width: int = 4, seed: int = 0) -> torch.Tensor:
+    return torch.randn(heads, d, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def gauge(width: int, seed: int = 7) -> torch.Tensor:
+    return torch.randn(width, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_map_is_like_itself() -> None:
+    A = maps()
+    found = map_similarity(A, A)
+    for value in (found.cosine, found.procrustes, found.cka, found.overlap):
+        torch.testing.assert_close(value, torch.ones(3, dtype=torch.float64))
+    assert float(found.angles.max()) < 1e-6
+    assert found.times_chance.tolist() == pytest.approx([5.0] * 3)
+    assert float(found.p_value.max()) < 1e-6
+
+
+def test_orthogonal_maps_are_not_alike() -> None:
+    A = maps(width=8)
+    Q = torch.linalg.qr(A).Q
+    found = map_similarity(Q[..., :4], Q[..., 4:])
+    for value in (found.cosine, found.procrustes, found.cka, found.overlap):
+        torch.testing.assert_close(value, torch.zeros(3, dtype=torch.float64), atol=1e-12, rtol=0)
+    torch.testing.assert_close(found.angles, torch.full((3, 4), math.pi / 2, dtype=torch.float64))
+    assert float(found.p_value.min()) > 0.9
+
+
+def test_what_depends_on_the_basis_and_what_does_not() -> None:
+    A, B = maps(seed=1), maps(seed=2)
+    plain = map_similarity(A, B)
+    rotated = map_similarity(A @ torch.linalg.qr(gauge(4)).Q, B)
+    changed = map_similarity(A @ gauge(4), B)
+    for found in (rotated, changed):
+        torch.testing.assert_close(found.overlap, plain.overlap)
+        torch.testing.assert_close(found.angles, plain.angles)
+        assert (found.cosine - plain.cosine).abs().max() > 0.01
+    torch.testing.assert_close(rotated.procrustes, plain.procrustes)
+    torch.testing.assert_close(rotated.cka, plain.cka)
+    assert (changed.cka - plain.cka).abs().max() > 0.01
+
+
+def test_angles_are_the_angles() -> None:
+    angle = 0.3
+    A = torch.zeros(1, 5, 2, dtype=torch.float64)
+    A[0, 0, 0] = A[0, 1, 1] = 2
+    B = torch.zeros(1, 5, 2, dtype=torch.float64)
+    B[0, 0, 0], B[0, 2, 1], B[0, 1, 1] = 3, math.sin(angle), math.cos(angle)
+    found = map_similarity(A, B)
+    torch.testing.assert_close(
+        found.angles, torch.tensor([[0.0, angle]], dtype=torch.float64), atol=1e-7, rtol=0
+    )
+    assert float(found.overlap[0]) == pytest.approx((1 + math.cos(angle) ** 2) / 2)
+
+
+def test_widths_may_differ_and_ranks_be_short() -> None:
+    A, B = maps(width=3), maps(width=5, seed=3)
+    found = map_similarity(A, B)
+    assert bool(found.cosine.isnan().all())
+    assert found.chance.tolist() == pytest.approx([5 / 20] * 3)
+    short = A.clone()
+    short[:, :, 2] = short[:, :, 1]
+    thin = map_similarity(short, B)
+    torch.testing.assert_close(thin.overlap, map_similarity(A[..., :2], B).overlap)
+    assert bool(thin.angles[:, 2].isnan().all())
+
+
+@pytest.mark.parametrize(("p", "q", "d"), [(4, 4, 20), (8, 3, 64)])
+def test_chance_is_what_random_subspaces_give(p: int, q: int, d: int) -> None:
+    draws = 4000
+    found = map_similarity(maps(draws, d, p, seed=4), maps(draws, d, q, seed=5))
+    mean, spread = float(found.overlap.mean()), float(found.overlap.std())
+    assert mean == pytest.approx(float(found.chance[0]), abs=4 * spread / math.sqrt(draws))
+    # Were the p-values exact, as many would be below 0.05 and above 0.95 as there should be.
+    for level in (0.05, 0.5, 0.95):
+        assert float((found.p_value < level).double().mean()) == pytest.approx(level, abs=0.03)
+
+
+def test_maps_that_have_nothing_in_common_are_refused() -> None:
+    with pytest.raises(ValueError, match="heads and d must agree"):
+        map_similarity(maps(d=20), maps(d=21))
+    broken = maps()
+    broken[0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="not finite"):
+        map_similarity(maps(), broken)
+
+
+def test_near_copies_are_found_in_any_gauge() -> None:
+    left, right = maps(12, 30, 5, seed=8), maps(12, 30, 5, seed=9)
+    G = gauge(5)
+    left[7], right[7] = left[2] @ G, right[2] @ torch.linalg.inv(G).mT
+    left[11], right[11] = -left[4], right[4] + 0.2 * right[5]
+    found = near_copies(left, right, at_least=0.8)
+    assert [(i, j) for i, j, _ in found] == [(2, 7), (4, 11)]
+    assert found[0][2] == pytest.approx(1.0)
+    forms = left @ right.mT
+    expected = float((forms[4] * forms[11]).sum() / forms[4].norm() / forms[11].norm())
+    assert found[1][2] == pytest.approx(expected)
+    assert near_copies(left[:1], right[:1], at_least=0.8) == []
