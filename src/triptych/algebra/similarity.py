@@ -20,7 +20,7 @@ class MapSimilarity(NamedTuple):
         procrustes: the same after the best rotation of one of them, 0 to 1: does not depend on rotations.
         cka: of the rows as examples, 0 to 1 (Kornblith et al. 2019, arXiv 1905.00414, linear, uncentred):
             does not depend on rotations either.
-        angles: principal angles of the column spaces, ascending, in radians, `[heads, k]`; NaN past the ranks.
+        angles: principal angles of the column spaces, ascending, in radians; NaN past the ranks.
         overlap: mean squared cosine of the principal angles, 0 to 1: does not depend on the basis.
         chance: what the overlap is on average for random subspaces of the same dimensions.
         p_value: how probable an overlap as large or larger is for random subspaces; normal approximation.
