@@ -18,8 +18,8 @@ TGT_OUT = torch.tensor([[6, 5, 4, 2], [11, 10, 9, 2], [3, 3, 2, 0]])
 TIES = ("all", "target", "none")
 
 
-def make_model(tie: str = "all", norm: str = "post") -> EncoderDecoder:
-    torch.manual_seed(2)
+def make_model(tie: str = "all", norm: str = "post", seed: int = 2) -> EncoderDecoder:
+    torch.manual_seed(seed)
     config = ModelConfig(
         d_model=32,
         d_ff=64,
@@ -67,25 +67,29 @@ def test_the_twin_holds_the_weights_rounded_and_shares_the_tables(tie: str) -> N
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize("tie", TIES)
 def test_gradients_are_not_much_further_from_float32_than_with_autocast(tie: str, norm: str) -> None:
-    exact, cast, model = (make_model(tie, norm) for _ in range(3))
-    twin = NarrowTwin(model)
-    twin.follow()
-    expected, loss = loss_of(exact), loss_of(twin.model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        by_autocast = loss_of(cast)
-    assert loss.item() == pytest.approx(expected.item(), rel=0.02)
-    assert loss.item() != expected.item()  # it was bfloat16 that computed
-    for one in (expected, loss, by_autocast):
-        one.backward()  # type: ignore[no-untyped-call]
-    twin.hand_over_gradients()
-    reference = gradients_of(exact)
-    error = (gradients_of(model) - reference).norm()
+    errors, by_autocast, sizes = [], [], []
+    for seed in range(8):  # one draw alone may be off by either factor
+        exact, cast, model = (make_model(tie, norm, seed) for _ in range(3))
+        twin = NarrowTwin(model)
+        twin.follow()
+        expected, loss = loss_of(exact), loss_of(twin.model)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            of_cast = loss_of(cast)
+        assert loss.item() == pytest.approx(expected.item(), rel=0.02)
+        assert loss.item() != expected.item()  # it was bfloat16 that computed
+        for one in (expected, loss, of_cast):
+            one.backward()  # type: ignore[no-untyped-call]
+        twin.hand_over_gradients()
+        reference = gradients_of(exact)
+        errors.append((gradients_of(model) - reference).norm())
+        by_autocast.append((gradients_of(cast) - reference).norm())
+        sizes.append(reference.norm())
+        assert errors[-1] < 0.1 * sizes[-1]
+        assert {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None} == {
+            torch.float32
+        }
     # The residual stream itself is rounded, which autocast leaves in float32.
-    assert error < 2.5 * (gradients_of(cast) - reference).norm()
-    assert error < 0.1 * reference.norm()
-    assert {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None} == {
-        torch.float32
-    }
+    assert sum(errors) < 2.5 * sum(by_autocast)
 
 
 def test_gradients_of_several_batches_are_added_up_in_float32() -> None:
