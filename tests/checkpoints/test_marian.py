@@ -258,11 +258,26 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     write_marian(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert refusal(tmp_path) == (
-        f"{tmp_path} holds no model.safetensors, nor a pytorch_model.bin in its place"
+    assert refusal(tmp_path).startswith(
+        f"{tmp_path}: no model.safetensors, model.safetensors.index.json, pytorch_model.bin or "
     )
     (tmp_path / "model.safetensors").write_bytes(b"\x10" * 40)
-    assert "cannot be read as safetensors" in refusal(tmp_path)
+    assert f"{tmp_path / 'model.safetensors'}: its header should have" in refusal(tmp_path)
+
+
+def test_shards_are_read_as_one(tmp_path: Path) -> None:
+    tensors = write_marian(tmp_path)
+    whole = read_marian(tmp_path).model.state_dict()
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    places = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for shard in set(places.values()):
+        part = {name: tensors[name].contiguous() for name in names if places[name] == shard}
+        save_file(part, tmp_path / shard)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    found = read_marian(tmp_path).model.state_dict()
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from triptych.checkpoints.family import (
 )
 from triptych.checkpoints.rope import frequencies, yarn_magnitude
 from triptych.checkpoints.settings import Settings
-from triptych.checkpoints.tensors import LocalBytes, Tensors, open_tensors, read_json
+from triptych.checkpoints.tensors import Tensors, open_tensors, read_json
 from triptych.errors import DataError
 
 # A tensor with such a name, and in no layer that is known, may be attention that nobody told us of.
@@ -229,7 +229,7 @@ def open_checkpoint(path: Path, family: Family | None = None) -> Checkpoint:
         raise DataError(
             f"{path}: there is no config.json with it: number and width of heads are not in the tensors"
         )
-    settings = Settings(read_json(LocalBytes(config)), str(config))
+    settings = Settings(read_json(config), str(config))
     if family is None:
         model_type = settings.value("model_type")
         if not isinstance(model_type, str):

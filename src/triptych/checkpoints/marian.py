@@ -1,7 +1,7 @@
 """Marian checkpoints in Hugging Face's format (`MarianMTModel`): a folder becomes a model with tokenizers.
 
 Of the folder are read `config.json`, `generation_config.json`, `tokenizer_config.json`,
-`special_tokens_map.json`, `model.safetensors` or else `pytorch_model.bin`, `source.spm`, `target.spm`,
+`special_tokens_map.json`, the weights (`tensors.open_tensors`), `source.spm`, `target.spm`,
 `vocab.json` and `target_vocab.json`, as far as they are there. Nothing is cast: the model has the dtype
 of the file.
 
@@ -9,15 +9,13 @@ Source: Junczys-Dowmunt et al. 2018, arXiv 1804.00344; `modeling_marian.py` and 
 of github.com/huggingface/transformers, version 5.23.0.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, final
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from triptych.attention import sinusoidal
@@ -25,10 +23,10 @@ from triptych.checkpoints.marian_settings import (
     ACTIVATIONS,
     MarianSettings,
     read_generation,
-    read_json,
     validated,
 )
 from triptych.checkpoints.marian_tokenizers import read_tokenizers
+from triptych.checkpoints.tensors import Tensors, open_tensors, read_json
 from triptych.errors import DataError
 from triptych.models import (
     AttentionConfig,
@@ -116,19 +114,21 @@ def read_marian(folder: Path) -> MarianCheckpoint:
         raise DataError(f"{config_path}: {reason}")
     generation = read_generation(folder, record, settings)
     tokenizers = read_tokenizers(folder, settings)
-    path, tensors = _read_tensors(folder)
     return MarianCheckpoint(
-        _model(settings, tensors, path), tokenizers, generation.num_beams, generation.length_penalty
+        _model(settings, open_tensors(folder), config_path),
+        tokenizers,
+        generation.num_beams,
+        generation.length_penalty,
     )
 
 
-def _model(settings: MarianSettings, tensors: dict[str, Tensor], path: Path) -> EncoderDecoder:
+def _model(settings: MarianSettings, tensors: Tensors, config_path: Path) -> EncoderDecoder:
     """The model; every tensor of the file is in it, or known to say nothing new.
 
     Raises:
         DataError: a tensor that is missing, of another shape or dtype than others, or not known.
     """
-    left = _Tensors(dict(tensors), path)
+    left = _Tensors(tensors)
     ours: dict[str, Tensor] = {}
     # In the order of the layers, and before a model is made: a number of layers that is far too large
     # ends at the first that is not there.
@@ -149,11 +149,11 @@ def _model(settings: MarianSettings, tensors: dict[str, Tensor], path: Path) -> 
         config = _model_config(settings, "output.bias" in ours)
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise DataError(f"{path.parent / 'config.json'}: {message}") from None
+        raise DataError(f"{config_path}: {message}") from None
     with torch.random.fork_rng(devices=[]):  # fresh weights are drawn only to be overwritten
         model = EncoderDecoder(config, settings.vocab_size, settings.tgt_vocab_size, settings.pad_token_id)
     model = model.to(target.dtype)
-    load_tensors(model, ours, str(path))
+    load_tensors(model, ours, tensors.name)
     return model.eval()
 
 
@@ -258,9 +258,9 @@ def _check_positions(settings: MarianSettings, left: "_Tensors") -> None:
 class _Tensors:
     """The tensors of a file that have not been accounted for."""
 
-    def __init__(self, left: dict[str, Tensor], path: Path) -> None:
-        self.path = path
-        self._left = left
+    def __init__(self, tensors: Tensors) -> None:
+        self.path = tensors.name
+        self._left = {name: tensors.read(name) for name in tensors.infos}
         self._dtype: torch.dtype | None = None
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -306,31 +306,3 @@ class _Tensors:
                 f"{self.path}: {name} {list(tensor.shape)} is not known in a Marian model, "
                 f"nor {len(self._left) - 1} others: what they do would be lost"
             )
-
-
-def _read_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The file that holds the weights, and what is in it.
-
-    Raises:
-        DataError: there is none, or it is damaged or holds something else.
-    """
-    path = folder / "model.safetensors"
-    if path.exists():
-        try:
-            return path, load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{path} cannot be read as safetensors ({error}): copy it again") from None
-    path = folder / "pytorch_model.bin"
-    if not path.exists():
-        raise DataError(f"{folder} holds no model.safetensors, nor a pytorch_model.bin in its place")
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    # What is wrong with a pickle comes in many classes; nothing of it has been run.
-    except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise DataError(f"{path} cannot be read as weights: {reason}") from error
-    if not isinstance(tensors, Mapping) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
-    ):
-        raise DataError(f"{path} holds something else than tensors by name")
-    return path, dict(tensors)

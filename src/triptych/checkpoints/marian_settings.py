@@ -1,11 +1,11 @@
 """What the JSON files of a Marian checkpoint say, checked."""
 
-import json
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from triptych.checkpoints.tensors import read_json
 from triptych.errors import DataError
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
@@ -117,23 +117,6 @@ def read_generation(folder: Path, config: dict[str, Any], settings: MarianSettin
             "can be kept out of them"
         )
     return generation
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file.
-
-    Raises:
-        DataError: there is no such file, or it holds something else.
-    """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{path} is missing: a Marian checkpoint has it") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{path} is not a JSON object")
-    return record
 
 
 def validated(kind: type[_Record], record: dict[str, Any], path: Path) -> _Record:

@@ -6,8 +6,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from triptych.checkpoints.marian_settings import MarianSettings, TokenizerSettings, read_json, validated
+from triptych.checkpoints.marian_settings import MarianSettings, TokenizerSettings, validated
 from triptych.checkpoints.sentencepiece import read_sentencepiece
+from triptych.checkpoints.tensors import read_json
 from triptych.errors import DataError
 from triptych.text import SentencePieceRecord, SentencePieceTokenizer, TokenizerPair
 

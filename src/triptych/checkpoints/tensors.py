@@ -95,6 +95,8 @@ class LocalBytes(Bytes):
         self._path = path
         try:
             self.size = path.stat().st_size
+        except FileNotFoundError:
+            raise DataError(f"{path} is missing: fetch it again") from None
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}") from None
 
@@ -234,10 +236,10 @@ class Pickled(TensorFile):
                 f"{path}: refused without running it: it holds more than tensors "
                 f"({str(error).splitlines()[0][:200]}); get the model as safetensors"
             ) from None
-        except (OSError, RuntimeError, ValueError, EOFError, KeyError, AttributeError) as error:
-            raise DataError(
-                f"{path}: not a readable torch file: {str(error).splitlines()[0][:200]}"
-            ) from None
+        # What else is wrong with a pickle comes in many classes; nothing of it has been run.
+        except Exception as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+            raise DataError(f"{path} cannot be read as weights: {reason}") from error
         if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
             found = found["state_dict"]
         if not isinstance(found, dict):
@@ -291,9 +293,8 @@ def open_tensors(path: Path) -> Tensors:
         raise DataError(f"{path}: there is no such file or folder")
     for index, whole in ((_SAFETENSORS_INDEX, _SAFETENSORS), (_PICKLED_INDEX, _PICKLED)):
         if (path / index).is_file():
-            content = LocalBytes(path / index)
             return from_index(
-                read_json(content), str(path / index), str(path), lambda shard: _open_file(path / shard)
+                read_json(path / index), str(path / index), str(path), lambda shard: _open_file(path / shard)
             )
         if (path / whole).is_file():
             return _of_one(_open_file(path / whole))
@@ -339,12 +340,13 @@ def from_index(
     return Tensors(name, {tensor: files[shard] for tensor, shard in places.items()})
 
 
-def read_json(source: Bytes) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The record in a JSON file.
 
     Raises:
-        DataError: it is no JSON record, or nested without end.
+        DataError: it is missing, no JSON record, or nested without end.
     """
+    source = LocalBytes(path)
     if source.size > _LONGEST_JSON:
         raise DataError(f"{source.name}: {source.size:,} bytes are too many for a file of settings")
     return _parsed(source.read(0, source.size), source.name)
@@ -387,7 +389,7 @@ def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
 
 def _open_file(path: Path) -> TensorFile:
     if not path.is_file():
-        raise DataError(f"{path}: this file is missing: fetch it again")
+        raise DataError(f"{path} is missing: fetch it again")
     return Safetensors(LocalBytes(path)) if path.suffix == ".safetensors" else Pickled(path)
 
 
