@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from triptych.attention.projections import PARAMETERISATIONS
 from triptych.decoding import Hypothesis, SearchOptions, search
 from triptych.decoding.beams import search_with_engine
-from triptych.decoding.engine import GROUP, Engine, FixedCache, unsupported, unsupported_precision
+from triptych.decoding.engine import GROUP, Engine, unsupported, unsupported_precision
 from triptych.decoding.fixed_steps import FixedSteps
 from triptych.models import (
     AttentionConfig,
@@ -164,11 +164,11 @@ def test_fixed_steps_stay_on_their_memory() -> None:
     """What a recording needs: cache, mask and position are the same tensors from step to step."""
     model = make_model("grouped")
     engine = Engine(model, never=(PAD, BOS))
-    memory, cache = engine.encode(pad(SOURCES)), engine.new_cache(len(SOURCES), 3, fixed=True)
-    steps, changing = FixedSteps(engine, memory, cache), engine.new_cache(len(SOURCES), 3)
+    memory, changing = engine.encode(pad(SOURCES)), engine.new_cache(len(SOURCES), 3)
+    steps = FixedSteps(engine, memory, len(SOURCES), 3)
+    cache = steps.cache
 
     def addresses() -> list[int]:
-        assert isinstance(cache, FixedCache)
         assert cache.mask is not None
         return [t.data_ptr() for t in (*cache.stores, cache.mask, cache.position)]
 
@@ -185,12 +185,8 @@ def test_fixed_steps_stay_on_their_memory() -> None:
 
 def test_steps_that_cannot_be_fixed_are_refused() -> None:
     turning = Engine(make_model(positions="rotary"))
-    memory = turning.encode(pad(SOURCES))
     with pytest.raises(ValueError, match="rotates"):
-        FixedSteps(turning, memory, turning.new_cache(len(SOURCES), 1, fixed=True))
-    still = Engine(make_model())
-    with pytest.raises(ValueError, match="fixed=True"):
-        FixedSteps(still, still.encode(pad(SOURCES)), still.new_cache(len(SOURCES), 1))
+        FixedSteps(turning, turning.encode(pad(SOURCES)), len(SOURCES), 1)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

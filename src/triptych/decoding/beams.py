@@ -78,8 +78,8 @@ class _Beams:
         batch, k = src.shape[0], options.beam_size
         device = src.device
         self.memory = engine.encode(src)
-        self.cache = engine.new_cache(batch, k, fixed=fixed)
-        self.steps = FixedSteps(engine, self.memory, self.cache) if fixed else None
+        self.steps = FixedSteps(engine, self.memory, batch, k) if fixed else None
+        self.cache = engine.new_cache(batch, k) if self.steps is None else self.steps.cache
         self.limits = output_limits(src, engine.pad_id, options.max_extra_tokens, max_target_tokens)
         self.sentences = list(range(batch))
         self.done = [False] * batch

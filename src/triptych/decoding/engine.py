@@ -179,16 +179,14 @@ class Engine:
         logits = self._logits(x)
         return logits.float() if self.dtype == torch.bfloat16 else logits
 
-    def new_cache(self, batch: int, beam_size: int, *, fixed: bool = False) -> "EngineCache":
-        """An empty cache for `batch` sentences with `beam_size` rows each.
+    def new_cache(self, batch: int, beam_size: int) -> "EngineCache":
+        """An empty cache for `batch` sentences with `beam_size` rows each."""
+        return EngineCache(self, batch, beam_size)
 
-        Args:
-            batch: number of sentences.
-            beam_size: rows of each.
-            fixed: a `FixedCache`, which only a model without rotation can use.
-        """
-        kind = FixedCache if fixed else EngineCache
-        return kind(batch, beam_size, [layer.own.shape for layer in self._decoder], self.dtype, self.device)
+    @property
+    def cache_shapes(self) -> list[tuple[int, int]]:
+        """Of each decoder layer, groups and width of what a cache holds a token."""
+        return [layer.own.shape for layer in self._decoder]
 
     @property
     def rotates(self) -> bool:
@@ -233,21 +231,14 @@ class EngineCache:
 
     _allocate: ClassVar[Callable[..., Tensor]] = staticmethod(torch.empty)
 
-    def __init__(
-        self,
-        batch: int,
-        beam_size: int,
-        shapes: list[tuple[int, int]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, engine: Engine, batch: int, beam_size: int) -> None:
         self.length = 0
         self.beam_size = beam_size
         self._room = _FIRST_ROOM
-        slots = self._room * beam_size
+        slots, dtype, device = self._room * beam_size, engine.dtype, engine.device
         self.stores = [
             self._allocate(2, batch, groups, slots, width, dtype=dtype, device=device)
-            for groups, width in shapes
+            for groups, width in engine.cache_shapes
         ]
         self.mask = self._own_slots(batch, self._room, dtype, device) if beam_size > 1 else None
 
@@ -328,16 +319,9 @@ class FixedCache(EngineCache):
     # Hidden is not enough: 0 times whatever lies there must be 0.
     _allocate: ClassVar[Callable[..., Tensor]] = staticmethod(torch.zeros)
 
-    def __init__(
-        self,
-        batch: int,
-        beam_size: int,
-        shapes: list[tuple[int, int]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__(batch, beam_size, shapes, dtype, device)
-        self.position = torch.zeros(1, dtype=torch.long, device=device)
+    def __init__(self, engine: Engine, batch: int, beam_size: int) -> None:
+        super().__init__(engine, batch, beam_size)
+        self.position = torch.zeros(1, dtype=torch.long, device=engine.device)
         self._places: Tensor | None = None
 
     @property
@@ -345,9 +329,15 @@ class FixedCache(EngineCache):
         """Whether the next token finds no slot."""
         return self.length == self._room
 
+    def make_room(self) -> None:
+        """Double the slots when the next token finds none."""
+        if self.is_full:
+            self._places = None
+        super().make_room()
+
     def placed(self, x: Float[Tensor, "rows d_model"], positions: nn.Module) -> Tensor:
         """Embeddings of this step's tokens with what tells their position."""
-        if self._places is None or len(self._places) < self._room:
+        if self._places is None:
             most = self._room
             if isinstance(positions, LearnedPositions):
                 most = min(most, len(positions.weight))

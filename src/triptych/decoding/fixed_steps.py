@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from triptych.decoding.engine import Engine, EngineCache, FixedCache, Memory
+from triptych.decoding.engine import Engine, FixedCache, Memory
 
 # Runs before a recording, in which libraries set themselves up.
 _WARM_UPS = 2
@@ -24,25 +24,28 @@ class FixedSteps:
     Args:
         engine: a model that does not rotate.
         memory: of the batch; must stay as it is.
-        cache: a `FixedCache`; only what is done here may make it longer.
+        batch: number of sentences.
+        beam_size: rows of each.
+
+    Attributes:
+        cache: only what is done here may make it longer.
 
     Raises:
-        ValueError: the model rotates, or the cache is another one.
+        ValueError: the model rotates.
     """
 
-    def __init__(self, engine: Engine, memory: Memory, cache: EngineCache) -> None:
+    def __init__(self, engine: Engine, memory: Memory, batch: int, beam_size: int) -> None:
         if engine.rotates:
             raise ValueError("steps of a model that rotates queries and keys cannot be fixed")
-        if not isinstance(cache, FixedCache):
-            raise ValueError("fixed steps need a fixed cache: Engine.new_cache(…, fixed=True)")
-        self._engine, self._memory, self._cache = engine, memory, cache
+        self.cache = FixedCache(engine, batch, beam_size)
+        self._engine, self._memory = engine, memory
         self._tokens: Tensor | None = None
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
         """As `Engine.step`; the logits are overwritten by the next call."""
-        cache = self._cache
+        cache = self.cache
         if cache.is_full:
             cache.make_room()
             self._graph = None
@@ -60,17 +63,17 @@ class FixedSteps:
         return cast(Tensor, self._logits)
 
     def _run(self) -> None:
-        self._logits = self._engine.step(cast(Tensor, self._tokens), self._memory, self._cache)
+        self._logits = self._engine.step(cast(Tensor, self._tokens), self._memory, self.cache)
 
     def _record(self) -> None:
         """Record a step; it is not taken by that."""
-        before = self._cache.position.clone()
+        before = self.cache.position.clone()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
                 self._run()  # writes the slot that the step itself will write again
-                self._cache.position.copy_(before)
+                self.cache.position.copy_(before)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
