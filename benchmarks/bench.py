@@ -29,6 +29,7 @@ from benchmarks.tables import (
     decoding,
     parameterisations,
     scaling,
+    stream,
     training,
 )
 
@@ -37,6 +38,7 @@ TABLES = {
     "training": training.measure,
     "curves": curves.measure,
     "decoding": decoding.measure,
+    "stream": stream.measure,
     "attention": attention.measure,
     "parameterisations": parameterisations.measure,
     "scaling": scaling.measure,

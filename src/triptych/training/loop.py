@@ -19,6 +19,7 @@ from triptych.models.storage import load_tensors, model_tensors, read_weights
 from triptych.text import Batch, TokenBatches
 from triptych.training.ahead import ahead
 from triptych.training.compiling import compile_blocks
+from triptych.training.consistency import consistent_loss
 from triptych.training.interruption import StopRequest
 from triptych.training.metrics import MetricsLog
 from triptych.training.objective import Loss, output_loss
@@ -211,7 +212,7 @@ class Trainer:
         self.optimizer.zero_grad()
         total = 0.0
         for batch in batches:
-            loss = self._loss(batch, self.config.label_smoothing).smoothed
+            loss = self._training_loss(batch).smoothed
             (loss / tokens).backward()  # type: ignore[no-untyped-call]
             if self._twin is not None:
                 self._twin.hand_over_gradients()
@@ -227,13 +228,33 @@ class Trainer:
         self.counters.tokens += tokens
         return total, tokens
 
+    def _training_loss(self, batch: Batch) -> Loss:
+        label_smoothing, consistency = self.config.label_smoothing, self.config.consistency
+        if not consistency:
+            return self._loss(batch, label_smoothing)
+        src, tgt_in, tgt_out = self._sides(batch)
+        real = tgt_out != self.model.pad_id
+        # Both passes as one batch: dropout draws for every row.
+        x = self._decode(src.repeat(2, 1), tgt_in.repeat(2, 1))[real.repeat(2, 1)]
+        weight = self._computing.output.weight
+        return consistent_loss(*x.chunk(2), weight, tgt_out[real], label_smoothing, consistency)
+
     def _loss(self, batch: Batch, label_smoothing: float) -> Loss:
-        sides = batch.src, batch.tgt_in, batch.tgt_out
-        src, tgt_in, tgt_out = (side.to(self.device, non_blocking=True) for side in sides)
+        src, tgt_in, tgt_out = self._sides(batch)
+        real = tgt_out != self.model.pad_id
+        x = self._decode(src, tgt_in)[real]
+        return output_loss(x, self._computing.output.weight, tgt_out[real], label_smoothing)
+
+    def _sides(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Source, target read and target said, on the device."""
+        src, tgt_in, tgt_out = (
+            side.to(self.device, non_blocking=True) for side in (batch.src, batch.tgt_in, batch.tgt_out)
+        )
+        return src, tgt_in, tgt_out
+
+    def _decode(self, src: torch.Tensor, tgt_in: torch.Tensor) -> torch.Tensor:
         model = self._computing
-        x = model.decode(tgt_in, model.encode(src), model.memory_mask(src))
-        real = tgt_out != model.pad_id
-        return output_loss(x[real], model.output.weight, tgt_out[real], label_smoothing)
+        return model.decode(tgt_in, model.encode(src), model.memory_mask(src))
 
     def _record(self, display: Display, loss: float, tokens: int, rate: float) -> None:
         counters = self.counters

@@ -65,12 +65,17 @@ def output_loss(
         targets: token ids, none of them padding.
         label_smoothing: ε, at least 0 and below 1.
     """
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    with torch.autocast(device, enabled=False):
+    dtype = computing_dtype(x)
+    with torch.autocast(x.device.type, enabled=False):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             return Loss(*_OutputLoss.apply(x, weight, targets, label_smoothing, dtype))  # type: ignore[no-untyped-call]
         return Loss(*_loss_alone(x.to(dtype), weight.to(dtype), targets, label_smoothing))
+
+
+def computing_dtype(x: Tensor) -> torch.dtype:
+    """What products of `x` are computed in: its dtype or, under autocast, that one's."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class _OutputLoss(torch.autograd.Function):
@@ -95,7 +100,7 @@ def _loss_alone(x: Tensor, weight: Tensor, targets: Tensor, epsilon: float) -> t
     wide = torch.promote_types(x.dtype, torch.float32)
     smoothed = torch.zeros((), dtype=wide, device=x.device)
     likelihood = torch.zeros_like(smoothed)
-    for rows in _chunks(x, weight):
+    for rows in chunks(x, weight):
         logits = (x[rows] @ weight.T).to(wide)
         log_total = logits.logsumexp(dim=-1, keepdim=True)
         chosen = logits.gather(1, targets[rows, None])
@@ -120,11 +125,11 @@ def _loss_and_gradients(
     likelihood = torch.zeros_like(smoothed)
     of_x = torch.empty_like(x)
     of_weight = torch.zeros_like(weight, dtype=wide)
-    chunks = _chunks(x, weight)
+    pieces = chunks(x, weight)
     # The same memory for every chunk: fresh pages would cost as much as the softmax.
-    size = chunks[0].stop if chunks else 0, weight.shape[0]
+    size = pieces[0].stop if pieces else 0, weight.shape[0]
     logits_space, p_space = x.new_empty(size), x.new_empty(size)
-    for rows in chunks:
+    for rows in pieces:
         num_rows = rows.stop - rows.start
         logits = torch.mm(x[rows], weight.T, out=logits_space[:num_rows])
         p = torch.softmax(logits, dim=-1, out=p_space[:num_rows])
@@ -148,7 +153,8 @@ def _loss_and_gradients(
     return smoothed, likelihood, of_x, of_weight
 
 
-def _chunks(x: Tensor, weight: Tensor) -> list[slice]:
+def chunks(x: Tensor, weight: Tensor) -> list[slice]:
+    """The rows of `x` whose logits are alive at a time."""
     tokens = min(max(_CHUNK_LOGITS // weight.shape[0], _MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
     total = x.shape[0]
     return [slice(start, min(start + tokens, total)) for start in range(0, total, tokens)]

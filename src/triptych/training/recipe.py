@@ -52,6 +52,8 @@ class TrainingConfig(_Section):
             `d_model^-0.5 · warmup_steps^-0.5`.
         warmup_steps: updates of linear warm-up.
         schedule: after the warm-up: "inverse_sqrt" as the paper, or "linear" to zero at max_steps.
+        consistency: above 0 every batch goes through the model twice, with dropout drawn anew, and a nat
+            of divergence between the two costs this much (R-Drop); for little text, at twice the time.
         clip_norm: gradients are scaled down to this norm; 0 leaves them alone.
         precision: "bf16" computes in bfloat16; the weights that are learned stay float32.
         compile: generate kernels for the blocks first (`torch.compile`); about a minute, for GPUs.
@@ -74,6 +76,7 @@ class TrainingConfig(_Section):
     adam_beta2: float = Field(0.98, ge=0, lt=1)
     adam_epsilon: float = Field(1e-9, gt=0)
     label_smoothing: float = Field(0.1, ge=0, lt=1)
+    consistency: float = Field(0.0, ge=0)
     clip_norm: float = Field(0.0, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
@@ -154,6 +157,19 @@ class Recipe(_Section):
             raise ValueError(
                 f"model.positions.max_tokens is {positions.max_tokens}: data.max_sentence_tokens "
                 f"{self.data.max_sentence_tokens} and the end of sentence need {needed}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _passes_differ(self) -> "Recipe":
+        model, consistency = self.model, self.training.consistency
+        attentions = (model.encoder.attention, model.decoder.attention, model.decoder.cross_attention)
+        if consistency and not any(
+            (model.dropout, model.activation_dropout, *(attention.dropout for attention in attentions))
+        ):
+            raise ValueError(
+                f"training.consistency is {consistency} but the model has no dropout, so that both passes "
+                "say the same: set model.dropout or leave consistency out"
             )
         return self
 

@@ -1,0 +1,148 @@
+"""Two passes that should agree: the one-pass loss against the formula, and in the loop."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tolerances import assert_same
+from triptych import runs
+from triptych.errors import UsageError
+from triptych.training import Loss, Recipe, consistent_loss, output_loss, reference_consistent_loss, resolve
+from triptych.training.metrics import read_metrics
+from triptych.training.objective import MAX_CHUNK_TOKENS
+from triptych.training.progress import LineDisplay
+
+D_MODEL, VOCAB = 8, 37
+
+
+class Inputs(NamedTuple):
+    first: Tensor
+    second: Tensor
+    weight: Tensor
+    targets: Tensor
+
+
+def make_inputs(num_tokens: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Inputs:
+    shape = num_tokens, D_MODEL
+    return Inputs(
+        (scale * torch.randn(shape, dtype=dtype)).requires_grad_(),
+        (scale * torch.randn(shape, dtype=dtype)).requires_grad_(),
+        torch.randn(VOCAB, D_MODEL, dtype=dtype, requires_grad=True),
+        torch.randint(VOCAB, (num_tokens,)),
+    )
+
+
+def gradients(loss: Loss, inputs: Inputs) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss.smoothed, inputs[:3])
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+@pytest.mark.parametrize("consistency", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize("num_tokens", [1, 7, MAX_CHUNK_TOKENS + 1])
+def test_the_loss_and_its_gradients_are_the_formulas(
+    num_tokens: int, consistency: float, epsilon: float
+) -> None:
+    inputs = make_inputs(num_tokens)
+    ours = consistent_loss(*inputs, epsilon, consistency)
+    reference = reference_consistent_loss(*inputs, epsilon, consistency)
+    assert_same(ours.smoothed, reference.smoothed, kind="output")
+    assert_same(ours.likelihood, reference.likelihood, kind="output")
+    assert not ours.likelihood.requires_grad
+    for one, other in zip(gradients(ours, inputs), gradients(reference, inputs), strict=True):
+        assert_same(one, other, kind="gradient")
+
+
+def test_the_divergence_is_torchs() -> None:
+    inputs = make_inputs(9)
+    log_p, log_q = ((x @ inputs.weight.T).log_softmax(-1) for x in inputs[:2])
+    torchs = sum(
+        torch.nn.functional.kl_div(one, other, log_target=True, reduction="sum")
+        for one, other in ((log_p, log_q), (log_q, log_p))
+    )
+    with_it, without = (consistent_loss(*inputs, 0.1, alpha).smoothed for alpha in (4.0, 0.0))
+    assert_same(with_it - without, torch.as_tensor(torchs), kind="output")
+
+
+def test_passes_that_agree_cost_what_one_costs() -> None:
+    first, _, weight, targets = make_inputs(600)
+    ours = consistent_loss(first, first.detach(), weight, targets, 0.1, 5.0)
+    alone = output_loss(first, weight, targets, 0.1)
+    assert_same(ours.smoothed, alone.smoothed, kind="output")
+    assert_same(ours.likelihood, alone.likelihood, kind="output")
+    # The other half of the gradient belongs to the pass that was cut off.
+    of_first, of_weight = torch.autograd.grad(ours.smoothed, (first, weight))
+    expected = torch.autograd.grad(alone.smoothed, (first, weight))
+    assert_same(2 * of_first, expected[0], kind="gradient")
+    assert_same(of_weight, expected[1], kind="gradient")
+
+
+def test_passes_far_apart_do_not_overflow() -> None:
+    inputs = make_inputs(5, torch.float32, scale=100.0)
+    ours, reference = consistent_loss(*inputs, 0.1, 5.0), reference_consistent_loss(*inputs, 0.1, 5.0)
+    assert_same(ours.smoothed, reference.smoothed, kind="output")
+    for one, other in zip(gradients(ours, inputs), gradients(reference, inputs), strict=True):
+        assert_same(one, other, kind="gradient")
+
+
+def test_under_autocast_it_agrees_within_bfloat16_and_gradients_stay_float32() -> None:
+    inputs = make_inputs(600, torch.float32)
+    reference = reference_consistent_loss(*inputs, 0.1, 5.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = consistent_loss(*inputs, 0.1, 5.0)
+    assert ours.smoothed.dtype == torch.float32
+    assert not torch.equal(ours.smoothed, reference.smoothed)  # the products were bfloat16's
+    assert_same(ours.smoothed.bfloat16(), reference.smoothed.bfloat16(), kind="output")
+    for one, other in zip(gradients(ours, inputs), gradients(reference, inputs), strict=True):
+        assert one.dtype == torch.float32
+        assert_same(one.bfloat16(), other.bfloat16(), kind="gradient")
+
+
+def recipe(consistency: float, dropout: float) -> Recipe:
+    return resolve(
+        {
+            "data": {
+                "train": {"generated": 200, "generated_part": "train"},
+                "valid": {"generated": 12, "generated_part": "valid"},
+                "cache": "",
+            },
+            "tokenizer": {"vocab_size": 300},
+            "model": {
+                "preset": "tiny",
+                "d_model": 16,
+                "d_ff": 32,
+                "num_heads": 2,
+                "dropout": dropout,
+                "encoder": {"num_layers": 1},
+                "decoder": {"num_layers": 1},
+            },
+            "training": {
+                "max_steps": 20,
+                "batch_tokens": 400,
+                "learning_rate": 0.01,
+                "warmup_steps": 5,
+                "log_every_steps": 5,
+                "consistency": consistency,
+                "threads": 1,
+            },
+            "validation": {"every_steps": 20, "bleu": False, "metric": "loss"},
+        }
+    )
+
+
+def losses(folder: Path, consistency: float) -> list[float]:
+    runs.train(recipe(consistency, dropout=0.3), folder, LineDisplay())
+    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+
+
+def test_the_loop_pays_for_disagreement_and_learns_all_the_same(tmp_path: Path) -> None:
+    little, much = losses(tmp_path / "little", 1e-6), losses(tmp_path / "much", 30.0)
+    assert much[0] > little[0]
+    assert much[-1] < much[0]
+
+
+def test_without_dropout_there_is_nothing_to_agree_on() -> None:
+    with pytest.raises(UsageError, match=r"training\.consistency is 5\.0 but the model has no dropout"):
+        recipe(5.0, dropout=0.0)
