@@ -664,6 +664,27 @@ def test_what_is_explained_is_what_runs(case: Case) -> None:
     assert "\n" not in explained.reason
 
 
+@pytest.mark.parametrize(
+    ("batch", "key_heads", "key_len", "path"),
+    [(2, 4, 512, "written out"), (2, 4, 511, "fused"), (1, 2, 4096, "fused"), (4, 1, 1024, "written out")],
+)
+def test_one_query_in_bfloat16_is_given_to_products_when_there_are_keys_enough(
+    batch: int, key_heads: int, key_len: int, path: str
+) -> None:
+    q = torch.randn(batch, 4, 1, 8, dtype=torch.bfloat16)
+    k, v = (torch.randn(batch, key_heads, key_len, 8, dtype=torch.bfloat16) for _ in range(2))
+    explained = explain_attention(q, k, v)
+    assert explained.path == path
+    assert ("faster for one query of each head in bfloat16" in explained.reason) == (path == "written out")
+    assert explain_attention(q.float(), k.float(), v.float()).path == "fused"
+    assert explain_attention(q.requires_grad_(), k, v).path == "fused"
+    with Recorder() as recorder, torch.no_grad():
+        output = attention(q, k, v).output
+    assert recorder.kernel == ("batched products" if path == "written out" else "flash")
+    wide = attention(q.double(), k.double(), v.double(), path="reference").output
+    assert (output - wide).abs().max() < 0.01 * wide.abs().max()
+
+
 def test_keys_the_kernel_cannot_read_are_explained_as_such() -> None:
     q, k, v = (torch.randn(2, 4, 8, 150).transpose(-2, -1) for _ in range(3))
     explained = explain_attention(q, k, v)

@@ -29,6 +29,11 @@ Kernel = Literal["batched products", "flash", "memory-efficient", "cudnn", "math
 _MAX_KEYS_WRITTEN_OUT_ON_CPU = {torch.bfloat16: 256}
 _MAX_KEYS_WRITTEN_OUT_ON_CPU_OTHERWISE = 128
 
+# torch's kernel for CPUs is made for many queries. Given one in bfloat16, as a decoder's cache is read,
+# products are 2 to 4 times as fast from about this many keys in all heads of a batch together (docs/log.md);
+# of fewer heads than this it splits the keys better.
+_MIN_KEYS_OF_ALL_HEADS, _MIN_HEADS_OF_A_BATCH = 4096, 4
+
 _KERNELS: dict[int, Kernel] = {
     SDPBackend.MATH.value: "math",
     SDPBackend.FLASH_ATTENTION.value: "flash",
@@ -184,7 +189,15 @@ def explain_attention(
 
 
 _Why = Literal[
-    "asked", "weights", "dropout", "bias gradient", "short", "short, unlike", "few queries", "kernel"
+    "asked",
+    "weights",
+    "dropout",
+    "bias gradient",
+    "short",
+    "short, unlike",
+    "few queries",
+    "one query",
+    "kernel",
 ]
 
 
@@ -265,7 +278,11 @@ def _why_written_out(
     trains = records and (q.requires_grad or k.requires_grad or v.requires_grad)
     copied = _copied(q, k, v)
     if not copied:
-        return "short" if trains and k.shape[2] <= _max_keys(q.dtype) else None
+        if trains:
+            return "short" if k.shape[2] <= _max_keys(q.dtype) else None
+        heads = k.shape[0] * k.shape[1]
+        enough = heads >= _MIN_HEADS_OF_A_BATCH and heads * k.shape[2] >= _MIN_KEYS_OF_ALL_HEADS
+        return "one query" if q.shape[2] == 1 and q.dtype == torch.bfloat16 and enough else None
     # Up to here the weights are fewer numbers than the copies, and faster: 1.3 to 30 times at one
     # query, where a decoder's cache would be copied at every token, level at the limit (2 cores,
     # float32, 64 and 512 keys, d_k and d_v of 64 and 32, 128 and 64, 512 and 64). Beyond, memory
@@ -312,6 +329,7 @@ def _reason(plan: _Plan, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dropou
         "dropout": f"dropout is {dropout:g} and must draw the same whether or not the weights are asked for",
         "bias gradient": "torch has no kernel for CPUs but the math one that gives a bias its gradient",
         "short": f"with gradients recorded on a CPU, batched products are faster up to about {limit}",
+        "one query": "on a CPU products are faster for one query of each head in bfloat16",
         "short, unlike": f"torch's kernel for CPUs would need copies, which do not pay up to about {limit}",
         "few queries": f"the {held} take less room than the copies that torch's kernel for CPUs would need",
         "kernel": f"torch has only a kernel that holds the {held}"
@@ -334,6 +352,8 @@ def _written_out(
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
+    if q.shape[2] == 1 and k.is_cpu and k.dtype == torch.bfloat16:
+        k = k.contiguous()  # a product would copy what is part of a cache itself, at a third of the speed
     scores = _product(q * scale, k.transpose(-2, -1))
     if bias is not None:
         scores = scores + bias.to(scores.dtype)

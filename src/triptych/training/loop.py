@@ -235,9 +235,9 @@ class Trainer:
         src, tgt_in, tgt_out = self._sides(batch)
         real = tgt_out != self.model.pad_id
         # Both passes as one batch: dropout draws for every row.
-        x = self._decode(src.repeat(2, 1), tgt_in.repeat(2, 1))[real.repeat(2, 1)]
+        first, second = self._decode(src.repeat(2, 1), tgt_in.repeat(2, 1)).chunk(2)
         weight = self._computing.output.weight
-        return consistent_loss(*x.chunk(2), weight, tgt_out[real], label_smoothing, consistency)
+        return consistent_loss(first[real], second[real], weight, tgt_out[real], label_smoothing, consistency)
 
     def _loss(self, batch: Batch, label_smoothing: float) -> Loss:
         src, tgt_in, tgt_out = self._sides(batch)
