@@ -106,7 +106,7 @@ def _judged(place: dict[str, Any], name: str, found: dict[str, Any]) -> dict[str
     cell = {
         **place,
         "pass": name,
-        "failed": found["failed"],
+        "failed": found["left_out"],
         "largest_differences_of_outputs": found["largest_differences"],
         "seconds": seconds,
         "median_seconds": medians,

@@ -50,7 +50,7 @@ def _times(options: Options, request: Options) -> Answer:
         name: in_turns({of: run(layer, inputs) for of, layer in layers.items()}, request["seconds"])
         for name, run in _PASSES.items()
     }
-    return {"seconds": seconds, "largest_differences": apart, "failed": failed}
+    return {"seconds": seconds, "largest_differences": apart, "left_out": failed}
 
 
 def _memory(options: Options, request: Options) -> Answer:

@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import pickle
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ _IN_HAND = 2
 class _Worker:
     process: BaseProcess
     connection: Connection
+    sender: threading.Thread
     ready: bool
     in_hand: deque[tuple[int, Sentences]]
 
@@ -68,12 +70,13 @@ class WorkerPool:
         arguments = pickle.dumps(self._arguments)
         for _ in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, self._make_searcher, arguments), daemon=True
-            )
+            process = context.Process(target=_serve, args=(theirs, self._make_searcher), daemon=True)
             process.start()
             theirs.close()
-            self._workers.append(_Worker(process, ours, ready=False, in_hand=deque()))
+            # A helper takes seconds before it reads, and so many bytes wait for it in a thread of their own.
+            sender = threading.Thread(target=_send, args=(ours, arguments), daemon=True)
+            sender.start()
+            self._workers.append(_Worker(process, ours, sender, ready=False, in_hand=deque()))
 
     def wait_until_ready(self) -> None:
         """Wait for the helpers that have been started."""
@@ -108,10 +111,11 @@ class WorkerPool:
     def close(self) -> None:
         """Stop the helpers; what they have in hand is lost."""
         for worker in self._workers:
-            worker.connection.close()
             worker.process.terminate()
         for worker in self._workers:
             worker.process.join()
+            worker.sender.join()  # nobody reads any more, so it has ended or ends now
+            worker.connection.close()
         self._workers = []
 
     def _hand_out(self) -> None:
@@ -143,13 +147,18 @@ class WorkerPool:
                 self._found.append((worker.in_hand.popleft()[0], message))
 
 
-def _serve(connection: Connection, make_searcher: Callable[..., Searcher], arguments: bytes) -> None:
+def _send(connection: Connection, arguments: bytes) -> None:
+    with contextlib.suppress(OSError):  # one that has died is noticed when listened to
+        connection.send_bytes(arguments)
+
+
+def _serve(connection: Connection, make_searcher: Callable[..., Searcher]) -> None:
     """What a helper does: search for what comes, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked decides
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
         try:
-            searcher = make_searcher(*pickle.loads(arguments))
+            searcher = make_searcher(*pickle.loads(connection.recv_bytes()))
             connection.send(None)
             while True:
                 _, sentences = connection.recv()
