@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
+from triptych.algebra.spectrum import Spectrum, or_one
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -232,6 +234,10 @@ class BilinearForm:
         S: Tensor = torch.linalg.svdvals(self._reduce().core)
         return S
 
+    def spectrum(self) -> Spectrum:
+        """The singular values with all that is read off them."""
+        return Spectrum(self.singular_values())
+
     def eigenvalues(self) -> Complex[Tensor, "*batch k"]:
         """The k = min(r, d) eigenvalues of a square A that may differ from 0, by descending magnitude."""
         values: Tensor = torch.linalg.eigvals(self._squeeze("eigenvalues"))
@@ -256,7 +262,7 @@ class BilinearForm:
         core = self._reduce().core
         largest = core.abs().amax(dim=(-2, -1))
         # The squares of very small entries would vanish, those of very large ones overflow.
-        norm: Tensor = torch.linalg.matrix_norm(core / _or_one(largest)[..., None, None])
+        norm: Tensor = torch.linalg.matrix_norm(core / or_one(largest)[..., None, None])
         return norm * largest
 
     def spectral_norm(self) -> Float[Tensor, "*batch"]:
@@ -272,20 +278,15 @@ class BilinearForm:
 
         Source: Roy & Vetterli 2007, "The effective rank", EUSIPCO.
         """
-        S, alive = self._relative_spectrum()
-        shares = S / _or_one(S.sum(dim=-1, keepdim=True))
-        entropy: Tensor = torch.special.entr(shares).sum(dim=-1)
-        return entropy.exp() * alive
+        return self.spectrum().effective_rank
 
     def stable_rank(self) -> Float[Tensor, "*batch"]:
         """‖A‖_F²/σ₁²: 1 to k, and 0 for a form that is zero."""
-        S, _ = self._relative_spectrum()
-        return S.square().sum(dim=-1)
+        return self.spectrum().stable_rank
 
     def participation_ratio(self) -> Float[Tensor, "*batch"]:
         """(Σσ²)²/Σσ⁴: 1 to k, and 0 for a form that is zero."""
-        S, _ = self._relative_spectrum()
-        return S.square().sum(dim=-1).square() / _or_one(S.pow(4).sum(dim=-1))
+        return self.spectrum().participation_ratio
 
     def energy(self, rank: int) -> Float[Tensor, "*batch"]:
         """Share of Σσ² that the nearest form of this rank keeps; 1 for a form that is zero.
@@ -297,10 +298,7 @@ class BilinearForm:
             ValueError: rank out of range; the message gives both numbers.
         """
         self._require_rank(rank)
-        S, alive = self._relative_spectrum()
-        squares = S.square()
-        kept = squares[..., :rank].sum(dim=-1) / _or_one(squares.sum(dim=-1))
-        return torch.where(alive, kept, 1.0)
+        return self.spectrum().kept[..., rank - 1]
 
     # Square forms.
 
@@ -322,7 +320,7 @@ class BilinearForm:
         """
         M = self._squeeze("symmetry score")
         # M has the trace of A² but, the frames being two, not the norm of A.
-        norm = _or_one(self.frobenius_norm())[..., None, None]
+        norm = or_one(self.frobenius_norm())[..., None, None]
         M = M / norm
         return (M * M.mT).sum(dim=(-2, -1)).clamp(-1.0, 1.0)
 
@@ -421,11 +419,6 @@ class BilinearForm:
         Q_left, core, Q_right = self._reduce()
         return core @ (Q_right.mT @ Q_left)
 
-    def _relative_spectrum(self) -> tuple[Tensor, Tensor]:
-        """σ/σ₁, whose powers neither overflow nor vanish, and whether the form differs from zero."""
-        S = self.singular_values()
-        return S / _or_one(S[..., :1]), S[..., 0] > 0
-
     def _above(self, S: Tensor, tolerance: float | None = None) -> Tensor:
         if tolerance is None:
             tolerance = max(self.d_left, self.d_right) * torch.finfo(S.dtype).eps
@@ -451,11 +444,6 @@ class BilinearForm:
                 f"{name} has batch {list(x.shape[:-2])} and the form {list(self.batch)}: they differ"
             )
         _require_same_kind(name, x, "the form", self.left)
-
-
-def _or_one(x: Tensor) -> Tensor:
-    """A divisor: 1 in place of 0."""
-    return torch.where(x > 0, x, 1.0)
 
 
 def _times(shape: Sequence[int]) -> str:

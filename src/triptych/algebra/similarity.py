@@ -40,11 +40,25 @@ class MapSimilarity(NamedTuple):
         return self.overlap / self.chance
 
 
-class _Frame(NamedTuple):
-    """Orthonormal columns; those past the rank are zero."""
+class Span(NamedTuple):
+    """What of a map W = Q R, with orthonormal columns in Q, is needed to compare it.
 
-    Q: Float[Tensor, "heads d r"]
+    Attributes:
+        R: `[heads, k, width]`.
+        basis: of the column space, as combinations of the columns of Q; those past the rank are zero.
+        rank: of every map.
+    """
+
+    R: Float[Tensor, "heads k width"]
+    basis: Float[Tensor, "heads k r"]
     rank: Int[Tensor, " heads"]
+
+
+def span(R: Float[Tensor, "heads k width"], d: int) -> Span:
+    """The span of a map from its R; `d` is the height of the map."""
+    U, S, _ = torch.linalg.svd(R, full_matrices=False)
+    kept = S.gt(S[..., :1] * max(d, R.shape[-1]) * torch.finfo(S.dtype).eps)
+    return Span(R, U * kept[..., None, :], kept.sum(dim=-1))
 
 
 def map_similarity(
@@ -66,22 +80,37 @@ def map_similarity(
     if not (bool(one.isfinite().all()) and bool(other.isfinite().all())):
         raise ValueError("a map has entries that are not finite (NaN or infinite)")
     dtype = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float32)
-    A, B = one.to(dtype), other.to(dtype)
-    product = A.mT @ B
-    norms = _norm(A) * _norm(B)
-    a, b = _frame(A), _frame(B)
-    cosines = torch.linalg.svdvals(a.Q.mT @ b.Q).clamp(max=1.0)
-    smaller, larger = torch.minimum(a.rank, b.rank), torch.maximum(a.rank, b.rank)
+    (Q_one, R_one), (Q_other, R_other) = (torch.linalg.qr(W.to(dtype)) for W in (one, other))
+    d = one.shape[1]
+    return compare(span(R_one, d), span(R_other, d), Q_one.mT @ Q_other, d)
+
+
+def compare(one: Span, other: Span, between: Float[Tensor, "heads k other_k"], d: int) -> MapSimilarity:
+    """The same of maps known by their spans.
+
+    Args:
+        one: of a map Q R of every head.
+        other: of another, Q' R'.
+        between: QᵀQ'.
+        d: height of both maps.
+    """
+    product = one.R.mT @ between @ other.R
+    norms = _norm(one.R) * _norm(other.R)
+    cosines = torch.linalg.svdvals(one.basis.mT @ between @ other.basis).clamp(max=1.0)
+    smaller, larger = torch.minimum(one.rank, other.rank), torch.maximum(one.rank, other.rank)
     place = torch.arange(cosines.shape[-1], device=cosines.device)
     shared = cosines.square().sum(dim=-1)
+    alike = one.R.shape[-1] == other.R.shape[-1]
     return MapSimilarity(
-        cosine=(A * B).sum(dim=(-2, -1)) / norms if A.shape == B.shape else torch.full_like(norms, math.nan),
+        cosine=product.diagonal(dim1=-2, dim2=-1).sum(dim=-1) / norms
+        if alike
+        else torch.full_like(norms, math.nan),
         procrustes=torch.linalg.svdvals(product).sum(dim=-1) / norms,
-        cka=_norm(product).square() / (_norm(A.mT @ A) * _norm(B.mT @ B)),
+        cka=_norm(product).square() / (_norm(one.R.mT @ one.R) * _norm(other.R.mT @ other.R)),
         angles=cosines.acos().masked_fill(place >= smaller[:, None], math.nan),
         overlap=shared / smaller,
-        chance=larger.to(dtype) / A.shape[1],
-        p_value=_chance_of_as_much(shared, a.rank, b.rank, A.shape[1]),
+        chance=larger.to(shared.dtype) / d,
+        p_value=_chance_of_as_much(shared, one.rank, other.rank, d),
     )
 
 
@@ -130,13 +159,6 @@ _SKETCH_MARGIN = 0.15
 def _inner(l_one: Tensor, r_one: Tensor, l_other: Tensor, r_other: Tensor) -> Tensor:
     """⟨L R'ᵀ, L' R''ᵀ⟩ without either product."""
     return ((l_one.mT @ l_other) * (r_one.mT @ r_other)).sum()
-
-
-def _frame(A: Tensor) -> _Frame:
-    Q, R = torch.linalg.qr(A)
-    U, S, _ = torch.linalg.svd(R)
-    kept = S.gt(S[..., :1] * max(A.shape[-2:]) * torch.finfo(S.dtype).eps)
-    return _Frame((Q @ U) * kept[..., None, :], kept.sum(dim=-1))
 
 
 def _chance_of_as_much(shared: Tensor, p: Tensor, q: Tensor, d: int) -> Tensor:

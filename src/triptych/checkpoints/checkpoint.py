@@ -35,9 +35,11 @@ from triptych.checkpoints.family import (
     PositionSpec,
     family_of,
 )
+from triptych.checkpoints.hub import is_hub_id, open_hub
 from triptych.checkpoints.rope import frequencies, yarn_magnitude
 from triptych.checkpoints.settings import Settings
 from triptych.checkpoints.tensors import Tensors, open_tensors, read_json
+from triptych.checkpoints.unknown import work_out_family
 from triptych.errors import DataError
 
 # A tensor with such a name, and in no layer that is known, may be attention that nobody told us of.
@@ -45,6 +47,7 @@ _LOOKS_LIKE_ATTENTION = re.compile(
     r"attn|attention|(^|[._])(q|k|v|qkv|kv)(_?(proj|lin|a_proj|b_proj))?\.(weight|bias)$|query|key_value|Wqkv",
     re.I,
 )
+_LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"
 
 
 @final
@@ -99,14 +102,18 @@ class Checkpoint:
     Attributes:
         name: its path.
         family: how it is written.
+        how_known: what the family is known by.
         settings: its configuration.
         tensors: all of them, by name.
         sites: its attention layers, in order.
         left_over: tensors that are no attention, as far as their names tell.
     """
 
-    def __init__(self, name: str, family: Family, settings: Settings, tensors: Tensors) -> None:
+    def __init__(
+        self, name: str, family: Family, settings: Settings, tensors: Tensors, how_known: str = "as told"
+    ) -> None:
         self.name, self.family, self.settings, self.tensors = name, family, settings, tensors
+        self.how_known = how_known
         self._prefixes: dict[int, str] = {}
         self.sites = tuple(self._find())
         if not self.sites:
@@ -128,6 +135,12 @@ class Checkpoint:
     def names_of(self, site: Site) -> list[str]:
         """The tensors within the module of a layer."""
         return [name for name in self.tensors.infos if name.startswith(site.module + ".")]
+
+    def longest_text(self, site: Site) -> int:
+        """Positions that the model is made for, as far as the configuration says."""
+        settings = self._settings_of(site.spec)
+        found = None if settings is None else settings.value(_LONGEST_TEXT)
+        return found if isinstance(found, int) and found > 0 else 2048
 
     def prefix_of(self, site: Site) -> str:
         """What stands before the names that the family file gives."""
@@ -213,31 +226,37 @@ class Checkpoint:
         return tuple(others)
 
 
-def open_checkpoint(path: Path, family: Family | None = None) -> Checkpoint:
-    """Open a checkpoint: a folder with `config.json`, or a tensor file beside one.
+def open_checkpoint(path: Path | str, family: Family | None = None) -> Checkpoint:
+    """Open a checkpoint: a folder with `config.json`, a tensor file beside one, or a repository of the Hub.
 
     Args:
-        path: the folder or the file.
-        family: how it is written; the one that knows its `model_type` if None.
+        path: the folder or the file; or, if nothing of that name is here, `owner/name` or
+            `owner/name@revision` on the Hub, of which only what is asked for is fetched.
+        family: how it is written; if None the one that knows its `model_type`, or else what names and shapes
+            leave as the only way.
 
     Raises:
         DataError: it cannot be read, its family is not known, or its tensors are not what that has.
     """
-    folder = path if path.is_dir() else path.parent
-    config = folder / "config.json"
-    if not config.is_file():
-        raise DataError(
-            f"{path}: there is no config.json with it: number and width of heads are not in the tensors"
-        )
-    settings = Settings(read_json(config), str(config))
+    if not Path(path).exists() and is_hub_id(str(path)):
+        record, where, tensors = open_hub(str(path))
+    else:
+        path = Path(path)
+        config = (path if path.is_dir() else path.parent) / "config.json"
+        if path.exists() and not config.is_file():
+            raise DataError(
+                f"{path}: there is no config.json with it: number and width of heads are not in the tensors"
+            )
+        tensors = open_tensors(path)
+        record, where = read_json(config), str(config)
+    settings = Settings(record, where)
+    how_known = "as told"
     if family is None:
         model_type = settings.value("model_type")
-        if not isinstance(model_type, str):
-            raise DataError(f"{config}: it names no model_type: tell the family with --family")
-        family = family_of(model_type)
-        if family is None:
-            raise DataError(f"{config}: model_type {model_type!r} is of no family that is known here")
-    return Checkpoint(str(path), family, settings, open_tensors(path))
+        family, how_known = family_of(str(model_type)), f"model_type {model_type!r}"
+    if family is None:
+        family, how_known = work_out_family(settings, tensors, str(path)), "names and shapes"
+    return Checkpoint(str(path), family, settings, tensors, how_known)
 
 
 @final

@@ -46,7 +46,7 @@ _DTYPES: dict[str, torch.dtype] = {
 # As the format's own reader has it.
 _LONGEST_HEADER = 100_000_000
 _LONGEST_JSON = 64 << 20
-_SAFETENSORS, _SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
@@ -288,18 +288,18 @@ def open_tensors(path: Path) -> Tensors:
         DataError: none of these, a shard that is missing, or a file that is damaged.
     """
     if path.is_file():
-        return _of_one(_open_file(path))
+        return of_one(_open_file(path))
     if not path.is_dir():
         raise DataError(f"{path}: there is no such file or folder")
-    for index, whole in ((_SAFETENSORS_INDEX, _SAFETENSORS), (_PICKLED_INDEX, _PICKLED)):
+    for index, whole in ((SAFETENSORS_INDEX, SAFETENSORS), (_PICKLED_INDEX, _PICKLED)):
         if (path / index).is_file():
             return from_index(
                 read_json(path / index), str(path / index), str(path), lambda shard: _open_file(path / shard)
             )
         if (path / whole).is_file():
-            return _of_one(_open_file(path / whole))
+            return of_one(_open_file(path / whole))
     raise DataError(
-        f"{path}: no {_SAFETENSORS}, {_SAFETENSORS_INDEX}, {_PICKLED} or {_PICKLED_INDEX} in it: "
+        f"{path}: no {SAFETENSORS}, {SAFETENSORS_INDEX}, {_PICKLED} or {_PICKLED_INDEX} in it: "
         "is this the folder of a checkpoint?"
     )
 
@@ -393,7 +393,8 @@ def _open_file(path: Path) -> TensorFile:
     return Safetensors(LocalBytes(path)) if path.suffix == ".safetensors" else Pickled(path)
 
 
-def _of_one(file: TensorFile) -> Tensors:
+def of_one(file: TensorFile) -> Tensors:
+    """The tensors of a single file."""
     return Tensors(file.name, dict.fromkeys(file.infos, file))
 
 

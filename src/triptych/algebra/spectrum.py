@@ -1,0 +1,92 @@
+"""What is read off the singular values of a form."""
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """Singular values, and what is read off them; nothing of it overflows or vanishes where they do not.
+
+    Attributes:
+        values: descending.
+    """
+
+    values: Float[Tensor, "*batch k"]
+
+    @property
+    def spectral_norm(self) -> Float[Tensor, "*batch"]:
+        """σ₁: the most that a row can be stretched."""
+        return self.values[..., 0]
+
+    @property
+    def frobenius_norm(self) -> Float[Tensor, "*batch"]:
+        """√Σσ²."""
+        return self._relative.square().sum(dim=-1).sqrt() * self.values[..., 0]
+
+    @property
+    def condition(self) -> Float[Tensor, "*batch"]:
+        """σ₁ over the smallest; infinite where that is 0."""
+        return self.values[..., 0] / self.values[..., -1]
+
+    @property
+    def effective_rank(self) -> Float[Tensor, "*batch"]:
+        """The exponential of the entropy of σ/Σσ: 1 to k, and 0 if all are 0.
+
+        Source: Roy & Vetterli 2007, "The effective rank", EUSIPCO.
+        """
+        shares = self._relative / or_one(self._relative.sum(dim=-1, keepdim=True))
+        entropy: Tensor = torch.special.entr(shares).sum(dim=-1)
+        return entropy.exp() * self._alive
+
+    @property
+    def stable_rank(self) -> Float[Tensor, "*batch"]:
+        """Σσ²/σ₁²: 1 to k, and 0 if all are 0."""
+        return self._relative.square().sum(dim=-1)
+
+    @property
+    def participation_ratio(self) -> Float[Tensor, "*batch"]:
+        """(Σσ²)²/Σσ⁴: 1 to k, and 0 if all are 0."""
+        squares = self._relative.square()
+        return squares.sum(dim=-1).square() / or_one(squares.square().sum(dim=-1))
+
+    @property
+    def kept(self) -> Float[Tensor, "*batch k"]:
+        """Share of Σσ² in the first 1, 2, … of them; 1 if all are 0."""
+        squares = self._relative.square()
+        shares = squares.cumsum(dim=-1) / or_one(squares.sum(dim=-1, keepdim=True))
+        return torch.where(self._alive[..., None], shares, 1.0)
+
+    def rank(self, tolerance: float) -> Int[Tensor, "*batch"]:
+        """How many are above `tolerance` times the largest."""
+        return self.values.gt(self.values[..., :1] * tolerance).sum(dim=-1)
+
+    def rank_within(self, loss: float) -> Int[Tensor, "*batch"]:
+        """The lowest rank whose nearest form loses at most this share of Σσ²; 0 if all are 0."""
+        kept = self.kept
+        missing = kept.lt(1 - loss - _ROUNDING * math.sqrt(kept.shape[-1])).sum(dim=-1)
+        return (missing + 1) * self._alive
+
+    @property
+    def _relative(self) -> Tensor:
+        """σ/σ₁, whose powers neither overflow nor vanish."""
+        return self.values / or_one(self.values[..., :1])
+
+    @property
+    def _alive(self) -> Tensor:
+        return self.values[..., 0] > 0
+
+
+# A share that is reached but for rounding is reached.
+_ROUNDING = 1e-12
+
+
+def or_one(x: Tensor) -> Tensor:
+    """A divisor: 1 in place of 0."""
+    return torch.where(x > 0, x, 1.0)

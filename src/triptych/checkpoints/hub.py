@@ -1,0 +1,180 @@
+"""Checkpoints on the Hugging Face Hub: of the weights only the bytes that are asked for."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import build_hf_headers, http_stream_backoff
+
+from triptych.checkpoints.tensors import (
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    Bytes,
+    Safetensors,
+    Tensors,
+    from_index,
+    of_one,
+    read_json,
+)
+from triptych.errors import DataError
+
+# `owner/name`, or `owner/name@revision`.
+_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+# Fetched at once from the start of a file: most headers are shorter.
+_FIRST = 1 << 18
+_PARTIAL = 206
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a text has the form of an id on the Hub."""
+    return _ID.fullmatch(text) is not None
+
+
+def open_hub(hub_id: str, endpoint: str | None = None) -> tuple[dict[str, Any], str, Tensors]:
+    """Configuration, where it came from, and tensors of a repository on the Hub.
+
+    What is read stays that of one commit. Access to private and gated repositories is by the token that
+    `hf auth login` or HF_TOKEN gives.
+
+    Args:
+        hub_id: `owner/name`, or `owner/name@revision`.
+        endpoint: of the Hub; as HF_ENDPOINT says if None.
+
+    Raises:
+        DataError: there is no such repository or it has no safetensors, access is refused, or the network
+            fails.
+    """
+    match = _ID.fullmatch(hub_id)
+    if match is None:
+        raise DataError(f"{hub_id} is neither a path nor an id on the Hub, which is owner/name")
+    repo = _Repository(match["repo"], match["revision"], endpoint)
+    config = repo.download("config.json")
+    assert config is not None  # asked for before
+    settings = read_json(config)
+    index = repo.download(SAFETENSORS_INDEX)
+    if index is None:
+        tensors = of_one(Safetensors(repo.open(SAFETENSORS)))
+    else:
+        where = f"{hub_id}/{SAFETENSORS_INDEX}"
+        tensors = from_index(read_json(index), where, hub_id, lambda shard: Safetensors(repo.open(shard)))
+    return settings, f"{hub_id}/config.json", tensors
+
+
+@final
+class _Repository:
+    """One commit of a repository."""
+
+    def __init__(self, name: str, revision: str | None, endpoint: str | None) -> None:
+        self.name, self.endpoint = name, endpoint
+        with _explained(name):
+            try:
+                metadata = get_hf_file_metadata(self._url("config.json", revision), endpoint=endpoint)
+            except EntryNotFoundError:
+                raise DataError(
+                    f"{name}: there is no config.json in it: number and width of heads are not known"
+                ) from None
+        self.revision = metadata.commit_hash or revision
+
+    def download(self, file: str) -> Path | None:
+        """A small file, from the cache if it is there; None if the repository has none of this name."""
+        with _explained(self.name):
+            try:
+                return Path(hf_hub_download(self.name, file, revision=self.revision, endpoint=self.endpoint))
+            except LocalEntryNotFoundError:
+                raise
+            except EntryNotFoundError:
+                return None
+
+    def open(self, file: str) -> "HubBytes":
+        """A large file, of which nothing is fetched yet but its size."""
+        url = self._url(file, self.revision)
+        with _explained(self.name):
+            try:
+                metadata = get_hf_file_metadata(url, endpoint=self.endpoint)
+            except EntryNotFoundError:
+                raise DataError(
+                    f"{self.name} has no {file}: only safetensors are read from the Hub"
+                ) from None
+        if metadata.size is None:
+            raise DataError(f"{self.name}/{file}: the Hub does not say how large it is")
+        return HubBytes(f"{self.name}/{file}", metadata.size, url)
+
+    def _url(self, file: str, revision: str | None) -> str:
+        return hf_hub_url(self.name, file, revision=revision, endpoint=self.endpoint)
+
+
+@final
+class HubBytes(Bytes):
+    """A file on the Hub, read by ranges.
+
+    Attributes:
+        fetched: bytes that came over the network so far.
+    """
+
+    def __init__(self, name: str, size: int, url: str) -> None:
+        self.name, self.size, self.fetched = name, size, 0
+        self._url = url
+        self._first = bytearray()
+
+    def read(self, start: int, length: int) -> bytearray:
+        """A part of it."""
+        if start + length > self.size:
+            raise DataError(f"{self.name} has {self.size:,} bytes, and {start + length:,} were asked for")
+        if start + length <= min(_FIRST, self.size):
+            if not self._first:
+                self._first = self._fetch(0, min(_FIRST, self.size))
+            return self._first[start : start + length]
+        return self._fetch(start, length)
+
+    def _fetch(self, start: int, length: int) -> bytearray:
+        headers = build_hf_headers() | {"Range": f"bytes={start}-{start + length - 1}"}
+        found = bytearray()
+        with _explained(self.name), http_stream_backoff("GET", self._url, headers=headers) as answer:
+            # What does not know ranges would send all of it.
+            if answer.status_code != _PARTIAL and length < self.size:
+                raise DataError(
+                    f"{self.name}: asked for {length:,} bytes from {start:,}, the answer has status "
+                    f"{answer.status_code}"
+                )
+            for part in answer.iter_bytes():
+                found += part
+        self.fetched += len(found)
+        if len(found) != length:
+            raise DataError(f"{self.name}: asked for {length:,} bytes, {len(found):,} came: try again")
+        return found
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """What goes wrong with the Hub, as one line; that a file is not there is for the caller."""
+    try:
+        yield
+    except LocalEntryNotFoundError as error:
+        raise DataError(_unreachable(name, error)) from None
+    except (DataError, EntryNotFoundError):
+        raise
+    except GatedRepoError:
+        raise DataError(f"{name}: access must be asked for on its page, then `hf auth login`") from None
+    except RepositoryNotFoundError:
+        raise DataError(
+            f"{name}: there is no such path here, and no such repository for you on the Hub"
+        ) from None
+    except RevisionNotFoundError:
+        raise DataError(f"{name}: the repository has no such revision") from None
+    except Exception as error:  # noqa: BLE001 (the network's errors are of the Hub's HTTP library, whichever)
+        raise DataError(_unreachable(name, error)) from None
+
+
+def _unreachable(name: str, error: Exception) -> str:
+    reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+    return f"{name}: the Hub could not be asked: {reason}"

@@ -1,0 +1,150 @@
+"""A family for a checkpoint that no family file knows, from names and shapes, where they leave no choice."""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import final
+
+from triptych.checkpoints.family import AttentionSpec, Choice, Family, PositionSpec
+from triptych.checkpoints.settings import Settings
+from triptych.checkpoints.tensors import Tensors
+from triptych.errors import DataError
+
+# What a map may be called, below the module of its attention.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "q": ("q_proj", "query", "self.query", "q", "wq", "to_q", "q_lin", "query_proj", "attention.query"),
+    "k": ("k_proj", "key", "self.key", "k", "wk", "to_k", "k_lin", "key_proj", "attention.key"),
+    "v": ("v_proj", "value", "self.value", "v", "wv", "to_v", "v_lin", "value_proj", "attention.value"),
+    "o": ("o_proj", "out_proj", "output.dense", "o", "wo", "to_out.0", "to_out", "out_lin", "dense"),
+}
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
+_ROTARY = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
+_EXAMPLE = """[[attention]]
+at = "model.layers.{layer}.self_attn"   # q_proj, k_proj, v_proj and o_proj below it are the default names"""
+
+
+@final
+@dataclass(frozen=True)
+class _Found:
+    """A module that has all four maps: its name with "{layer}" in it, the maps' names, the layers."""
+
+    module: str
+    names: dict[str, str]
+    layers: frozenset[int]
+
+
+def work_out_family(settings: Settings, tensors: Tensors, name: str) -> Family:
+    """The one way to read the attention that names, shapes and configuration leave.
+
+    Raises:
+        DataError: there is none or more than one; with the names that look like attention and the beginning
+            of a family file.
+    """
+    found = _modules(tensors)
+    if not found:
+        raise DataError(_refusal(tensors, name, "no module has maps to queries, keys, values and output"))
+    heads = _first(settings, _HEADS)
+    if heads is None:
+        raise DataError(_refusal(tensors, name, f"the configuration has none of {', '.join(_HEADS)}"))
+    positions = _positions(settings, tensors)
+    if positions is None:
+        why = "whether its positions are rotary, learned or something else cannot be told"
+        raise DataError(_refusal(tensors, name, why))
+    specs = []
+    for module in found:
+        if module.layers != frozenset(range(len(module.layers))):
+            why = f"layers of {module.module} are {sorted(module.layers)}: some are missing"
+            raise DataError(_refusal(tensors, name, why))
+        specs.append(_spec(module, settings, tensors, heads, positions, name))
+    stacks = [spec.stack + spec.kind for spec in specs]
+    if len({*stacks}) < len(stacks):
+        why = f"{' and '.join(module.module for module in found)} are more than one stack of the same kind"
+        raise DataError(_refusal(tensors, name, why))
+    return Family(name="worked out from names and shapes", attention=tuple(specs))
+
+
+def _modules(tensors: Tensors) -> list[_Found]:
+    """Modules with one of the names of every map, by the pattern of their names."""
+    weights = [name.removesuffix(".weight") for name in tensors.infos if name.endswith(".weight")]
+    by_side: dict[str, dict[str, set[str]]] = {side: defaultdict(set) for side in _NAMES}
+    for weight in weights:
+        for side, names in _NAMES.items():
+            for own in names:
+                if weight.endswith("." + own):
+                    by_side[side][weight.removesuffix("." + own)].add(own)
+    layers: dict[tuple[str, tuple[tuple[str, str], ...]], set[int]] = defaultdict(set)
+    for module in by_side["q"]:
+        if not all(module in by_side[side] for side in _NAMES):
+            continue
+        numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
+        if len(numbers) != 1:
+            continue
+        chosen = tuple((side, max(by_side[side][module], key=len)) for side in _NAMES)
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "{layer}", module)
+        layers[pattern, chosen].add(int(numbers[0]))
+    return [_Found(pattern, dict(names), frozenset(of)) for (pattern, names), of in sorted(layers.items())]
+
+
+def _spec(
+    module: _Found, settings: Settings, tensors: Tensors, heads: str, positions: PositionSpec, name: str
+) -> AttentionSpec:
+    first = module.module.format(layer=0)
+    shapes = {side: tensors.infos[f"{first}.{own}.weight"].shape for side, own in module.names.items()}
+    groups = _first(settings, _KEY_HEADS) or heads
+    num_heads, num_groups = settings.count(heads), settings.count(groups)
+    rows = shapes["q"][0]
+    width, rest = divmod(rows, num_heads)
+    fits = (
+        all(len(shape) == 2 for shape in shapes.values())
+        and not rest
+        and shapes["k"][0] == num_groups * width
+        and shapes["v"][0] % num_groups == 0
+        and shapes["o"][1] == num_heads * (shapes["v"][0] // num_groups)
+        and shapes["q"][1] == shapes["o"][0]
+    )
+    if not fits:
+        shown = ", ".join(f"{side} {list(shape)}" for side, shape in shapes.items())
+        why = f"the shapes of {first} ({shown}) do not fit {num_heads} heads on {num_groups} of keys"
+        raise DataError(_refusal(tensors, name, why))
+    cross = bool(re.search(r"cross|encoder_attn|EncDec", module.module))
+    in_decoder = "decoder" in module.module or _first(settings, ("is_decoder",)) is not None
+    lone = "encoder" not in module.module and not in_decoder
+    return AttentionSpec(
+        stack="encoder" if "encoder" in module.module else "decoder",
+        kind="cross" if cross else "causal" if in_decoder or lone else "self",
+        layers=str(len(module.layers)),
+        at=module.module,
+        **module.names,
+        heads=str(num_heads),
+        groups=(Choice(value=str(num_groups)),),
+        width=str(width),
+        value_width=str(shapes["v"][0] // num_groups),
+        positions=(PositionSpec(kind="none") if cross else positions,),
+        known=("*",),
+    )
+
+
+def _positions(settings: Settings, tensors: Tensors) -> PositionSpec | None:
+    if _first(settings, _ROTARY) is not None:
+        return PositionSpec(kind="rotary")
+    if any(re.search(r"(position|pos)_?(embed|emb)|\bwpe\b", tensor) for tensor in tensors.infos):
+        return PositionSpec(kind="learned")
+    return None
+
+
+def _first(settings: Settings, names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if settings.value(name) is not None), None)
+
+
+def _refusal(tensors: Tensors, name: str, why: str) -> str:
+    looks = sorted(
+        tensor for tensor in tensors.infos if re.search(r"attn|attention|query|q_proj|qkv", tensor, re.I)
+    )
+    shown = ", ".join(looks[:6]) + (" …" if len(looks) > 6 else "")
+    return (
+        f"{name}: no family file knows it, and it cannot be worked out: {why}. What looks like attention: "
+        f"{shown or 'nothing'}. Say how it is written in a file and pass "
+        "it with --family my.toml; it begins\n"
+        f'name = "mine"\n{_EXAMPLE}'
+    )

@@ -1,0 +1,416 @@
+"""What the attention of a checkpoint looks like, head by head: `inspect_checkpoint(open_checkpoint(path))`.
+
+One layer is held at a time. Nothing is run: all that is said follows from the weights.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import Tensor
+
+from triptych.algebra.function import Rotation
+from triptych.algebra.measures import HeadMeasures, Planes, measure_heads
+from triptych.algebra.rewrites import RewriteRefusedError, drop_key_bias, fold_value_bias
+from triptych.algebra.similarity import MapSimilarity
+from triptych.algebra.weights import SIDES
+from triptych.checkpoints.checkpoint import AttentionLayer, Checkpoint, Site
+from triptych.errors import UsageError
+
+# Shares of the energy that the nearest form of lower rank may lose.
+LOSSES = (0.01, 0.05, 0.10)
+
+
+@final
+@dataclass(frozen=True)
+class Measure:
+    """A figure of each head.
+
+    Attributes:
+        name: its column.
+        title: for people.
+        meaning: what it is and how to read it, in a sentence or two.
+        of_basis: whether it depends on the basis that training chose within the head, and so says nothing
+            of what the head does.
+    """
+
+    name: str
+    title: str
+    meaning: str
+    of_basis: bool = False
+
+
+def _of_form(form: str, title: str, what: str) -> list[Measure]:
+    return [
+        Measure(
+            f"{form}_effective_rank",
+            f"effective rank of {title}",
+            f"exp of the entropy of σ/Σσ of {title}, {what}: how many directions share the work, from 1 to "
+            "the width of the head.",
+        ),
+        Measure(f"{form}_stable_rank", f"stable rank of {title}", "Σσ²/σ₁²: 1 if one direction does it all."),
+        Measure(
+            f"{form}_participation",
+            f"participation ratio of {title}",
+            "(Σσ²)²/Σσ⁴: between stable and effective rank.",
+        ),
+        Measure(
+            f"{form}_rank",
+            f"numerical rank of {title}",
+            "Singular values above a millionth of the largest.",
+        ),
+        *(
+            Measure(
+                f"{form}_rank_{100 - round(100 * loss)}",
+                f"rank that keeps {1 - loss:.0%} of {title}",
+                f"The lowest rank whose nearest form loses at most {loss:.0%} of Σσ².",
+            )
+            for loss in LOSSES
+        ),
+        Measure(f"{form}_top", f"share of the first direction of {title}", "σ₁²/Σσ², 0 to 1."),
+        Measure(
+            f"{form}_spectral_norm", f"spectral norm of {title}", "σ₁: the most it can stretch an input."
+        ),
+        Measure(f"{form}_frobenius_norm", f"Frobenius norm of {title}", "√Σσ²: its size over all inputs."),
+        Measure(f"{form}_condition", f"condition of {title}", "σ₁ over the smallest singular value."),
+    ]
+
+
+def _of_pair(pair: str) -> list[Measure]:
+    one, other = (f"W_{side.upper()}" for side in pair)
+    both = f"{one} and {other}"
+    return [
+        Measure(
+            f"{pair}_overlap",
+            f"overlap of {both}",
+            "Mean squared cosine of the principal angles of what they read, 0 to 1, whatever the basis.",
+        ),
+        Measure(
+            f"{pair}_times_chance",
+            f"overlap of {both} over chance",
+            "The same over what random subspaces of these sizes have on average: 1 is chance.",
+        ),
+        Measure(
+            f"{pair}_p_value",
+            f"p-value of the overlap of {both}",
+            "How probable as much overlap is for random subspaces (normal approximation).",
+        ),
+        Measure(
+            f"{pair}_cosine",
+            f"cosine of {both}",
+            "Of the entries. It depends on the basis within the head, which training chose and which the "
+            "head's function does not see: compare it with nothing but itself.",
+            of_basis=True,
+        ),
+        Measure(
+            f"{pair}_procrustes",
+            f"cosine of {both} after rotation",
+            "Of the entries after the best rotation of one of them, 0 to 1; not free of the basis' lengths.",
+            of_basis=True,
+        ),
+        Measure(
+            f"{pair}_cka",
+            f"CKA of {both}",
+            "Linear, uncentred, of rows as examples (Kornblith et al. 2019), 0 to 1; likewise.",
+            of_basis=True,
+        ),
+    ]
+
+
+MEASURES: tuple[Measure, ...] = (
+    *_of_form("qk", "W_QK", "where the head looks"),
+    *_of_form("ov", "W_OV", "what it moves"),
+    *_of_pair("qk"),
+    *_of_pair("qv"),
+    *_of_pair("kv"),
+    Measure(
+        "qk_symmetric_share",
+        "symmetric share of W_QK",
+        "‖½(W + Wᵀ)‖²/‖W‖²: 1 symmetric, 0 antisymmetric, ½ for random factors.",
+    ),
+    Measure("qk_symmetry", "symmetry score of W_QK", "tr(W²)/‖W‖²: 1, −1 and 0 for the same."),
+    Measure(
+        "ov_copying",
+        "copying score of W_OV",
+        "Σ Re λ / Σ |λ| of its eigenvalues: near 1 the head writes what it reads, near −1 it takes it away.",
+    ),
+    *(
+        Measure(f"{side}_norm", f"norm of W_{side.upper()}", "Frobenius norm of the map.", of_basis=True)
+        for side in SIDES
+    ),
+)
+
+
+@final
+@dataclass(frozen=True)
+class InspectedLayer:
+    """The heads of one layer that were looked at.
+
+    Attributes:
+        stack: "encoder", "decoder", …; with `layer`, `kind` and `module` as in `Site`.
+        layer: its number in the stack.
+        kind: "self", "causal" or "cross".
+        module: its name in the checkpoint.
+        heads: numbers of those looked at.
+        num_heads: query heads there are.
+        num_key_heads: different key maps.
+        d_model: width of the input.
+        d_k: of queries and keys.
+        d_v: of values.
+        positions: how it tells positions apart.
+        planes: rotary planes that turn, and those too slow to; None without a rotation, or if it was ignored.
+        figures: by measure, one number a head, None where there is nothing to say.
+        spectra: singular values of "qk" and "ov", a list a head.
+        angles: principal angles in degrees of "qk", "qv", "kv", a list a head.
+        foldable: parameters that exact rewrites would take away, by rewrite; refused ones with the reason.
+        parameters: of the layer.
+        broken: tensors with entries that are not finite, and how many.
+        num_bytes: read for it.
+    """
+
+    stack: str
+    layer: int
+    kind: str
+    module: str
+    heads: tuple[int, ...]
+    num_heads: int
+    num_key_heads: int
+    d_model: int
+    d_k: int
+    d_v: int
+    positions: str
+    planes: tuple[int, int] | None
+    figures: dict[str, list[float | None]]
+    spectra: dict[str, list[list[float]]]
+    angles: dict[str, list[list[float]]]
+    foldable: dict[str, int | str]
+    parameters: int
+    broken: dict[str, int]
+    num_bytes: int
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.stack} {self.layer}" + (" cross" if self.kind == "cross" else "")
+
+
+@final
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint looked at.
+
+    Attributes:
+        name: of the checkpoint.
+        family: how it is written.
+        how_known: where the family comes from, if not from the configuration.
+        layers: all that were looked at.
+        ignores_rotary: whether figures of rotary heads are those of W_Q W_Kᵀ as if nothing turned.
+        num_tensors: there are; `num_read` of them read, `left_over` no attention.
+        seconds: that it took.
+    """
+
+    name: str
+    family: str
+    how_known: str
+    layers: tuple[InspectedLayer, ...]
+    ignores_rotary: bool
+    num_tensors: int
+    num_read: int
+    left_over: tuple[str, ...]
+    seconds: float
+    notes: tuple[str, ...] = field(default=())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A flat record of every head: its place, then every measure."""
+        return [
+            {
+                "stack": layer.stack,
+                "layer": layer.layer,
+                "kind": layer.kind,
+                "head": head,
+                "module": layer.module,
+                **{measure.name: layer.figures[measure.name][place] for measure in MEASURES},
+            }
+            for layer in self.layers
+            for place, head in enumerate(layer.heads)
+        ]
+
+
+# What is told while it goes on: bytes read, of how many, and the layer that comes next.
+Progress = Callable[[int, int, str], None]
+
+
+def inspect_checkpoint(
+    checkpoint: Checkpoint,
+    *,
+    layers: Collection[int] | None = None,
+    heads: Collection[int] | None = None,
+    ignore_rotary: bool = False,
+    progress: Progress | None = None,
+) -> Inspection:
+    """Measure the heads of a checkpoint.
+
+    Args:
+        checkpoint: opened.
+        layers: numbers of layers, in every stack; all if None. Likewise `heads`.
+        heads: numbers of heads.
+        ignore_rotary: measure W_Q W_Kᵀ of rotary heads as if nothing turned.
+        progress: is told of every layer before it is read.
+
+    Raises:
+        UsageError: no layer or head is left.
+        DataError: the checkpoint's tensors are not what its configuration says.
+    """
+    started = time.monotonic()
+    sites = [site for site in checkpoint.sites if layers is None or site.layer in layers]
+    if not sites:
+        most = max(site.layer for site in checkpoint.sites)
+        raise UsageError(f"{checkpoint.name}: none of these layers is there; they go from 0 to {most}")
+    total, done = sum(checkpoint.bytes_of(site) for site in sites), 0
+    found = []
+    for site in sites:
+        if progress is not None:
+            progress(done, total, site.name)
+        found.append(_inspected(checkpoint, site, heads, ignore_rotary))
+        done += found[-1].num_bytes
+    if progress is not None:
+        progress(total, total, "")
+    if not any(layer.heads for layer in found):
+        most = max(layer.num_heads for layer in found) - 1
+        raise UsageError(f"{checkpoint.name}: none of these heads is there; they go from 0 to {most}")
+    return Inspection(
+        name=checkpoint.name,
+        family=checkpoint.family.name,
+        how_known=checkpoint.how_known,
+        layers=tuple(found),
+        ignores_rotary=ignore_rotary,
+        num_tensors=len(checkpoint.tensors.infos),
+        num_read=len(checkpoint.tensors.infos) - len(checkpoint.left_over),
+        left_over=checkpoint.left_over,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _inspected(
+    checkpoint: Checkpoint, site: Site, heads: Collection[int] | None, ignore_rotary: bool
+) -> InspectedLayer:
+    layer = checkpoint.read(site)
+    weights = layer.weights
+    planes = None
+    if layer.scoring.rotation is not None and not ignore_rotary:
+        planes = _planes(layer.scoring.rotation, checkpoint.longest_text(site))
+    measured = measure_heads(weights, planes)
+    chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
+    q, v = weights.multiplied("q").weight, weights.multiplied("v").weight
+    return InspectedLayer(
+        stack=site.stack,
+        layer=site.layer,
+        kind=site.kind,
+        module=site.module,
+        heads=tuple(chosen),
+        num_heads=weights.num_heads,
+        num_key_heads=weights.num_key_heads,
+        d_model=weights.d_model,
+        d_k=q.shape[-1],
+        d_v=v.shape[-1],
+        positions=weights.traits.positions,
+        planes=None if planes is None else (planes.slow.count(False), planes.slow.count(True)),
+        figures={
+            name: _numbers(values, chosen, weights.num_heads) for name, values in _figures(measured).items()
+        },
+        spectra={
+            form: _lists(spectrum.values, chosen)
+            for form, spectrum in (("qk", measured.qk), ("ov", measured.ov))
+        },
+        angles={
+            pair: _lists(found.angles.rad2deg(), chosen)
+            for pair, found in measured.similarity.items()
+            if found is not None
+        },
+        foldable=_foldable(layer),
+        parameters=weights.num_parameters,
+        broken=_broken(checkpoint, layer) if not bool(measured.finite.all()) else {},
+        num_bytes=checkpoint.bytes_of(site),
+    )
+
+
+def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:
+    found: dict[str, Tensor | None] = {}
+    for form, spectrum in (("qk", measured.qk), ("ov", measured.ov)):
+        found |= {
+            f"{form}_effective_rank": spectrum.effective_rank,
+            f"{form}_stable_rank": spectrum.stable_rank,
+            f"{form}_participation": spectrum.participation_ratio,
+            f"{form}_rank": spectrum.rank(1e-6),
+            **{f"{form}_rank_{100 - round(100 * loss)}": spectrum.rank_within(loss) for loss in LOSSES},
+            f"{form}_top": spectrum.kept[:, 0],
+            f"{form}_spectral_norm": spectrum.spectral_norm,
+            f"{form}_frobenius_norm": spectrum.frobenius_norm,
+            f"{form}_condition": spectrum.condition,
+        }
+    for pair, similarity in measured.similarity.items():
+        found |= _of_similarity(pair, similarity)
+    symmetry = measured.symmetry
+    found |= {
+        "qk_symmetric_share": None if symmetry is None else (1 + symmetry) / 2,
+        "qk_symmetry": symmetry,
+        "ov_copying": measured.copying,
+        **{f"{side}_norm": norm for side, norm in measured.norms.items()},
+    }
+    return {name: None if v is None else v.where(measured.finite, math.nan) for name, v in found.items()}
+
+
+def _of_similarity(pair: str, found: MapSimilarity | None) -> dict[str, Tensor | None]:
+    return {
+        f"{pair}_overlap": None if found is None else found.overlap,
+        f"{pair}_times_chance": None if found is None else found.times_chance,
+        f"{pair}_p_value": None if found is None else found.p_value,
+        f"{pair}_cosine": None if found is None else found.cosine,
+        f"{pair}_procrustes": None if found is None else found.procrustes,
+        f"{pair}_cka": None if found is None else found.cka,
+    }
+
+
+def _numbers(values: Tensor | None, chosen: Sequence[int], num_heads: int) -> list[float | None]:
+    numbers = [math.nan] * num_heads if values is None else values.double().tolist()
+    return [numbers[head] if math.isfinite(numbers[head]) else None for head in chosen]
+
+
+def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:
+    rows = values.tolist()
+    return [[value for value in rows[head] if math.isfinite(value)] for head in chosen]
+
+
+def _planes(rotation: Rotation, longest: int) -> Planes:
+    """Which channels of a head turn together, and whether they get anywhere within the longest text."""
+    count = len(rotation.frequencies)
+    if rotation.pairing == "halves":
+        first, step = range(count), count
+    else:
+        first, step = range(0, 2 * count, 2), 1
+    return Planes(
+        first=tuple(rotation.start + f for f in first),
+        second=tuple(rotation.start + f + step for f in first),
+        slow=tuple(abs(theta) * longest < 1 for theta in rotation.frequencies.tolist()),
+    )
+
+
+def _foldable(layer: AttentionLayer) -> dict[str, int | str]:
+    """Parameters that each exact rewrite would take away, or why it is refused."""
+    found: dict[str, int | str] = {}
+    for name, rewrite in (("drop the key bias", drop_key_bias), ("fold the value bias", fold_value_bias)):
+        try:
+            left = rewrite(layer.weights).weights.num_parameters
+        except RewriteRefusedError as refusal:
+            found[name] = str(refusal)
+        else:
+            found[name] = layer.weights.num_parameters - left
+    return found
+
+
+def _broken(checkpoint: Checkpoint, layer: AttentionLayer) -> dict[str, int]:
+    """Of every tensor of a layer, how many entries are not finite."""
+    counts = {name: int((~checkpoint.tensors.read(name).isfinite()).sum()) for name in layer.tensors}
+    return {name: count for name, count in counts.items() if count}
