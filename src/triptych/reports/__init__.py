@@ -3,6 +3,7 @@
 The room knows nothing of models or text; whoever has something to show fills the records.
 """
 
+from triptych.reports.heads import HeadLayer, HeadMeasure, HeadsReport, write_heads_report
 from triptych.reports.html import write_comparison_report, write_run_report
 from triptych.reports.records import (
     AttentionPicture,
@@ -21,6 +22,9 @@ __all__ = [
     "Bar",
     "BarChart",
     "ComparisonReport",
+    "HeadLayer",
+    "HeadMeasure",
+    "HeadsReport",
     "MetricPoint",
     "RunReport",
     "Table",
@@ -29,5 +33,6 @@ __all__ = [
     "render_samples",
     "render_table",
     "write_comparison_report",
+    "write_heads_report",
     "write_run_report",
 ]

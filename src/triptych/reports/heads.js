@@ -1,0 +1,176 @@
+const report = JSON.parse(document.getElementById("report").textContent);
+const byId = (id) => document.getElementById(id);
+const make = (tag, attributes = {}, ...children) => {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+};
+const measures = new Map(report.measures.map((measure) => [measure.name, measure]));
+const shown = (value) => {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 0.001 || size >= 100000)) return value.toExponential(1);
+  return value.toFixed(size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : 3);
+};
+
+// Where the eye should see zero in the middle, both ways have a colour of their own.
+const isSigned = (name) => /cosine|symmetry$|copying/.test(name);
+let measure = measures.has("qk_effective_rank") ? "qk_effective_rank" : report.measures[0].name;
+let chosen = null;
+let range = { low: 0, high: 1 };
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const parse = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+const mix = (from, to, share) => {
+  const [a, b] = [parse(from), parse(to)];
+  return `rgb(${a.map((value, i) => Math.round(value + (b[i] - value) * share)).join(",")})`;
+};
+const painter = () => {
+  const [low, high, below, none] = ["--low", "--high", "--below", "--none"].map(colour);
+  const width = range.high - range.low || 1;
+  const reach = Math.max(Math.abs(range.low), Math.abs(range.high)) || 1;
+  return (value) => {
+    if (value === null) return none;
+    if (!isSigned(measure)) return mix(low, high, (value - range.low) / width);
+    return mix(low, value < 0 ? below : high, Math.min(1, Math.abs(value) / reach));
+  };
+};
+
+function drawMaps() {
+  const all = report.models.flatMap((model) => model.layers.flatMap((layer) => layer.figures[measure]));
+  const known = all.filter((value) => value !== null).sort((a, b) => a - b);
+  range = known.length ? { low: known[0], high: known[known.length - 1] } : { low: 0, high: 1 };
+  const about = measures.get(measure);
+  byId("meaning").textContent = about.meaning + (about.of_basis ? " Depends on the basis." : "");
+  const paint = painter();
+  const maps = report.models.map((model, m) => {
+    const most = Math.max(...model.layers.map((layer) => layer.num_heads));
+    const cell = most > 48 ? 12 : most > 24 ? 18 : 26;
+    const heading = make("tr", {}, make("th"), ...Array.from({ length: most }, (_, head) =>
+      make("th", { scope: "col" }, most > 24 && head % 8 ? "" : String(head))));
+    const rows = model.layers.map((layer, l) => {
+      const cells = Array.from({ length: most }, () => make("td"));
+      layer.heads.forEach((head, h) => {
+        const value = layer.figures[measure][h];
+        const label = `${layer.name}, head ${head}: ${shown(value)}`;
+        const square = make("div", { title: label });
+        square.style.background = paint(value);
+        cells[head] = make("td", { role: "gridcell", tabindex: "-1", "aria-label": label, "data-at": `${m} ${l} ${h}` }, square);
+      });
+      return make("tr", {}, make("th", { scope: "row" }, layer.name), ...cells);
+    });
+    const grid = make("table", { class: "grid", role: "grid", "aria-label": `${about.title}, layer by head` },
+      make("thead", {}, heading), make("tbody", {}, ...rows));
+    grid.style.setProperty("--cell", `${cell}px`);
+    return make("div", { class: "map" }, ...(report.models.length > 1 ? [make("h3", {}, model.name)] : []), grid);
+  });
+  byId("maps").replaceChildren(...maps);
+  byId("low").textContent = shown(known.length ? range.low : null);
+  byId("high").textContent = shown(known.length ? range.high : null);
+  byId("middle").textContent = known.length ? `median ${shown(known[known.length >> 1])}` : "nothing to show";
+  const bar = byId("bar");
+  const pen = bar.getContext("2d");
+  for (let x = 0; x < bar.width; x++) {
+    pen.fillStyle = paint(range.low + ((range.high - range.low) * x) / (bar.width - 1));
+    pen.fillRect(x, 0, 1, bar.height);
+  }
+  mark();
+}
+
+function mark() {
+  const cells = [...document.querySelectorAll("[data-at]")];
+  for (const cell of cells) cell.setAttribute("aria-selected", String(cell.dataset.at === chosen));
+  const current = cells.find((cell) => cell.dataset.at === chosen) ?? cells[0];
+  if (current) current.tabIndex = 0;
+}
+
+const SVG = "http://www.w3.org/2000/svg";
+function plot(title, curves, top) {
+  const [width, height, left, bottom] = [420, 170, 40, 24];
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", title);
+  const draw = (tag, attributes, text) => {
+    const node = document.createElementNS(SVG, tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    if (text) node.textContent = text;
+    svg.append(node);
+  };
+  const most = Math.max(2, ...curves.map((curve) => curve.values.length));
+  const x = (i) => left + ((width - left - 10) * i) / (most - 1);
+  const y = (value) => height - bottom - ((height - bottom - 22) * value) / top;
+  draw("text", { x: left, y: 12 }, title);
+  for (const value of [0, top / 2, top]) {
+    draw("line", { x1: left, x2: width - 10, y1: y(value), y2: y(value), stroke: colour("--line") });
+    draw("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, String(value));
+  }
+  draw("text", { x: left, y: height - 8 }, "1");
+  draw("text", { x: width - 10, y: height - 8, "text-anchor": "end" }, String(most));
+  curves.forEach((curve, number) => {
+    const path = curve.values.map((value, i) => `${i ? "L" : "M"}${x(i).toFixed(1)},${y(value).toFixed(1)}`).join("");
+    const stroke = [colour("--high"), colour("--below"), colour("--muted")][number];
+    draw("path", { d: path, fill: "none", stroke, "stroke-width": 2, "stroke-dasharray": ["", "6 3", "2 3"][number] });
+    const label = { x: width - 12, y: 28 + 14 * number, "text-anchor": "end", style: `fill:${stroke}` };
+    draw("text", label, curve.name);
+  });
+  return svg;
+}
+
+function drawHead() {
+  mark();
+  if (chosen === null) return;
+  const [m, l, h] = chosen.split(" ").map(Number);
+  const layer = report.models[m].layers[l];
+  const rows = report.measures.map((about) => {
+    const name = make("td", { title: about.meaning }, about.title);
+    if (about.of_basis) name.className = "basis";
+    return make("tr", {}, name, make("td", {}, shown(layer.figures[about.name][h])));
+  });
+  const spectra = Object.entries(layer.spectra).map(([name, of]) => ({ name: `W_${name.toUpperCase()}`, values: of[h].map((v) => v / 1000) }));
+  const angles = Object.entries(layer.angles).map(([name, of]) => ({ name: name.split("").map((s) => `W_${s.toUpperCase()}`).join(", "), values: of[h].map((v) => v / 10) }));
+  const pictures = make("div", {},
+    make("h3", {}, `${report.models.length > 1 ? `${report.models[m].name}: ` : ""}${layer.name}, head ${layer.heads[h]}`),
+    make("p", { class: "note" }, layer.about),
+    plot("singular values over the largest", spectra, 1),
+    ...(angles.length ? [plot("principal angles of what is read, degrees", angles, 90)] : []));
+  byId("detail").replaceChildren(pictures, make("div", {}, make("table", {}, ...rows)));
+  byId("detail").hidden = false;
+}
+
+const choose = (cell) => { chosen = cell.dataset.at; drawHead(); };
+byId("maps").addEventListener("click", (event) => {
+  const cell = event.target.closest("[data-at]");
+  if (cell) { choose(cell); cell.focus(); }
+});
+byId("maps").addEventListener("keydown", (event) => {
+  const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+  const cell = event.target.closest("[data-at]");
+  if (!cell) return;
+  if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(cell); return; }
+  if (!(event.key in steps)) return;
+  event.preventDefault();
+  const [m, l, h] = cell.dataset.at.split(" ").map(Number);
+  const [down, right] = steps[event.key];
+  const next = document.querySelector(`[data-at="${m} ${l + down} ${h + right}"]`);
+  if (!next) return;
+  cell.tabIndex = -1;
+  next.tabIndex = 0;
+  next.focus();
+});
+for (const [group, names] of report.groups) {
+  const options = names.map((name) => make("option", { value: name }, measures.get(name).title));
+  byId("measure").append(make("optgroup", { label: group }, ...options));
+}
+byId("measure").value = measure;
+byId("measure").addEventListener("change", (event) => { measure = event.target.value; drawMaps(); });
+byId("theme").addEventListener("click", () => {
+  const root = document.documentElement;
+  root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
+  drawMaps();
+  drawHead();
+});
+document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+drawMaps();
+drawHead();

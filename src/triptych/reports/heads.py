@@ -1,0 +1,154 @@
+"""Every head of a checkpoint on one page: a map of layers × heads for each measure, and each head's spectra.
+
+The page needs no network and no drawing library: its script is in `heads.js`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from triptych.files import write_text
+
+
+@dataclass(frozen=True)
+class HeadMeasure:
+    """A figure of every head: its name in `HeadLayer.figures`, how people call it, what it means."""
+
+    name: str
+    title: str
+    meaning: str
+    group: str
+    of_basis: bool = False
+
+
+@dataclass(frozen=True)
+class HeadLayer:
+    """The heads of a layer.
+
+    Attributes:
+        name: for people.
+        about: sizes and the like, in a line.
+        num_heads: there are.
+        heads: numbers of those shown.
+        figures: by measure, a number of each, None where there is none.
+        spectra: by name, for each head singular values, descending; shown relative to the first.
+        angles: by name, for each head angles in degrees, ascending.
+    """
+
+    name: str
+    about: str
+    num_heads: int
+    heads: tuple[int, ...]
+    figures: Mapping[str, Sequence[float | None]]
+    spectra: Mapping[str, Sequence[Sequence[float]]]
+    angles: Mapping[str, Sequence[Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class HeadsReport:
+    """What the page shows.
+
+    Attributes:
+        title: its heading.
+        summary: sentences.
+        facts: name and value.
+        measures: that may be chosen.
+        models: name and layers of each checkpoint, side by side.
+    """
+
+    title: str
+    summary: tuple[str, ...]
+    facts: tuple[tuple[str, str], ...]
+    measures: tuple[HeadMeasure, ...]
+    models: tuple[tuple[str, tuple[HeadLayer, ...]], ...]
+
+
+def write_heads_report(report: HeadsReport, path: Path) -> None:
+    """Write the page; what `path` held stays if that fails.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    write_text(path, render_heads_report(report))
+
+
+def render_heads_report(report: HeadsReport) -> str:
+    """The text of the page."""
+    # Inside a script element only "<" can do harm ("</script>", "<!--"), and JSON may spell it otherwise.
+    data = json.dumps(_record(report), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")
+    summary = "".join(f"<p>{escape(sentence)}</p>" for sentence in report.summary)
+    facts = "".join(f"<div><dt>{escape(n)}</dt><dd>{escape(v)}</dd></div>" for n, v in report.facts)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{escape(report.title)}</title>
+<style>{_resource("heads.css")}</style>
+</head>
+<body>
+<main>
+<header><h1>{escape(report.title)}</h1><button id="theme" type="button">light / dark</button></header>
+{summary}
+<dl class="facts">{facts}</dl>
+<h2><label for="measure">Layer by head</label></h2>
+<p><select id="measure"></select></p>
+<p class="note" id="meaning" aria-live="polite"></p>
+<div class="maps" id="maps"></div>
+<div class="scale"><span id="low"></span><canvas id="bar" width="192" height="12"></canvas><span id="high"></span>
+<span id="middle"></span></div>
+<h2>One head</h2>
+<p class="note">Click a head, or go to it with the arrow keys and press Enter.</p>
+<div class="detail" id="detail" aria-live="polite" hidden></div>
+<footer>Made by triptych. This file is complete in itself and works offline.</footer>
+</main>
+<script type="application/json" id="report">{data}</script>
+<script type="module">{_resource("heads.js")}</script>
+</body>
+</html>
+"""
+
+
+def _record(report: HeadsReport) -> dict[str, Any]:
+    groups: dict[str, list[str]] = {}
+    for measure in report.measures:
+        groups.setdefault(measure.group, []).append(measure.name)
+    return {
+        "measures": [
+            {"name": m.name, "title": m.title, "meaning": m.meaning, "of_basis": m.of_basis}
+            for m in report.measures
+        ],
+        "groups": list(groups.items()),
+        "models": [{"name": name, "layers": list(map(_layer, layers))} for name, layers in report.models],
+    }
+
+
+def _layer(layer: HeadLayer) -> dict[str, Any]:
+    # Thousands of the largest value and tenths of a degree: what an eye can tell apart in a picture.
+    return {
+        "name": layer.name,
+        "about": layer.about,
+        "num_heads": layer.num_heads,
+        "heads": layer.heads,
+        "figures": {
+            name: [None if value is None else float(f"{value:.4g}") for value in values]
+            for name, values in layer.figures.items()
+        },
+        "spectra": {
+            name: [[round(1000 * value / (of[0] or 1)) for value in of] for of in heads]
+            for name, heads in layer.spectra.items()
+        },
+        "angles": {
+            name: [[round(10 * a) for a in of] for of in heads] for name, heads in layer.angles.items()
+        },
+    }
+
+
+def _resource(name: str) -> str:
+    return (files("triptych.reports") / name).read_text(encoding="utf-8")
