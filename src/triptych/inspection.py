@@ -6,21 +6,26 @@ One layer is held at a time. Nothing is run: all that is said follows from the w
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from triptych.algebra.function import Rotation
 from triptych.algebra.measures import HeadMeasures, Planes, measure_heads
 from triptych.algebra.rewrites import RewriteRefusedError, drop_key_bias, fold_value_bias
-from triptych.algebra.similarity import MapSimilarity
+from triptych.algebra.similarity import MapSimilarity, alike, cosine_of_forms, sketches
 from triptych.algebra.weights import SIDES
 from triptych.checkpoints.checkpoint import AttentionLayer, Checkpoint, Site
 from triptych.errors import UsageError
 
 # Shares of the energy that the nearest form of lower rank may lose.
 LOSSES = (0.01, 0.05, 0.10)
+# Cosine of two forms, of either sign, from which on they are called near-copies.
+NEAR = 0.9
+# Pairs that may be worked out: each takes two layers to be read again.
+_MOST_PAIRS = 200
 
 
 @final
@@ -198,6 +203,24 @@ class InspectedLayer:
 
 @final
 @dataclass(frozen=True)
+class NearCopy:
+    """Two heads that look, or move, nearly the same.
+
+    Attributes:
+        form: "qk" or "ov".
+        one: a head, as "encoder 0, head 3".
+        other: another.
+        cosine: of their forms; negative where one does the opposite.
+    """
+
+    form: str
+    one: str
+    other: str
+    cosine: float
+
+
+@final
+@dataclass(frozen=True)
 class Inspection:
     """A checkpoint looked at.
 
@@ -209,6 +232,7 @@ class Inspection:
         ignores_rotary: whether figures of rotary heads are those of W_Q W_Kᵀ as if nothing turned.
         num_tensors: there are; `num_read` of them read, `left_over` no attention.
         seconds: that it took.
+        copies: heads that are nearly the same, the nearest first.
     """
 
     name: str
@@ -220,7 +244,7 @@ class Inspection:
     num_read: int
     left_over: tuple[str, ...]
     seconds: float
-    notes: tuple[str, ...] = field(default=())
+    copies: tuple[NearCopy, ...]
 
     def rows(self) -> list[dict[str, Any]]:
         """A flat record of every head: its place, then every measure."""
@@ -269,11 +293,13 @@ def inspect_checkpoint(
         most = max(site.layer for site in checkpoint.sites)
         raise UsageError(f"{checkpoint.name}: none of these layers is there; they go from 0 to {most}")
     total, done = sum(checkpoint.bytes_of(site) for site in sites), 0
-    found = []
+    found, sketched = [], _Sketches(checkpoint, ignore_rotary)
     for site in sites:
         if progress is not None:
             progress(done, total, site.name)
-        found.append(_inspected(checkpoint, site, heads, ignore_rotary))
+        layer = checkpoint.read(site)
+        found.append(_inspected(checkpoint, layer, heads, ignore_rotary))
+        sketched.add(layer, found[-1])
         done += found[-1].num_bytes
     if progress is not None:
         progress(total, total, "")
@@ -289,15 +315,60 @@ def inspect_checkpoint(
         num_tensors=len(checkpoint.tensors.infos),
         num_read=len(checkpoint.tensors.infos) - len(checkpoint.left_over),
         left_over=checkpoint.left_over,
+        copies=tuple(sketched.near_copies()),
         seconds=time.monotonic() - started,
     )
 
 
+class _Sketches:
+    """Short stand-ins for the forms of all heads, from which those that may be near-copies are found."""
+
+    def __init__(self, checkpoint: Checkpoint, ignore_rotary: bool) -> None:
+        self._checkpoint, self._ignore_rotary = checkpoint, ignore_rotary
+        # By form and the sizes of its input: sketches, and of each the layer, its name, and the head.
+        self._found: dict[tuple[str, int, int], list[tuple[Tensor, Site, str, int]]] = {}
+
+    def add(self, layer: AttentionLayer, inspected: InspectedLayer) -> None:
+        """Remember the heads of a layer that were looked at."""
+        if inspected.broken:
+            return
+        for form, (left, right) in self._factors(layer).items():
+            size = form, left.shape[1], right.shape[1]
+            rows = sketches(left[list(inspected.heads)], right[list(inspected.heads)])
+            self._found.setdefault(size, []).extend(
+                (row, layer.site, inspected.name, head)
+                for row, head in zip(rows, inspected.heads, strict=True)
+            )
+
+    def near_copies(self) -> list[NearCopy]:
+        """Pairs with a cosine of at least `NEAR`, of either sign, worked out; the nearest first."""
+        found = []
+        for (form, *_), heads in self._found.items():
+            for i, j in alike(torch.stack([row for row, *_ in heads]), NEAR)[:_MOST_PAIRS]:
+                (_, one_site, one_name, one), (_, other_site, other_name, other) = heads[i], heads[j]
+                left, right = self._factors(self._read(one_site))[form]
+                other_left, other_right = self._factors(self._read(other_site))[form]
+                cosine = cosine_of_forms(left[one], right[one], other_left[other], other_right[other])
+                if abs(cosine) >= NEAR:
+                    names = f"{one_name}, head {one}", f"{other_name}, head {other}"
+                    found.append(NearCopy(form, *names, cosine))
+        return sorted(found, key=lambda pair: -abs(pair.cosine))
+
+    def _factors(self, layer: AttentionLayer) -> dict[str, tuple[Tensor, Tensor]]:
+        weights = layer.weights
+        found = {"ov": (weights.W_V, weights.W_O.mT)}
+        if layer.scoring.rotation is None or self._ignore_rotary:
+            found["qk"] = weights.W_Q, weights.W_K
+        return found
+
+    def _read(self, site: Site) -> AttentionLayer:
+        return self._checkpoint.read(site)
+
+
 def _inspected(
-    checkpoint: Checkpoint, site: Site, heads: Collection[int] | None, ignore_rotary: bool
+    checkpoint: Checkpoint, layer: AttentionLayer, heads: Collection[int] | None, ignore_rotary: bool
 ) -> InspectedLayer:
-    layer = checkpoint.read(site)
-    weights = layer.weights
+    weights, site = layer.weights, layer.site
     planes = None
     if layer.scoring.rotation is not None and not ignore_rotary:
         planes = _planes(layer.scoring.rotation, checkpoint.longest_text(site))

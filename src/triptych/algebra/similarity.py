@@ -114,51 +114,57 @@ def compare(one: Span, other: Span, between: Float[Tensor, "heads k other_k"], d
     )
 
 
-def near_copies(
-    left: Float[Tensor, "forms d r"], right: Float[Tensor, "forms d r"], at_least: float, seed: int = 0
-) -> list[tuple[int, int, float]]:
-    """Pairs of forms A_i = left_i right_iᵀ whose cosine ⟨A_i, A_j⟩ / (‖A_i‖ ‖A_j‖) is large, by its size.
+def sketches(
+    left: Float[Tensor, "forms d r"], right: Float[Tensor, "forms other_d r"], seed: int = 0
+) -> Float[Tensor, "forms numbers"]:
+    """A few hundred numbers of every form A = left rightᵀ, of length 1: products of two are near the cosine.
 
-    All pairs are first compared through random numbers xᵀ A y, whose products are those of the forms on
-    average; only what comes near is worked out. A pair that just reaches `at_least` may be missed.
-
-    Args:
-        left: the first factor of every form.
-        right: the second.
-        at_least: cosines of at least this size are given, of either sign.
-        seed: of the random numbers.
-
-    Returns:
-        Places i < j and the cosine, the largest size first.
+    They are xᵀ A y for random x and y, the same for all forms of one size and seed; the product of two
+    sketches is off by about a tenth. Forms that are zero have zeros.
     """
-    forms, d, _ = left.shape
-    if forms < 2:
-        return []
     generator = torch.Generator().manual_seed(seed)
-    x, y = (torch.randn(_SKETCHES, d, generator=generator).to(left.dtype).to(left.device) for _ in range(2))
-    sketches = torch.stack([((x @ l) * (y @ r)).sum(dim=-1) for l, r in zip(left, right, strict=True)])  # noqa: E741
-    sketches = sketches / sketches.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-    near = (sketches @ sketches.mT).abs() > at_least - _SKETCH_MARGIN
-    found = []
-    for i, j in near.triu(1).nonzero().tolist():
-        cosine = float(_inner(left[i], right[i], left[j], right[j]))
-        norms = math.sqrt(
-            float(_inner(left[i], right[i], left[i], right[i]) * _inner(left[j], right[j], left[j], right[j]))
-        )
-        if norms > 0 and abs(cosine / norms) >= at_least:
-            found.append((i, j, cosine / norms))
-    return sorted(found, key=lambda pair: -abs(pair[2]))
+    dtype = torch.promote_types(left.dtype, torch.float32)
+    x, y = (
+        torch.randn(_SKETCH, factor.shape[1], generator=generator).to(left.device, dtype)
+        for factor in (left, right)
+    )
+    found = torch.stack(
+        [
+            ((x @ one.to(dtype)) * (y @ other.to(dtype))).sum(dim=-1)
+            for one, other in zip(left, right, strict=True)
+        ]
+    )
+    return found / found.norm(dim=-1, keepdim=True).clamp(min=1e-30)
 
 
-# Random numbers a form; the cosine of two sketches is off by about 2 / √ of that, and three times as much is
-# rare.
-_SKETCHES = 2048
-_SKETCH_MARGIN = 0.15
+def alike(sketched: Float[Tensor, "forms numbers"], at_least: float) -> list[tuple[int, int]]:
+    """Pairs i < j of forms whose cosine may be `at_least`, of either sign; the likeliest first."""
+    products = (sketched @ sketched.mT).abs().triu(1)
+    places = (products > at_least - _SKETCH_MARGIN).nonzero()
+    order = products[places[:, 0], places[:, 1]].argsort(descending=True)
+    return [(i, j) for i, j in places[order].tolist()]
 
 
-def _inner(l_one: Tensor, r_one: Tensor, l_other: Tensor, r_other: Tensor) -> Tensor:
-    """⟨L R'ᵀ, L' R''ᵀ⟩ without either product."""
-    return ((l_one.mT @ l_other) * (r_one.mT @ r_other)).sum()
+def cosine_of_forms(
+    left: Float[Tensor, "d r"],
+    right: Float[Tensor, "other_d r"],
+    other_left: Float[Tensor, "d s"],
+    other_right: Float[Tensor, "other_d s"],
+) -> float:
+    """⟨A, B⟩ / (‖A‖ ‖B‖) of A = left rightᵀ and B likewise, without forming either; 0 if one is zero."""
+    l, r, m, s = (factor.double() for factor in (left, right, other_left, other_right))  # noqa: E741
+    norms = math.sqrt(_inner(l, r, l, r) * _inner(m, s, m, s))
+    return _inner(l, r, m, s) / norms if norms else 0.0
+
+
+# The product of two sketches is off by about √2 / √ of their length; three times as much is rare.
+_SKETCH = 256
+_SKETCH_MARGIN = 0.26
+
+
+def _inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> float:
+    """Of A and B, Σ A_ij B_ij."""
+    return float(((left.mT @ other_left) * (right.mT @ other_right)).sum())
 
 
 def _chance_of_as_much(shared: Tensor, p: Tensor, q: Tensor, d: int) -> Tensor:

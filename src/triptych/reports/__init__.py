@@ -5,6 +5,7 @@ The room knows nothing of models or text; whoever has something to show fills th
 
 from triptych.reports.heads import HeadLayer, HeadMeasure, HeadsReport, write_heads_report
 from triptych.reports.html import write_comparison_report, write_run_report
+from triptych.reports.parquet import write_parquet
 from triptych.reports.records import (
     AttentionPicture,
     Bar,
@@ -34,5 +35,6 @@ __all__ = [
     "render_table",
     "write_comparison_report",
     "write_heads_report",
+    "write_parquet",
     "write_run_report",
 ]

@@ -101,8 +101,10 @@ def render_heads_report(report: HeadsReport) -> str:
 <p><select id="measure"></select></p>
 <p class="note" id="meaning" aria-live="polite"></p>
 <div class="maps" id="maps"></div>
-<div class="scale"><span id="low"></span><canvas id="bar" width="192" height="12"></canvas><span id="high"></span>
-<span id="middle"></span></div>
+<div class="scale">
+<span id="low"></span><canvas id="bar" width="192" height="12"></canvas>
+<span id="high"></span><span id="middle"></span>
+</div>
 <h2>One head</h2>
 <p class="note">Click a head, or go to it with the arrow keys and press Enter.</p>
 <div class="detail" id="detail" aria-live="polite" hidden></div>

@@ -1,0 +1,160 @@
+"""`triptych inspect`."""
+
+import csv
+import io
+import json
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.checkpoints.family import Family, read_family
+from triptych.errors import UsageError
+from triptych.files import write_text
+from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
+from triptych.inspection_pages import heads_page, outliers, shaded_map, summary
+from triptych.reports import render_table, write_heads_report, write_parquet
+
+_MAPS = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying")
+
+
+def inspect(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            help="A folder, a tensor file beside its config.json, a run, or owner/name of the Hub."
+        ),
+    ],
+    layers: Annotated[
+        str | None, typer.Option("--layers", help="Numbers of layers: 0,3 or 0-5. All if not given.")
+    ] = None,
+    heads: Annotated[str | None, typer.Option("--heads", help="Numbers of heads, likewise.")] = None,
+    compare: Annotated[
+        str | None, typer.Option("--compare", help="Another checkpoint, to be set beside it.")
+    ] = None,
+    family: Annotated[
+        Path | None, typer.Option("--family", help="A file that says how attention is written there.")
+    ] = None,
+    ignore_rotary: Annotated[
+        bool,
+        typer.Option("--ignore-rotary", help="Measure W_Q W_Kᵀ of rotary heads as if nothing turned."),
+    ] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page to look around in.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a row a head.")] = None,
+    parquet: Annotated[Path | None, typer.Option("--parquet", help="The same as Parquet.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """What the attention of a checkpoint looks like, head by head, without running it.
+
+    Spectra and ranks of W_QK and W_OV, how alike the maps of a head are beside chance, symmetry, copying.
+    """
+    for path in (html, csv_file, parquet):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"the folder of {path} does not exist: make it first")
+    own = None if family is None else read_family(family)
+    chosen_layers, chosen_heads = _numbers(layers, "--layers"), _numbers(heads, "--heads")
+    found = [
+        _inspected(name, own, chosen_layers, chosen_heads, ignore_rotary)
+        for name in (checkpoint, compare)
+        if name is not None
+    ]
+    if html is not None:
+        write_heads_report(heads_page(found, shlex.join(["triptych", *sys.argv[1:]])), html)
+    if csv_file is not None:
+        write_text(csv_file, _as_csv(found))
+    if parquet is not None:
+        write_parquet(_rows(found), parquet)
+    if as_json:
+        print(json.dumps([_record(i) for i in found] if compare is not None else _record(found[0])))
+        return
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for inspection in found:
+        _print(inspection, console)
+    for path in (html, csv_file, parquet):
+        if path is not None:
+            console.print(f"written: {path}")
+
+
+def _inspected(
+    name: str,
+    family: Family | None,
+    layers: Sequence[int] | None,
+    heads: Sequence[int] | None,
+    ignore_rotary: bool,
+) -> Inspection:
+    with Progress(
+        TextColumn("reading {task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    ) as bar:
+        task = bar.add_task(name, total=None)
+        opened = open_checkpoint(name, family)
+        return inspect_checkpoint(
+            opened,
+            layers=layers,
+            heads=heads,
+            ignore_rotary=ignore_rotary,
+            progress=lambda done, total, what: bar.update(
+                task, completed=done, total=total, description=what
+            ),
+        )
+
+
+def _numbers(text: str | None, option: str) -> Sequence[int] | None:
+    """`0,3` and `0-5` as numbers."""
+    if text is None:
+        return None
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
+        if match is None:
+            raise UsageError(f"{option} {text}: write numbers from 0 like 0,3 or 0-5")
+        first = int(match[1])
+        found += range(first, int(match[2] or first) + 1)
+    return sorted({*found})
+
+
+def _rows(found: Sequence[Inspection]) -> list[dict[str, object]]:
+    return [{"checkpoint": inspection.name, **row} for inspection in found for row in inspection.rows()]
+
+
+def _as_csv(found: Sequence[Inspection]) -> str:
+    rows = _rows(found)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _record(inspection: Inspection) -> dict[str, object]:
+    return {
+        **asdict(inspection),
+        "summary": summary(inspection),
+        "measures": {measure.name: measure.meaning for measure in MEASURES},
+    }
+
+
+def _print(inspection: Inspection, console: Console) -> None:
+    console.print(inspection.name)
+    for sentence in summary(inspection):
+        console.print(f"  {sentence}")
+    for measure in _MAPS:
+        lines = shaded_map(inspection, measure)
+        if lines:
+            console.print()
+            console.print("\n".join(lines))
+    console.print()
+    console.print(render_table(outliers(inspection)))

@@ -1,0 +1,285 @@
+"""An inspection for people: a summary in words, a map and outliers for the terminal, and the page."""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from triptych.inspection import MEASURES, NEAR, InspectedLayer, Inspection
+from triptych.reports import HeadLayer, HeadMeasure, HeadsReport, Table
+
+_PAIRS = {"qk": "W_Q and W_K", "qv": "W_Q and W_V", "kv": "W_K and W_V"}
+_GROUPS = {"qk_": "Where it looks", "ov_": "What it moves", "qv_": "Likeness", "kv_": "Likeness"}
+_RARE = 0.001
+_SHADES = " ░▒▓█"
+
+
+class Value(NamedTuple):
+    """A figure of one head."""
+
+    value: float
+    layer: InspectedLayer
+    head: int
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        return f"{self.layer.name}, head {self.head}"
+
+
+def values_of(inspection: Inspection, measure: str, kind: str = "") -> list[Value]:
+    """A measure of every head for which there is one, of layers of a kind if it is given."""
+    return [
+        Value(value, layer, head)
+        for layer in inspection.layers
+        if not kind or layer.kind == kind
+        for head, value in zip(layer.heads, layer.figures[measure], strict=True)
+        if value is not None
+    ]
+
+
+def summary(inspection: Inspection) -> tuple[str, ...]:
+    """What stands out, in sentences with their numbers."""
+    return tuple(sentence for part in _SENTENCES for sentence in part(inspection) if sentence) or (
+        "There is nothing to say: no head has finite weights.",
+    )
+
+
+def _what_it_is(inspection: Inspection) -> Iterator[str]:
+    layers = inspection.layers
+    heads = sum(len(layer.heads) for layer in layers)
+    widths = sorted({layer.d_k for layer in layers})
+    groups = {(layer.num_heads, layer.num_key_heads) for layer in layers}
+    shared = "; ".join(f"{h} query heads on {g} of keys" for h, g in sorted(groups) if g != h)
+    yield (
+        f"{_counted(heads, 'head')} in {_counted(len(layers), 'attention layer')} of {inspection.family} "
+        f"(d_model {_listed(sorted({layer.d_model for layer in layers}))}, d_k {_listed(widths)}"
+        + (f"; {shared}" if shared else "")
+        + f"), known by {inspection.how_known}."
+    )
+    if any(layer.planes is not None for layer in layers):
+        yield (
+            "Queries and keys turn with their position, so W_Q W_Kᵀ is no form of its own: for where a head "
+            "looks, energies of rotary planes stand in place of singular values, and symmetry is left out."
+        )
+    if inspection.ignores_rotary and any(layer.positions == "rotary" for layer in layers):
+        yield "As asked, rotary positions are ignored: figures of W_QK hold at distance 0 only."
+
+
+def _likeness(inspection: Inspection) -> Iterator[str]:
+    parts = []
+    for pair, both in _PAIRS.items():
+        times = values_of(inspection, f"{pair}_times_chance")
+        if not times:
+            continue
+        overlap = _mean(values_of(inspection, f"{pair}_overlap"))
+        rare = sum(v.value < _RARE / len(times) for v in values_of(inspection, f"{pair}_p_value"))
+        parts.append(
+            f"{both} {_mean(times):.2f} times chance (mean squared cosine {overlap:.3f}; "
+            f"{rare} of {len(times)} heads above chance)"
+        )
+    if parts:
+        yield (
+            f"How alike what the maps of a head read is: {'; '.join(parts)}. Chance is what random subspaces "
+            f"of these sizes have, and a head counts as above it at p < {_RARE} shared among all."
+        )
+    cosines = {pair: values_of(inspection, f"{pair}_cosine") for pair in _PAIRS}
+    said = [f"{_PAIRS[pair]} {_mean(found):+.3f}" for pair, found in cosines.items() if found]
+    if said:
+        yield (
+            f"Entry by entry, the mean cosine is: {', '.join(said)}. That depends on the basis that training "
+            "happened to choose within each head, and says nothing of what the heads do."
+        )
+
+
+def _ranks(inspection: Inspection) -> Iterator[str]:
+    for form, title, width in (("qk", "W_QK", "d_k"), ("ov", "W_OV", "d_v")):
+        found = values_of(inspection, f"{form}_effective_rank")
+        if not found:
+            continue
+        least = min(found, key=_size)
+        kept = statistics.median(v.value for v in values_of(inspection, f"{form}_rank_95"))
+        full = max(len(spectrum) for layer in inspection.layers for spectrum in layer.spectra[form])
+        of = f"of {full}" if {getattr(layer, width) for layer in inspection.layers} == {full} else "planes"
+        yield (
+            f"{title} uses {_mean(found):.1f} {of} directions on average (effective rank), least in "
+            f"{least.place} ({least.value:.1f}); in half of the heads rank {kept:.0f} keeps 95 %."
+        )
+
+
+def _symmetry(inspection: Inspection) -> Iterator[str]:
+    shares = values_of(inspection, "qk_symmetric_share")
+    if shares:
+        most, least = max(shares, key=_size), min(shares, key=_size)
+        yield (
+            f"{_mean(shares):.3f} of ‖W_QK‖² is symmetric on average (½ for random factors), most in "
+            f"{most.place} ({most.value:.3f}), least in {least.place} ({least.value:.3f})."
+        )
+
+
+def _copying(inspection: Inspection) -> Iterator[str]:
+    found = [v for v in values_of(inspection, "ov_copying") if v.layer.kind != "cross"]
+    if found:
+        back, away = sum(v.value > 0.5 for v in found), sum(v.value < -0.5 for v in found)
+        yield (
+            f"Of {_counted(len(found), 'head')} of self-attention, {back} write mostly what they read (copying "
+            f"score above 0.5) and {away} take it away (below −0.5); the mean is {_mean(found):+.2f}."
+        )
+
+
+def _copies(inspection: Inspection) -> Iterator[str]:
+    for form, title in (("qk", "look alike"), ("ov", "move the same")):
+        pairs = [pair for pair in inspection.copies if pair.form == form]
+        if pairs:
+            first = pairs[0]
+            yield (
+                f"{_counted(len(pairs), 'pair')} of heads {title} (cosine of the forms at least {NEAR} or at "
+                f"most −{NEAR}), first {first.one} and {first.other} ({first.cosine:+.3f})."
+            )
+
+
+def _saved(inspection: Inspection) -> Iterator[str]:
+    total = sum(layer.parameters for layer in inspection.layers)
+    for name in ("drop the key bias", "fold the value bias"):
+        saved = [layer.foldable.get(name) for layer in inspection.layers]
+        numbers = sum(value for value in saved if isinstance(value, int))
+        if numbers:
+            yield f"Exactly redundant: {name} and {numbers:,} of {total:,} numbers of attention are gone."
+
+
+def _broken(inspection: Inspection) -> Iterator[str]:
+    broken = {name: count for layer in inspection.layers for name, count in layer.broken.items()}
+    if broken:
+        first = ", ".join(f"{name} ({count:,} entries)" for name, count in [*broken.items()][:4])
+        more = " …" if len(broken) > 4 else ""
+        yield f"Not finite, and left out with the heads that use them: {first}{more}."
+
+
+_SENTENCES: tuple[Callable[[Inspection], Iterator[str]], ...] = (
+    _what_it_is,
+    _broken,
+    _likeness,
+    _ranks,
+    _symmetry,
+    _copying,
+    _copies,
+    _saved,
+)
+
+
+def outliers(inspection: Inspection) -> Table:
+    """The heads furthest out, by the measures one asks for first."""
+    rows: list[tuple[str, ...]] = []
+    for measure, largest in (
+        ("qk_effective_rank", False),
+        ("ov_effective_rank", False),
+        ("qk_times_chance", True),
+        ("kv_times_chance", True),
+        ("qk_symmetric_share", True),
+        ("qk_symmetric_share", False),
+        ("ov_copying", True),
+        ("ov_copying", False),
+        ("qk_spectral_norm", True),
+    ):
+        found = sorted(values_of(inspection, measure), key=_size, reverse=largest)[:3]
+        if found:
+            title = next(m.title for m in MEASURES if m.name == measure)
+            heads = "; ".join(f"{value.place}: {value.value:.3g}" for value in found)
+            rows.append((f"{'highest' if largest else 'lowest'} {title}", heads))
+    return Table(title="Outliers", columns=("", "heads"), rows=tuple(rows))
+
+
+def shaded_map(inspection: Inspection, measure: str) -> list[str]:
+    """Layers × heads in shades, from the lowest to the highest value; a dot where there is none."""
+    found = [value.value for value in values_of(inspection, measure)]
+    if not found:
+        return []
+    low, high = min(found), max(found)
+    title = next(m.title for m in MEASURES if m.name == measure)
+    width = max(len(layer.name) for layer in inspection.layers)
+    lines = [f"{title}: {_SHADES[0]!r} {low:.3g} to {_SHADES[-1]!r} {high:.3g}"]
+    for layer in inspection.layers:
+        cells = "".join(_shade(value, low, high) * 2 for value in layer.figures[measure])
+        lines.append(f"{layer.name:>{width}} │{cells}│")
+    return lines
+
+
+def _shade(value: float | None, low: float, high: float) -> str:
+    if value is None:
+        return "·"
+    share = (value - low) / (high - low) if high > low else 0.5
+    return _SHADES[min(len(_SHADES) - 1, int(share * len(_SHADES)))]
+
+
+def heads_page(inspections: Sequence[Inspection], command: str) -> HeadsReport:
+    """The page of one checkpoint, or of several side by side."""
+    facts: list[tuple[str, str]] = []
+    for inspection in inspections:
+        own = f" of {inspection.name}" if len(inspections) > 1 else ""
+        facts += [
+            (f"family{own}", inspection.family),
+            (f"heads{own}", f"{sum(len(layer.heads) for layer in inspection.layers):,}"),
+            (f"numbers of attention{own}", f"{sum(layer.parameters for layer in inspection.layers):,}"),
+        ]
+    facts.append(("command", command))
+    sentences = [
+        f"{inspection.name}: {sentence}" if len(inspections) > 1 else sentence
+        for inspection in inspections
+        for sentence in summary(inspection)
+    ]
+    return HeadsReport(
+        title=" and ".join(inspection.name for inspection in inspections),
+        summary=tuple(sentences),
+        facts=tuple(facts),
+        measures=tuple(
+            HeadMeasure(m.name, m.title, m.meaning, _group(m.name), of_basis=m.of_basis) for m in MEASURES
+        ),
+        models=tuple((i.name, tuple(map(_layer, i.layers))) for i in inspections),
+    )
+
+
+def _group(name: str) -> str:
+    if name.endswith("_norm") and name[1:] == "_norm":
+        return "Sizes of maps"
+    if name.startswith("qk_") and name.split("_", 1)[1] in {
+        "overlap",
+        "times_chance",
+        "p_value",
+        "cosine",
+        "procrustes",
+        "cka",
+    }:
+        return "Likeness"
+    return _GROUPS[name[:3]]
+
+
+def _layer(layer: InspectedLayer) -> HeadLayer:
+    sizes = f"d_model {layer.d_model}, d_k {layer.d_k}, d_v {layer.d_v}, positions {layer.positions}"
+    groups = f", {layer.num_heads} heads on {layer.num_key_heads} of keys"
+    planes = ""
+    if layer.planes is not None:
+        planes = f", {layer.planes[0]} rotary planes that turn and {layer.planes[1]} too slow to"
+    return HeadLayer(
+        name=layer.name,
+        about=f"{layer.module}: {sizes}{groups}{planes}",
+        num_heads=layer.num_heads,
+        heads=layer.heads,
+        figures=layer.figures,
+        spectra=layer.spectra,
+        angles=layer.angles,
+    )
+
+
+def _size(value: Value) -> float:
+    return value.value
+
+
+def _mean(values: Sequence[Value]) -> float:
+    return statistics.fmean(value.value for value in values)
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers))
