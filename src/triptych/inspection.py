@@ -17,7 +17,7 @@ from triptych.algebra.measures import HeadMeasures, Planes, measure_heads
 from triptych.algebra.rewrites import RewriteRefusedError, drop_key_bias, fold_value_bias
 from triptych.algebra.similarity import MapSimilarity, alike, cosine_of_forms, sketches
 from triptych.algebra.weights import SIDES
-from triptych.checkpoints.checkpoint import AttentionLayer, Checkpoint, Site
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 
 # Shares of the energy that the nearest form of lower rank may lose.
@@ -227,21 +227,20 @@ class Inspection:
     Attributes:
         name: of the checkpoint.
         family: how it is written.
-        how_known: where the family comes from, if not from the configuration.
+        known_by: what that is known by.
         layers: all that were looked at.
         ignores_rotary: whether figures of rotary heads are those of W_Q W_Kᵀ as if nothing turned.
-        num_tensors: there are; `num_read` of them read, `left_over` no attention.
+        num_tensors: there are; those of `left_over` are no attention.
         seconds: that it took.
         copies: heads that are nearly the same, the nearest first.
     """
 
     name: str
     family: str
-    how_known: str
+    known_by: str
     layers: tuple[InspectedLayer, ...]
     ignores_rotary: bool
     num_tensors: int
-    num_read: int
     left_over: tuple[str, ...]
     seconds: float
     copies: tuple[NearCopy, ...]
@@ -267,7 +266,7 @@ Progress = Callable[[int, int, str], None]
 
 
 def inspect_checkpoint(
-    checkpoint: Checkpoint,
+    checkpoint: AttentionSource,
     *,
     layers: Collection[int] | None = None,
     heads: Collection[int] | None = None,
@@ -308,12 +307,11 @@ def inspect_checkpoint(
         raise UsageError(f"{checkpoint.name}: none of these heads is there; they go from 0 to {most}")
     return Inspection(
         name=checkpoint.name,
-        family=checkpoint.family.name,
-        how_known=checkpoint.how_known,
+        family=checkpoint.written_as,
+        known_by=checkpoint.known_by,
         layers=tuple(found),
         ignores_rotary=ignore_rotary,
-        num_tensors=len(checkpoint.tensors.infos),
-        num_read=len(checkpoint.tensors.infos) - len(checkpoint.left_over),
+        num_tensors=checkpoint.num_tensors,
         left_over=checkpoint.left_over,
         copies=tuple(sketched.near_copies()),
         seconds=time.monotonic() - started,
@@ -323,7 +321,7 @@ def inspect_checkpoint(
 class _Sketches:
     """Short stand-ins for the forms of all heads, from which those that may be near-copies are found."""
 
-    def __init__(self, checkpoint: Checkpoint, ignore_rotary: bool) -> None:
+    def __init__(self, checkpoint: AttentionSource, ignore_rotary: bool) -> None:
         self._checkpoint, self._ignore_rotary = checkpoint, ignore_rotary
         # By form and the sizes of its input: sketches, and of each the layer, its name, and the head.
         self._found: dict[tuple[str, int, int], list[tuple[Tensor, Site, str, int]]] = {}
@@ -366,7 +364,7 @@ class _Sketches:
 
 
 def _inspected(
-    checkpoint: Checkpoint, layer: AttentionLayer, heads: Collection[int] | None, ignore_rotary: bool
+    checkpoint: AttentionSource, layer: AttentionLayer, heads: Collection[int] | None, ignore_rotary: bool
 ) -> InspectedLayer:
     weights, site = layer.weights, layer.site
     planes = None
@@ -402,7 +400,7 @@ def _inspected(
         },
         foldable=_foldable(layer),
         parameters=weights.num_parameters,
-        broken=_broken(checkpoint, layer) if not bool(measured.finite.all()) else {},
+        broken={} if bool(measured.finite.all()) else dict(checkpoint.broken(layer)),
         num_bytes=checkpoint.bytes_of(site),
     )
 
@@ -479,9 +477,3 @@ def _foldable(layer: AttentionLayer) -> dict[str, int | str]:
         else:
             found[name] = layer.weights.num_parameters - left
     return found
-
-
-def _broken(checkpoint: Checkpoint, layer: AttentionLayer) -> dict[str, int]:
-    """Of every tensor of a layer, how many entries are not finite."""
-    counts = {name: int((~checkpoint.tensors.read(name).isfinite()).sum()) for name in layer.tensors}
-    return {name: count for name, count in counts.items() if count}

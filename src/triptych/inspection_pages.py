@@ -54,7 +54,7 @@ def _what_it_is(inspection: Inspection) -> Iterator[str]:
         f"{_counted(heads, 'head')} in {_counted(len(layers), 'attention layer')} of {inspection.family} "
         f"(d_model {_listed(sorted({layer.d_model for layer in layers}))}, d_k {_listed(widths)}"
         + (f"; {shared}" if shared else "")
-        + f"), known by {inspection.how_known}."
+        + f"), known by {inspection.known_by}."
     )
     if any(layer.planes is not None for layer in layers):
         yield (
@@ -121,7 +121,7 @@ def _copying(inspection: Inspection) -> Iterator[str]:
     if found:
         back, away = sum(v.value > 0.5 for v in found), sum(v.value < -0.5 for v in found)
         yield (
-            f"Of {_counted(len(found), 'head')} of self-attention, {back} write mostly what they read (copying "
+            f"Of {_counted(len(found), 'head')} of self-attention, {back} write what they read (copying "
             f"score above 0.5) and {away} take it away (below −0.5); the mean is {_mean(found):+.2f}."
         )
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from triptych.algebra.similarity import map_similarity, near_copies
+from triptych.algebra.similarity import alike, cosine_of_forms, map_similarity, sketches
 
 
 def maps(heads: int = 3, d: int = 20, width: int = 4, seed: int = 0) -> torch.Tensor:
@@ -95,15 +95,24 @@ def test_maps_that_have_nothing_in_common_are_refused() -> None:
         map_similarity(maps(), broken)
 
 
-def test_near_copies_are_found_in_any_gauge() -> None:
+def test_forms_that_are_alike_are_found_in_any_gauge() -> None:
     left, right = maps(12, 30, 5, seed=8), maps(12, 30, 5, seed=9)
     G = gauge(5)
     left[7], right[7] = left[2] @ G, right[2] @ torch.linalg.inv(G).mT
     left[11], right[11] = -left[4], right[4] + 0.2 * right[5]
-    found = near_copies(left, right, at_least=0.8)
-    assert [(i, j) for i, j, _ in found] == [(2, 7), (4, 11)]
-    assert found[0][2] == pytest.approx(1.0)
+    found = alike(sketches(left, right), at_least=0.9)
+    assert set(found) == {(2, 7), (4, 11)}
+    assert found[0] == (2, 7)
+    assert cosine_of_forms(left[2], right[2], left[7], right[7]) == pytest.approx(1.0)
     forms = left @ right.mT
     expected = float((forms[4] * forms[11]).sum() / forms[4].norm() / forms[11].norm())
-    assert found[1][2] == pytest.approx(expected)
-    assert near_copies(left[:1], right[:1], at_least=0.8) == []
+    assert cosine_of_forms(left[4], right[4], left[11], right[11]) == pytest.approx(expected)
+    assert expected < -0.9
+    assert alike(sketches(left[:1], right[:1]), at_least=0.9) == []
+
+
+def test_a_form_that_is_zero_is_like_none() -> None:
+    left, right = maps(2, 30, 5), maps(2, 30, 5, seed=1)
+    left[0] = 0
+    assert alike(sketches(left, right), at_least=0.9) == []
+    assert cosine_of_forms(left[0], right[0], left[1], right[1]) == 0.0

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from checkpoints.tiny_models import TINY
 from triptych.algebra.function import attend
-from triptych.checkpoints.checkpoint import Checkpoint, Site, open_checkpoint
+from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import families
+from triptych.checkpoints.layer import Site
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -60,7 +61,7 @@ def inputs(model: Any) -> dict[str, Tensor]:
 
 def maps_of(site: Site, checkpoint: Checkpoint) -> tuple[str, str, str]:
     """The modules that read the queries' input and the keys' input, and the one that gives the output."""
-    spec = site.spec
+    spec = checkpoint.place(site).spec
     if spec.latent:
         has_latent = f"{site.module}.{spec.latent.q_down}.weight" in checkpoint.tensors.infos
         return (spec.latent.q_down if has_latent else spec.q), spec.latent.kv_down, spec.o

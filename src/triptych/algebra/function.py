@@ -224,7 +224,6 @@ class Scoring:
         rotation: of queries and keys; None if there is none.
         bias: added to the scaled scores; None if nothing is.
         q_norm: of the queries, before they are turned; likewise `k_norm`.
-        norm_after_rotation: whether queries and keys are normalised after they are turned instead.
         between: of a side's chain, the normalisation between its first and second map.
         soft_cap: c where scores s become c · tanh(s / c); None if they do not.
         sinks: a score for each head that takes part in the softmax and moves nothing; None without.
@@ -236,7 +235,6 @@ class Scoring:
     bias: ScoreBias | None = None
     q_norm: HeadNorm | None = None
     k_norm: HeadNorm | None = None
-    norm_after_rotation: bool = False
     between: dict[Side, HeadNorm] = field(default_factory=dict)
     soft_cap: float | None = None
     sinks: Float[Tensor, " heads"] | None = None
@@ -263,22 +261,14 @@ def attend(
     y = x if memory is None else memory
     q = _through(weights, scoring, "q", x)
     k, v = _through(weights, scoring, "k", y), _through(weights, scoring, "v", y)
-    query_positions, key_positions = (torch.arange(t.shape[2]) for t in (q, k))
+    query_positions, key_positions = (torch.arange(t.shape[2], device=t.device) for t in (q, k))
     if scoring.clip is not None:
         q, k, v = (t.clamp(-scoring.clip, scoring.clip) for t in (q, k, v))
 
-    def normalised(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return (
-            q if scoring.q_norm is None else scoring.q_norm(q),
-            k if scoring.k_norm is None else scoring.k_norm(k),
-        )
-
-    if not scoring.norm_after_rotation:
-        q, k = normalised(q, k)
+    q = q if scoring.q_norm is None else scoring.q_norm(q)
+    k = k if scoring.k_norm is None else scoring.k_norm(k)
     if scoring.rotation is not None:
         q, k = scoring.rotation(q, query_positions), scoring.rotation(k, key_positions)
-    if scoring.norm_after_rotation:
-        q, k = normalised(q, k)
     k, v = (t.repeat_interleave(weights.num_heads // t.shape[1], dim=1) for t in (k, v))
     scores = q @ k.mT * weights.scale
     if scoring.bias is not None:

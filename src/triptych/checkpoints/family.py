@@ -65,7 +65,6 @@ class HeadNormSpec(_Spec):
         eps: an expression.
         offset: what the stored gain is relative to.
         when: on what condition they are there.
-        after_rotation: whether they follow the rotation.
     """
 
     q: str
@@ -75,7 +74,6 @@ class HeadNormSpec(_Spec):
     eps: str = "rms_norm_eps | 1e-6"
     offset: float = 0.0
     when: str = ""
-    after_rotation: bool = False
 
 
 @final
@@ -155,7 +153,7 @@ class AttentionSpec(_Spec):
     Attributes:
         stack: "encoder", "decoder", "vision": for reports.
         kind: where queries and keys come from.
-        when: on what condition of the configuration such layers exist; `layer_when` of a layer.
+        when: on what condition of the configuration such layers exist.
         settings: path of the record in the configuration that this stack has for itself.
         layers: how many there are; `inner` how many there are within each, one after the other.
         at: the module of a layer's attention.
@@ -183,7 +181,6 @@ class AttentionSpec(_Spec):
     stack: str = "decoder"
     kind: Literal["self", "causal", "cross"] = "causal"
     when: str = ""
-    layer_when: str = ""
     settings: str = ""
     layers: str = "num_hidden_layers"
     inner: str = "1"

@@ -1,0 +1,90 @@
+"""Attention layers of a checkpoint, however it is written: where they are, and one at a time."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, final
+
+from triptych.algebra.function import Scoring
+from triptych.algebra.weights import AttentionWeights
+
+
+@final
+@dataclass(frozen=True)
+class Site:
+    """One attention layer of a checkpoint.
+
+    Attributes:
+        stack: "encoder", "decoder", "vision", …
+        layer: its number within the stack, from 0.
+        kind: where queries and keys come from.
+        module: the name of its module, in the checkpoint's own words.
+    """
+
+    stack: str
+    layer: int
+    kind: Literal["self", "causal", "cross"]
+    module: str
+
+    @property
+    def name(self) -> str:
+        """For reports: stack, layer, and "cross" where it is that."""
+        return f"{self.stack} {self.layer}" + (" cross" if self.kind == "cross" else "")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """What was read of one layer.
+
+    Attributes:
+        site: which.
+        weights: its maps, in the checkpoint's dtype.
+        scoring: what it does besides.
+        tensors: the names of all that was read for it.
+    """
+
+    site: Site
+    weights: AttentionWeights
+    scoring: Scoring
+    tensors: tuple[str, ...]
+
+
+class AttentionSource(ABC):
+    """Something with attention layers, of which one is read at a time.
+
+    Attributes:
+        name: its path, or its id on the Hub.
+        written_as: the family it is written as.
+        known_by: what that is known by.
+        sites: its attention layers, in order.
+        num_tensors: there are in all.
+        left_over: tensors that are no attention, as far as their names tell.
+    """
+
+    name: str
+    written_as: str
+    known_by: str
+    sites: tuple[Site, ...]
+    num_tensors: int
+    left_over: tuple[str, ...]
+
+    @abstractmethod
+    def read(self, site: Site) -> AttentionLayer:
+        """Read one attention layer.
+
+        Raises:
+            DataError: a tensor that is missing or has another shape than the configuration says.
+        """
+
+    @abstractmethod
+    def bytes_of(self, site: Site) -> int:
+        """How many bytes the tensors of a layer take."""
+
+    @abstractmethod
+    def longest_text(self, site: Site) -> int:
+        """Positions that the model is made for, as far as the configuration says."""
+
+    @abstractmethod
+    def broken(self, layer: AttentionLayer) -> Mapping[str, int]:
+        """Of tensors read for a layer, how many entries are not finite, where some are."""

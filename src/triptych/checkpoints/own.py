@@ -1,0 +1,72 @@
+"""A model of ours as a checkpoint to look into."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from triptych.algebra.function import Rotation, Scoring
+from triptych.algebra.weights import AttentionWeights
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.models.sites import attention_sites, attention_weights
+from triptych.models.storage import read_model
+
+
+def is_own(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration is one that we write."""
+    return "format" in config and isinstance(config.get("model"), dict)
+
+
+@final
+class OwnModel(AttentionSource):
+    """A model in a folder of ours, read whole: they are not large.
+
+    Args:
+        folder: of the run, or of the model alone.
+
+    Raises:
+        DataError: files missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._model = read_model(folder)
+        self.name, self.written_as, self.known_by = str(folder), "triptych", "its configuration"
+        self._weights = attention_weights(self._model)
+        stacks = {"cross": "decoder"}
+        found = {
+            Site(stacks.get(site.stack, site.stack), site.block, site.kind, site.name): site.name
+            for site in attention_sites(self._model)
+        }
+        self._names = found
+        self.sites = tuple(found)
+        parameters = dict(self._model.named_parameters())
+        attention = {id(tensor) for weights in self._weights.values() for tensor in weights.tensors()}
+        self.num_tensors = len(parameters)
+        self.left_over = tuple(name for name, tensor in parameters.items() if id(tensor) not in attention)
+
+    def read(self, site: Site) -> AttentionLayer:
+        """The weights of a layer; nothing is read."""
+        weights = self._weights[self._names[site]]
+        return AttentionLayer(site, weights, Scoring(rotation=self._rotation(weights)), (site.module,))
+
+    def bytes_of(self, site: Site) -> int:
+        """What they take in memory."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.read(site).weights.tensors())
+
+    def longest_text(self, site: Site) -> int:
+        """Positions there are."""
+        return self._model.config.positions.max_tokens
+
+    def broken(self, layer: AttentionLayer) -> dict[str, int]:
+        """Of the layer's tensors together."""
+        count = sum(int((~tensor.isfinite()).sum()) for tensor in layer.weights.tensors())
+        return {layer.site.module: count} if count else {}
+
+    def _rotation(self, weights: AttentionWeights) -> Rotation | None:
+        if weights.traits.positions != "rotary":
+            return None
+        positions = self._model.config.positions
+        width = positions.rotary_dim or weights.q[-1].d_out
+        planes = torch.arange(0, width, 2, dtype=torch.float64)
+        return Rotation(positions.rotary_base ** (-planes / width), positions.rotary_pairing)

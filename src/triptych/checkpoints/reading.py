@@ -1,0 +1,456 @@
+"""One attention layer of a family, out of a checkpoint's tensors: its maps, and what stands beside them."""
+
+import fnmatch
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.function import (
+    Disentangled,
+    DistanceTable,
+    HeadNorm,
+    Rotation,
+    ScoreBias,
+    Scoring,
+    Slopes,
+)
+from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Traits
+from triptych.attention.positions import alibi_slopes
+from triptych.checkpoints.family import AttentionSpec, Choice, HeadNormSpec, NormSpec, PositionSpec
+from triptych.checkpoints.layer import AttentionLayer, Site
+from triptych.checkpoints.rope import frequencies, yarn_magnitude
+from triptych.checkpoints.settings import Settings
+from triptych.checkpoints.tensors import Tensors
+from triptych.errors import DataError
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """Where a layer lies, and how it is written there.
+
+    Attributes:
+        site: the layer.
+        spec: how it is written.
+        settings: what the configuration says of its stack.
+        prefix: what stands before the names that the family gives.
+        layer: the number that these names hold.
+        inner: its place within that layer, where one holds several.
+    """
+
+    site: Site
+    spec: AttentionSpec
+    settings: Settings
+    prefix: str
+    layer: int
+    inner: int
+
+
+@final
+class LayerReader:
+    """Reads one layer of a family.
+
+    Args:
+        where: the layer's place, and how it is written.
+        tensors: of the checkpoint.
+    """
+
+    def __init__(self, where: "Place", tensors: Tensors) -> None:
+        self.where, self.tensors = where, tensors
+        self.site, self.spec, self.settings, self.layer = where.site, where.spec, where.settings, where.layer
+        self.read_names: list[str] = []
+
+    def read(self) -> AttentionLayer:
+        """Read it.
+
+        Raises:
+            DataError: a tensor that is missing or has another shape than the configuration says.
+        """
+        spec, settings, layer = self.spec, self.settings, self.layer
+        heads = settings.count(spec.heads, layer)
+        q, k, v, o, o_bias, scoring = self._latent(heads) if spec.latent else self._maps(heads)
+        width = q[-1].d_out
+        position = self._position()
+        scale = 1 / math.sqrt(settings.number(spec.scale, layer) if spec.scale else width)
+        scale *= self._chosen_number(spec.scale_times, 1.0)
+        if position.kind == "disentangled":
+            scale /= math.sqrt(1 + len(self._distance_parts()))
+        norm_spec, norm = self._norm()
+        q_norm, k_norm = self._head_norms(heads)
+        scoring = replace(
+            scoring,
+            rotation=self._rotation(position, width),
+            bias=self._bias(position, heads, scale, q[-1], k[-1]),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            soft_cap=self._optional_number(spec.soft_cap),
+            sinks=self._take(f"{self.site.module}.{spec.sinks}", (heads,)) if spec.sinks else None,
+            window=self._window(),
+            clip=self._optional_number(spec.clip),
+        )
+        weights = AttentionWeights(
+            d_model=q[0].d_in,
+            num_heads=heads,
+            scale=scale,
+            q=q,
+            k=k,
+            v=v,
+            o=o,
+            o_bias=o_bias,
+            norm=norm,
+        )
+        slots = {side for side in ("q", "k", "v") if weights.chain(side)[-1].bias is not None}
+        slots |= {"o"} if o_bias is not None else set()
+        traits = Traits(
+            kind=self.site.kind,
+            positions=_TRAIT_OF[position.kind],
+            norm=norm_spec.place if norm_spec else "none",
+            other_norm_readers=self._chosen_text(spec.also_read_by),
+            qk_norm=q_norm is not None or k_norm is not None,
+            soft_cap=scoring.soft_cap,
+            sinks=scoring.sinks is not None,
+            bias_slots=frozenset(slots),
+        )
+        return AttentionLayer(self.site, replace(weights, traits=traits), scoring, tuple(self.read_names))
+
+    # The maps.
+
+    def _maps(self, heads: int) -> tuple[Chain, Chain, Chain, Chain, Tensor | None, Scoring]:
+        spec, layer = self.spec, self.layer
+        groups = self._groups(heads)
+        width = self.settings.count(spec.width, layer)
+        value_width = self.settings.count(spec.value_width, layer) if spec.value_width else width
+        if heads % groups:
+            raise DataError(f"{self.settings.where}: {groups} key heads do not divide {heads} heads")
+        if spec.qkv:
+            joined, bias = self._map(spec.qkv, (heads + groups) * width + groups * value_width)
+            q, k, v = self._parted(joined, heads, groups, width, value_width)
+            q_bias, k_bias, v_bias = (
+                (None, None, None) if bias is None else self._parted(bias, heads, groups, width, value_width)
+            )
+        else:
+            q, q_bias = self._map(spec.q, heads * width)
+            k, k_bias = self._map(spec.k, groups * width)
+            v, v_bias = self._map(spec.v, groups * value_width)
+        o, o_bias = self._map(spec.o, None, heads * value_width)
+        return (
+            (_to_heads(q, q_bias, heads),),
+            (_to_heads(k, k_bias, groups),),
+            (_to_heads(v, v_bias, groups),),
+            (_from_heads(o, heads),),
+            o_bias,
+            Scoring(),
+        )
+
+    def _parted(
+        self, joined: Tensor, heads: int, groups: int, width: int, value_width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values out of the rows of one map."""
+        if self.spec.layout == "q k v":
+            first, second = heads * width, (heads + groups) * width
+            return joined[:first], joined[first:second], joined[second:]
+        rows = heads // groups
+        parts = joined.unflatten(0, (groups, rows * width + width + value_width))  # type: ignore[no-untyped-call]
+        ends = rows * width, (rows + 1) * width
+        parted = parts[:, : ends[0]], parts[:, ends[0] : ends[1]], parts[:, ends[1] :]
+        q, k, v = (part.flatten(0, 1) for part in parted)
+        return q, k, v
+
+    def _latent(self, heads: int) -> tuple[Chain, Chain, Chain, Chain, Tensor | None, Scoring]:
+        spec = self.spec.latent
+        assert spec is not None
+        count = self.settings.count
+        rank, plain, turned = (count(e, self.layer) for e in (spec.rank, spec.plain, spec.turned))
+        value, eps = count(spec.value, self.layer), self.settings.number(spec.eps, self.layer)
+        between: dict[str, HeadNorm] = {}
+        if self.settings.value(spec.q_rank, self.layer) is not None:
+            q_rank = count(spec.q_rank, self.layer)
+            down, down_bias = self._map(spec.q_down, q_rank)
+            up, up_bias = self._map(spec.q_up, heads * (plain + turned), q_rank)
+            gain = self._take(f"{self.site.module}.{spec.q_norm}.weight", (q_rank,))
+            first = replace(_to_heads(down, down_bias, 1), after="a norm")
+            q: Chain = (first, _to_heads(up * gain, up_bias, heads))
+            between["q"] = HeadNorm(eps)
+        else:
+            q = (_to_heads(*self._map(self.spec.q, heads * (plain + turned)), heads),)
+        down, down_bias = self._map(spec.kv_down, rank + turned)
+        up, up_bias = self._map(spec.kv_up, heads * (plain + value), rank)
+        gain = self._take(f"{self.site.module}.{spec.kv_norm}.weight", (rank,))
+        first = replace(_to_heads(down, down_bias, 1), after="a norm")
+        of_heads = (up * gain).view(heads, plain + value, rank).mT
+        through = torch.eye(turned, dtype=up.dtype).expand(heads, turned, turned)
+        k_up = torch.zeros(heads, rank + turned, plain + turned, dtype=up.dtype)
+        k_up[:, :rank, :plain], k_up[:, rank:, plain:] = of_heads[..., :plain], through
+        v_up = torch.cat([of_heads[..., plain:], up.new_zeros(heads, turned, value)], dim=1)
+        between |= {"k": HeadNorm(eps, channels=rank), "v": HeadNorm(eps, channels=rank)}
+        o, o_bias = self._map(self.spec.o, None, heads * value)
+        scoring = Scoring(between=between)  # type: ignore[arg-type]
+        return q, (first, Link(k_up)), (first, Link(v_up)), (_from_heads(o, heads),), o_bias, scoring
+
+    def _map(self, name: str, d_out: int | None, d_in: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """A map `[d_out, d_in]` and its bias, if it has one."""
+        weight_name, bias_name = _tensor_names(f"{self.site.module}.{name}")
+        weight = self._take(weight_name)
+        if weight.ndim != 2:
+            raise DataError(f"{self._of(weight_name)}: shape {list(weight.shape)} is not a matrix")
+        weight = weight.mT if self.spec.transposed else weight
+        for what, wanted, found in (("rows", d_out, weight.shape[0]), ("columns", d_in, weight.shape[1])):
+            if wanted is not None and wanted != found:
+                raise DataError(
+                    f"{self._of(weight_name)}: {found} {what}, where the configuration makes it {wanted}"
+                )
+        bias = None
+        if bias_name in self.tensors.infos:
+            bias = self._take(bias_name, (weight.shape[0],))
+        return weight.contiguous(), bias
+
+    def _groups(self, heads: int) -> int:
+        for choice in self.spec.groups:
+            if self.settings.holds(choice.when, self.layer):
+                return self.settings.count(choice.value, self.layer)
+        return heads
+
+    # What stands beside them.
+
+    def _norm(self) -> tuple[NormSpec | None, Norm | None]:
+        for spec in self.spec.norm:
+            if not self.settings.holds(spec.when, self.layer):
+                continue
+            if spec.place != "pre" or not spec.at:
+                return spec, None
+            at = self._beside(spec.at)
+            if f"{at}.weight" not in self.tensors.infos:
+                raise DataError(f"{self.tensors.name}: there is no tensor {at}.weight, the gain of a norm")
+            gain = self._take(f"{at}.weight")
+            has_shift = f"{at}.bias" in self.tensors.infos
+            return spec, Norm(gain, self._take(f"{at}.bias") if has_shift else None, spec.offset)
+        return None, None
+
+    def _head_norms(self, heads: int) -> tuple[HeadNorm | None, HeadNorm | None]:
+        spec = self.spec.head_norm
+        if spec is None or not self.settings.holds(spec.when, self.layer):
+            return None, None
+        return self._head_norm(spec, spec.q, heads), self._head_norm(spec, spec.k, self._groups(heads))
+
+    def _head_norm(self, spec: HeadNormSpec, name: str, heads: int) -> HeadNorm:
+        eps = self.settings.number(spec.eps, self.layer)
+        if "{head}" in name:
+            names = [f"{self.site.module}.{name.format(head=head)}" for head in range(heads)]
+            gain = torch.stack([self._take(f"{n}.weight") for n in names])
+            has_shift = f"{names[0]}.bias" in self.tensors.infos
+            shift = torch.stack([self._take(f"{n}.bias") for n in names]) if has_shift else None
+        else:
+            at = f"{self.site.module}.{name}"
+            gain = self._take(f"{at}.weight")
+            shift = self._take(f"{at}.bias") if f"{at}.bias" in self.tensors.infos else None
+        return HeadNorm(eps, gain + spec.offset, shift, spec.kind == "layer", spec.over)
+
+    def _position(self) -> PositionSpec:
+        for spec in self.spec.positions:
+            if self.settings.holds(spec.when, self.layer):
+                return spec
+        return PositionSpec(kind="none")
+
+    def _rotation(self, spec: PositionSpec, width: int) -> Rotation | None:
+        if spec.kind != "rotary":
+            return None
+        settings, layer = self.settings, self.layer
+        whole = settings.count(spec.width, layer) if spec.width else width
+        turned = int(whole * settings.number(spec.share, layer)) // 2 * 2
+        scaling = next((s for path in spec.scaling if isinstance(s := settings.value(path, layer), dict)), {})
+        longest = settings.number("max_position_embeddings | 2048", layer)
+        try:
+            found = frequencies(scaling, turned, settings.number(spec.base, layer), longest)
+        except ValueError as error:
+            raise DataError(f"{settings.where}: {error}") from None
+        start = int(settings.number(spec.start, layer))
+        return Rotation(found.per_position, spec.pairing, start, found.factor)
+
+    def _bias(self, spec: PositionSpec, heads: int, scale: float, q: Link, k: Link) -> ScoreBias | None:
+        match spec.kind:
+            case "alibi":
+                of_heads = (
+                    alibi_slopes(heads) if spec.slopes == "authors" else _mpt_slopes(heads, self.settings)
+                )
+                times = scale if spec.times == "scale" else self.settings.number(spec.times, self.layer)
+                return Slopes(torch.tensor(of_heads, dtype=torch.float64) * times)
+            case "distance table":
+                name = self._beside(spec.table.replace("{layer}", str(self.layer)))
+                table = self._take(name)
+                longest = int(self.settings.number(spec.max_distance, self.layer))
+                return DistanceTable(table, spec.both_ways, longest)
+            case "disentangled":
+                return self._disentangled(spec, heads, scale, q, k)
+            case _:
+                return None
+
+    def _disentangled(self, spec: PositionSpec, heads: int, scale: float, q: Link, k: Link) -> Disentangled:
+        """DeBERTa's: distances go through maps of their own, or through those of queries and keys."""
+        settings, parts = self.settings, self._distance_parts()
+        longest = settings.value("max_relative_positions")
+        longest = (
+            longest if isinstance(longest, int) and longest > 0 else settings.count("max_position_embeddings")
+        )
+        buckets = settings.value("position_buckets")
+        in_buckets = isinstance(buckets, int) and buckets > 0
+        span = buckets if in_buckets else longest
+        table = self._take(self._beside(spec.table))[: 2 * span]
+        if "layer_norm" in str(settings.value("norm_rel_ebd") or ""):
+            gain, shift = (
+                self._take(self._beside(f"{spec.table_norm}.{part}")) for part in ("weight", "bias")
+            )
+            eps = settings.number("layer_norm_eps | 1e-7")
+            table = torch.nn.functional.layer_norm(table, gain.shape, gain, shift, eps)
+        shared = bool(settings.value("share_att_key"))
+
+        def through(link: Link, own: str) -> Tensor:
+            used = link if shared else _to_heads(*self._map(own, heads * link.d_out), heads)
+            return used(table[None, None])[0]
+
+        return Disentangled(
+            keys=through(k, "self.pos_key_proj") if "c2p" in parts else None,
+            queries=through(q, "self.pos_query_proj") if "p2c" in parts else None,
+            span=span,
+            max_distance=longest if in_buckets else None,
+            scale=scale,
+        )
+
+    def _distance_parts(self) -> list[str]:
+        found = self.settings.value("pos_att_type")
+        found = found.split("|") if isinstance(found, str) else found
+        return [part for part in ("c2p", "p2c") if isinstance(found, list) and part in found]
+
+    def _window(self) -> int | None:
+        for choice in self.spec.window:
+            if self.settings.holds(choice.when, self.layer):
+                found = self.settings.value(choice.value, self.layer)
+                return None if found is None else self.settings.count(choice.value, self.layer)
+        return None
+
+    def _chosen_number(self, choices: Sequence[Choice], otherwise: float) -> float:
+        for choice in choices:
+            if self.settings.holds(choice.when, self.layer):
+                if choice.value == "1 / (layer + 1)":
+                    return 1 / (self.layer + 1)
+                if choice.value == "yarn":
+                    return self._yarn_scale()
+                return self.settings.number(choice.value, self.layer)
+        return otherwise
+
+    def _yarn_scale(self) -> float:
+        scaling = self.settings.value("rope_parameters | rope_scaling") or {}
+        all_dim, kind = (
+            scaling.get("mscale_all_dim"),
+            scaling.get("rope_type", scaling.get("type", "default")),
+        )
+        if not all_dim or kind == "default":
+            return 1.0
+        return yarn_magnitude(float(scaling["factor"]), float(all_dim)) ** 2
+
+    def _chosen_text(self, choices: Sequence[Choice]) -> str:
+        return next((c.value for c in choices if self.settings.holds(c.when, self.layer)), "")
+
+    def _optional_number(self, expression: str) -> float | None:
+        if not expression or self.settings.value(expression, self.layer) is None:
+            return None
+        return self.settings.number(expression, self.layer)
+
+    # Tensors.
+
+    def names_beside(self) -> list[str]:
+        """Tensors outside the module that belong to the layer."""
+        found = []
+        for spec in self.spec.norm:
+            if spec.at and spec.place == "pre" and self.settings.holds(spec.when, self.layer):
+                found += [f"{self._beside(spec.at)}.{part}" for part in ("weight", "bias")]
+        position = self._position()
+        if position.table:
+            found.append(self._beside(position.table.replace("{layer}", str(self.layer))))
+        if position.table_norm:
+            found += [f"{self._beside(position.table_norm)}.{part}" for part in ("weight", "bias")]
+        return found
+
+    def unknown(self) -> list[str]:
+        """Tensors within the module that have no place in the family."""
+        spec = self.spec
+        modules = [spec.qkv] if spec.qkv else [spec.q, spec.k, spec.v]
+        if spec.latent:
+            latent = spec.latent
+            modules = [spec.q, latent.q_down, latent.q_norm, latent.q_up]
+            modules += [latent.kv_down, latent.kv_norm, latent.kv_up]
+        modules.append(spec.o)
+        if spec.head_norm:
+            modules += [spec.head_norm.q, spec.head_norm.k]
+        patterns = [name.replace("{head}", "*") for module in modules for name in _tensor_names(module)]
+        patterns += [*spec.known, *([spec.sinks] if spec.sinks else [])]
+        below, beside = self.site.module + ".", self.names_beside()
+        return [
+            name
+            for name in self.tensors.infos
+            if name.startswith(below)
+            and name not in beside
+            and not any(fnmatch.fnmatchcase(name.removeprefix(below), pattern) for pattern in patterns)
+        ]
+
+    def _beside(self, name: str) -> str:
+        return self.where.prefix + name.format(layer=self.layer, inner=self.where.inner)
+
+    def _take(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        if name not in self.tensors.infos:
+            raise DataError(f"{self.tensors.name}: there is no tensor {name}")
+        tensor = self.tensors.read(name)
+        if shape is not None and tuple(tensor.shape) != shape:
+            raise DataError(
+                f"{self._of(name)}: shape {list(tensor.shape)}, "
+                f"where the configuration makes it {list(shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise DataError(
+                f"{self._of(name)}: its entries are {tensor.dtype}, quantised in a way not known here"
+            )
+        self.read_names.append(name)
+        return tensor
+
+    def _of(self, name: str) -> str:
+        return f"{self.tensors.where(name)}, tensor {name}"
+
+
+_TRAIT_OF: dict[str, Literal["none", "sinusoidal", "learned", "relative", "alibi", "rotary"]] = {
+    "none": "none",
+    "sinusoidal": "sinusoidal",
+    "learned": "learned",
+    "convolution": "none",
+    "rotary": "rotary",
+    "alibi": "alibi",
+    "distance table": "relative",
+    "disentangled": "rotary",  # the distance meets queries and keys, as in a rotation
+}
+
+
+def _to_heads(weight: Tensor, bias: Tensor | None, heads: int) -> Link:
+    """`[heads · width, d_in]` as a link with a map a head."""
+    return Link(weight.view(heads, -1, weight.shape[1]).mT, None if bias is None else bias.view(heads, -1))
+
+
+def _from_heads(weight: Tensor, heads: int) -> Link:
+    """`[d_out, heads · width]` as a link with a map a head."""
+    return Link(weight.mT.reshape(heads, -1, weight.shape[0]))
+
+
+def _tensor_names(module: str) -> tuple[str, str]:
+    """Names of weight and bias of a map."""
+    if "*" in module:
+        return module.replace("*", "weight"), module.replace("*", "bias")
+    return f"{module}.weight", f"{module}.bias"
+
+
+def _mpt_slopes(heads: int, settings: Settings) -> list[float]:
+    """As MPT finds them: by the power of two above, every second first."""
+    steepest = settings.number("attn_config.alibi_bias_max | 8")
+    above = 1 << (heads - 1).bit_length()
+    slopes = [2 ** (-steepest * (i + 1) / above) for i in range(above)]
+    return slopes if above == heads else (slopes[1::2] + slopes[::2])[:heads]

@@ -1,0 +1,182 @@
+"""The measures of a layer's heads against dense matrices, and where there is nothing to measure."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.algebra.measures import HeadMeasures, Planes, measure_heads
+from triptych.algebra.similarity import map_similarity
+from triptych.algebra.weights import AttentionWeights, Link, Traits
+
+D, HEADS, WIDTH, VALUE = 24, 4, 6, 5
+
+
+def layer(
+    dtype: torch.dtype = torch.float64, groups: int = HEADS, kind: str = "self", seed: int = 0
+) -> AttentionWeights:
+    generator = torch.Generator().manual_seed(seed)
+
+    def link(copies: int, d_in: int, d_out: int) -> Link:
+        return Link(torch.randn(copies, d_in, d_out, generator=generator, dtype=torch.float64).to(dtype))
+
+    return AttentionWeights(
+        d_model=D,
+        num_heads=HEADS,
+        scale=1.0,
+        q=(link(HEADS, D, WIDTH),),
+        k=(link(groups, D, WIDTH),),
+        v=(link(groups, D, VALUE),),
+        o=(link(HEADS, VALUE, D),),
+        traits=Traits(kind=kind),  # type: ignore[arg-type]
+    )
+
+
+def dense(weights: AttentionWeights) -> tuple[np.ndarray, np.ndarray]:
+    """W_QK and W_OV of every head as whole matrices."""
+    W_Q, W_K, W_V, W_O = (W.double() for W in (weights.W_Q, weights.W_K, weights.W_V, weights.W_O))
+    return (W_Q @ W_K.mT).numpy(), (W_V @ W_O).numpy()
+
+
+def assert_near(one: Tensor | None, other: object, tolerance: float) -> None:
+    assert one is not None
+    np.testing.assert_allclose(one.numpy(), np.asarray(other), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2, 1])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-9)])
+def test_measures_are_those_of_the_whole_matrices(groups: int, dtype: torch.dtype, tolerance: float) -> None:
+    weights = layer(dtype, groups)
+    found = measure_heads(weights)
+    qk, ov = dense(weights)
+    for spectrum, matrices, width in ((found.qk, qk, WIDTH), (found.ov, ov, VALUE)):
+        S = np.linalg.svd(matrices, compute_uv=False)[:, :width]
+        assert_near(spectrum.values, S, tolerance)
+        shares = S / S.sum(-1, keepdims=True)
+        assert_near(spectrum.effective_rank, np.exp(-(shares * np.log(shares)).sum(-1)), tolerance)
+        assert_near(spectrum.frobenius_norm, np.linalg.norm(matrices, axis=(1, 2)), tolerance)
+    symmetric = (qk + qk.transpose(0, 2, 1)) / 2
+    share = np.linalg.norm(symmetric, axis=(1, 2)) ** 2 / np.linalg.norm(qk, axis=(1, 2)) ** 2
+    assert found.symmetry is not None
+    assert_near((1 + found.symmetry) / 2, share, tolerance)
+    values = np.linalg.eigvals(ov)
+    assert_near(found.copying, values.real.sum(-1) / np.abs(values).sum(-1), 1e-8)
+    assert_near(found.norms["o"], np.linalg.norm(weights.W_O.double().numpy(), axis=(1, 2)), tolerance)
+    for pair, (one, other) in {"qk": "QK", "qv": "QV", "kv": "KV"}.items():
+        expected = map_similarity(*(getattr(weights, f"W_{side}").double() for side in (one, other)))
+        similarity = found.similarity[pair]  # type: ignore[index]
+        assert similarity is not None
+        for name in ("overlap", "procrustes", "cka", "chance", "p_value", "angles"):
+            assert_near(getattr(similarity, name), getattr(expected, name), 1e-7)
+
+
+def test_both_ways_to_factor_agree() -> None:
+    single = layer(torch.float32)
+    by_products, by_frames = measure_heads(single), measure_heads(single.to(torch.float64))
+    assert_near(by_products.qk.values, by_frames.qk.values, 1e-12)
+    assert_near(by_products.symmetry, by_frames.symmetry, 1e-12)
+    one, other = (found.similarity["kv"] for found in (by_products, by_frames))
+    assert one is not None
+    assert other is not None
+    assert_near(one.overlap, other.overlap, 1e-12)
+
+
+def near_to_losing_rank() -> AttentionWeights:
+    weights = layer(torch.float32)
+    W = weights.q[0].weight.clone()
+    W[1, :, 3] = W[1, :, 2] + 1e-6 * W[1, :, 3]
+    return replace(weights, q=(Link(W),))
+
+
+def test_a_map_near_to_losing_rank_keeps_float32s_digits() -> None:
+    weights = near_to_losing_rank()
+    S = np.linalg.svd(dense(weights)[0], compute_uv=False)[:, :WIDTH]
+    np.testing.assert_allclose(measure_heads(weights).qk.values.numpy(), S, rtol=1e-5)
+
+
+def test_a_dead_head_has_rank_0_and_leaves_the_others_alone() -> None:
+    weights = layer(torch.float32)
+    W = weights.v[0].weight.clone()
+    W[2] = 0
+    found, whole = measure_heads(replace(weights, v=(Link(W),))), measure_heads(weights)
+    assert found.ov.rank(1e-6).tolist() == [VALUE, VALUE, 0, VALUE]
+    assert found.ov.effective_rank[2] == 0
+    others = [0, 1, 3]
+    assert_near(found.ov.values[others], whole.ov.values[others], 1e-10)
+    assert_near(found.qk.values, whole.qk.values, 1e-10)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_head_that_is_not_finite_is_left_out_and_the_others_are_not(value: float) -> None:
+    weights = layer(torch.float32)
+    W = weights.k[0].weight.clone()
+    W[3, 5, 1] = value
+    found, whole = measure_heads(replace(weights, k=(Link(W),))), measure_heads(weights)
+    assert found.finite.tolist() == [True, True, True, False]
+    assert found.qk.values[3].isnan().all()
+    assert_near(found.qk.values[:3], whole.qk.values[:3], 1e-10)
+    assert found.symmetry is not None
+    assert bool(found.symmetry[3].isnan())
+    assert not bool(found.symmetry[:3].isnan().any())
+
+
+def mean_square_scores(weights: AttentionWeights, planes: Planes, frequencies: Tensor) -> np.ndarray:
+    """‖W_Q R(m) W_Kᵀ‖² averaged over distances m, R turning every plane: the slow reference."""
+    total = np.zeros(HEADS)
+    distances = np.arange(0, 20_000, 7)
+    W_Q, W_K = weights.W_Q.double(), weights.W_K.double()
+    for m in distances:
+        R = torch.eye(WIDTH, dtype=torch.float64)
+        for a, b, slow, theta in zip(planes.first, planes.second, planes.slow, frequencies, strict=True):
+            if not slow:
+                cos, sin = math.cos(m * float(theta)), math.sin(m * float(theta))
+                R[a, a], R[a, b], R[b, a], R[b, b] = cos, -sin, sin, cos
+        total += ((W_Q @ R @ W_K.mT) ** 2).sum((1, 2)).numpy()
+    return total / len(distances)
+
+
+@pytest.mark.parametrize("slow", [(False, False), (False, True)])
+def test_planes_have_the_energy_of_scores_over_distances(slow: tuple[bool, bool]) -> None:
+    weights = layer()
+    planes = Planes(first=(1, 2), second=(3, 4), slow=slow)
+    found = measure_heads(weights, planes)
+    energy = found.qk.values.square().sum(-1)
+    expected = mean_square_scores(weights, planes, torch.tensor([1.0, 0.37]))
+    np.testing.assert_allclose(energy.numpy(), expected, rtol=0.02)
+    assert found.qk.values.shape[-1] == WIDTH - slow.count(False)
+    assert found.symmetry is None
+    assert bool((found.qk.values.diff() <= 0).all())
+
+
+def test_planes_that_are_all_slow_are_no_planes() -> None:
+    weights = layer()
+    slow = measure_heads(weights, Planes(first=(0, 2), second=(1, 3), slow=(True, True)))
+    assert_near(slow.qk.values, measure_heads(weights).qk.values, 1e-12)
+
+
+def test_queries_of_cross_attention_are_not_compared() -> None:
+    found: HeadMeasures = measure_heads(layer(kind="cross"))
+    assert found.similarity["qk"] is found.similarity["qv"] is None
+    assert found.similarity["kv"] is not None
+    assert found.symmetry is None
+
+
+def test_maps_of_unlike_inputs_have_no_likeness_and_no_eigenvalues() -> None:
+    weights = layer(kind="cross")
+    wider = torch.randn(HEADS, 2 * D, WIDTH, dtype=torch.float64), torch.randn(HEADS, 2 * D, VALUE).double()
+    found = measure_heads(replace(weights, k=(Link(wider[0]),), v=(Link(wider[1]),)))
+    assert found.copying is None
+    assert found.similarity["kv"] is not None
+    assert found.qk.values.shape == (HEADS, WIDTH)
+
+
+def test_many_heads_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = layer(torch.float32, groups=2)
+    whole = measure_heads(weights)
+    monkeypatch.setattr("triptych.algebra.measures._NUMBERS_AT_A_TIME", D * WIDTH)
+    pieces = measure_heads(weights)
+    assert_near(pieces.qk.values, whole.qk.values, 1e-12)
+    assert_near(pieces.copying, whole.copying, 1e-12)
