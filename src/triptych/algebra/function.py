@@ -193,7 +193,7 @@ class Disentangled(ScoreBias):
         """Both parts."""
         distance = self._bucketed(query_positions[:, None] - key_positions)
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        total = torch.zeros(shape, dtype=q.dtype)
+        total = torch.zeros(shape, dtype=q.dtype, device=q.device)
         if self.keys is not None:
             place = (distance + self.span).clamp(0, 2 * self.span - 1)
             total = total + (q @ self.keys.to(q.dtype).mT).gather(-1, place.expand(shape))
@@ -304,7 +304,7 @@ def _through(weights: AttentionWeights, scoring: Scoring, side: Side, x: Tensor)
 def _visible(
     weights: AttentionWeights, scoring: Scoring, queries: Tensor, keys: Tensor, mask: Tensor | None
 ) -> Tensor:
-    seen = torch.ones(1, 1, len(queries), len(keys), dtype=torch.bool)
+    seen = torch.ones(1, 1, len(queries), len(keys), dtype=torch.bool, device=queries.device)
     behind = queries[:, None] - keys
     if weights.traits.kind == "causal":
         seen = seen & (behind >= 0)

@@ -14,6 +14,7 @@ from triptych.checkpoints.family import AttentionSpec, Family, family_of
 from triptych.checkpoints.hub import is_hub_id, open_hub
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel, is_own
+from triptych.checkpoints.quantised import dequantised
 from triptych.checkpoints.reading import LayerReader, Place
 from triptych.checkpoints.settings import Settings
 from triptych.checkpoints.tensors import Tensors, open_tensors, read_json
@@ -177,6 +178,7 @@ def open_checkpoint(path: Path | str, family: Family | None = None) -> Attention
         if is_own(record):
             return OwnModel(path)
     settings = Settings(record, where)
+    tensors = dequantised(tensors, settings)
     how_known = "as told"
     if family is None:
         model_type = settings.value("model_type")

@@ -1,0 +1,234 @@
+"""Quantised maps as the numbers they stand for, where the file says how; refused by name where it does not.
+
+Sources of the formats: github.com/huggingface/transformers (integrations of fp8 and bitsandbytes),
+github.com/neuralmagic/compressed-tensors, github.com/AutoGPTQ/AutoGPTQ, github.com/casper-hansen/AutoAWQ.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import final
+
+import torch
+from torch import Tensor
+
+from triptych.checkpoints.settings import Settings
+from triptych.checkpoints.tensors import TensorFile, TensorInfo, Tensors
+from triptych.errors import DataError
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# In which nibbles of 32 bits AWQ keeps eight columns.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class Packed(ABC):
+    """A map written in small numbers, spread over several tensors.
+
+    Attributes:
+        module: whose weight it is.
+        parts: names of its tensors.
+        shape: of the weight.
+    """
+
+    module: str
+    parts: tuple[str, ...]
+    shape: tuple[int, int]
+
+    @abstractmethod
+    def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """The weight in float32, from the tensors of `parts`."""
+
+
+@final
+@dataclass(frozen=True)
+class Scaled(Packed):
+    """Entries times scales: one for all, one a row, or one a block of rows and columns."""
+
+    module: str
+    parts: tuple[str, ...]
+    shape: tuple[int, int]
+    times: float
+    block: tuple[int, int] | None
+
+    def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """Multiply."""
+        weight, scale = parts[0].float(), parts[1].float() * self.times
+        if self.block is None:
+            return weight * scale.reshape(-1, 1)
+        rows, columns = self.block
+        wide = scale.repeat_interleave(rows, dim=0).repeat_interleave(columns, dim=1)
+        return weight * wide[: self.shape[0], : self.shape[1]]
+
+
+@final
+@dataclass(frozen=True)
+class Gptq(Packed):
+    """GPTQ: `[in, out]` packed along `in`; zeros packed along `out`, less one in its first version."""
+
+    module: str
+    parts: tuple[str, ...]
+    shape: tuple[int, int]
+    bits: int
+    group: int
+    zero_offset: int
+
+    def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """(q − z) · s of each group of inputs."""
+        packed, zeros, scales = parts[:3]
+        d_in = self.shape[1]
+        numbers = _unpacked(packed.mT, self.bits).mT
+        offsets = _unpacked(zeros, self.bits) + self.zero_offset
+        groups = parts[3].long() if len(parts) > 3 else torch.arange(d_in) // self.group
+        return ((numbers - offsets[groups]).float() * scales.float()[groups]).mT
+
+
+@final
+@dataclass(frozen=True)
+class Awq(Packed):
+    """AWQ: `[in, out]` packed along `out`, eight columns in an order of their own."""
+
+    module: str
+    parts: tuple[str, ...]
+    shape: tuple[int, int]
+    group: int
+
+    def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """(q − z) · s of each group of inputs."""
+        packed, zeros, scales = parts
+        groups = torch.arange(self.shape[1]) // self.group
+        numbers, offsets = (
+            _unpacked(p, 4).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)  # type: ignore[no-untyped-call]
+            for p in (packed, zeros)
+        )
+        return ((numbers - offsets[groups]).float() * scales.float()[groups]).mT
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    """`[n, m]` of int32 as `[n, m · 32 / bits]` of small numbers, the lowest bits first."""
+    shifts = torch.arange(0, 32, bits)
+    numbers = (packed[..., None].long() >> shifts) & ((1 << bits) - 1)
+    return numbers.flatten(-2)
+
+
+def dequantised(tensors: Tensors, settings: Settings) -> Tensors:
+    """The same tensors, with quantised maps as plain weights; what belongs to them is no longer listed.
+
+    Raises:
+        DataError: a way to quantise that is not known here, or tensors that do not fit together.
+    """
+    found = [packed for name in tensors.infos if (packed := _packed(name, tensors, settings)) is not None]
+    if not found:
+        return tensors
+    hidden = {part for packed in found for part in packed.parts}
+    file = _Unpacking(tensors, found)
+    plain = {name: _Passing(tensors) for name in tensors.infos if name not in hidden}
+    return Tensors(tensors.name, {**plain, **dict.fromkeys(file.infos, file)})
+
+
+@final
+class _Unpacking(TensorFile):
+    """The weights that packed maps stand for."""
+
+    def __init__(self, tensors: Tensors, maps: list[Packed]) -> None:
+        self.name = tensors.name
+        self._tensors = tensors
+        self._maps = {f"{packed.module}.weight": packed for packed in maps}
+        self.infos = {
+            name: TensorInfo(
+                torch.float32, packed.shape, sum(tensors.infos[part].num_bytes for part in packed.parts)
+            )
+            for name, packed in self._maps.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """A weight, unpacked now."""
+        packed = self._maps[name]
+        found = packed.unpack(tuple(self._tensors.read(part) for part in packed.parts))
+        if tuple(found.shape) != packed.shape:
+            raise DataError(
+                f"{self.name}, tensor {name}: its parts unpack to {list(found.shape)} instead of "
+                f"{list(packed.shape)}"
+            )
+        return found
+
+
+@final
+class _Passing(TensorFile):
+    """Tensors that stay as they are."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.name, self.infos, self._tensors = tensors.name, tensors.infos, tensors
+
+    def read(self, name: str) -> Tensor:
+        """As it is stored."""
+        return self._tensors.read(name)
+
+
+def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
+    """The map that a tensor is the main part of; None for any other tensor."""
+    module, _, last = name.rpartition(".")
+    info = tensors.infos[name]
+    if last == "weight" and (info.dtype in _FLOAT8 or info.dtype == torch.int8) and len(info.shape) == 2:
+        shape = info.shape[0], info.shape[1]
+        for scale, times in (("weight_scale_inv", 1.0), ("weight_scale", 1.0), ("SCB", 1 / 127)):
+            part = f"{module}.{scale}"
+            if part in tensors.infos:
+                return Scaled(module, (name, part), shape, times, _block(tensors, part, shape, settings))
+        return None
+    if last == "weight" and any(other.startswith(f"{name}.quant_state") for other in tensors.infos):
+        raise DataError(
+            f"{tensors.name}: tensor {name} is in 4 bits of bitsandbytes, which are not read: use the "
+            "checkpoint before quantisation"
+        )
+    if last != "qweight":
+        return None
+    method, bits, group = (
+        settings.value(f"quantization_config.{key}") for key in ("quant_method", "bits", "group_size")
+    )
+    return _grouped(module, str(method), bits, group, tensors, settings)
+
+
+def _grouped(
+    module: str, method: str, bits: object, group: object, tensors: Tensors, settings: Settings
+) -> Packed:
+    """GPTQ or AWQ."""
+    names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
+    missing = [name for name in names if name not in tensors.infos]
+    if missing:
+        raise DataError(f"{tensors.name}: there is no tensor {missing[0]}, and {names[0]} needs it")
+    rows, columns = tensors.infos[names[0]].shape
+    if not isinstance(bits, int) or bits not in (2, 4, 8) or not isinstance(group, int):
+        raise DataError(
+            f"{settings.where}: quantization_config has bits {bits!r} and group_size {group!r}: 2, 4 or 8 "
+            "and a whole number are read"
+        )
+    per_word = 32 // bits
+    if method == "gptq":
+        order = f"{module}.g_idx"
+        names += [order] if order in tensors.infos else []
+        second = settings.value("quantization_config.checkpoint_format") == "gptq_v2"
+        d_in = rows * per_word
+        size = group if group > 0 else d_in
+        return Gptq(module, tuple(names), (columns, d_in), bits, size, 0 if second else 1)
+    if method == "awq" and bits == 4:
+        return Awq(module, tuple(names), (columns * per_word, rows), group if group > 0 else rows)
+    raise DataError(
+        f"{tensors.name}: tensor {names[0]} is quantised by {method} in {bits} bits, which is not read: use "
+        "the checkpoint before quantisation"
+    )
+
+
+def _block(
+    tensors: Tensors, scale: str, shape: tuple[int, int], settings: Settings
+) -> tuple[int, int] | None:
+    """Rows and columns that share a scale; None if whole rows do, or all."""
+    found = tensors.infos[scale].shape
+    if prod(found) in (1, shape[0]):
+        return None
+    block = settings.value("quantization_config.weight_block_size")
+    if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
+        if found == tuple(ceil(n / size) for n, size in zip(shape, block, strict=True)):
+            return block[0], block[1]
+    raise DataError(
+        f"{tensors.name}: tensor {scale} has shape {list(found)}, no scales of {list(shape)} in blocks of {block}"
+    )
