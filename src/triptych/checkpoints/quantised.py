@@ -226,9 +226,11 @@ def _block(
     if prod(found) in (1, shape[0]):
         return None
     block = settings.value("quantization_config.weight_block_size")
-    if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
-        if found == tuple(ceil(n / size) for n, size in zip(shape, block, strict=True)):
-            return block[0], block[1]
+    is_block = (
+        isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+    )
+    if is_block and found == tuple(ceil(n / size) for n, size in zip(shape, block, strict=True)):
+        return block[0], block[1]
     raise DataError(
-        f"{tensors.name}: tensor {scale} has shape {list(found)}, no scales of {list(shape)} in blocks of {block}"
+        f"{tensors.name}: tensor {scale} has shape {list(found)}: no scales of {list(shape)} by blocks of {block}"
     )

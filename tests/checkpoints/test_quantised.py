@@ -1,0 +1,142 @@
+"""Quantised maps: unpacked as their formats say, or refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from triptych.checkpoints.quantised import dequantised
+from triptych.checkpoints.settings import Settings
+from triptych.checkpoints.tensors import open_tensors
+from triptych.errors import DataError
+
+D_OUT, D_IN, GROUP = 16, 64, 32
+
+
+def unpacked(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
+    save_file(tensors, folder / "model.safetensors")
+    found = dequantised(open_tensors(folder), Settings({"quantization_config": config}, "config.json"))
+    assert set(found.infos) == {"a.weight", "norm.weight"}
+    assert found.infos["a.weight"].shape == (D_OUT, D_IN)
+    assert torch.equal(found.read("norm.weight"), tensors["norm.weight"])
+    return found.read("a.weight")
+
+
+def beside() -> dict[str, Tensor]:
+    return {"norm.weight": torch.randn(4)}
+
+
+def packed(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Numbers of a row, so many to 32 bits, the first lowest; in groups of 8 in an order if it is given."""
+    per_word = 32 // bits
+    words = numbers.unflatten(1, (-1, per_word))  # type: ignore[no-untyped-call]
+    if order is not None:
+        words = words[..., list(order)]
+    total = torch.zeros(words.shape[:2], dtype=torch.long)
+    for place in range(per_word):
+        total |= words[..., place].long() << (bits * place)
+    return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
+
+
+@pytest.mark.parametrize("shape", [(1,), (D_OUT,), (D_OUT, 1)])
+def test_float8_with_a_scale_for_all_or_one_a_row(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    weight, scale = torch.randn(D_OUT, D_IN).to(torch.float8_e4m3fn), torch.rand(shape) + 0.5
+    tensors = {"a.weight": weight, "a.weight_scale": scale, **beside()}
+    expected = weight.float() * scale.reshape(-1, 1)
+    assert torch.equal(unpacked(tmp_path, tensors, {"quant_method": "compressed-tensors"}), expected)
+
+
+def test_float8_in_blocks_the_last_of_which_are_smaller(tmp_path: Path) -> None:
+    weight, scale = torch.randn(D_OUT, D_IN).to(torch.float8_e4m3fn), torch.rand(2, 3) + 0.5
+    tensors = {"a.weight": weight, "a.weight_scale_inv": scale, **beside()}
+    found = unpacked(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [12, 24]})
+    for row in range(D_OUT):
+        for column in range(D_IN):
+            expected = weight[row, column].float() * scale[row // 12, column // 24]
+            assert found[row, column] == expected
+
+
+def test_eight_bits_of_bitsandbytes(tmp_path: Path) -> None:
+    whole = torch.randn(D_OUT, D_IN)
+    largest = whole.abs().amax(dim=1)
+    weight = (whole / largest[:, None] * 127).round().to(torch.int8)
+    found = unpacked(tmp_path, {"a.weight": weight, "a.SCB": largest, **beside()}, {})
+    assert float((found - whole).abs().max()) <= float(largest.max()) / 127
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_gptq(tmp_path: Path, bits: int, version: str, ordered: bool) -> None:
+    most = (1 << bits) - 1
+    numbers = torch.randint(0, most + 1, (D_IN, D_OUT))
+    zeros = torch.randint(1, most + 1, (D_IN // GROUP, D_OUT))
+    scales = torch.rand(D_IN // GROUP, D_OUT).half()
+    groups = torch.arange(D_IN) // GROUP
+    if ordered:
+        groups = groups[torch.randperm(D_IN)]
+    expected = ((numbers - zeros[groups]).float() * scales.float()[groups]).T
+    stored = zeros if version == "gptq_v2" else zeros - 1
+    tensors = {
+        "a.qweight": packed(numbers.T.contiguous(), bits).T.contiguous(),
+        "a.qzeros": packed(stored, bits),
+        "a.scales": scales,
+        **({"a.g_idx": groups.int()} if ordered else {}),
+        **beside(),
+    }
+    config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "checkpoint_format": version}
+    assert torch.equal(unpacked(tmp_path, tensors, config), expected)
+
+
+def test_awq(tmp_path: Path) -> None:
+    numbers, zeros = torch.randint(0, 16, (D_IN, D_OUT)), torch.randint(0, 16, (D_IN // GROUP, D_OUT))
+    scales = torch.rand(D_IN // GROUP, D_OUT).half()
+    groups = torch.arange(D_IN) // GROUP
+    expected = ((numbers - zeros[groups]).float() * scales.float()[groups]).T
+    order = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ's own: nibble i holds this one of eight columns
+    tensors = {
+        "a.qweight": packed(numbers, 4, order),
+        "a.qzeros": packed(zeros, 4, order),
+        "a.scales": scales,
+        **beside(),
+    }
+    config = {"quant_method": "awq", "bits": 4, "group_size": GROUP}
+    assert torch.equal(unpacked(tmp_path, tensors, config), expected)
+
+
+def refused(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> str:
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(DataError) as error:
+        dequantised(open_tensors(folder), Settings({"quantization_config": config}, "config.json"))
+    return str(error.value)
+
+
+def words(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    parts = {"a.qweight": words(8, 16), "a.qzeros": words(2, 2), "a.scales": torch.ones(2, 16)}
+    config = {"quant_method": "aqlm", "bits": 4, "group_size": 32}
+    assert "a.qweight is quantised by aqlm in 4 bits" in refused(tmp_path, parts, config)
+    assert "bits 3" in refused(tmp_path, parts, {**config, "bits": 3})
+    assert "bits None" in refused(tmp_path, parts, {})
+    alone = {"a.qweight": words(8, 16)}
+    assert "there is no tensor a.qzeros" in refused(tmp_path, alone, config)
+    four_bits = {
+        "a.weight": torch.zeros(512, 1, dtype=torch.uint8),
+        "a.weight.quant_state.bitsandbytes__nf4": torch.zeros(3, dtype=torch.uint8),
+    }
+    assert "a.weight is in 4 bits of bitsandbytes" in refused(tmp_path, four_bits, {})
+    narrow = torch.zeros(16, 64).to(torch.float8_e4m3fn)
+    scales = {"a.weight": narrow, "a.weight_scale_inv": torch.ones(3, 5)}
+    assert "no scales of [16, 64]" in refused(tmp_path, scales, {"weight_block_size": [8, 16]})
+
+
+def test_without_anything_quantised_the_tensors_are_what_they_were(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.randn(3, 4)}, tmp_path / "model.safetensors")
+    tensors = open_tensors(tmp_path)
+    assert dequantised(tensors, Settings({}, "config.json")) is tensors
