@@ -232,5 +232,6 @@ def _block(
     if is_block and found == tuple(ceil(n / size) for n, size in zip(shape, block, strict=True)):
         return block[0], block[1]
     raise DataError(
-        f"{tensors.name}: tensor {scale} has shape {list(found)}: no scales of {list(shape)} by blocks of {block}"
+        f"{tensors.name}: tensor {scale} has shape {list(found)}: no scales of {list(shape)} in blocks "
+        f"of {block}"
     )
