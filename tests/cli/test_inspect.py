@@ -1,0 +1,80 @@
+"""`triptych inspect`: what it prints, what it writes, what it refuses."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from command import Command
+from triptych.inspection import MEASURES
+
+
+def test_it_says_in_words_what_it_found(triptych: Command, small_run: Path) -> None:
+    answer = triptych("inspect", small_run)
+    assert answer.code == 0, answer.err
+    assert "attention layers of triptych" in answer.out
+    assert "times chance" in answer.out
+    assert "effective rank of W_QK" in answer.out
+    assert "lowest effective rank" in answer.out
+
+
+def test_json_has_everything(triptych: Command, small_run: Path) -> None:
+    record = json.loads(triptych("inspect", small_run, "--json").out)
+    assert record["family"] == "triptych"
+    kinds = [layer["kind"] for layer in record["layers"]]
+    assert kinds == ["self", "causal", "cross", "causal", "cross"]
+    cross = record["layers"][2]
+    assert set(cross["figures"]["qk_overlap"]) == {None}
+    assert None not in cross["figures"]["kv_overlap"]
+    assert set(record["measures"]) == {measure.name for measure in MEASURES}
+    assert record["summary"]
+
+
+def test_csv_and_parquet_have_a_row_a_head(triptych: Command, small_run: Path, tmp_path: Path) -> None:
+    as_csv, as_parquet = tmp_path / "heads.csv", tmp_path / "heads.parquet"
+    assert triptych("inspect", small_run, "--csv", as_csv, "--parquet", as_parquet).code == 0
+    rows = list(csv.DictReader(io.StringIO(as_csv.read_text())))
+    table = pyarrow.parquet.read_table(as_parquet)
+    columns = ["checkpoint", "stack", "layer", "kind", "head", "module", *(m.name for m in MEASURES)]
+    assert list(rows[0]) == table.column_names == columns
+    assert len(rows) == table.num_rows == 5 * 2
+    assert float(rows[3]["ov_effective_rank"]) == table["ov_effective_rank"][3].as_py()
+    assert rows[4]["qk_overlap"] == ""
+    assert table["qk_overlap"][4].as_py() is None
+
+
+def test_two_checkpoints_stand_side_by_side(triptych: Command, small_run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    answer = triptych("inspect", small_run, "--compare", small_run, "--html", page, "--layers", "0", "--json")
+    assert [len(record["layers"]) for record in json.loads(answer.out)] == [3, 3]
+    assert page.read_text().count('"num_heads":2') == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--layers", "x"], "write numbers from 0 like 0,3 or 0-5"),
+        (["--layers", "9"], "none of these layers is there"),
+        (["--heads", "5-7"], "none of these heads is there"),
+        (["--html", "no/such/page.html"], "make it first"),
+        (["--family", "no.toml"], "no.toml: No such file"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    triptych: Command, small_run: Path, options: list[str], reason: str
+) -> None:
+    answer = triptych("inspect", small_run, *options)
+    assert answer.code == 2
+    assert reason in answer.err
+    assert answer.err.count("\n") == 1
+    assert answer.out == ""
+
+
+def test_a_checkpoint_that_is_not_there_is_one_line(triptych: Command, tmp_path: Path) -> None:
+    answer = triptych("inspect", tmp_path / "nothing")
+    assert answer.code == 1
+    assert answer.err.count("\n") == 1
+    assert "no such file or folder" in answer.err

@@ -1,0 +1,194 @@
+"""Inspecting a checkpoint: what is read, what is left out, what is said."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.errors import UsageError
+from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
+from triptych.inspection_pages import heads_page, outliers, shaded_map, summary
+from triptych.reports.heads import render_heads_report
+
+D, HEADS, WIDTH, LAYERS = 32, 4, 8, 3
+
+
+def gpt2(folder: Path, changed: dict[str, Tensor] | None = None) -> Path:
+    """A GPT-2 with random weights."""
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(3)
+    tensors: dict[str, Tensor] = {"wte.weight": torch.randn(20, D), "wpe.weight": torch.randn(16, D)}
+    for layer in range(LAYERS):
+        at = f"h.{layer}"
+        tensors |= {
+            f"{at}.attn.c_attn.weight": torch.randn(D, 3 * D),
+            f"{at}.attn.c_attn.bias": torch.randn(3 * D),
+            f"{at}.attn.c_proj.weight": torch.randn(D, D),
+            f"{at}.attn.c_proj.bias": torch.randn(D),
+            f"{at}.ln_1.weight": torch.ones(D),
+            f"{at}.ln_1.bias": torch.zeros(D),
+            f"{at}.mlp.c_fc.weight": torch.randn(D, 4 * D),
+        }
+    save_file(tensors | (changed or {}), folder / "model.safetensors")
+    config = {"model_type": "gpt2", "n_embd": D, "n_head": HEADS, "n_layer": LAYERS, "n_positions": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def llama(folder: Path) -> Path:
+    """A Llama with random weights: rotary, half as many heads of keys."""
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(4)
+    tensors: dict[str, Tensor] = {}
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        for name, rows in (("q", D), ("k", D // 2), ("v", D // 2)):
+            tensors[f"{at}.self_attn.{name}_proj.weight"] = torch.randn(rows, D)
+        tensors[f"{at}.self_attn.o_proj.weight"] = torch.randn(D, D)
+        tensors[f"{at}.input_layernorm.weight"] = torch.ones(D)
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "model_type": "llama",
+        "hidden_size": D,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "num_hidden_layers": LAYERS,
+        "max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def inspected(folder: Path, **options: Any) -> Inspection:
+    return inspect_checkpoint(open_checkpoint(folder), **options)
+
+
+def test_every_head_has_a_row_with_every_measure(tmp_path: Path) -> None:
+    found = inspected(gpt2(tmp_path))
+    rows = found.rows()
+    assert len(rows) == LAYERS * HEADS
+    names = [measure.name for measure in MEASURES]
+    assert list(rows[0])[5:] == names
+    assert all(set(layer.figures) == set(names) for layer in found.layers)
+    assert all(math.isfinite(row[name]) for row in rows for name in names)
+    assert found.left_over == ("wte.weight", "wpe.weight", *(f"h.{i}.mlp.c_fc.weight" for i in range(LAYERS)))
+
+
+def test_figures_are_those_of_the_tensors(tmp_path: Path) -> None:
+    found = inspected(gpt2(tmp_path)).layers[1]
+    joined = load_file(tmp_path / "model.safetensors")["h.1.attn.c_attn.weight"].double()
+    head = slice(2 * WIDTH, 3 * WIDTH)
+    W_Q, W_K = joined[:, head], joined[:, D:][:, head]
+    S = torch.linalg.svdvals(W_Q @ W_K.T)[:WIDTH]
+    assert found.spectra["qk"][2] == pytest.approx(S.tolist())
+    assert found.figures["qk_cosine"][2] == pytest.approx(float((W_Q * W_K).sum() / W_Q.norm() / W_K.norm()))
+    energy = S.square() / S.square().sum()
+    assert found.figures["qk_top"][2] == pytest.approx(float(energy[0]))
+    kept = int((energy.cumsum(0) < 0.95).sum()) + 1
+    assert found.figures["qk_rank_95"][2] == kept
+
+
+def test_layers_and_heads_may_be_chosen(tmp_path: Path) -> None:
+    whole = inspected(gpt2(tmp_path))
+    part = inspected(tmp_path, layers=[2], heads=[1, 3])
+    assert [layer.layer for layer in part.layers] == [2]
+    assert part.layers[0].heads == (1, 3)
+    for name, values in part.layers[0].figures.items():
+        assert values == [whole.layers[2].figures[name][head] for head in (1, 3)]
+    with pytest.raises(UsageError, match="they go from 0 to 2"):
+        inspected(tmp_path, layers=[7])
+    with pytest.raises(UsageError, match="they go from 0 to 3"):
+        inspected(tmp_path, heads=[7])
+
+
+def test_rotary_heads_are_measured_by_planes_unless_asked_otherwise(tmp_path: Path) -> None:
+    found, raw = inspected(llama(tmp_path)), inspected(tmp_path, ignore_rotary=True)
+    layer, ignored = found.layers[0], raw.layers[0]
+    assert layer.positions == "rotary"
+    # θ of the four planes: 1, 0.1, 0.01, 0.001; within 64 positions the last two stay below a radian.
+    assert layer.planes == (2, 2)
+    assert ignored.planes is None
+    assert len(layer.spectra["qk"][0]) == 2 + 4
+    assert len(ignored.spectra["qk"][0]) == WIDTH
+    assert layer.figures["qk_symmetry"] == [None] * HEADS
+    assert None not in ignored.figures["qk_symmetry"]
+    assert layer.spectra["ov"] == ignored.spectra["ov"]
+    assert "turn with their position" in " ".join(summary(found))
+    assert "rotary positions are ignored" in " ".join(summary(raw))
+    assert "4 query heads on 2 of keys" in summary(found)[0]
+
+
+def test_what_is_not_finite_is_reported_and_the_rest_is_inspected(tmp_path: Path) -> None:
+    broken = torch.randn(D, 3 * D)
+    broken[0, 5], broken[3, 6] = math.nan, math.inf  # queries of head 0
+    found = inspected(gpt2(tmp_path, {"h.1.attn.c_attn.weight": broken}))
+    layer = found.layers[1]
+    assert layer.broken == {"h.1.attn.c_attn.weight": 2}
+    assert layer.figures["qk_rank"][0] is None
+    assert None not in layer.figures["qk_rank"][1:]
+    assert found.layers[0].broken == {}
+    assert "h.1.attn.c_attn.weight (2 entries)" in " ".join(summary(found))
+
+
+def test_near_copies_are_found_across_layers_whatever_their_basis(tmp_path: Path) -> None:
+    source = load_file(gpt2(tmp_path) / "model.safetensors")
+    first, last = source["h.0.attn.c_attn.weight"], source["h.2.attn.c_attn.weight"].clone()
+    out, out_last = source["h.0.attn.c_proj.weight"], source["h.2.attn.c_proj.weight"].clone()
+    one, other = slice(WIDTH, 2 * WIDTH), slice(3 * WIDTH, 4 * WIDTH)
+    G = torch.randn(WIDTH, WIDTH)
+    last[:, other] = first[:, one] @ G
+    last[:, D:][:, other] = -first[:, D:][:, one] @ torch.linalg.inv(G).T
+    last[:, 2 * D :][:, other] = first[:, 2 * D :][:, one]
+    out_last[other] = out[one]
+    changed = {"h.2.attn.c_attn.weight": last, "h.2.attn.c_proj.weight": out_last}
+    found = inspected(gpt2(tmp_path, changed)).copies
+    pairs = {(copy.form, copy.one, copy.other): copy.cosine for copy in found}
+    names = "decoder 0, head 1", "decoder 2, head 3"
+    assert pairs == {("qk", *names): pytest.approx(-1, abs=1e-4), ("ov", *names): pytest.approx(1)}
+    assert "1 pair of heads look alike" in " ".join(summary(inspected(tmp_path)))
+
+
+def test_what_could_be_folded_is_counted_or_refused_with_the_reason(tmp_path: Path) -> None:
+    foldable = inspected(gpt2(tmp_path)).layers[0].foldable
+    assert foldable == {"drop the key bias": D, "fold the value bias": D}
+    assert all(str(reason) for reason in inspected(llama(tmp_path / "llama")).layers[0].foldable.values())
+
+
+def test_progress_is_told_in_bytes(tmp_path: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    inspected(gpt2(tmp_path), progress=lambda *of: told.append(of))
+    total = 4 * LAYERS * (D * 3 * D + 3 * D + D * D + D)
+    assert [of[0] for of in told] == [0, total // 3, 2 * total // 3, total]
+    assert {of[1] for of in told} == {total}
+    assert told[1][2] == "decoder 1"
+
+
+def test_the_page_holds_everything_and_asks_for_nothing(tmp_path: Path) -> None:
+    report = heads_page(
+        [inspected(gpt2(tmp_path)), inspected(llama(tmp_path / "llama"))], "triptych inspect …"
+    )
+    text = render_heads_report(report)
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    data = json.loads(text.split('id="report">')[1].split("</script>")[0])
+    assert [len(model["layers"]) for model in data["models"]] == [LAYERS, LAYERS]
+    assert {measure["name"] for measure in data["measures"]} == {measure.name for measure in MEASURES}
+    assert sorted(name for _, names in data["groups"] for name in names) == sorted(m.name for m in MEASURES)
+    layer = data["models"][0]["layers"][0]
+    assert max(layer["spectra"]["qk"][0]) == 1000
+    assert len(layer["angles"]["qv"]) == HEADS
+
+
+def test_the_terminal_has_a_map_and_outliers(tmp_path: Path) -> None:
+    found = inspected(gpt2(tmp_path))
+    lines = shaded_map(found, "qk_effective_rank")
+    assert len(lines) == 1 + LAYERS
+    assert all(line.count("│") == 2 for line in lines[1:])
+    assert shaded_map(inspected(llama(tmp_path / "llama")), "qk_symmetric_share") == []
+    assert any("effective rank" in row[0] for row in outliers(found).rows)
