@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from triptych.algebra.similarity import MapSimilarity, compare, span
+from triptych.algebra.similarity import MapSimilarity, Span, compare, span
 from triptych.algebra.spectrum import Spectrum, or_one
 from triptych.algebra.weights import SIDES, AttentionWeights, Side
 
@@ -128,7 +128,8 @@ class _Parts:
     """The small matrices that stand for the maps of all heads.
 
     Attributes:
-        R: `[heads, k, width]` of every map; of outputs, of the transposed map.
+        spans: of every map; of outputs, of the transposed map.
+        R: `[heads, k, width]`, that of the span.
         finite: whether all four maps of a head are.
     """
 
@@ -137,7 +138,11 @@ class _Parts:
         maps["o"] = maps["o"].mT
         self._d = {side: W.shape[1] for side, W in maps.items()}
         found = [_factorised(chunk) for chunk in _chunks(maps, weights.num_heads)]
-        self.R = {side: torch.cat([chunk.R[side] for chunk in found]) for side in SIDES}
+        self.spans = {
+            side: Span(*(torch.cat(parts) for parts in zip(*(c.spans[side] for c in found), strict=True)))
+            for side in SIDES
+        }
+        self.R = {side: of.R for side, of in self.spans.items()}
         self._between = {
             pair: torch.cat([chunk.between[pair] for chunk in found]) for pair in found[0].between
         }
@@ -162,16 +167,16 @@ class _Parts:
         between = self._between.get((one, other))
         if between is None:
             return None
-        spans = [span(self.R[side], self._d[side]) for side in (one, other)]
-        return MapSimilarity(*map(self.known, compare(spans[0], spans[1], between, self._d[one])))
+        found = compare(self.spans[one], self.spans[other], between, self._d[one])
+        return MapSimilarity(*map(self.known, found))
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Maps of a few heads, and which copy of each a head uses; after `_factorised` what stands for them."""
+    """What stands for the maps of a few heads."""
 
-    R: dict[Side, Tensor]
+    spans: dict[Side, Span]
     between: dict[tuple[Side, Side], Tensor]
     finite: Tensor
 
@@ -198,39 +203,54 @@ def _factorised(chunk: dict[Side, tuple[Tensor, Tensor]]) -> _Chunk:
     has_many_digits = any(W.dtype == torch.float64 for W, _ in chunk.values())
     maps = {side: W.double() for side, (W, _) in chunk.items()}
     squares = {side: W.mT @ W for side, W in maps.items()}
-    finite_copies = {
-        side: square.diagonal(dim1=-2, dim2=-1).sum(dim=-1).isfinite() for side, square in squares.items()
-    }
-    finite = torch.stack([finite_copies[side][places[side]] for side in SIDES]).all(dim=0)
-    for side, copies in finite_copies.items():
-        if not bool(copies.all()):
-            maps[side] = torch.where(copies[:, None, None], maps[side], 0.0)
+    energies = {side: square.diagonal(dim1=-2, dim2=-1).sum(dim=-1) for side, square in squares.items()}
+    finite = torch.stack([energies[side].isfinite()[places[side]] for side in SIDES]).all(dim=0)
+    for side, energy in energies.items():
+        if not bool(energy.isfinite().all()):
+            maps[side] = torch.where(energy.isfinite()[:, None, None], maps[side], 0.0)
+            squares[side] = maps[side].mT @ maps[side]
     pairs = [pair for pair in _NEIGHBOURS if maps[pair[0]].shape[1] == maps[pair[1]].shape[1]]
     triangles = None if has_many_digits else _triangles(squares)
     if triangles is None:
         frames = {side: torch.linalg.qr(W) for side, W in maps.items()}
-        R = {side: frame.R[places[side]] for side, frame in frames.items()}
+        spans = {side: span(frame.R, maps[side].shape[1]) for side, frame in frames.items()}
         maps = {side: frame.Q for side, frame in frames.items()}
     else:
-        R = {side: triangle[places[side]] for side, triangle in triangles.items()}
+        spans = {side: _full_span(triangle, squares[side]) for side, triangle in triangles.items()}
     between = {(a, b): maps[a].mT[places[a]] @ maps[b][places[b]] for a, b in pairs}
     if triangles is not None:
         # Q_aᵀ Q_b = R_a⁻ᵀ (W_aᵀ W_b) R_b⁻¹.
         for (a, b), product in between.items():
-            left = torch.linalg.solve_triangular(R[a].mT, product, upper=False)
-            between[a, b] = torch.linalg.solve_triangular(R[b], left, upper=True, left=False)
-    return _Chunk(R, between, finite)
+            left = torch.linalg.solve_triangular(triangles[a][places[a]].mT, product, upper=False)
+            right = triangles[b][places[b]]
+            between[a, b] = torch.linalg.solve_triangular(right, left, upper=True, left=False)
+    of_heads = {side: Span(*(part[places[side]] for part in of)) for side, of in spans.items()}
+    return _Chunk(of_heads, between, finite)
 
 
 def _triangles(squares: dict[Side, Tensor]) -> dict[Side, Tensor] | None:
-    """R of W = Q R from WᵀW; None if a map is too near to losing rank for that, or not finite."""
+    """R of W = Q R from WᵀW, the identity for W = 0; None if a map is too near to losing rank for that."""
     found: dict[Side, Tensor] = {}
     for side, square in squares.items():
-        triangle, failed = torch.linalg.cholesky_ex(square, upper=True)
-        if bool(failed.any()) or not bool(triangle.isfinite().all()):
+        alive = _alive(square)
+        eye = torch.eye(square.shape[-1], dtype=square.dtype)
+        triangle, failed = torch.linalg.cholesky_ex(square.where(alive, eye), upper=True)
+        if bool(failed.any()):
             return None
         values = torch.linalg.svdvals(triangle)
         if bool((values[:, 0] > _LARGEST_CONDITION * values[:, -1]).any()):
             return None
         found[side] = triangle
     return found
+
+
+def _full_span(triangle: Tensor, square: Tensor) -> Span:
+    """Of maps that are zero or have all their columns independent."""
+    alive = _alive(square)
+    basis = torch.eye(triangle.shape[-1], dtype=triangle.dtype) * alive
+    return Span(triangle * alive, basis, alive[:, 0, 0] * triangle.shape[-1])
+
+
+def _alive(square: Tensor) -> Tensor:
+    """`[copies, 1, 1]`: whether a map differs from zero."""
+    return square.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[:, None, None] > 0

@@ -409,7 +409,6 @@ class _Attention:
         mixed = mixed.view(batch, self.groups, self.rows, queries, self.width).permute(0, 3, 1, 2, 4)
         return self.out(mixed.reshape(batch * queries, -1))
 
-
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         if not q.is_cpu or q.shape[2] > _FEW_QUERIES:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
