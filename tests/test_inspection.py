@@ -7,63 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
+from small_checkpoints import HEADS, LAYERS, WIDTH, D, gpt2, llama
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import UsageError
 from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
 from triptych.inspection_pages import heads_page, outliers, shaded_map, summary
 from triptych.reports.heads import render_heads_report
-
-D, HEADS, WIDTH, LAYERS = 32, 4, 8, 3
-
-
-def gpt2(folder: Path, changed: dict[str, Tensor] | None = None) -> Path:
-    """A GPT-2 with random weights."""
-    folder.mkdir(exist_ok=True)
-    torch.manual_seed(3)
-    tensors: dict[str, Tensor] = {"wte.weight": torch.randn(20, D), "wpe.weight": torch.randn(16, D)}
-    for layer in range(LAYERS):
-        at = f"h.{layer}"
-        tensors |= {
-            f"{at}.attn.c_attn.weight": torch.randn(D, 3 * D),
-            f"{at}.attn.c_attn.bias": torch.randn(3 * D),
-            f"{at}.attn.c_proj.weight": torch.randn(D, D),
-            f"{at}.attn.c_proj.bias": torch.randn(D),
-            f"{at}.ln_1.weight": torch.ones(D),
-            f"{at}.ln_1.bias": torch.zeros(D),
-            f"{at}.mlp.c_fc.weight": torch.randn(D, 4 * D),
-        }
-    save_file(tensors | (changed or {}), folder / "model.safetensors")
-    config = {"model_type": "gpt2", "n_embd": D, "n_head": HEADS, "n_layer": LAYERS, "n_positions": 16}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def llama(folder: Path) -> Path:
-    """A Llama with random weights: rotary, half as many heads of keys."""
-    folder.mkdir(exist_ok=True)
-    torch.manual_seed(4)
-    tensors: dict[str, Tensor] = {}
-    for layer in range(LAYERS):
-        at = f"model.layers.{layer}"
-        for name, rows in (("q", D), ("k", D // 2), ("v", D // 2)):
-            tensors[f"{at}.self_attn.{name}_proj.weight"] = torch.randn(rows, D)
-        tensors[f"{at}.self_attn.o_proj.weight"] = torch.randn(D, D)
-        tensors[f"{at}.input_layernorm.weight"] = torch.ones(D)
-    save_file(tensors, folder / "model.safetensors")
-    config = {
-        "model_type": "llama",
-        "hidden_size": D,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS // 2,
-        "num_hidden_layers": LAYERS,
-        "max_position_embeddings": 64,
-        "rope_theta": 10000.0,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def inspected(folder: Path, **options: Any) -> Inspection:

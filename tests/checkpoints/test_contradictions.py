@@ -1,0 +1,101 @@
+"""Configurations and tensors that do not go together: an error that names what is wrong, never a guess."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from small_checkpoints import HEADS, D, gpt2
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.errors import DataError
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(DataError) as error:
+        checkpoint = open_checkpoint(folder)
+        for site in checkpoint.sites:
+            checkpoint.read(site)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"n_head": 0}, "n_head | num_attention_heads is 0: a whole number of at least 1"),
+        ({"n_head": -2}, "is -2"),
+        ({"n_head": "4"}, "is '4'"),
+        ({"n_head": True}, "is True"),
+        ({"n_head": [4]}, "is [4]"),
+        ({"n_head": 2.5}, "is 2.5"),
+        ({"n_head": None}, "is missing"),
+        ({"n_head": 3}, "n_embd / n_head is"),
+        ({"n_head": 8, "n_embd": 2 * D}, "where the configuration makes it"),
+        ({"n_embd": 2 * D}, "where the configuration makes it 192"),
+        ({"n_layer": None}, "is missing"),
+        ({"n_layer": 10**9}, "there is no tensor"),
+        ({"n_layer": 2}, "look like attention and are in no layer"),
+        ({"n_layer": 4}, "there is no tensor h.3.attn.c_attn.weight"),
+        ({"model_type": "nobodys"}, "no family file knows it"),
+        ({"model_type": 7}, "no family file knows it"),
+    ],
+)
+def test_a_configuration_that_is_wrong_is_refused(
+    tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
+    message = refusal_of_any(gpt2(tmp_path, config=config))
+    assert reason in message
+
+
+def refusal_of_any(folder: Path) -> str:
+    with pytest.raises(DataError) as error:
+        checkpoint = open_checkpoint(folder)
+        for site in checkpoint.sites:
+            checkpoint.read(site)
+    return str(error.value)
+
+
+def without(folder: Path, name: str) -> Path:
+    tensors = load_file(gpt2(folder) / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
+    assert "h.1.attn.c_proj.weight" in refusal(without(tmp_path, "h.1.attn.c_proj.weight"))
+
+
+def test_a_tensor_too_many_is_named(tmp_path: Path) -> None:
+    extra = {"h.1.attn.gate.weight": torch.randn(D, D)}
+    assert "h.1.attn.gate.weight is in an attention layer" in refusal(gpt2(tmp_path, extra))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "reason"),
+    [
+        ("h.0.attn.c_attn.weight", torch.randn(D, 3 * D + 1), "where the configuration makes it 96"),
+        ("h.0.attn.c_attn.weight", torch.randn(3 * D), "is not a matrix"),
+        ("h.0.attn.c_attn.bias", torch.randn(D), "shape [32], where the configuration makes it [96]"),
+        ("h.0.attn.c_proj.weight", torch.randn(D + 1, D), "where the configuration makes it 32"),
+        ("h.0.attn.c_proj.weight", torch.zeros(D, D, dtype=torch.int32), "quantised in a way not known"),
+    ],
+)
+def test_a_tensor_of_another_kind_is_named(
+    tmp_path: Path, name: str, tensor: torch.Tensor, reason: str
+) -> None:
+    message = refusal(gpt2(tmp_path, {name: tensor}))
+    assert name in message
+    assert reason in message
+
+
+def test_a_folder_without_a_configuration_says_what_is_needed(tmp_path: Path) -> None:
+    (gpt2(tmp_path) / "config.json").unlink()
+    assert "number and width of heads are not in the tensors" in refusal(tmp_path)
+
+
+def test_one_file_beside_its_configuration_is_enough(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(gpt2(tmp_path) / "model.safetensors")
+    assert checkpoint.read(checkpoint.sites[0]).weights.num_heads == HEADS
