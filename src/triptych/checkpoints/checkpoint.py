@@ -6,6 +6,7 @@ another shape than the configuration says is an error that names it.
 
 import fnmatch
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from typing import final
@@ -44,6 +45,7 @@ class Checkpoint(AttentionSource):
     ) -> None:
         self.name, self.family, self.settings, self.tensors = name, family, settings, tensors
         self.written_as, self.known_by = family.name, known_by
+        self._sorted_names = sorted(tensors.infos)
         self._places = {place.site: place for place in self._find()}
         self.sites = tuple(self._places)
         self.num_tensors = len(tensors.infos)
@@ -81,10 +83,14 @@ class Checkpoint(AttentionSource):
             prefix = self._prefix(spec)
             if prefix is None:
                 continue
-            inner = settings.count(spec.inner)
-            for layer in range(settings.count(spec.layers)):
+            inner, layers = settings.count(spec.inner), settings.count(spec.layers)
+            for layer in range(layers):
                 for within in range(inner):
                     module = prefix + spec.at.format(layer=layer, inner=within)
+                    if not self._has_tensors_below(module):
+                        raise DataError(
+                            f"{self.name}: no tensor is below {module}, attention layer {layer} of {layers:,}"
+                        )
                     site = Site(spec.stack, layer * inner + within, spec.kind, module)
                     yield Place(site, spec, settings, prefix, layer, within)
                     found_any = True
@@ -94,6 +100,10 @@ class Checkpoint(AttentionSource):
                 f"{self.name}: it says that it is {self.family.name}, and no tensor is named as there; "
                 f"what looks like attention: {', '.join(looks[:6]) or 'nothing'}"
             )
+
+    def _has_tensors_below(self, module: str) -> bool:
+        place = bisect_left(self._sorted_names, module + ".")
+        return place < len(self._sorted_names) and self._sorted_names[place].startswith(module + ".")
 
     def _settings_of(self, spec: AttentionSpec) -> Settings | None:
         for path in spec.settings.split("|"):
