@@ -1,0 +1,106 @@
+"""Looking into a checkpoint, ours and others' ways; every request in a process of its own.
+
+{"way": "triptych", "folder": ...}         `inspect_checkpoint`, all its measures
+{"way": "plain read", "folder": ...}       the bytes of the attention tensors, and nothing else
+{"way": "WeightWatcher", "folder": ...}    its `analyze` of the same matrices, whole
+{"way": "dense", "folder": ...}            singular values of one head's W_QK and W_OV, as d × d matrices
+{"spectra": D, "d_k": ..., "heads": ..., "dtype": ...}   ours against dense, head by head
+"""
+
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.workers.protocol import Answer, Options, Prepared, seconds_of, serve
+from triptych.algebra.forms import BilinearForm
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.inspection import inspect_checkpoint
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+def prepare(options: Options) -> Prepared:
+    """Nothing is read before a request."""
+    torch.set_num_threads(options["threads"])
+
+    def work(request: Options) -> Answer:
+        if "spectra" in request:
+            return _spectra(request)
+        folder = Path(request["folder"])
+        started = time.perf_counter()
+        answer = _WAYS[request["way"]](folder)
+        return {"seconds": time.perf_counter() - started, **answer}
+
+    return {"threads": torch.get_num_threads()}, work
+
+
+def _triptych(folder: Path) -> Answer:
+    checkpoint = open_checkpoint(folder)
+    found = inspect_checkpoint(checkpoint)
+    return {"bytes": sum(layer.num_bytes for layer in found.layers), "heads": len(found.rows())}
+
+
+def _plain_read(folder: Path) -> Answer:
+    checkpoint = open_checkpoint(folder)
+    total = 0
+    for site in checkpoint.sites:
+        for name in checkpoint.read(site).tensors:
+            total += len(name)
+    return {"bytes": sum(checkpoint.bytes_of(site) for site in checkpoint.sites), "names": total}
+
+
+def _weightwatcher(folder: Path) -> Answer:
+    import weightwatcher  # a peer; not there for the others
+
+    checkpoint = open_checkpoint(folder)
+    maps = nn.ModuleDict()
+    for site in checkpoint.sites:
+        weights = checkpoint.read(site).weights
+        for side in ("q", "k", "v", "o"):
+            link = weights.multiplied(side)  # type: ignore[arg-type]
+            joined = link.weight.flatten(0, 1) if side == "o" else link.weight.mT.flatten(0, 1)
+            linear = nn.Linear(joined.shape[1], joined.shape[0], bias=False)
+            linear.weight = nn.Parameter(joined.float())
+            maps[f"{site.layer}_{side}"] = linear
+    watcher = weightwatcher.WeightWatcher(model=maps)
+    details = watcher.analyze()
+    return {"bytes": sum(checkpoint.bytes_of(site) for site in checkpoint.sites), "matrices": len(details)}
+
+
+def _dense(folder: Path) -> Answer:
+    checkpoint = open_checkpoint(folder)
+    weights = checkpoint.read(checkpoint.sites[0]).weights
+    q, k, v, o = (weights.per_head(side)[0].float() for side in ("q", "k", "v", "o"))  # type: ignore[arg-type]
+    for product in (q @ k.mT, v @ o):
+        torch.linalg.svdvals(product)
+    return {"heads": 1, "of_heads": sum(checkpoint.read(s).weights.num_heads for s in checkpoint.sites)}
+
+
+_WAYS = {
+    "triptych": _triptych,
+    "plain read": _plain_read,
+    "WeightWatcher": _weightwatcher,
+    "dense": _dense,
+}
+
+
+def _spectra(request: Options) -> Answer:
+    d, d_k, heads = request["spectra"], request["d_k"], request["heads"]
+    dtype = _DTYPES[request["dtype"]]
+    torch.manual_seed(0)
+    left, right = (torch.randn(heads, d, d_k, dtype=dtype) for _ in range(2))
+    found: list[torch.Tensor] = []
+    ours = seconds_of(lambda: found.append(BilinearForm(left, right).singular_values()))
+    dense = seconds_of(lambda: found.append(torch.linalg.svdvals(left[0] @ right[0].mT)))
+    difference = (found[0][0] - found[1][:d_k]).abs() / found[1][:d_k]
+    return {
+        "ours_seconds_a_head": ours / heads,
+        "dense_seconds_a_head": dense,
+        "largest_relative_difference": float(difference.max()),
+    }
+
+
+if __name__ == "__main__":
+    serve(prepare)
