@@ -328,7 +328,7 @@ class _Sketches:
 
     def add(self, layer: AttentionLayer, inspected: InspectedLayer) -> None:
         """Remember the heads of a layer that were looked at."""
-        if inspected.broken:
+        if inspected.broken or not inspected.heads:
             return
         for form, (left, right) in self._factors(layer).items():
             size = form, left.shape[1], right.shape[1]

@@ -442,7 +442,7 @@ CALLS: dict[str, Callable[[BilinearForm], object]] = {
     "change_gauge": lambda form: form.change_gauge(torch.eye(R)),
     **{
         name: lambda form, name=name: getattr(form, name)()  # type: ignore[misc]
-        for name in (*OF_THE_SPECTRUM, *OF_A_SQUARE, "svd", "eigenvalues", "rank", "gauge_fix")
+        for name in (*OF_THE_SPECTRUM, *OF_A_SQUARE, "svd", "spectrum", "eigenvalues", "rank", "gauge_fix")
     },
 }
 

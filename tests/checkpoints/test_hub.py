@@ -15,6 +15,7 @@ from triptych.checkpoints.hub import HubBytes, is_hub_id, open_hub
 from triptych.errors import DataError
 
 COMMIT = "c" * 40
+PIECE = 1 << 16
 
 
 class Hub(ThreadingHTTPServer):
@@ -75,9 +76,12 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if body:
-            self.server.sent += len(content)
-            self.wfile.write(content)
+        for start in range(0, len(content) if body else 0, PIECE):
+            try:
+                self.wfile.write(content[start : start + PIECE])
+            except OSError:  # nobody listens any more
+                return
+            self.server.sent += len(content[start : start + PIECE])
 
     def refuse(self, status: int, code: str) -> None:
         self.send_response(status)
@@ -159,8 +163,10 @@ def test_gated_and_broken_answers_are_said(hub: Hub) -> None:
 
 def test_a_server_without_ranges_is_not_read_whole(hub: Hub) -> None:
     hub.knows_ranges = False
+    larger = torch.zeros(16_000_000)  # than what the network holds on its way
+    save_file({"larger": larger}, hub.folder / "model.safetensors")
     assert "the answer has status 200" in failure(hub)
-    assert hub.sent < LARGE.nbytes
+    assert hub.sent < larger.nbytes / 2
 
 
 def test_an_answer_cut_short_is_no_tensor(hub: Hub) -> None:

@@ -120,7 +120,8 @@ def _with_planes(parts: "_Parts", planes: Planes) -> Tensor:
     energies = (of_q[:, first] + of_q[:, second]) * (of_k[:, first] + of_k[:, second]) / 2
     values = energies.sqrt()
     if stays:
-        values = torch.cat([values, torch.linalg.svdvals(R_q[..., stays] @ R_k[..., stays].mT)], dim=-1)
+        fixed = torch.linalg.svdvals(R_q[..., stays] @ R_k[..., stays].mT)
+        values = torch.cat([values, fixed[:, : len(stays)]], dim=-1)
     return values.sort(dim=-1, descending=True).values
 
 
