@@ -92,16 +92,17 @@ def _likeness(inspection: Inspection) -> Iterator[str]:
 
 
 def _ranks(inspection: Inspection) -> Iterator[str]:
-    for form, title, width in (("qk", "W_QK", "d_k"), ("ov", "W_OV", "d_v")):
+    for form, title in (("qk", "W_QK"), ("ov", "W_OV")):
         found = values_of(inspection, f"{form}_effective_rank")
         if not found:
             continue
         least = min(found, key=_size)
         kept = statistics.median(v.value for v in values_of(inspection, f"{form}_rank_95"))
         full = max(len(spectrum) for layer in inspection.layers for spectrum in layer.spectra[form])
-        of = f"of {full}" if {getattr(layer, width) for layer in inspection.layers} == {full} else "planes"
+        turn = form == "qk" and any(layer.planes is not None for layer in inspection.layers)
+        what = "rotary planes and fixed directions" if turn else "directions"
         yield (
-            f"{title} uses {_mean(found):.1f} {of} directions on average (effective rank), least in "
+            f"{title} uses {_mean(found):.1f} of {full} {what} on average (effective rank), least in "
             f"{least.place} ({least.value:.1f}); in half of the heads rank {kept:.0f} keeps 95 %."
         )
 
@@ -139,11 +140,17 @@ def _copies(inspection: Inspection) -> Iterator[str]:
 
 def _saved(inspection: Inspection) -> Iterator[str]:
     total = sum(layer.parameters for layer in inspection.layers)
-    for name in ("drop the key bias", "fold the value bias"):
+    parts = []
+    for name, what in (
+        ("drop the key bias", "key biases"),
+        ("fold the value bias", "value biases, folded into output biases"),
+    ):
         saved = [layer.foldable.get(name) for layer in inspection.layers]
         numbers = sum(value for value in saved if isinstance(value, int))
         if numbers:
-            yield f"Exactly redundant: {name} and {numbers:,} of {total:,} numbers of attention are gone."
+            parts.append(f"{numbers:,} of {what}")
+    if parts:
+        yield f"Exactly redundant, of {total:,} numbers of attention: {'; '.join(parts)}."
 
 
 def _broken(inspection: Inspection) -> Iterator[str]:

@@ -17,7 +17,7 @@ const shown = (value) => {
 // Where the eye should see zero in the middle, both ways have a colour of their own.
 const isSigned = (name) => /cosine|symmetry$|copying/.test(name);
 let measure = measures.has("qk_effective_rank") ? "qk_effective_rank" : report.measures[0].name;
-let chosen = null;
+let chosen = report.models[0]?.layers[0]?.heads.length ? "0 0 0" : null;
 let range = { low: 0, high: 1 };
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
