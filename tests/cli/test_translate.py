@@ -165,23 +165,33 @@ def test_a_closed_pipe_ends_quietly(small_run: Path, tmp_path: Path) -> None:
     assert result.stderr == ""
 
 
+# Whoever is started in the background by a shell ignores interrupts, and so do its children: not here.
+_INTERRUPTIBLE = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from triptych.cli.main import run; run()"
+)
+
+
 def test_an_interrupt_while_waiting_for_input_ends_without_a_crash(small_run: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "triptych.cli", "translate", str(small_run)],
+    with subprocess.Popen(
+        [sys.executable, "-c", _INTERRUPTIBLE, "translate", str(small_run)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("Vier.\n")
-    process.stdin.flush()
-    process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    # The input stays open: only the signal can end it.
-    code = process.wait(timeout=30)
-    _, errors = process.communicate()
+    ) as process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("Vier.\n")
+            process.stdin.flush()
+            process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            # The input stays open: only the signal can end it.
+            code = process.wait(timeout=30)
+            _, errors = process.communicate()
+        finally:
+            process.kill()  # nothing happens to one that has ended
     assert code == 130
     assert "Fatal" not in errors
     assert "Traceback" not in errors
