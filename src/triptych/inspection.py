@@ -5,7 +5,7 @@ One layer is held at a time. Nothing is run: all that is said follows from the w
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -37,6 +37,7 @@ class Measure:
         name: its column.
         title: for people.
         meaning: what it is and how to read it, in a sentence or two.
+        group: what it is about.
         of_basis: whether it depends on the basis that training chose within the head, and so says nothing
             of what the head does.
     """
@@ -44,105 +45,108 @@ class Measure:
     name: str
     title: str
     meaning: str
+    group: str
     of_basis: bool = False
 
 
-def _of_form(form: str, title: str, what: str) -> list[Measure]:
-    return [
-        Measure(
-            f"{form}_effective_rank",
-            f"effective rank of {title}",
-            f"exp of the entropy of σ/Σσ of {title}, {what}: how many directions share the work, from 1 to "
-            "the width of the head.",
+_LOOKS, _MOVES, _LIKENESS, _SIZES = (
+    "Where it looks",
+    "What it moves",
+    "Likeness of its maps",
+    "Sizes of its maps",
+)
+
+
+def _of_form(form: str, title: str, group: str) -> Iterator[Measure]:
+    for name, what, meaning in (
+        (
+            "effective_rank",
+            "effective rank",
+            "exp of the entropy of σ/Σσ: how many directions share the work, 1 to the head's width.",
         ),
-        Measure(f"{form}_stable_rank", f"stable rank of {title}", "Σσ²/σ₁²: 1 if one direction does it all."),
-        Measure(
-            f"{form}_participation",
-            f"participation ratio of {title}",
-            "(Σσ²)²/Σσ⁴: between stable and effective rank.",
-        ),
-        Measure(
-            f"{form}_rank",
-            f"numerical rank of {title}",
-            "Singular values above a millionth of the largest.",
-        ),
+        ("stable_rank", "stable rank", "Σσ²/σ₁²: 1 if one direction does it all."),
+        ("participation", "participation ratio", "(Σσ²)²/Σσ⁴: between stable and effective rank."),
+        ("rank", "numerical rank", "Singular values above a millionth of the largest."),
         *(
-            Measure(
-                f"{form}_rank_{100 - round(100 * loss)}",
-                f"rank that keeps {1 - loss:.0%} of {title}",
+            (
+                f"rank_{100 - round(100 * loss)}",
+                f"rank that keeps {1 - loss:.0%}",
                 f"The lowest rank whose nearest form loses at most {loss:.0%} of Σσ².",
             )
             for loss in LOSSES
         ),
-        Measure(f"{form}_top", f"share of the first direction of {title}", "σ₁²/Σσ², 0 to 1."),
-        Measure(
-            f"{form}_spectral_norm", f"spectral norm of {title}", "σ₁: the most it can stretch an input."
-        ),
-        Measure(f"{form}_frobenius_norm", f"Frobenius norm of {title}", "√Σσ²: its size over all inputs."),
-        Measure(f"{form}_condition", f"condition of {title}", "σ₁ over the smallest singular value."),
-    ]
+        ("top", "share of the first direction", "σ₁²/Σσ², 0 to 1."),
+        ("spectral_norm", "spectral norm", "σ₁: the most it can stretch an input."),
+        ("frobenius_norm", "Frobenius norm", "√Σσ²: its size over all inputs."),
+        ("condition", "condition", "σ₁ over the smallest singular value."),
+    ):
+        yield Measure(f"{form}_{name}", f"{what} of {title}", meaning, group)
 
 
-def _of_pair(pair: str) -> list[Measure]:
-    one, other = (f"W_{side.upper()}" for side in pair)
-    both = f"{one} and {other}"
-    return [
-        Measure(
-            f"{pair}_overlap",
+def _of_pair(pair: str) -> Iterator[Measure]:
+    both = " and ".join(f"W_{side.upper()}" for side in pair)
+    for name, title, meaning in (
+        (
+            "overlap",
             f"overlap of {both}",
             "Mean squared cosine of the principal angles of what they read, 0 to 1, whatever the basis.",
         ),
-        Measure(
-            f"{pair}_times_chance",
+        (
+            "times_chance",
             f"overlap of {both} over chance",
             "The same over what random subspaces of these sizes have on average: 1 is chance.",
         ),
-        Measure(
-            f"{pair}_p_value",
+        (
+            "p_value",
             f"p-value of the overlap of {both}",
             "How probable as much overlap is for random subspaces (normal approximation).",
         ),
-        Measure(
-            f"{pair}_cosine",
+    ):
+        yield Measure(f"{pair}_{name}", title, meaning, _LIKENESS)
+    for name, title, meaning in (
+        (
+            "cosine",
             f"cosine of {both}",
-            "Of the entries. It depends on the basis within the head, which training chose and which the "
-            "head's function does not see: compare it with nothing but itself.",
-            of_basis=True,
+            "Of the entries. Training chose the basis within the head, which its function does not see: "
+            "compare this with nothing but itself.",
         ),
-        Measure(
-            f"{pair}_procrustes",
+        (
+            "procrustes",
             f"cosine of {both} after rotation",
-            "Of the entries after the best rotation of one of them, 0 to 1; not free of the basis' lengths.",
-            of_basis=True,
+            "Of the entries after the best rotation of one of them, 0 to 1; lengths still count.",
         ),
-        Measure(
-            f"{pair}_cka",
+        (
+            "cka",
             f"CKA of {both}",
             "Linear, uncentred, of rows as examples (Kornblith et al. 2019), 0 to 1; likewise.",
-            of_basis=True,
         ),
-    ]
+    ):
+        yield Measure(f"{pair}_{name}", title, meaning, _LIKENESS, of_basis=True)
 
 
 MEASURES: tuple[Measure, ...] = (
-    *_of_form("qk", "W_QK", "where the head looks"),
-    *_of_form("ov", "W_OV", "what it moves"),
-    *_of_pair("qk"),
-    *_of_pair("qv"),
-    *_of_pair("kv"),
+    *_of_form("qk", "W_QK", _LOOKS),
     Measure(
         "qk_symmetric_share",
         "symmetric share of W_QK",
         "‖½(W + Wᵀ)‖²/‖W‖²: 1 symmetric, 0 antisymmetric, ½ for random factors.",
+        _LOOKS,
     ),
-    Measure("qk_symmetry", "symmetry score of W_QK", "tr(W²)/‖W‖²: 1, −1 and 0 for the same."),
+    Measure("qk_symmetry", "symmetry score of W_QK", "tr(W²)/‖W‖²: 1, −1 and 0 for the same.", _LOOKS),
+    *_of_form("ov", "W_OV", _MOVES),
     Measure(
         "ov_copying",
         "copying score of W_OV",
         "Σ Re λ / Σ |λ| of its eigenvalues: near 1 the head writes what it reads, near −1 it takes it away.",
+        _MOVES,
     ),
+    *_of_pair("qk"),
+    *_of_pair("qv"),
+    *_of_pair("kv"),
     *(
-        Measure(f"{side}_norm", f"norm of W_{side.upper()}", "Frobenius norm of the map.", of_basis=True)
+        Measure(
+            f"{side}_norm", f"norm of W_{side.upper()}", "Frobenius norm of the map.", _SIZES, of_basis=True
+        )
         for side in SIDES
     ),
 )

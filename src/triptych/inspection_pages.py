@@ -8,7 +8,6 @@ from triptych.inspection import MEASURES, NEAR, InspectedLayer, Inspection
 from triptych.reports import HeadLayer, HeadMeasure, HeadsReport, Table
 
 _PAIRS = {"qk": "W_Q and W_K", "qv": "W_Q and W_V", "kv": "W_K and W_V"}
-_GROUPS = {"qk_": "Where it looks", "ov_": "What it moves", "qv_": "Likeness", "kv_": "Likeness"}
 _RARE = 0.001
 _SHADES = " ░▒▓█"
 
@@ -219,44 +218,25 @@ def _shade(value: float | None, low: float, high: float) -> str:
 
 def heads_page(inspections: Sequence[Inspection], command: str) -> HeadsReport:
     """The page of one checkpoint, or of several side by side."""
-    facts: list[tuple[str, str]] = []
-    for inspection in inspections:
-        own = f" of {inspection.name}" if len(inspections) > 1 else ""
-        facts += [
-            (f"family{own}", inspection.family),
-            (f"heads{own}", f"{sum(len(layer.heads) for layer in inspection.layers):,}"),
-            (f"numbers of attention{own}", f"{sum(layer.parameters for layer in inspection.layers):,}"),
+    names = [inspection.name for inspection in inspections]
+    facts = [("command", command)]
+    if len(inspections) == 1:
+        layers = inspections[0].layers
+        facts = [
+            ("family", inspections[0].family),
+            ("heads", f"{sum(len(layer.heads) for layer in layers):,}"),
+            ("numbers of attention", f"{sum(layer.parameters for layer in layers):,}"),
+            *facts,
         ]
-    facts.append(("command", command))
-    sentences = [
-        f"{inspection.name}: {sentence}" if len(inspections) > 1 else sentence
-        for inspection in inspections
-        for sentence in summary(inspection)
-    ]
     return HeadsReport(
-        title=" and ".join(inspection.name for inspection in inspections),
-        summary=tuple(sentences),
+        title=" and ".join(names),
+        summary=tuple((i.name if len(names) > 1 else "", summary(i)) for i in inspections),
         facts=tuple(facts),
         measures=tuple(
-            HeadMeasure(m.name, m.title, m.meaning, _group(m.name), of_basis=m.of_basis) for m in MEASURES
+            HeadMeasure(m.name, m.title, m.meaning, m.group, of_basis=m.of_basis) for m in MEASURES
         ),
         models=tuple((i.name, tuple(map(_layer, i.layers))) for i in inspections),
     )
-
-
-def _group(name: str) -> str:
-    if name.endswith("_norm") and name[1:] == "_norm":
-        return "Sizes of maps"
-    if name.startswith("qk_") and name.split("_", 1)[1] in {
-        "overlap",
-        "times_chance",
-        "p_value",
-        "cosine",
-        "procrustes",
-        "cka",
-    }:
-        return "Likeness"
-    return _GROUPS[name[:3]]
 
 
 def _layer(layer: InspectedLayer) -> HeadLayer:

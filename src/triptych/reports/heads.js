@@ -9,6 +9,7 @@ const make = (tag, attributes = {}, ...children) => {
 const measures = new Map(report.measures.map((measure) => [measure.name, measure]));
 const shown = (value) => {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0";
   const size = Math.abs(value);
   if (size !== 0 && (size < 0.001 || size >= 100000)) return value.toExponential(1);
   return value.toFixed(size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : 3);
@@ -112,7 +113,7 @@ function plot(title, curves, top) {
     const path = curve.values.map((value, i) => `${i ? "L" : "M"}${x(i).toFixed(1)},${y(value).toFixed(1)}`).join("");
     const stroke = [colour("--high"), colour("--below"), colour("--muted")][number];
     draw("path", { d: path, fill: "none", stroke, "stroke-width": 2, "stroke-dasharray": ["", "6 3", "2 3"][number] });
-    const label = { x: width - 12, y: 28 + 14 * number, "text-anchor": "end", style: `fill:${stroke}` };
+    const label = { x: width - 10 - 66 * (curves.length - 1 - number), y: 12, "text-anchor": "end", style: `fill:${stroke}` };
     draw("text", label, curve.name);
   });
   return svg;
@@ -134,7 +135,7 @@ function drawHead() {
     make("h3", {}, `${report.models.length > 1 ? `${report.models[m].name}: ` : ""}${layer.name}, head ${layer.heads[h]}`),
     make("p", { class: "note" }, layer.about),
     plot("singular values over the largest", spectra, 1),
-    ...(angles.length ? [plot("principal angles of what is read, degrees", angles, 90)] : []));
+    ...(angles.length ? [plot("principal angles, degrees", angles, 90)] : []));
   byId("detail").replaceChildren(pictures, make("div", {}, make("table", {}, ...rows)));
   byId("detail").hidden = false;
 }

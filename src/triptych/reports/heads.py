@@ -54,14 +54,14 @@ class HeadsReport:
 
     Attributes:
         title: its heading.
-        summary: sentences.
+        summary: of each model its name and sentences about it; the name may be empty.
         facts: name and value.
         measures: that may be chosen.
         models: name and layers of each checkpoint, side by side.
     """
 
     title: str
-    summary: tuple[str, ...]
+    summary: tuple[tuple[str, tuple[str, ...]], ...]
     facts: tuple[tuple[str, str], ...]
     measures: tuple[HeadMeasure, ...]
     models: tuple[tuple[str, tuple[HeadLayer, ...]], ...]
@@ -81,7 +81,10 @@ def render_heads_report(report: HeadsReport) -> str:
     # Inside a script element only "<" can do harm ("</script>", "<!--"), and JSON may spell it otherwise.
     data = json.dumps(_record(report), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c")
-    summary = "".join(f"<p>{escape(sentence)}</p>" for sentence in report.summary)
+    summary = "".join(
+        (f"<h2>{escape(name)}</h2>" if name else "") + "".join(f"<p>{escape(s)}</p>" for s in sentences)
+        for name, sentences in report.summary
+    )
     facts = "".join(f"<div><dt>{escape(n)}</dt><dd>{escape(v)}</dd></div>" for n, v in report.facts)
     return f"""<!DOCTYPE html>
 <html lang="en">
