@@ -156,7 +156,8 @@ class _Parts:
 
     def singular_values(self, one: Side, other: Side) -> Tensor:
         """Of the form of two maps."""
-        return torch.linalg.svdvals(self.R[one] @ self.R[other].mT)
+        values: Tensor = torch.linalg.svdvals(self.R[one] @ self.R[other].mT)
+        return values
 
     def turned(self, one: Side, other: Side) -> Tensor | None:
         """Small, with the traces and non-zero eigenvalues of a form and its powers; None if it has none."""
@@ -193,7 +194,7 @@ def _chunks(maps: dict[Side, Tensor], heads: int) -> Iterator[dict[Side, tuple[T
         these = torch.arange(start, min(start + count, heads))
         chunk = {}
         for side, W in maps.items():
-            copies, place = (these * W.shape[0] // heads).unique(return_inverse=True)
+            copies, place = (these * W.shape[0] // heads).unique(return_inverse=True)  # type: ignore[no-untyped-call]
             chunk[side] = W[copies], place
         yield chunk
 

@@ -134,7 +134,9 @@ def sketches(
             for one, other in zip(left, right, strict=True)
         ]
     )
-    return found / found.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+    lengths: Tensor = torch.linalg.vector_norm(found, dim=-1, keepdim=True)
+    normal: Tensor = found / lengths.clamp(min=1e-30)
+    return normal
 
 
 def alike(sketched: Float[Tensor, "forms numbers"], at_least: float) -> list[tuple[int, int]]:

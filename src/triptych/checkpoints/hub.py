@@ -14,7 +14,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import build_hf_headers, http_stream_backoff
+from huggingface_hub.utils import build_hf_headers, http_stream_backoff  # type: ignore[attr-defined]
 
 from triptych.checkpoints.tensors import (
     SAFETENSORS,

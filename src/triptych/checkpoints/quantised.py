@@ -97,8 +97,7 @@ class Awq(Packed):
         packed, zeros, scales = parts
         groups = torch.arange(self.shape[1]) // self.group
         numbers, offsets = (
-            _unpacked(p, 4).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)  # type: ignore[no-untyped-call]
-            for p in (packed, zeros)
+            _unpacked(p, 4).view(len(p), -1, 8)[..., _AWQ_ORDER].flatten(1) for p in (packed, zeros)
         )
         return ((numbers - offsets[groups]).float() * scales.float()[groups]).mT
 
