@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Generic, TypeVar, final
 
 Item = TypeVar("Item")
-_LOOKS_UP_EVERY = 0.25  # seconds
 
 
 @final
@@ -43,21 +42,13 @@ class Ahead(Generic[Item]):
         """
         if self._ended:
             return None
-        item = self._wait()
+        item = self._arrived.get()
         if isinstance(item, _End | Exception):
             self._ended = True
             if isinstance(item, Exception):
                 raise item
             return None
         return item
-
-    def _wait(self) -> Item | Exception | _End:
-        # A signal that comes just before a wait without end would be seen only after it.
-        while True:
-            try:
-                return self._arrived.get(timeout=_LOOKS_UP_EVERY)
-            except queue.Empty:
-                continue
 
     def close(self) -> None:
         """Take nothing more."""
