@@ -100,7 +100,7 @@ def test_under_autocast_it_agrees_within_bfloat16_and_gradients_stay_float32() -
         assert_same(one.bfloat16(), other.bfloat16(), kind="gradient")
 
 
-def recipe(consistency: float, dropout: float) -> Recipe:
+def recipe(consistency: float, dropout: float, after: int = 0) -> Recipe:
     return resolve(
         {
             "data": {
@@ -125,6 +125,7 @@ def recipe(consistency: float, dropout: float) -> Recipe:
                 "warmup_steps": 5,
                 "log_every_steps": 5,
                 "consistency": consistency,
+                "consistency_after": after,
                 "threads": 1,
             },
             "validation": {"every_steps": 20, "bleu": False, "metric": "loss"},
@@ -132,8 +133,8 @@ def recipe(consistency: float, dropout: float) -> Recipe:
     )
 
 
-def losses(folder: Path, consistency: float) -> list[float]:
-    runs.train(recipe(consistency, dropout=0.3), folder, LineDisplay())
+def losses(folder: Path, consistency: float, after: int = 0) -> list[float]:
+    runs.train(recipe(consistency, dropout=0.3, after=after), folder, LineDisplay())
     return [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
 
 
@@ -141,6 +142,12 @@ def test_the_loop_pays_for_disagreement_and_learns_all_the_same(tmp_path: Path) 
     little, much = losses(tmp_path / "little", 1e-6), losses(tmp_path / "much", 30.0)
     assert much[0] > little[0]
     assert much[-1] < much[0]
+
+
+def test_before_its_step_the_run_is_as_without_it(tmp_path: Path) -> None:
+    without, late = losses(tmp_path / "without", 0.0), losses(tmp_path / "late", 30.0, after=10)
+    assert late[:2] == without[:2]  # steps 1 to 10
+    assert late[2] > without[2]
 
 
 def test_without_dropout_there_is_nothing_to_agree_on() -> None:

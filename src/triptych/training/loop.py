@@ -230,7 +230,7 @@ class Trainer:
 
     def _training_loss(self, batch: Batch) -> Loss:
         label_smoothing, consistency = self.config.label_smoothing, self.config.consistency
-        if not consistency:
+        if not consistency or self.counters.step < self.config.consistency_after:
             return self._loss(batch, label_smoothing)
         src, tgt_in, tgt_out = self._sides(batch)
         real = tgt_out != self.model.pad_id

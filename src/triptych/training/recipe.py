@@ -54,6 +54,7 @@ class TrainingConfig(_Section):
         schedule: after the warm-up: "inverse_sqrt" as the paper, or "linear" to zero at max_steps.
         consistency: above 0 every batch goes through the model twice, with dropout drawn anew, and a nat
             of divergence between the two costs this much (R-Drop); for little text, at twice the time.
+        consistency_after: the updates before that, which go through the model once.
         clip_norm: gradients are scaled down to this norm; 0 leaves them alone.
         precision: "bf16" computes in bfloat16; the weights that are learned stay float32.
         compile: generate kernels for the blocks first (`torch.compile`); about a minute, for GPUs.
@@ -77,6 +78,7 @@ class TrainingConfig(_Section):
     adam_epsilon: float = Field(1e-9, gt=0)
     label_smoothing: float = Field(0.1, ge=0, lt=1)
     consistency: float = Field(0.0, ge=0)
+    consistency_after: int = Field(0, ge=0)
     clip_norm: float = Field(0.0, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
