@@ -336,10 +336,9 @@ class _Sketches:
             return
         for form, (left, right) in self._factors(layer).items():
             size = form, left.shape[1], right.shape[1]
-            rows = sketches(left[list(inspected.heads)], right[list(inspected.heads)])
+            rows = sketches(left, right)
             self._found.setdefault(size, []).extend(
-                (row, layer.site, inspected.name, head)
-                for row, head in zip(rows, inspected.heads, strict=True)
+                (rows[head], layer.site, inspected.name, head) for head in inspected.heads
             )
 
     def near_copies(self) -> list[NearCopy]:

@@ -11,7 +11,8 @@ planes take the place of its singular values, and what has no such counterpart i
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -25,10 +26,12 @@ from triptych.algebra.weights import SIDES, AttentionWeights, Side
 
 Pair = Literal["qk", "qv", "kv"]
 _COMPARED: dict[Pair, tuple[Side, Side]] = {"qk": ("q", "k"), "qv": ("q", "v"), "kv": ("k", "v")}
-# Squaring a map squares its condition: with more than this, float64 would keep fewer digits than float32 has.
-_LARGEST_CONDITION = 1e4
-# Numbers in float64 of one map that are held at a time.
-_NUMBERS_AT_A_TIME = 1 << 23
+# Squaring a map squares its condition: with more than this (‖R‖ ‖R⁻¹‖ in Frobenius norms, never less than
+# the condition), float64 would keep fewer digits than float32 has.
+_LARGEST_CONDITION = 3e4
+# Numbers of one map that a thread holds in float64 at a time, but for heads that are larger: few enough for
+# memory that is used again.
+_NUMBERS_AT_A_TIME = 1 << 20
 
 
 @final
@@ -73,14 +76,20 @@ class HeadMeasures:
 
 
 def measure_heads(weights: AttentionWeights, planes: Planes | None = None) -> HeadMeasures:
-    """Measure every head of a layer.
+    """Measure every head of a layer, a few at a time on each of torch's threads.
 
     Args:
         weights: its maps; biases and norms are left out, and what stands between two links is passed over.
         planes: the rotary ones; None for a head that looks where its form says, whatever the distance.
     """
-    parts = _Parts(weights)
+    maps = {side: weights.multiplied(side).weight for side in SIDES}
+    maps["o"] = maps["o"].mT
     itself = weights.traits.kind != "cross"
+    chunks = list(_chunks(maps, weights.num_heads))
+    return _joined(_on_threads(lambda chunk: _measured(_Parts(chunk), itself, planes), chunks))
+
+
+def _measured(parts: "_Parts", itself: bool, planes: Planes | None) -> HeadMeasures:
     values, symmetry, copying = parts.singular_values("q", "k"), None, None
     if planes is not None:
         values = _with_planes(parts, planes)
@@ -102,6 +111,49 @@ def measure_heads(weights: AttentionWeights, planes: Planes | None = None) -> He
         copying=None if copying is None else parts.known(copying),
         finite=parts.finite,
     )
+
+
+def _joined(chunks: list[HeadMeasures]) -> HeadMeasures:
+    """The same of all heads: those of one chunk after those of another."""
+
+    def joined(of: Callable[[HeadMeasures], Tensor | None]) -> Tensor | None:
+        parts = [of(chunk) for chunk in chunks]
+        known = [part for part in parts if part is not None]
+        return torch.cat(known) if known else None
+
+    def similarity(pair: Pair) -> MapSimilarity | None:
+        parts = [found for chunk in chunks if (found := chunk.similarity[pair]) is not None]
+        return MapSimilarity(*map(torch.cat, zip(*parts, strict=True))) if parts else None
+
+    return HeadMeasures(
+        qk=Spectrum(torch.cat([chunk.qk.values for chunk in chunks])),
+        ov=Spectrum(torch.cat([chunk.ov.values for chunk in chunks])),
+        similarity={pair: similarity(pair) for pair in _COMPARED},
+        norms={side: torch.cat([chunk.norms[side] for chunk in chunks]) for side in SIDES},
+        symmetry=joined(lambda chunk: chunk.symmetry),
+        copying=joined(lambda chunk: chunk.copying),
+        finite=torch.cat([chunk.finite for chunk in chunks]),
+    )
+
+
+def _on_threads(work: Callable[["_Chunk"], HeadMeasures], chunks: "Sequence[_Chunk]") -> list[HeadMeasures]:
+    """What `work` makes of every chunk, as many at a time as torch has threads, each on one of them.
+
+    The matrices are too small for several threads to share one.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or len(chunks) == 1:
+        return [work(chunk) for chunk in chunks]
+
+    def alone(chunk: _Chunk) -> HeadMeasures:
+        torch.set_num_threads(1)
+        return work(chunk)
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(alone, chunks))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _with_planes(parts: "_Parts", planes: Planes) -> Tensor:
@@ -126,28 +178,42 @@ def _with_planes(parts: "_Parts", planes: Planes) -> Tensor:
 
 
 class _Parts:
-    """The small matrices that stand for the maps of all heads.
+    """The small matrices that stand for the maps of a few heads.
 
     Attributes:
-        spans: of every map; of outputs, of the transposed map.
-        R: `[heads, k, width]`, that of the span.
+        R: of every map W = Q R, `[heads, k, width]`; of outputs, of the transposed map.
         finite: whether all four maps of a head are.
     """
 
-    def __init__(self, weights: AttentionWeights) -> None:
-        maps = {side: weights.multiplied(side).weight for side in SIDES}
-        maps["o"] = maps["o"].mT
+    def __init__(self, chunk: "_Chunk") -> None:
+        maps = {side: W.double() for side, W in chunk.maps.items()}
         self._d = {side: W.shape[1] for side, W in maps.items()}
-        found = [_factorised(chunk) for chunk in _chunks(maps, weights.num_heads)]
-        self.spans = {
-            side: Span(*(torch.cat(parts) for parts in zip(*(c.spans[side] for c in found), strict=True)))
-            for side in SIDES
-        }
+        squares = {side: W.mT @ W for side, W in maps.items()}
+        sound = {side: _energies(square).isfinite() for side, square in squares.items()}
+        self.finite: Bool[Tensor, " heads"] = torch.stack(
+            [sound[side][chunk.places[side]] for side in SIDES]
+        ).all(dim=0)
+        for side in SIDES:
+            if not bool(sound[side].all()):
+                maps[side] = torch.where(sound[side][:, None, None], maps[side], 0.0)
+                squares[side] = maps[side].mT @ maps[side]
+        has_many_digits = any(W.dtype == torch.float64 for W in chunk.maps.values())
+        pairs = [pair for pair in _NEIGHBOURS if self._d[pair[0]] == self._d[pair[1]]]
+        triangles = None if has_many_digits else _triangles(squares)
+        if triangles is None:
+            frames = {side: torch.linalg.qr(W) for side, W in maps.items()}
+            spans = {side: span(frame.R, self._d[side]) for side, frame in frames.items()}
+            maps = {side: frame.Q for side, frame in frames.items()}
+        else:
+            spans = {side: _full_span(R, squares[side]) for side, (R, _) in triangles.items()}
+        self._between = {pair: _between(maps, chunk.places, *pair) for pair in pairs}
+        if triangles is not None:
+            # Q_aᵀ Q_b = R_a⁻ᵀ (W_aᵀ W_b) R_b⁻¹.
+            inverses = {side: inverse[chunk.places[side]] for side, (_, inverse) in triangles.items()}
+            for (a, b), product in self._between.items():
+                self._between[a, b] = inverses[a].mT @ product @ inverses[b]
+        self.spans = {side: Span(*(part[chunk.places[side]] for part in of)) for side, of in spans.items()}
         self.R = {side: of.R for side, of in self.spans.items()}
-        self._between = {
-            pair: torch.cat([chunk.between[pair] for chunk in found]) for pair in found[0].between
-        }
-        self.finite: Bool[Tensor, " heads"] = torch.cat([chunk.finite for chunk in found])
 
     def known(self, values: Tensor) -> Tensor:
         """NaN in place of what is of a head that is not finite."""
@@ -176,73 +242,57 @@ class _Parts:
 @final
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """What stands for the maps of a few heads."""
+    """A few heads.
 
-    spans: dict[Side, Span]
-    between: dict[tuple[Side, Side], Tensor]
-    finite: Tensor
+    Attributes:
+        maps: of each side the copies they use.
+        places: which copy each head does.
+    """
+
+    maps: dict[Side, Tensor]
+    places: dict[Side, list[int]]
 
 
 _NEIGHBOURS: tuple[tuple[Side, Side], ...] = (("q", "k"), ("q", "v"), ("k", "v"), ("v", "o"))
 
 
-def _chunks(maps: dict[Side, Tensor], heads: int) -> Iterator[dict[Side, tuple[Tensor, Tensor]]]:
-    """A few heads at a time: of each side the copies they use, and which copy each head does."""
+def _chunks(maps: dict[Side, Tensor], heads: int) -> Iterator[_Chunk]:
     largest = max(W.shape[1] * W.shape[2] for W in maps.values())
     count = max(1, _NUMBERS_AT_A_TIME // largest)
     for start in range(0, heads, count):
-        these = torch.arange(start, min(start + count, heads))
-        chunk = {}
-        for side, W in maps.items():
-            copies, place = (these * W.shape[0] // heads).unique(return_inverse=True)  # type: ignore[no-untyped-call]
-            chunk[side] = W[copies], place
-        yield chunk
+        copies = {
+            side: [head * W.shape[0] // heads for head in range(start, min(start + count, heads))]
+            for side, W in maps.items()
+        }
+        yield _Chunk(
+            maps={side: W[copies[side][0] : copies[side][-1] + 1] for side, W in maps.items()},
+            places={side: [copy - used[0] for copy in used] for side, used in copies.items()},
+        )
 
 
-def _factorised(chunk: dict[Side, tuple[Tensor, Tensor]]) -> _Chunk:
-    """R of every head's maps, and Q_aᵀQ_b of neighbours."""
-    places = {side: place for side, (_, place) in chunk.items()}
-    has_many_digits = any(W.dtype == torch.float64 for W, _ in chunk.values())
-    maps = {side: W.double() for side, (W, _) in chunk.items()}
-    squares = {side: W.mT @ W for side, W in maps.items()}
-    energies = {side: square.diagonal(dim1=-2, dim2=-1).sum(dim=-1) for side, square in squares.items()}
-    finite = torch.stack([energies[side].isfinite()[places[side]] for side in SIDES]).all(dim=0)
-    for side, energy in energies.items():
-        if not bool(energy.isfinite().all()):
-            maps[side] = torch.where(energy.isfinite()[:, None, None], maps[side], 0.0)
-            squares[side] = maps[side].mT @ maps[side]
-    pairs = [pair for pair in _NEIGHBOURS if maps[pair[0]].shape[1] == maps[pair[1]].shape[1]]
-    triangles = None if has_many_digits else _triangles(squares)
-    if triangles is None:
-        frames = {side: torch.linalg.qr(W) for side, W in maps.items()}
-        spans = {side: span(frame.R, maps[side].shape[1]) for side, frame in frames.items()}
-        maps = {side: frame.Q for side, frame in frames.items()}
-    else:
-        spans = {side: _full_span(triangle, squares[side]) for side, triangle in triangles.items()}
-    between = {(a, b): maps[a].mT[places[a]] @ maps[b][places[b]] for a, b in pairs}
-    if triangles is not None:
-        # Q_aᵀ Q_b = R_a⁻ᵀ (W_aᵀ W_b) R_b⁻¹.
-        for (a, b), product in between.items():
-            left = torch.linalg.solve_triangular(triangles[a][places[a]].mT, product, upper=False)
-            right = triangles[b][places[b]]
-            between[a, b] = torch.linalg.solve_triangular(right, left, upper=True, left=False)
-    of_heads = {side: Span(*(part[places[side]] for part in of)) for side, of in spans.items()}
-    return _Chunk(of_heads, between, finite)
+def _between(maps: dict[Side, Tensor], places: dict[Side, list[int]], one: Side, other: Side) -> Tensor:
+    """W_oneᵀ W_other of every head; heads that share both copies share the product."""
+    pairs = list(zip(places[one], places[other], strict=True))
+    products = {(i, j): maps[one][i].mT @ maps[other][j] for i, j in dict.fromkeys(pairs)}
+    return torch.stack([products[pair] for pair in pairs])
 
 
-def _triangles(squares: dict[Side, Tensor]) -> dict[Side, Tensor] | None:
-    """R of W = Q R from WᵀW, the identity for W = 0; None if a map is too near to losing rank for that."""
-    found: dict[Side, Tensor] = {}
+def _triangles(squares: dict[Side, Tensor]) -> dict[Side, tuple[Tensor, Tensor]] | None:
+    """R of W = Q R from WᵀW, and R⁻¹; the identity for W = 0.
+
+    None if a map is too near to losing rank for that.
+    """
+    found: dict[Side, tuple[Tensor, Tensor]] = {}
     for side, square in squares.items():
-        alive = _alive(square)
         eye = torch.eye(square.shape[-1], dtype=square.dtype)
-        triangle, failed = torch.linalg.cholesky_ex(square.where(alive, eye), upper=True)
+        triangle, failed = torch.linalg.cholesky_ex(square.where(_alive(square), eye), upper=True)
         if bool(failed.any()):
             return None
-        values = torch.linalg.svdvals(triangle)
-        if bool((values[:, 0] > _LARGEST_CONDITION * values[:, -1]).any()):
+        inverse = torch.linalg.solve_triangular(triangle, eye, upper=True)
+        conditions = torch.linalg.matrix_norm(triangle) * torch.linalg.matrix_norm(inverse)
+        if not bool((conditions < _LARGEST_CONDITION).all()):
             return None
-        found[side] = triangle
+        found[side] = triangle, inverse
     return found
 
 
@@ -255,4 +305,9 @@ def _full_span(triangle: Tensor, square: Tensor) -> Span:
 
 def _alive(square: Tensor) -> Tensor:
     """`[copies, 1, 1]`: whether a map differs from zero."""
-    return square.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[:, None, None] > 0
+    return _energies(square)[:, None, None] > 0
+
+
+def _energies(square: Tensor) -> Tensor:
+    """‖W‖² of every copy."""
+    return square.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
