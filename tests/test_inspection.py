@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from small_checkpoints import HEADS, LAYERS, WIDTH, D, gpt2, llama
 from triptych.checkpoints.checkpoint import open_checkpoint
@@ -31,6 +32,13 @@ def test_every_head_has_a_row_with_every_measure(tmp_path: Path) -> None:
     assert all(math.isfinite(row[name]) for row in rows for name in names)
     others = {"wte.weight", "wpe.weight", *(f"h.{i}.mlp.c_fc.weight" for i in range(LAYERS))}
     assert set(found.left_over) == others
+
+
+def test_the_documented_columns_are_those_there_are() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "columns.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `(\w+)` \| (.+) \|$", text, re.MULTILINE)
+    mark = {True: " Depends on the basis within the head.", False: ""}
+    assert documented == [(measure.name, measure.meaning + mark[measure.of_basis]) for measure in MEASURES]
 
 
 def test_figures_are_those_of_the_tensors(tmp_path: Path) -> None:
@@ -111,6 +119,38 @@ def test_what_could_be_folded_is_counted_or_refused_with_the_reason(tmp_path: Pa
     foldable = inspected(gpt2(tmp_path)).layers[0].foldable
     assert foldable == {"drop the key bias": D, "fold the value bias": D}
     assert all(str(reason) for reason in inspected(llama(tmp_path / "llama")).layers[0].foldable.values())
+
+
+def test_what_lower_ranks_would_save_is_counted_from_both_factors(tmp_path: Path) -> None:
+    found = inspected(gpt2(tmp_path))
+    for layer in found.layers:
+        for form in ("qk", "ov"):
+            kept = (layer.figures[f"{form}_rank_{keep}"] for keep in (99, 95, 90))
+            saved = [sum(2 * D * (WIDTH - rank) for rank in ranks if rank is not None) for ranks in kept]
+            assert layer.cut[form] == saved
+    assert any(layer.cut["qk"][2] for layer in found.layers)
+    # Keys and values of a group cannot be cut for one head alone, nor what turns with the position.
+    assert all(layer.cut == {} for layer in inspected(llama(tmp_path / "llama")).layers)
+
+
+def test_how_far_the_three_maps_are_from_one(tmp_path: Path) -> None:
+    path = gpt2(tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    same, rotated, unrelated = (tensors[f"h.{i}.attn.c_attn.weight"] for i in range(3))
+    for joined in (same, rotated):
+        joined[:, D : 2 * D] = joined[:, 2 * D :] = joined[:, :D]
+    for start in range(D, 3 * D, WIDTH):
+        rotation = torch.linalg.qr(torch.randn(WIDTH, WIDTH)).Q
+        rotated[:, start : start + WIDTH] @= rotation
+    save_file(tensors, path)
+    layers = inspected(tmp_path).layers
+    assert layers[0].figures["qkv_apart"] == pytest.approx([0.0] * HEADS, abs=1e-6)
+    assert all(x is not None and x > 0.2 for x in layers[1].figures["qkv_apart"])
+    assert layers[1].figures["qkv_apart_rotated"] == pytest.approx([0.0] * HEADS, abs=1e-6)
+    # By the definition, of the third.
+    head = unrelated.double().unflatten(1, (3, HEADS, WIDTH))[:, :, 1]
+    lost = (head - head.mean(dim=1, keepdim=True)).square().sum() / head.square().sum()
+    assert layers[2].figures["qkv_apart"][1] == pytest.approx(float(lost))
 
 
 def test_progress_is_told_in_bytes(tmp_path: Path) -> None:

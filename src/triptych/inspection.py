@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -143,6 +143,21 @@ MEASURES: tuple[Measure, ...] = (
     *_of_pair("qk"),
     *_of_pair("qv"),
     *_of_pair("kv"),
+    Measure(
+        "qkv_apart",
+        "distance of W_Q, W_K and W_V from one",
+        "Share of the three's energy that is lost if their mean stands for each: 0 if they are one matrix, "
+        "⅔ if their entries are unrelated.",
+        _LIKENESS,
+        of_basis=True,
+    ),
+    Measure(
+        "qkv_apart_rotated",
+        "distance of W_Q, W_K and W_V from one after rotation",
+        "At least this share is lost, however each of them is rotated within the head first.",
+        _LIKENESS,
+        of_basis=True,
+    ),
     *(
         Measure(
             f"{side}_norm", f"norm of W_{side.upper()}", "Frobenius norm of the map.", _SIZES, of_basis=True
@@ -173,6 +188,9 @@ class InspectedLayer:
         figures: by measure, one number a head, None where there is nothing to say.
         spectra: singular values of "qk" and "ov", a list a head.
         angles: principal angles in degrees of "qk", "qv", "kv", a list a head.
+        cut: parameters that the nearest forms of lower rank would take away, by form ("qk", "ov"), if each
+            head loses at most the first, second, … of `LOSSES`. Left out are the "qk" of heads that turn
+            with the position, and heads that share keys and values.
         foldable: parameters that exact rewrites would take away, by rewrite; refused ones with the reason.
         parameters: of the layer.
         broken: tensors with entries that are not finite, and how many.
@@ -194,6 +212,7 @@ class InspectedLayer:
     figures: dict[str, list[float | None]]
     spectra: dict[str, list[list[float]]]
     angles: dict[str, list[list[float]]]
+    cut: dict[str, list[int]]
     foldable: dict[str, int | str]
     parameters: int
     broken: dict[str, int]
@@ -401,6 +420,7 @@ def _inspected(
             for pair, found in measured.similarity.items()
             if found is not None
         },
+        cut=_cut(layer, measured, chosen, turns=planes is not None),
         foldable=_foldable(layer),
         parameters=weights.num_parameters,
         broken={} if bool(measured.finite.all()) else dict(checkpoint.broken(layer)),
@@ -430,8 +450,26 @@ def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:
         "qk_symmetry": symmetry,
         "ov_copying": measured.copying,
         **{f"{side}_norm": norm for side, norm in measured.norms.items()},
+        "qkv_apart": _apart(measured, "cosine"),
+        "qkv_apart_rotated": _apart(measured, "procrustes"),
     }
     return {name: None if v is None else v.where(measured.finite, math.nan) for name, v in found.items()}
+
+
+def _apart(measured: HeadMeasures, closeness: Literal["cosine", "procrustes"]) -> Tensor | None:
+    """1 − 3 ‖mean‖² / Σ ‖W‖² of W_Q, W_K and W_V, from the inner products of pairs.
+
+    With the largest inner product that rotations of a pair reach, a lower bound: no rotation of three
+    serves every pair better.
+    """
+    energies = torch.stack([measured.norms[side].square() for side in ("q", "k", "v")]).sum(dim=0)
+    inner = torch.zeros_like(energies)
+    for (one, other), found in measured.similarity.items():
+        if found is None:
+            return None
+        close = getattr(found, closeness).where(found.cosine.isfinite(), math.nan)  # of equal shapes only
+        inner += close * measured.norms[one] * measured.norms[other]
+    return (energies - inner) * (2 / 3) / energies
 
 
 def _of_similarity(pair: str, found: MapSimilarity | None) -> dict[str, Tensor | None]:
@@ -467,6 +505,32 @@ def _planes(rotation: Rotation, longest: int) -> Planes:
         second=tuple(rotation.start + f + step for f in first),
         slow=tuple(abs(theta) * longest < 1 for theta in rotation.frequencies.tolist()),
     )
+
+
+def _cut(
+    layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int], *, turns: bool
+) -> dict[str, list[int]]:
+    """Parameters that the factors of the nearest forms of lower rank have less than those of the heads."""
+    weights = layer.weights
+    height = {side: weights.multiplied(side).weight.shape[1] for side in ("q", "k", "v")}
+    width_out = weights.multiplied("o").weight.shape[-1]
+    if weights.num_key_heads != weights.num_heads:
+        return {}
+    found = {}
+    for form, spectrum, numbers_a_direction in (
+        ("qk", measured.qk, height["q"] + height["k"]),
+        ("ov", measured.ov, height["v"] + width_out),
+    ):
+        if form == "ov" or not turns:
+            full = spectrum.values.shape[-1]
+            ranks = [spectrum.rank_within(loss) for loss in LOSSES]
+            found[form] = [
+                sum(
+                    (full - int(rank[head])) * numbers_a_direction for head in chosen if measured.finite[head]
+                )
+                for rank in ranks
+            ]
+    return found
 
 
 def _foldable(layer: AttentionLayer) -> dict[str, int | str]:

@@ -1,10 +1,11 @@
 """An inspection for people: a summary in words, a map and outliers for the terminal, and the page."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from triptych.inspection import MEASURES, NEAR, InspectedLayer, Inspection
+from triptych.inspection import LOSSES, MEASURES, NEAR, InspectedLayer, Inspection
 from triptych.reports import HeadLayer, HeadMeasure, HeadsReport, Table
 
 _PAIRS = {"qk": "W_Q and W_K", "qv": "W_Q and W_V", "kv": "W_K and W_V"}
@@ -88,6 +89,15 @@ def _likeness(inspection: Inspection) -> Iterator[str]:
             f"Entry by entry, the mean cosine is: {', '.join(said)}. That depends on the basis that training "
             "happened to choose within each head, and says nothing of what the heads do."
         )
+    apart, rotated = (values_of(inspection, f"qkv_apart{how}") for how in ("", "_rotated"))
+    if apart:
+        # The nuclear norm of a random k × k product over its norms, for k far below d.
+        random = statistics.fmean(8 / (3 * math.pi) * math.sqrt(v.layer.d_k / v.layer.d_model) for v in apart)
+        yield (
+            f"From one shared matrix the three are {_mean(apart):.3f} away on average (0 if equal, 0.667 if "
+            f"unrelated), and at least {_mean(rotated):.3f} however each is rotated (random ones: about "
+            f"{2 / 3 * (1 - random):.3f})."
+        )
 
 
 def _ranks(inspection: Inspection) -> Iterator[str]:
@@ -149,7 +159,21 @@ def _saved(inspection: Inspection) -> Iterator[str]:
         if numbers:
             parts.append(f"{numbers:,} of {what}")
     if parts:
-        yield f"Exactly redundant, of {total:,} numbers of attention: {'; '.join(parts)}."
+        yield f"Exactly redundant: {'; '.join(parts)}, of {total:,} numbers of attention."
+
+
+def _cut(inspection: Inspection) -> Iterator[str]:
+    total = sum(layer.parameters for layer in inspection.layers)
+    cuts = [cut for layer in inspection.layers for cut in layer.cut.values()]
+    if cuts:
+        forms = {form for layer in inspection.layers for form in layer.cut}
+        which = "every form" if len(forms) == 2 else "every W_OV"
+        losses = ", ".join(f"{100 * loss:.0f}" for loss in LOSSES)
+        saved = ", ".join(f"{100 * sum(cut[i] for cut in cuts) / total:.1f}" for i in range(len(LOSSES)))
+        yield (
+            f"Cutting {which} to the rank that loses at most {losses} % of its energy would save {saved} % "
+            "of the numbers of attention; what that does to the model has to be measured."
+        )
 
 
 def _broken(inspection: Inspection) -> Iterator[str]:
@@ -169,6 +193,7 @@ _SENTENCES: tuple[Callable[[Inspection], Iterator[str]], ...] = (
     _copying,
     _copies,
     _saved,
+    _cut,
 )
 
 
