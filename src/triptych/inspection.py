@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from triptych.algebra.function import Rotation
-from triptych.algebra.measures import HeadMeasures, Planes, measure_heads
+from triptych.algebra.measures import COMPARED, HeadMeasures, Planes, measure_heads
 from triptych.algebra.rewrites import RewriteRefusedError, drop_key_bias, fold_value_bias
 from triptych.algebra.similarity import MapSimilarity, alike, cosine_of_forms, sketches
 from triptych.algebra.weights import SIDES
@@ -462,13 +462,15 @@ def _apart(measured: HeadMeasures, closeness: Literal["cosine", "procrustes"]) -
     With the largest inner product that rotations of a pair reach, a lower bound: no rotation of three
     serves every pair better.
     """
-    energies = torch.stack([measured.norms[side].square() for side in ("q", "k", "v")]).sum(dim=0)
+    norms = measured.norms
+    energies = norms["q"].square() + norms["k"].square() + norms["v"].square()
     inner = torch.zeros_like(energies)
-    for (one, other), found in measured.similarity.items():
+    for pair, (one, other) in COMPARED.items():
+        found = measured.similarity[pair]
         if found is None:
             return None
         close = getattr(found, closeness).where(found.cosine.isfinite(), math.nan)  # of equal shapes only
-        inner += close * measured.norms[one] * measured.norms[other]
+        inner += close * norms[one] * norms[other]
     return (energies - inner) * (2 / 3) / energies
 
 

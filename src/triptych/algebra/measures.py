@@ -25,7 +25,7 @@ from triptych.algebra.spectrum import Spectrum, or_one
 from triptych.algebra.weights import SIDES, AttentionWeights, Side
 
 Pair = Literal["qk", "qv", "kv"]
-_COMPARED: dict[Pair, tuple[Side, Side]] = {"qk": ("q", "k"), "qv": ("q", "v"), "kv": ("k", "v")}
+COMPARED: dict[Pair, tuple[Side, Side]] = {"qk": ("q", "k"), "qv": ("q", "v"), "kv": ("k", "v")}
 # Squaring a map squares its condition: with more than this (‖R‖ ‖R⁻¹‖ in Frobenius norms, never less than
 # the condition), float64 would keep fewer digits than float32 has.
 _LARGEST_CONDITION = 3e4
@@ -104,7 +104,7 @@ def _measured(parts: "_Parts", itself: bool, planes: Planes | None) -> HeadMeasu
         # Queries of cross-attention read another text than keys and values do: nothing to compare.
         similarity={
             pair: parts.compared(one, other) if itself or pair == "kv" else None
-            for pair, (one, other) in _COMPARED.items()
+            for pair, (one, other) in COMPARED.items()
         },
         norms={side: parts.known(torch.linalg.matrix_norm(parts.R[side])) for side in SIDES},
         symmetry=None if symmetry is None else parts.known(symmetry),
@@ -128,7 +128,7 @@ def _joined(chunks: list[HeadMeasures]) -> HeadMeasures:
     return HeadMeasures(
         qk=Spectrum(torch.cat([chunk.qk.values for chunk in chunks])),
         ov=Spectrum(torch.cat([chunk.ov.values for chunk in chunks])),
-        similarity={pair: similarity(pair) for pair in _COMPARED},
+        similarity={pair: similarity(pair) for pair in COMPARED},
         norms={side: torch.cat([chunk.norms[side] for chunk in chunks]) for side in SIDES},
         symmetry=joined(lambda chunk: chunk.symmetry),
         copying=joined(lambda chunk: chunk.copying),
