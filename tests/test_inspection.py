@@ -27,7 +27,7 @@ def test_every_head_has_a_row_with_every_measure(tmp_path: Path) -> None:
     rows = found.rows()
     assert len(rows) == LAYERS * HEADS
     names = [measure.name for measure in MEASURES]
-    assert list(rows[0])[5:] == names
+    assert list(rows[0])[7:] == names
     assert all(set(layer.figures) == set(names) for layer in found.layers)
     assert all(math.isfinite(row[name]) for row in rows for name in names)
     others = {"wte.weight", "wpe.weight", *(f"h.{i}.mlp.c_fc.weight" for i in range(LAYERS))}
@@ -62,9 +62,9 @@ def test_layers_and_heads_may_be_chosen(tmp_path: Path) -> None:
     assert part.layers[0].heads == (1, 3)
     for name, values in part.layers[0].figures.items():
         assert values == [whole.layers[2].figures[name][head] for head in (1, 3)]
-    with pytest.raises(UsageError, match="they go from 0 to 2"):
+    with pytest.raises(UsageError, match="there is no layer 7; they go from 0 to 2"):
         inspected(tmp_path, layers=[7])
-    with pytest.raises(UsageError, match="they go from 0 to 3"):
+    with pytest.raises(UsageError, match="there is no head 7; they go from 0 to 3"):
         inspected(tmp_path, heads=[7])
 
 
@@ -95,6 +95,42 @@ def test_what_is_not_finite_is_reported_and_the_rest_is_inspected(tmp_path: Path
     assert None not in layer.figures["qk_rank"][1:]
     assert found.layers[0].broken == {}
     assert "h.1.attn.c_attn.weight (2 entries)" in " ".join(summary(found))
+
+
+def test_a_bias_or_a_gain_that_is_not_finite_is_reported_too(tmp_path: Path) -> None:
+    changed = {
+        "h.0.attn.c_attn.bias": torch.full((3 * D,), math.nan),
+        "h.2.ln_1.weight": torch.full((D,), math.inf),
+    }
+    found = inspected(gpt2(tmp_path, changed))
+    assert [layer.broken for layer in found.layers] == [
+        {"h.0.attn.c_attn.bias": 3 * D},
+        {},
+        {"h.2.ln_1.weight": D},
+    ]
+    assert None not in found.layers[0].figures["qk_rank"]
+
+
+def test_what_stands_between_maps_and_heads_is_said(tmp_path: Path) -> None:
+    rotary = inspected(llama(tmp_path / "llama"))
+    assert {row["qk_of"] for row in rotary.rows()} == {"planes"}
+    assert {row["qk_of"] for row in inspected(tmp_path / "llama", ignore_rotary=True).rows()} == {
+        "form, rotary ignored"
+    }
+    assert {row["positions"] for row in inspected(gpt2(tmp_path / "gpt2")).rows()} == {"learned"}
+    # Two key heads serve two query heads each: their likeness to values is counted once.
+    (likeness,) = [sentence for sentence in summary(rotary) if sentence.startswith("How alike")]
+    assert f"of {LAYERS * HEADS // 2} pairs above chance" in likeness
+    path = tmp_path / "llama" / "model.safetensors"
+    tensors = load_file(path)
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}.self_attn"
+        tensors |= {f"{at}.{side}_norm.weight": torch.ones(WIDTH) for side in "qk"}
+    save_file(tensors, path)
+    config = json.loads((tmp_path / "llama" / "config.json").read_text()) | {"model_type": "qwen3"}
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
+    said = " ".join(summary(inspected(tmp_path / "llama")))
+    assert f"In {LAYERS} of {LAYERS} layers queries and keys are normalised before they meet" in said
 
 
 def test_near_copies_are_found_across_layers_whatever_their_basis(tmp_path: Path) -> None:

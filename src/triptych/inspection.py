@@ -12,7 +12,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
-from triptych.algebra.function import Rotation
+from triptych.algebra.function import Disentangled, Rotation
 from triptych.algebra.measures import COMPARED, HeadMeasures, Planes, measure_heads
 from triptych.algebra.rewrites import RewriteRefusedError, drop_key_bias, fold_value_bias
 from triptych.algebra.similarity import MapSimilarity, alike, cosine_of_forms, sketches
@@ -184,7 +184,9 @@ class InspectedLayer:
         d_k: of queries and keys.
         d_v: of values.
         positions: how it tells positions apart.
+        turns: whether queries and keys turn with the position.
         planes: rotary planes that turn, and those too slow to; None without a rotation, or if it was ignored.
+        caveats: what else stands between the maps and what the heads do.
         figures: by measure, one number a head, None where there is nothing to say.
         spectra: singular values of "qk" and "ov", a list a head.
         angles: principal angles in degrees of "qk", "qv", "kv", a list a head.
@@ -208,7 +210,9 @@ class InspectedLayer:
     d_k: int
     d_v: int
     positions: str
+    turns: bool
     planes: tuple[int, int] | None
+    caveats: tuple[str, ...]
     figures: dict[str, list[float | None]]
     spectra: dict[str, list[list[float]]]
     angles: dict[str, list[list[float]]]
@@ -222,6 +226,13 @@ class InspectedLayer:
     def name(self) -> str:
         """For people."""
         return f"{self.stack} {self.layer}" + (" cross" if self.kind == "cross" else "")
+
+    @property
+    def qk_of(self) -> str:
+        """What figures of W_QK are of: the form, rotary planes, or the form as if nothing turned."""
+        if not self.turns:
+            return "form"
+        return "form, rotary ignored" if self.planes is None else "planes"
 
 
 @final
@@ -256,6 +267,8 @@ class Inspection:
         num_tensors: there are; those of `left_over` are no attention.
         seconds: that it took.
         copies: heads that are nearly the same, the nearest first.
+        more_copies: whether there may be more of them than were worked out.
+        unread: tensors of attention that is known and not read, and why.
     """
 
     name: str
@@ -267,6 +280,8 @@ class Inspection:
     left_over: tuple[str, ...]
     seconds: float
     copies: tuple[NearCopy, ...]
+    more_copies: bool
+    unread: dict[str, str]
 
     def rows(self) -> list[dict[str, Any]]:
         """A flat record of every head: its place, then every measure."""
@@ -277,6 +292,8 @@ class Inspection:
                 "kind": layer.kind,
                 "head": head,
                 "module": layer.module,
+                "positions": layer.positions,
+                "qk_of": layer.qk_of,
                 **{measure.name: layer.figures[measure.name][place] for measure in MEASURES},
             }
             for layer in self.layers
@@ -311,9 +328,10 @@ def inspect_checkpoint(
     """
     started = time.monotonic()
     sites = [site for site in checkpoint.sites if layers is None or site.layer in layers]
-    if not sites:
-        most = max(site.layer for site in checkpoint.sites)
-        raise UsageError(f"{checkpoint.name}: none of these layers is there; they go from 0 to {most}")
+    last = max(site.layer for site in checkpoint.sites)
+    if layers is not None and not {site.layer for site in checkpoint.sites} >= set(layers):
+        unknown = next(layer for layer in layers if layer not in {site.layer for site in checkpoint.sites})
+        raise UsageError(f"{checkpoint.name}: there is no layer {unknown}; they go from 0 to {last}")
     total, done = sum(checkpoint.bytes_of(site) for site in sites), 0
     found, sketched = [], _Sketches(checkpoint, ignore_rotary)
     for site in sites:
@@ -325,9 +343,10 @@ def inspect_checkpoint(
         done += found[-1].num_bytes
     if progress is not None:
         progress(total, total, "")
-    if not any(layer.heads for layer in found):
-        most = max(layer.num_heads for layer in found) - 1
-        raise UsageError(f"{checkpoint.name}: none of these heads is there; they go from 0 to {most}")
+    most = max(layer.num_heads for layer in found) - 1
+    if heads is not None and max(heads, default=-1) > most:
+        raise UsageError(f"{checkpoint.name}: there is no head {max(heads)}; they go from 0 to {most}")
+    copies, more_copies = sketched.near_copies()
     return Inspection(
         name=checkpoint.name,
         family=checkpoint.written_as,
@@ -336,7 +355,9 @@ def inspect_checkpoint(
         ignores_rotary=ignore_rotary,
         num_tensors=checkpoint.num_tensors,
         left_over=checkpoint.left_over,
-        copies=tuple(sketched.near_copies()),
+        copies=tuple(copies),
+        more_copies=more_copies,
+        unread=dict(checkpoint.unread),
         seconds=time.monotonic() - started,
     )
 
@@ -348,31 +369,40 @@ class _Sketches:
         self._checkpoint, self._ignore_rotary = checkpoint, ignore_rotary
         # By form and the sizes of its input: sketches, and of each the layer, its name, and the head.
         self._found: dict[tuple[str, int, int], list[tuple[Tensor, Site, str, int]]] = {}
+        self._kept: dict[Site, dict[str, tuple[Tensor, Tensor]]] = {}
 
     def add(self, layer: AttentionLayer, inspected: InspectedLayer) -> None:
         """Remember the heads of a layer that were looked at."""
-        if inspected.broken or not inspected.heads:
+        if not inspected.heads:
             return
         for form, (left, right) in self._factors(layer).items():
             size = form, left.shape[1], right.shape[1]
             rows = sketches(left, right)
             self._found.setdefault(size, []).extend(
-                (rows[head], layer.site, inspected.name, head) for head in inspected.heads
+                (rows[head], layer.site, inspected.name, head)
+                for head in inspected.heads
+                if bool(rows[head].isfinite().all())
             )
 
-    def near_copies(self) -> list[NearCopy]:
-        """Pairs with a cosine of at least `NEAR`, of either sign, worked out; the nearest first."""
-        found = []
+    def near_copies(self) -> tuple[list[NearCopy], bool]:
+        """Pairs with a cosine of at least `NEAR`, of either sign, worked out, the nearest first.
+
+        The second is whether there may be more: so many are worked out and no more.
+        """
+        found, more = [], False
         for (form, *_), heads in self._found.items():
-            for i, j in alike(torch.stack([row for row, *_ in heads]), NEAR)[:_MOST_PAIRS]:
+            pairs = alike(torch.stack([row for row, *_ in heads]), NEAR) if heads else []
+            more |= len(pairs) > _MOST_PAIRS
+            # Layer by layer: each pair of layers is read once.
+            for i, j in sorted(pairs[:_MOST_PAIRS], key=lambda pair: (heads[pair[0]][2], heads[pair[1]][2])):
                 (_, one_site, one_name, one), (_, other_site, other_name, other) = heads[i], heads[j]
-                left, right = self._factors(self._read(one_site))[form]
-                other_left, other_right = self._factors(self._read(other_site))[form]
+                left, right = self._read(one_site)[form]
+                other_left, other_right = self._read(other_site)[form]
                 cosine = cosine_of_forms(left[one], right[one], other_left[other], other_right[other])
                 if abs(cosine) >= NEAR:
                     names = f"{one_name}, head {one}", f"{other_name}, head {other}"
                     found.append(NearCopy(form, *names, cosine))
-        return sorted(found, key=lambda pair: -abs(pair.cosine))
+        return sorted(found, key=lambda pair: -abs(pair.cosine)), more
 
     def _factors(self, layer: AttentionLayer) -> dict[str, tuple[Tensor, Tensor]]:
         weights = layer.weights
@@ -381,8 +411,15 @@ class _Sketches:
             found["qk"] = weights.W_Q, weights.W_K
         return found
 
-    def _read(self, site: Site) -> AttentionLayer:
-        return self._checkpoint.read(site)
+    def _read(self, site: Site) -> dict[str, tuple[Tensor, Tensor]]:
+        """The factors of a layer; those of the last two are kept."""
+        if site not in self._kept:
+            self._kept[site] = self._factors(self._checkpoint.read(site))
+            while len(self._kept) > 2:
+                self._kept.pop(next(iter(self._kept)))
+        else:
+            self._kept[site] = self._kept.pop(site)
+        return self._kept[site]
 
 
 def _inspected(
@@ -406,7 +443,11 @@ def _inspected(
         d_model=weights.d_model,
         d_k=q.shape[-1],
         d_v=v.shape[-1],
-        positions=weights.traits.positions,
+        positions="disentangled"
+        if isinstance(layer.scoring.bias, Disentangled)
+        else weights.traits.positions,
+        turns=layer.scoring.rotation is not None,
+        caveats=tuple(_caveats(layer)),
         planes=None if planes is None else (planes.slow.count(False), planes.slow.count(True)),
         figures={
             name: _numbers(values, chosen, weights.num_heads) for name, values in _figures(measured).items()
@@ -423,9 +464,31 @@ def _inspected(
         cut=_cut(layer, measured, chosen, turns=planes is not None),
         foldable=_foldable(layer),
         parameters=weights.num_parameters,
-        broken={} if bool(measured.finite.all()) else dict(checkpoint.broken(layer)),
+        broken=dict(checkpoint.broken(layer)) if _is_broken(layer, measured) else {},
         num_bytes=checkpoint.bytes_of(site),
     )
+
+
+def _is_broken(layer: AttentionLayer, measured: HeadMeasures) -> bool:
+    """Whether anything that was read is not finite: a map, a bias, a gain."""
+    weights = layer.weights
+    small = (tensor for tensor in weights.tensors() if tensor.ndim < 3)
+    return not (bool(measured.finite.all()) and all(bool(tensor.isfinite().all()) for tensor in small))
+
+
+def _caveats(layer: AttentionLayer) -> Iterator[str]:
+    """What W_QK and W_OV do not say of a layer."""
+    scoring = layer.scoring
+    if scoring.q_norm is not None or scoring.k_norm is not None:
+        yield "queries and keys are normalised before they meet, so sizes of W_QK say nothing of the scores"
+    if scoring.between:
+        yield "a norm stands within a map, which is measured as if it were not there"
+    if isinstance(scoring.bias, Disentangled):
+        yield "distances meet queries and keys, too, and W_QK is the share of the content alone"
+    if scoring.soft_cap is not None:
+        yield f"scores are soft-capped at ±{scoring.soft_cap:g}"
+    if scoring.sinks is not None:
+        yield "a sink takes part in the softmax besides the keys"
 
 
 def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:
@@ -514,6 +577,11 @@ def _cut(
 ) -> dict[str, list[int]]:
     """Parameters that the factors of the nearest forms of lower rank have less than those of the heads."""
     weights = layer.weights
+    chains = [weights.chain(side) for side in SIDES]
+    if any(len(chain) != 1 for chain in chains) or isinstance(layer.scoring.bias, Disentangled):
+        return {}  # what one head would lose, another still needs
+    if len({id(chain[0]) for chain in chains}) < len(chains):
+        return {}
     height = {side: weights.multiplied(side).weight.shape[1] for side in ("q", "k", "v")}
     width_out = weights.multiplied("o").weight.shape[-1]
     if weights.num_key_heads != weights.num_heads:

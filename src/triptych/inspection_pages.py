@@ -1,10 +1,10 @@
 """An inspection for people: a summary in words, a map and outliers for the terminal, and the page."""
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from triptych.algebra.chance import random_closeness, random_copying_spread, random_spectrum
 from triptych.inspection import LOSSES, MEASURES, NEAR, InspectedLayer, Inspection
 from triptych.reports import HeadLayer, HeadMeasure, HeadsReport, Table
 
@@ -61,21 +61,33 @@ def _what_it_is(inspection: Inspection) -> Iterator[str]:
             "Queries and keys turn with their position, so W_Q W_Kᵀ is no form of its own: for where a head "
             "looks, energies of rotary planes stand in place of singular values, and symmetry is left out."
         )
-    if inspection.ignores_rotary and any(layer.positions == "rotary" for layer in layers):
+    caveats: dict[str, int] = {}
+    for layer in layers:
+        for caveat in layer.caveats:
+            caveats[caveat] = caveats.get(caveat, 0) + 1
+    for caveat, count in caveats.items():
+        yield f"In {count} of {_counted(len(layers), 'layer')} {caveat}."
+    if inspection.unread:
+        named = "; ".join(
+            f"{name} ({why})" for why, name in {w: n for n, w in inspection.unread.items()}.items()
+        )
+        yield f"Not read: {_counted(len(inspection.unread), 'tensor')}, such as {named}."
+    if inspection.ignores_rotary and any(layer.turns for layer in layers):
         yield "As asked, rotary positions are ignored: figures of W_QK hold at distance 0 only."
 
 
 def _likeness(inspection: Inspection) -> Iterator[str]:
     parts = []
     for pair, both in _PAIRS.items():
-        times = values_of(inspection, f"{pair}_times_chance")
+        times = _distinct(inspection, pair, "times_chance")
         if not times:
             continue
-        overlap = _mean(values_of(inspection, f"{pair}_overlap"))
-        rare = sum(v.value < _RARE / len(times) for v in values_of(inspection, f"{pair}_p_value"))
+        overlap = _mean(_distinct(inspection, pair, "overlap"))
+        rare = sum(v.value < _RARE / len(times) for v in _distinct(inspection, pair, "p_value"))
+        grouped = pair == "kv" and any(layer.num_heads != layer.num_key_heads for layer in inspection.layers)
         parts.append(
             f"{both} {_mean(times):.2f} times chance (mean squared cosine {overlap:.3f}; "
-            f"{rare} of {len(times)} heads above chance)"
+            f"{rare} of {len(times)} {'pairs' if grouped else 'heads'} above chance)"
         )
     if parts:
         yield (
@@ -91,13 +103,31 @@ def _likeness(inspection: Inspection) -> Iterator[str]:
         )
     apart, rotated = (values_of(inspection, f"qkv_apart{how}") for how in ("", "_rotated"))
     if apart:
-        # The nuclear norm of a random k × k product over its norms, for k far below d.
-        random = statistics.fmean(8 / (3 * math.pi) * math.sqrt(v.layer.d_k / v.layer.d_model) for v in apart)
+        random = statistics.fmean(_random_distance(v.layer, v.layer.heads.index(v.head)) for v in apart)
         yield (
             f"From one shared matrix the three are {_mean(apart):.3f} away on average (0 if equal, 0.667 if "
-            f"unrelated), and at least {_mean(rotated):.3f} however each is rotated (random ones: about "
-            f"{2 / 3 * (1 - random):.3f})."
+            f"unrelated), and at least {_mean(rotated):.3f} however each is rotated (random ones of these "
+            f"sizes: {random:.3f})."
         )
+
+
+def _distinct(inspection: Inspection, pair: str, measure: str) -> list[Value]:
+    """A figure of a pair of maps; of keys and values that several heads read, once."""
+    found, seen = [], set[tuple[str, int]]()
+    for value in values_of(inspection, f"{pair}_{measure}"):
+        members = value.layer.num_heads // value.layer.num_key_heads if pair == "kv" else 1
+        key = value.layer.module, value.head // members
+        if key not in seen:
+            seen.add(key)
+            found.append(value)
+    return found
+
+
+def _random_distance(layer: InspectedLayer, place: int) -> float:
+    """What `qkv_apart_rotated` is for random maps of the sizes and norms of a head."""
+    q, k, v = (layer.figures[f"{side}_norm"][place] or 0.0 for side in "qkv")
+    close = random_closeness(layer.d_model, layer.d_k)
+    return 2 / 3 * (1 - close * (q * k + q * v + k * v) / (q**2 + k**2 + v**2))
 
 
 def _ranks(inspection: Inspection) -> Iterator[str]:
@@ -110,9 +140,15 @@ def _ranks(inspection: Inspection) -> Iterator[str]:
         full = max(len(spectrum) for layer in inspection.layers for spectrum in layer.spectra[form])
         turn = form == "qk" and any(layer.planes is not None for layer in inspection.layers)
         what = "rotary planes and fixed directions" if turn else "directions"
+        random, of_kept = "", ""
+        if not turn:
+            widths = [(v.layer.d_model, max(map(len, v.layer.spectra[form]))) for v in found]
+            spectra = [random_spectrum(d, width) for d, width in widths]
+            random = f"; random ones {statistics.fmean(float(s.effective_rank) for s in spectra):.1f}"
+            of_kept = f" (random ones: {statistics.median(int(s.rank_within(0.05)) for s in spectra):.0f})"
         yield (
-            f"{title} uses {_mean(found):.1f} of {full} {what} on average (effective rank), least in "
-            f"{least.place} ({least.value:.1f}); in half of the heads rank {kept:.0f} keeps 95 %."
+            f"{title} uses {_mean(found):.1f} of {full} {what} on average (effective rank{random}), least in "
+            f"{least.place} ({least.value:.1f}); in half of the heads rank {kept:.0f} keeps 95 %{of_kept}."
         )
 
 
@@ -127,12 +163,14 @@ def _symmetry(inspection: Inspection) -> Iterator[str]:
 
 
 def _copying(inspection: Inspection) -> Iterator[str]:
-    found = [v for v in values_of(inspection, "ov_copying") if v.layer.kind != "cross"]
+    found = values_of(inspection, "ov_copying")
     if found:
         back, away = sum(v.value > 0.5 for v in found), sum(v.value < -0.5 for v in found)
+        spread = max(random_copying_spread(v.layer.d_v) for v in found)
         yield (
             f"Of {_counted(len(found), 'head')} of self-attention, {back} write what they read (copying "
-            f"score above 0.5) and {away} take it away (below −0.5); the mean is {_mean(found):+.2f}."
+            f"score above 0.5) and {away} take it away (below −0.5); the mean is {_mean(found):+.2f} (random "
+            f"ones: 0 ± {spread:.2f})."
         )
 
 
@@ -141,9 +179,10 @@ def _copies(inspection: Inspection) -> Iterator[str]:
         pairs = [pair for pair in inspection.copies if pair.form == form]
         if pairs:
             first = pairs[0]
+            more = "At least " if inspection.more_copies else ""
             yield (
-                f"{_counted(len(pairs), 'pair')} of heads {title} (cosine of the forms at least {NEAR} or at "
-                f"most −{NEAR}), first {first.one} and {first.other} ({first.cosine:+.3f})."
+                f"{more}{_counted(len(pairs), 'pair')} of heads {title} (cosine of the forms at least {NEAR} "
+                f"or at most −{NEAR}), first {first.one} and {first.other} ({first.cosine:+.3f})."
             )
 
 
@@ -165,7 +204,7 @@ def _saved(inspection: Inspection) -> Iterator[str]:
 def _cut(inspection: Inspection) -> Iterator[str]:
     total = sum(layer.parameters for layer in inspection.layers)
     cuts = [cut for layer in inspection.layers for cut in layer.cut.values()]
-    if cuts:
+    if cuts and all(len(layer.heads) == layer.num_heads for layer in inspection.layers):
         forms = {form for layer in inspection.layers for form in layer.cut}
         which = "every form" if len(forms) == 2 else "every W_OV"
         losses = ", ".join(f"{100 * loss:.0f}" for loss in LOSSES)
@@ -219,6 +258,18 @@ def outliers(inspection: Inspection) -> Table:
     return Table(title="Outliers", columns=("", "heads"), rows=tuple(rows))
 
 
+def side_by_side(one: Inspection, other: Inspection) -> Table:
+    """Means over the heads of two checkpoints, and their difference."""
+    rows: list[tuple[str, ...]] = []
+    for measure in MEASURES:
+        found = [values_of(inspection, measure.name) for inspection in (one, other)]
+        if all(found):
+            first, second = map(_mean, found)
+            rows.append((measure.title, f"{first:.4g}", f"{second:.4g}", f"{second - first:+.3g}"))
+    columns = ("mean over the heads", one.name, other.name, "difference")
+    return Table(title="Side by side", columns=columns, rows=tuple(rows))
+
+
 def shaded_map(inspection: Inspection, measure: str) -> list[str]:
     """Layers × heads in shades, from the lowest to the highest value; a dot where there is none."""
     found = [value.value for value in values_of(inspection, measure)]
@@ -227,7 +278,9 @@ def shaded_map(inspection: Inspection, measure: str) -> list[str]:
     low, high = min(found), max(found)
     title = next(m.title for m in MEASURES if m.name == measure)
     width = max(len(layer.name) for layer in inspection.layers)
-    lines = [f"{title}: {_SHADES[0]!r} {low:.3g} to {_SHADES[-1]!r} {high:.3g}"]
+    chosen = {layer.heads for layer in inspection.layers if len(layer.heads) < layer.num_heads}
+    which = f"; heads {', '.join(map(str, sorted({h for of in chosen for h in of})))}" if chosen else ""
+    lines = [f"{title}: {_SHADES[0]!r} {low:.3g} to {_SHADES[-1]!r} {high:.3g}{which}"]
     for layer in inspection.layers:
         cells = "".join(_shade(value, low, high) * 2 for value in layer.figures[measure])
         lines.append(f"{layer.name:>{width}} │{cells}│")

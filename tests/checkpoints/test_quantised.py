@@ -130,7 +130,7 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
         "a.weight": torch.zeros(512, 1, dtype=torch.uint8),
         "a.weight.quant_state.bitsandbytes__nf4": torch.zeros(3, dtype=torch.uint8),
     }
-    assert "a.weight is in 4 bits of bitsandbytes" in refused(tmp_path, four_bits, {})
+    assert "a.weight is quantised by bitsandbytes in 4 bits" in refused(tmp_path, four_bits, {})
     narrow = torch.zeros(16, 64).to(torch.float8_e4m3fn)
     scales = {"a.weight": narrow, "a.weight_scale_inv": torch.ones(3, 5)}
     assert "no scales of [16, 64]" in refused(tmp_path, scales, {"weight_block_size": [8, 16]})

@@ -70,7 +70,10 @@ def refusal(folder: Path) -> str:
     [
         ({"num_attention_heads": 3}, "do not fit 3 heads"),
         ({"num_attention_heads": None, "num_key_value_heads": None}, "the configuration has none of"),
-        ({"rope_theta": None}, "whether its positions are rotary, learned or something else"),
+        (
+            {"rope_theta": None},
+            "whether its positions are rotary over whole heads, learned or something else",
+        ),
     ],
 )
 def test_what_leaves_a_choice_is_refused(tmp_path: Path, config: dict[str, Any], reason: str) -> None:

@@ -38,12 +38,14 @@ def test_csv_and_parquet_have_a_row_a_head(triptych: Command, small_run: Path, t
     assert triptych("inspect", small_run, "--csv", as_csv, "--parquet", as_parquet).code == 0
     rows = list(csv.DictReader(io.StringIO(as_csv.read_text())))
     table = pyarrow.parquet.read_table(as_parquet)
-    columns = ["checkpoint", "stack", "layer", "kind", "head", "module", *(m.name for m in MEASURES)]
+    places = ["checkpoint", "stack", "layer", "kind", "head", "module", "positions", "qk_of"]
+    columns = [*places, *(m.name for m in MEASURES)]
     assert list(rows[0]) == table.column_names == columns
     assert len(rows) == table.num_rows == 5 * 2
     assert float(rows[3]["ov_effective_rank"]) == table["ov_effective_rank"][3].as_py()
     assert rows[4]["qk_overlap"] == ""
     assert table["qk_overlap"][4].as_py() is None
+    assert {str(table.schema.field(m.name).type) for m in MEASURES} == {"double"}
 
 
 def test_two_checkpoints_stand_side_by_side(triptych: Command, small_run: Path, tmp_path: Path) -> None:
@@ -57,8 +59,8 @@ def test_two_checkpoints_stand_side_by_side(triptych: Command, small_run: Path, 
     ("options", "reason"),
     [
         (["--layers", "x"], "write numbers from 0 like 0,3 or 0-5"),
-        (["--layers", "9"], "none of these layers is there"),
-        (["--heads", "5-7"], "none of these heads is there"),
+        (["--layers", "9"], "there is no layer 9"),
+        (["--heads", "5-7"], "there is no head 7"),
         (["--html", "no/such/page.html"], "make it first"),
         (["--family", "no.toml"], "no.toml: No such file"),
     ],
@@ -71,6 +73,37 @@ def test_what_cannot_be_done_is_one_line(
     assert reason in answer.err
     assert answer.err.count("\n") == 1
     assert answer.out == ""
+
+
+def test_two_checkpoints_are_compared_in_a_table(triptych: Command, small_run: Path) -> None:
+    out = triptych("inspect", small_run, "--compare", small_run).out
+    table = out[out.index("mean over the heads") :]
+    assert "(2)" in table
+    line = next(line for line in table.splitlines() if line.strip().startswith("copying score of W_OV"))
+    *_, one, other, difference = line.split()
+    assert one == other
+    assert float(difference) == 0
+
+
+def test_what_is_read_is_not_written_over(triptych: Command, small_run: Path, tmp_path: Path) -> None:
+    weights = small_run / "model.safetensors"
+    before = weights.read_bytes()
+    answer = triptych("inspect", small_run, "--csv", weights)
+    assert answer.code == 2
+    assert "is a file of the checkpoint" in answer.err
+    assert weights.read_bytes() == before
+    same = tmp_path / "out.x"
+    answer = triptych("inspect", small_run, "--csv", same, "--html", same)
+    assert answer.code == 2
+    assert "is given twice" in answer.err
+    assert not same.exists()
+    assert "cannot be written" in triptych("inspect", small_run, "--csv", tmp_path).err
+
+
+def test_a_runs_tensor_file_stands_for_the_run(triptych: Command, small_run: Path) -> None:
+    record = json.loads(triptych("inspect", small_run / "model.safetensors", "--json").out)
+    assert len(record["layers"]) == 5
+    assert not any("_proj" in name for name in record["left_over"])
 
 
 def test_a_checkpoint_that_is_not_there_is_one_line(triptych: Command, tmp_path: Path) -> None:

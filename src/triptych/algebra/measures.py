@@ -11,7 +11,7 @@ planes take the place of its singular values, and what has no such counterpart i
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, final
@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from triptych.algebra.rewrites.legality import share_a_map
 from triptych.algebra.similarity import MapSimilarity, Span, compare, span
 from triptych.algebra.spectrum import Spectrum, or_one
 from triptych.algebra.weights import SIDES, AttentionWeights, Side
@@ -57,12 +58,13 @@ class HeadMeasures:
     Attributes:
         qk: the spectrum of W_QK, or what takes its place.
         ov: that of W_OV.
-        similarity: of the maps to queries, keys and values, in pairs; None where they read different inputs.
+        similarity: of the maps to queries, keys and values, in pairs; None where they read different inputs,
+            or are made by a map that both have (one for several, or a latent).
         norms: Frobenius norm of each map.
         symmetry: tr(A²)/‖A‖² of W_QK: 1 symmetric, −1 antisymmetric; None for rotary heads and others whose
             queries and keys cannot change places.
         copying: Σ Re λ / Σ |λ| of the eigenvalues of W_OV: 1 where what is read is written back, −1 where
-            it is taken away; None if it is not square.
+            it is taken away; None if it is not square, and in cross-attention.
         finite: whether all four maps are.
     """
 
@@ -85,27 +87,33 @@ def measure_heads(weights: AttentionWeights, planes: Planes | None = None) -> He
     maps = {side: weights.multiplied(side).weight for side in SIDES}
     maps["o"] = maps["o"].mT
     itself = weights.traits.kind != "cross"
+    # Queries of cross-attention read another text than keys and values do; of maps that share one, that is
+    # all there would be to see.
+    compared = {
+        pair
+        for pair, (one, other) in COMPARED.items()
+        if (itself or pair == "kv") and not share_a_map(weights.chain(one), weights.chain(other))
+    }
     chunks = list(_chunks(maps, weights.num_heads))
-    return _joined(_on_threads(lambda chunk: _measured(_Parts(chunk), itself, planes), chunks))
+    return _joined(_on_threads(lambda chunk: _measured(_Parts(chunk), itself, compared, planes), chunks))
 
 
-def _measured(parts: "_Parts", itself: bool, planes: Planes | None) -> HeadMeasures:
+def _measured(
+    parts: "_Parts", itself: bool, compared: Collection[Pair], planes: Planes | None
+) -> HeadMeasures:
     values, symmetry, copying = parts.singular_values("q", "k"), None, None
     if planes is not None:
         values = _with_planes(parts, planes)
     elif itself and (turned := parts.turned("q", "k")) is not None:
         symmetry = (turned * turned.mT).sum(dim=(-2, -1)) / or_one(values.square().sum(dim=-1))
-    if (turned := parts.turned("v", "o")) is not None:
+    # In cross-attention what is written is of another space than what is read.
+    if itself and (turned := parts.turned("v", "o")) is not None:
         eigenvalues = torch.linalg.eigvals(turned)
         copying = eigenvalues.real.sum(dim=-1) / or_one(eigenvalues.abs().sum(dim=-1))
     return HeadMeasures(
         qk=Spectrum(parts.known(values)),
         ov=Spectrum(parts.known(parts.singular_values("v", "o"))),
-        # Queries of cross-attention read another text than keys and values do: nothing to compare.
-        similarity={
-            pair: parts.compared(one, other) if itself or pair == "kv" else None
-            for pair, (one, other) in COMPARED.items()
-        },
+        similarity={pair: parts.compared(*COMPARED[pair]) if pair in compared else None for pair in COMPARED},
         norms={side: parts.known(torch.linalg.matrix_norm(parts.R[side])) for side in SIDES},
         symmetry=None if symmetry is None else parts.known(symmetry),
         copying=None if copying is None else parts.known(copying),

@@ -110,7 +110,7 @@ class Traits:
     Attributes:
         kind: where queries and keys come from: one sequence, one sequence seen causally, or two.
         positions: how the layer (or the embedding before it) tells positions apart. Only "rotary"
-            stands between queries and keys.
+            and "disentangled" (distances meet queries and keys) stand between queries and keys.
         norm: where the residual's norm stands.
         other_norm_readers: what else reads the norm's output, besides this layer ("" if nothing).
         qk_norm: queries and keys are normalised before their product.
@@ -125,7 +125,9 @@ class Traits:
     """
 
     kind: Literal["self", "causal", "cross"] = "self"
-    positions: Literal["none", "sinusoidal", "learned", "relative", "alibi", "rotary"] = "none"
+    positions: Literal["none", "sinusoidal", "learned", "relative", "alibi", "rotary", "disentangled"] = (
+        "none"
+    )
     norm: Literal["none", "pre", "post", "sandwich"] = "none"
     other_norm_readers: str = ""
     qk_norm: bool = False

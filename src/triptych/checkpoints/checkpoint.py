@@ -6,7 +6,6 @@ another shape than the configuration says is an error that names it.
 
 import fnmatch
 import re
-from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from typing import final
@@ -45,9 +44,9 @@ class Checkpoint(AttentionSource):
     ) -> None:
         self.name, self.family, self.settings, self.tensors = name, family, settings, tensors
         self.written_as, self.known_by = family.name, known_by
-        self._sorted_names = sorted(tensors.infos)
         self._places = {place.site: place for place in self._find()}
         self.sites = tuple(self._places)
+        self.unread = {}
         self.num_tensors = len(tensors.infos)
         self.left_over = self._account()
 
@@ -61,8 +60,7 @@ class Checkpoint(AttentionSource):
 
     def bytes_of(self, site: Site) -> int:
         """How many bytes the tensors within the module of a layer take."""
-        below = site.module + "."
-        return sum(info.num_bytes for name, info in self.tensors.infos.items() if name.startswith(below))
+        return sum(self.tensors.infos[name].num_bytes for name in self.tensors.below(site.module))
 
     def longest_text(self, site: Site) -> int:
         """What the configuration says, or 2,048."""
@@ -82,12 +80,15 @@ class Checkpoint(AttentionSource):
                 continue
             prefix = self._prefix(spec)
             if prefix is None:
+                self._require_no_stack(spec)
                 continue
             inner, layers = settings.count(spec.inner), settings.count(spec.layers)
-            for layer in range(layers):
+            for layer in range(layers + self._more_layers(spec, settings)):
                 for within in range(inner):
                     module = prefix + spec.at.format(layer=layer, inner=within)
-                    if not self._has_tensors_below(module):
+                    if not self.tensors.below(module):
+                        if layer >= layers:
+                            continue
                         raise DataError(
                             f"{self.name}: no tensor is below {module}, attention layer {layer} of {layers:,}"
                         )
@@ -101,9 +102,10 @@ class Checkpoint(AttentionSource):
                 f"what looks like attention: {', '.join(looks[:6]) or 'nothing'}"
             )
 
-    def _has_tensors_below(self, module: str) -> bool:
-        place = bisect_left(self._sorted_names, module + ".")
-        return place < len(self._sorted_names) and self._sorted_names[place].startswith(module + ".")
+    def _more_layers(self, spec: AttentionSpec, settings: Settings) -> int:
+        if not spec.more_layers or settings.value(spec.more_layers) in (None, 0):
+            return 0
+        return settings.count(spec.more_layers)
 
     def _settings_of(self, spec: AttentionSpec) -> Settings | None:
         for path in spec.settings.split("|"):
@@ -118,12 +120,29 @@ class Checkpoint(AttentionSource):
         at = spec.at.format(layer=0, inner=0)
         pattern = re.compile(rf"^(|.*\.){re.escape(at)}\.")
         found = {match[1] for name in self.tensors.infos if (match := pattern.match(name))}
+        found = {prefix for prefix in found if not any(word in prefix for word in spec.outside)}
         if len(found) > 1:
             raise DataError(
                 f"{self.name}: {at} is there {len(found)} times, below {', '.join(sorted(found))}: "
                 "which one is meant cannot be told"
             )
         return found.pop() if found else None
+
+    def _require_no_stack(self, spec: AttentionSpec) -> None:
+        """A stack may be missing, but not the attention of one that is there.
+
+        Raises:
+            DataError: its layers are there without it.
+        """
+        stack, _, _ = spec.at.partition("{layer}")
+        pattern = re.compile(rf"^(|.*\.){re.escape(stack)}0\.")
+        for name in self.tensors.infos:
+            match = pattern.match(name)
+            if "{layer}" in spec.at and match and not any(word in match[1] for word in spec.outside):
+                raise DataError(
+                    f"{self.name}: {name} is there, and nothing of the attention that belongs to it, "
+                    f"{spec.at.format(layer=0, inner=0)}"
+                )
 
     def _looks_like_attention(self, name: str) -> bool:
         """By its name, and by being more than a row: a norm beside attention is often named after it."""
@@ -142,6 +161,10 @@ class Checkpoint(AttentionSource):
         others, strange = [], []
         for name in self.tensors.infos:
             if name in beside or any(name.startswith(module) for module in modules):
+                continue
+            why = next((u.why for u in self.family.unread if fnmatch.fnmatchcase(name, u.names)), None)
+            if why is not None:
+                self.unread[name] = why
                 continue
             others.append(name)
             if self._looks_like_attention(name) and not any(fnmatch.fnmatchcase(name, k) for k in known):
@@ -186,7 +209,7 @@ def open_checkpoint(path: Path | str, family: Family | None = None) -> Attention
         tensors = open_tensors(path)
         record, where = read_json(config), str(config)
         if is_own(record):
-            return OwnModel(path)
+            return OwnModel(path if path.is_dir() else path.parent)
     settings = Settings(record, where)
     tensors = dequantised(tensors, settings)
     how_known = "as told"

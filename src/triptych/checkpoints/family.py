@@ -4,6 +4,7 @@ A family file says nothing that its configurations say; where something depends 
 holds an expression (`settings`). `--family my.toml` gives one more.
 """
 
+import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -156,12 +157,17 @@ class AttentionSpec(_Spec):
         when: on what condition of the configuration such layers exist.
         settings: path of the record in the configuration that this stack has for itself.
         layers: how many there are; `inner` how many there are within each, one after the other.
+        more_layers: how many more there may be after them, where the file has them.
         at: the module of a layer's attention.
+        outside: words that are not in what stands before `at`: other stacks have the same names.
+        size: width of what is read and written; not looked at where the configuration does not say.
         q: its map; likewise `k`, `v`, `o`.
         qkv: one map to all three instead.
         layout: of its rows: all queries, then all keys, then all values; or group by group of heads, the
             queries of a group, its key, its value.
         latent: keys and values through a latent instead.
+        biases: which of "q k v o" have one, the first choice whose condition holds; not looked at if there is
+            none.
         transposed: whether maps are stored `[in, out]`.
         heads: number of query heads; `groups` of key heads.
         width: of queries and keys; `value_width` of values, if it is another.
@@ -184,7 +190,10 @@ class AttentionSpec(_Spec):
     settings: str = ""
     layers: str = "num_hidden_layers"
     inner: str = "1"
+    more_layers: str = ""
     at: str
+    outside: tuple[str, ...] = ()
+    size: str = "hidden_size | d_model | n_embd | n_embed | dim"
     q: str = "q_proj"
     k: str = "k_proj"
     v: str = "v_proj"
@@ -192,6 +201,7 @@ class AttentionSpec(_Spec):
     qkv: str = ""
     layout: Literal["q k v", "by group"] = "q k v"
     latent: LatentSpec | None = None
+    biases: tuple[Choice, ...] = ()
     transposed: bool = False
     heads: str = "num_attention_heads"
     groups: tuple[Choice, ...] = (Choice(value="num_key_value_heads | num_attention_heads"),)
@@ -211,6 +221,19 @@ class AttentionSpec(_Spec):
 
 
 @final
+class Unread(_Spec):
+    """Attention that is known and not read.
+
+    Attributes:
+        names: of its tensors, a pattern.
+        why: for reports.
+    """
+
+    names: str
+    why: str
+
+
+@final
 class Family(_Spec):
     """An architecture family.
 
@@ -219,12 +242,14 @@ class Family(_Spec):
         model_types: of configurations.
         attention: its kinds of attention layers.
         rest: tensors that look like attention by their names and are not, as patterns.
+        unread: attention that is reported, and not read.
     """
 
     name: str
     model_types: tuple[str, ...] = ()
     attention: tuple[AttentionSpec, ...] = Field(min_length=1)
     rest: tuple[str, ...] = ()
+    unread: tuple[Unread, ...] = ()
 
 
 def family_of(model_type: str) -> Family | None:
@@ -251,7 +276,10 @@ def read_family(path: Path) -> Family:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: not TOML: {error}") from None
     try:
-        return Family.model_validate(_expanded(record, path.stem))
+        family = Family.model_validate(_expanded(record, path.stem))
+        for spec in family.attention:
+            _try_names(spec)
+        return family
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -268,6 +296,23 @@ def _read_all() -> Iterator[Family]:
             )
 
 
+def _try_names(spec: AttentionSpec) -> None:
+    """Fill in the numbers that names may hold.
+
+    Raises:
+        DataError: a name holds something else in braces.
+    """
+    head_norm = () if spec.head_norm is None else (spec.head_norm.q, spec.head_norm.k)
+    beside = [*(norm.at for norm in spec.norm), *(p.table for p in spec.positions)]
+    for name in (spec.at, *beside, *(p.table_norm for p in spec.positions), *head_norm):
+        try:
+            name.format(layer=0, inner=0, head=0)
+        except (KeyError, IndexError, ValueError):
+            raise DataError(
+                f"{name}: a name may hold {{layer}}, {{inner}} and {{head}}, no other braces"
+            ) from None
+
+
 def _expanded(record: dict[str, Any], where: str) -> dict[str, Any]:
     """A record with `like = "NAME"` in its attention entries replaced by the first entry of that family."""
     entries = record.get("attention")
@@ -281,7 +326,10 @@ def _laid_over(entry: Any, where: str) -> Any:
         return entry
     name, _, number = str(entry["like"]).partition("#")
     path = _FOLDER / f"{name}.toml"
-    if not path.is_file():
+    if not re.fullmatch(r"\w+", name) or not path.is_file():
         raise DataError(f"{where}: there is no family {name} to be like")
-    other = _expanded(tomllib.loads(path.read_text(encoding="utf-8")), name)["attention"][int(number or 0)]
+    others = _expanded(tomllib.loads(path.read_text(encoding="utf-8")), name)["attention"]
+    if not (number or "0").isdecimal() or int(number or 0) >= len(others):
+        raise DataError(f"{where}: {name} has attention 0 to {len(others) - 1}, and not {number}")
+    other = others[int(number or 0)]
     return {**other, **{key: value for key, value in entry.items() if key != "like"}}

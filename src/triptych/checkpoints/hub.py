@@ -177,4 +177,4 @@ def _explained(name: str) -> Iterator[None]:
 
 def _unreachable(name: str, error: Exception) -> str:
     reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-    return f"{name}: the Hub could not be asked: {reason}"
+    return f"{name}: there is no such path here, and the Hub could not be asked: {reason}"

@@ -60,6 +60,7 @@ class AttentionSource(ABC):
         sites: its attention layers, in order.
         num_tensors: there are in all.
         left_over: tensors that are no attention, as far as their names tell.
+        unread: tensors of attention that is known and not read, and why.
     """
 
     name: str
@@ -68,6 +69,7 @@ class AttentionSource(ABC):
     sites: tuple[Site, ...]
     num_tensors: int
     left_over: tuple[str, ...]
+    unread: dict[str, str]
 
     @abstractmethod
     def read(self, site: Site) -> AttentionLayer:

@@ -41,9 +41,19 @@ class OwnModel(AttentionSource):
         self._names = found
         self.sites = tuple(found)
         parameters = dict(self._model.named_parameters())
-        attention = {id(tensor) for weights in self._weights.values() for tensor in weights.tensors()}
+        # The maps are views of parameters.
+        attention = {
+            tensor.untyped_storage().data_ptr()
+            for weights in self._weights.values()
+            for tensor in weights.tensors()
+        }
         self.num_tensors = len(parameters)
-        self.left_over = tuple(name for name, tensor in parameters.items() if id(tensor) not in attention)
+        self.left_over = tuple(
+            name
+            for name, tensor in parameters.items()
+            if tensor.untyped_storage().data_ptr() not in attention
+        )
+        self.unread = {}
 
     def read(self, site: Site) -> AttentionLayer:
         """The weights of a layer; nothing is read."""

@@ -115,6 +115,7 @@ def dequantised(tensors: Tensors, settings: Settings) -> Tensors:
     Raises:
         DataError: a way to quantise that is not known here, or tensors that do not fit together.
     """
+    _refuse_by_name(tensors, settings)
     found = [packed for name in tensors.infos if (packed := _packed(name, tensors, settings)) is not None]
     if not found:
         return tensors
@@ -172,19 +173,47 @@ def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
         for scale, times in (("weight_scale_inv", 1.0), ("weight_scale", 1.0), ("SCB", 1 / 127)):
             part = f"{module}.{scale}"
             if part in tensors.infos:
-                return Scaled(module, (name, part), shape, times, _block(tensors, part, shape, settings))
+                # What inputs are scaled by says nothing of the map.
+                more = tuple(
+                    m for m in (f"{module}.input_scale", f"{module}.weight_format") if m in tensors.infos
+                )
+                block = _block(tensors, part, shape, settings)
+                return Scaled(module, (name, part, *more), shape, times, block)
         return None
-    if last == "weight" and any(other.startswith(f"{name}.quant_state") for other in tensors.infos):
-        raise DataError(
-            f"{tensors.name}: tensor {name} is in 4 bits of bitsandbytes, which are not read: use the "
-            "checkpoint before quantisation"
-        )
     if last != "qweight":
         return None
     method, bits, group = (
         settings.value(f"quantization_config.{key}") for key in ("quant_method", "bits", "group_size")
     )
     return _grouped(module, str(method), bits, group, tensors, settings)
+
+
+def _refuse_by_name(tensors: Tensors, settings: Settings) -> None:
+    """Ways to quantise that are known and not read.
+
+    Raises:
+        DataError: one of them, with the first tensor that is written so.
+    """
+    method = settings.value("quantization_config.quant_method")
+    version = settings.value("quantization_config.version")
+    if method == "awq" and version not in (None, "gemm", "GEMM"):
+        raise DataError(_unread(tensors, "its maps", f"AWQ in the layout {str(version)[:40]!r}"))
+    for name in tensors.infos:
+        if ".quant_state." in name:
+            raise DataError(
+                _unread(tensors, f"tensor {name.partition('.quant_state.')[0]}", "bitsandbytes in 4 bits")
+            )
+        if name.endswith(".weight_packed"):
+            raise DataError(_unread(tensors, f"tensor {name}", "compressed-tensors in packed integers"))
+        if name.endswith(".weight_format") and bool(tensors.read(name).any()):
+            raise DataError(_unread(tensors, f"tensor {name}", "bitsandbytes in a layout of its own"))
+
+
+def _unread(tensors: Tensors, what: str, how: str) -> str:
+    return (
+        f"{tensors.name}: {what} is quantised by {how}, which is not read: use the checkpoint before "
+        "quantisation"
+    )
 
 
 def _grouped(

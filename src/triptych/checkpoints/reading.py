@@ -63,6 +63,7 @@ class LayerReader:
         self.where, self.tensors = where, tensors
         self.site, self.spec, self.settings, self.layer = where.site, where.spec, where.settings, where.layer
         self.read_names: list[str] = []
+        self._dtype = self._common_dtype()
 
     def read(self) -> AttentionLayer:
         """Read it.
@@ -80,6 +81,8 @@ class LayerReader:
         if position.kind == "disentangled":
             scale /= math.sqrt(1 + len(self._distance_parts()))
         norm_spec, norm = self._norm()
+        self._require_sizes(q, k, v, o, norm)
+        self._require_biases(q, k, v, o_bias)
         q_norm, k_norm = self._head_norms(heads)
         scoring = replace(
             scoring,
@@ -116,6 +119,45 @@ class LayerReader:
             bias_slots=frozenset(slots),
         )
         return AttentionLayer(self.site, replace(weights, traits=traits), scoring, tuple(self.read_names))
+
+    def _require_sizes(self, q: Chain, k: Chain, v: Chain, o: Chain, norm: Norm | None) -> None:
+        """What is read, what is written and the norm are as wide as each other and as the configuration says.
+
+        Raises:
+            DataError: they are not.
+        """
+        read, written = q[0].d_in, o[-1].d_out
+        said = self.settings.value(self.spec.size, self.layer) if self.spec.size else None
+        widths = {"what queries read": read, "what is written": written}
+        if self.spec.kind != "cross":
+            widths |= {"what keys read": k[0].d_in, "what values read": v[0].d_in}
+        elif k[0].d_in != v[0].d_in:
+            raise DataError(f"{self._here()}: keys read {k[0].d_in} channels, values {v[0].d_in}")
+        if norm is not None:
+            widths["the norm"] = len(norm.gain)
+        wanted = said if isinstance(said, int) else read
+        for what, width in widths.items():
+            if width != wanted:
+                by = f"{self.settings.where} says" if isinstance(said, int) else "queries read"
+                raise DataError(f"{self._here()}: {what} has width {width}, where {by} {wanted}")
+
+    def _require_biases(self, q: Chain, k: Chain, v: Chain, o_bias: Tensor | None) -> None:
+        """The biases are there that the family has.
+
+        Raises:
+            DataError: one is missing, or one too many is there.
+        """
+        choices = [c for c in self.spec.biases if self.settings.holds(c.when, self.layer)]
+        if not choices:
+            return
+        there = {"q": q[-1].bias, "k": k[-1].bias, "v": v[-1].bias, "o": o_bias}
+        for side, bias in there.items():
+            if (bias is not None) != (side in choices[0].value.split()):
+                state = "has a bias" if bias is not None else "has no bias"
+                raise DataError(f"{self._here()}: the map of {side} {state}, against the configuration")
+
+    def _here(self) -> str:
+        return f"{self.tensors.name}: {self.site.module}"
 
     # The maps.
 
@@ -260,14 +302,21 @@ class LayerReader:
             return None
         settings, layer = self.settings, self.layer
         whole = settings.count(spec.width, layer) if spec.width else width
-        turned = int(whole * settings.number(spec.share, layer)) // 2 * 2
+        share, start = settings.number(spec.share, layer), int(settings.number(spec.start, layer))
+        turned = int(whole * share) // 2 * 2 if 0 <= share <= 1 else width + 1
+        if turned + start > width:
+            raise DataError(
+                f"{settings.where}: rotary positions would turn more than the {width} channels of a head"
+            )
         scaling = next((s for path in spec.scaling if isinstance(s := settings.value(path, layer), dict)), {})
+        first = settings.value("original_max_position_embeddings", layer)
+        if scaling and first is not None:  # some have it beside the record
+            scaling = {"original_max_position_embeddings": first, **scaling}
         longest = settings.number("max_position_embeddings | 2048", layer)
         try:
             found = frequencies(scaling, turned, settings.number(spec.base, layer), longest)
-        except ValueError as error:
-            raise DataError(f"{settings.where}: {error}") from None
-        start = int(settings.number(spec.start, layer))
+        except (ValueError, TypeError, ArithmeticError) as error:
+            raise DataError(f"{settings.where}: rotary positions cannot be scaled so: {error}") from None
         return Rotation(found.per_position, spec.pairing, start, found.factor)
 
     def _bias(self, spec: PositionSpec, heads: int, scale: float, q: Link, k: Link) -> ScoreBias | None:
@@ -390,9 +439,8 @@ class LayerReader:
         below, beside = self.site.module + ".", self.names_beside()
         return [
             name
-            for name in self.tensors.infos
-            if name.startswith(below)
-            and name not in beside
+            for name in self.tensors.below(self.site.module)
+            if name not in beside
             and not any(fnmatch.fnmatchcase(name.removeprefix(below), pattern) for pattern in patterns)
         ]
 
@@ -413,13 +461,31 @@ class LayerReader:
                 f"{self._of(name)}: its entries are {tensor.dtype}, quantised in a way not known here"
             )
         self.read_names.append(name)
-        return tensor
+        return tensor if self._dtype is None else tensor.to(self._dtype)
+
+    def _common_dtype(self) -> torch.dtype | None:
+        """The narrowest that holds all floating numbers of the layer: maps and norms may differ.
+
+        Raises:
+            DataError: some are in float8, and nothing says what they are multiplied by.
+        """
+        found = None
+        beside = [name for name in self.names_beside() if name in self.tensors.infos]
+        for name in (*self.tensors.below(self.site.module), *beside):
+            info = self.tensors.infos[name]
+            if info.dtype.is_floating_point:
+                if info.dtype.itemsize == 1:
+                    raise DataError(f"{self._of(name)}: float8 without a scale, which is not read")
+                found = info.dtype if found is None else torch.promote_types(found, info.dtype)
+        return found
 
     def _of(self, name: str) -> str:
         return f"{self.tensors.where(name)}, tensor {name}"
 
 
-_TRAIT_OF: dict[str, Literal["none", "sinusoidal", "learned", "relative", "alibi", "rotary"]] = {
+_TRAIT_OF: dict[
+    str, Literal["none", "sinusoidal", "learned", "relative", "alibi", "rotary", "disentangled"]
+] = {
     "none": "none",
     "sinusoidal": "sinusoidal",
     "learned": "learned",
@@ -427,7 +493,7 @@ _TRAIT_OF: dict[str, Literal["none", "sinusoidal", "learned", "relative", "alibi
     "rotary": "rotary",
     "alibi": "alibi",
     "distance table": "relative",
-    "disentangled": "rotary",  # the distance meets queries and keys, as in a rotation
+    "disentangled": "disentangled",
 }
 
 

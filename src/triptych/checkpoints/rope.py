@@ -51,7 +51,7 @@ def frequencies(scaling: Mapping[str, Any], width: int, base: float, max_positio
             return _yarn(scaling, plain, base, max_positions)
         case "longrope" | "su":
             return _longrope(scaling, plain, max_positions)
-    raise ValueError(f"rotary positions scaled as {kind!r} are not known here")
+    raise ValueError(f"{str(kind)[:80]!r} is not known here")
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
@@ -99,7 +99,7 @@ def _longrope(scaling: Mapping[str, Any], plain: Tensor, max_positions: float) -
     factor = _number(scaling, "factor", max_positions / first)
     short = scaling.get("short_factor")
     if not isinstance(short, list) or len(short) != len(plain):
-        raise ValueError(f"rotary positions need a short_factor of {len(plain)} numbers")
+        raise ValueError(f"they need a short_factor of {len(plain)} numbers")
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(first))
@@ -111,5 +111,5 @@ def _number(scaling: Mapping[str, Any], name: str, otherwise: float | None = Non
     if value is None:
         value = otherwise
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"rotary positions need a number {name}, not {value!r}")
+        raise ValueError(f"they need a number {name}, not {str(value)[:80]}")
     return float(value)

@@ -16,6 +16,7 @@ from typing import Any, final
 from triptych.errors import DataError
 
 _MISSING = object()
+_LARGEST = 1e15
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -81,6 +82,8 @@ class Settings:
         found = self.value(expression, layer)
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise DataError(f"{self.where}: {expression} is {_said(found)}: a number is needed")
+        if not -_LARGEST <= found <= _LARGEST:
+            raise DataError(f"{self.where}: {expression} is {_said(found)}: too large, or no number")
         return float(found)
 
     def holds(self, condition: str, layer: int = 0) -> bool:

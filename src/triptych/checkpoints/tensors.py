@@ -13,9 +13,10 @@ import struct
 import warnings
 import zipfile
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise, takewhile
 from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeGuard, final
@@ -157,6 +158,7 @@ class Safetensors(TensorFile):
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
+            _require_plain(name, self.name)
             self.infos[name], self._places[name] = self._entry(name, entry)
         self._refuse_overlaps()
 
@@ -247,6 +249,11 @@ class Pickled(TensorFile):
         for name, tensor in found.items():
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
                 raise DataError(f"{path}: {_shown(name)} is a {type(tensor).__name__} and no tensor")
+            _require_plain(name, str(path))
+            if tensor.layout != torch.strided or tensor.is_meta:
+                raise DataError(
+                    f"{path}, tensor {name}: it is stored in a way that is not read (sparse, or empty)"
+                )
         return found
 
 
@@ -263,6 +270,12 @@ class Tensors:
         self.name = name
         self._files = dict(files)
         self.infos = {tensor: file.infos[tensor] for tensor, file in self._files.items()}
+        self._names = sorted(self.infos)
+
+    def below(self, module: str) -> list[str]:
+        """Names of the tensors of a module and of those within it."""
+        start = bisect_left(self._names, f"{module}.")
+        return list(takewhile(lambda name: name.startswith(f"{module}."), islice(self._names, start, None)))
 
     def read(self, name: str) -> Tensor:
         """A tensor as it is stored.
@@ -291,13 +304,14 @@ def open_tensors(path: Path) -> Tensors:
         return of_one(_open_file(path))
     if not path.is_dir():
         raise DataError(f"{path}: there is no such file or folder")
+    # In the order in which Hugging Face's library looks.
     for index, whole in ((SAFETENSORS_INDEX, SAFETENSORS), (_PICKLED_INDEX, _PICKLED)):
+        if (path / whole).is_file():
+            return of_one(_open_file(path / whole))
         if (path / index).is_file():
             return from_index(
                 read_json(path / index), str(path / index), str(path), lambda shard: _open_file(path / shard)
             )
-        if (path / whole).is_file():
-            return of_one(_open_file(path / whole))
     raise DataError(
         f"{path}: no {SAFETENSORS}, {SAFETENSORS_INDEX}, {_PICKLED} or {_PICKLED_INDEX} in it: "
         "is this the folder of a checkpoint?"
@@ -404,6 +418,16 @@ def _stays_in_folder(name: str) -> bool:
         not path.is_absolute() and not path.drive and ".." not in path.parts
         for path in (PurePosixPath(name), PureWindowsPath(name))
     )
+
+
+def _require_plain(name: str, where: str) -> None:
+    """Names go into reports and onto terminals.
+
+    Raises:
+        DataError: one holds what cannot be printed.
+    """
+    if not name.isprintable():
+        raise DataError(f"{where}: a tensor is named {_shown(name)}, with characters that cannot be printed")
 
 
 def _are_counts(value: Any) -> TypeGuard[list[int]]:

@@ -19,7 +19,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
-_ROTARY = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
+_ROTARY = ("rope_theta", "rope_parameters", "rope_scaling")
+# Rotary in another way than over whole heads, or something else beside the scores.
+_OTHER_POSITIONS = (
+    "rotary_dim", "rotary_pct", "partial_rotary_factor", "rotary_emb_base", "alibi", "relative_attention",
+    "position_embedding_type", "relative_attention_num_buckets",
+)  # fmt: skip
 _EXAMPLE = """[[attention]]
 at = "model.layers.{layer}.self_attn"   # q_proj, k_proj, v_proj and o_proj below it are the default names"""
 
@@ -49,8 +54,9 @@ def work_out_family(settings: Settings, tensors: Tensors, name: str) -> Family:
         raise DataError(_refusal(tensors, name, f"the configuration has none of {', '.join(_HEADS)}"))
     positions = _positions(settings, tensors)
     if positions is None:
-        why = "whether its positions are rotary, learned or something else cannot be told"
+        why = "whether its positions are rotary over whole heads, learned or something else cannot be told"
         raise DataError(_refusal(tensors, name, why))
+    _require_nothing_else(found, tensors, name)
     specs = []
     for module in found:
         if module.layers != frozenset(range(len(module.layers))):
@@ -61,7 +67,10 @@ def work_out_family(settings: Settings, tensors: Tensors, name: str) -> Family:
     if len({*stacks}) < len(stacks):
         why = f"{' and '.join(module.module for module in found)} are more than one stack of the same kind"
         raise DataError(_refusal(tensors, name, why))
-    return Family(name="worked out from names and shapes", attention=tuple(specs))
+    assumed = "causal" if any(spec.kind == "causal" for spec in specs) else "seen from both sides"
+    how = {"rotary": "rotary over whole heads, by halves", "learned": "learned"}[positions.kind]
+    told = f"worked out from names and shapes: positions {how}, {assumed}"
+    return Family(name=told, attention=tuple(specs))
 
 
 def _modules(tensors: Tensors) -> list[_Found]:
@@ -78,7 +87,7 @@ def _modules(tensors: Tensors) -> list[_Found]:
         if not all(module in by_side[side] for side in _NAMES):
             continue
         numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
-        if len(numbers) != 1:
+        if len(numbers) != 1 or "{" in module or "}" in module:
             continue
         chosen = tuple((side, max(by_side[side][module], key=len)) for side in _NAMES)
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "{layer}", module)
@@ -89,15 +98,16 @@ def _modules(tensors: Tensors) -> list[_Found]:
 def _spec(
     module: _Found, settings: Settings, tensors: Tensors, heads: str, positions: PositionSpec, name: str
 ) -> AttentionSpec:
-    first = module.module.format(layer=0)
+    first = module.module.replace("{layer}", "0")
     shapes = {side: tensors.infos[f"{first}.{own}.weight"].shape for side, own in module.names.items()}
+    if not all(len(shape) == 2 for shape in shapes.values()):
+        raise DataError(_refusal(tensors, name, f"the maps of {first} are no matrices"))
     groups = _first(settings, _KEY_HEADS) or heads
     num_heads, num_groups = settings.count(heads), settings.count(groups)
     rows = shapes["q"][0]
     width, rest = divmod(rows, num_heads)
     fits = (
-        all(len(shape) == 2 for shape in shapes.values())
-        and not rest
+        not rest
         and shapes["k"][0] == num_groups * width
         and shapes["v"][0] % num_groups == 0
         and shapes["o"][1] == num_heads * (shapes["v"][0] // num_groups)
@@ -108,7 +118,7 @@ def _spec(
         why = f"the shapes of {first} ({shown}) do not fit {num_heads} heads on {num_groups} of keys"
         raise DataError(_refusal(tensors, name, why))
     cross = bool(re.search(r"cross|encoder_attn|EncDec", module.module))
-    in_decoder = "decoder" in module.module or _first(settings, ("is_decoder",)) is not None
+    in_decoder = "decoder" in module.module or bool(settings.value("is_decoder"))
     lone = "encoder" not in module.module and not in_decoder
     return AttentionSpec(
         stack="encoder" if "encoder" in module.module else "decoder",
@@ -121,16 +131,42 @@ def _spec(
         width=str(width),
         value_width=str(shapes["v"][0] // num_groups),
         positions=(PositionSpec(kind="none") if cross else positions,),
-        known=("*",),
     )
 
 
 def _positions(settings: Settings, tensors: Tensors) -> PositionSpec | None:
-    if _first(settings, _ROTARY) is not None:
-        return PositionSpec(kind="rotary")
-    if any(re.search(r"(position|pos)_?(embed|emb)|\bwpe\b", tensor) for tensor in tensors.infos):
-        return PositionSpec(kind="learned")
-    return None
+    """Rotary over whole heads by halves, as where the configuration says no more; learned; or None."""
+    if _first(settings, _OTHER_POSITIONS) not in (None, "position_embedding_type"):
+        return None
+    kind = settings.value("position_embedding_type")
+    if any(re.search(r"relative|rel_pos|distance", tensor) for tensor in tensors.infos):
+        return None
+    rotary = _first(settings, _ROTARY) is not None
+    learned = any(re.search(r"(position|pos)_?(embed|emb)|\bwpe\b", tensor) for tensor in tensors.infos)
+    if rotary == learned or kind not in (None, "absolute" if learned else "rotary"):
+        return None
+    return PositionSpec(kind="rotary" if rotary else "learned")
+
+
+def _require_nothing_else(found: list[_Found], tensors: Tensors, name: str) -> None:
+    """Every tensor that looks like attention is one of the maps that were found, or a bias.
+
+    Raises:
+        DataError: there is another.
+    """
+    known = {
+        f"{module.module.replace('{layer}', str(layer))}.{own}.{part}"
+        for module in found
+        for layer in module.layers
+        for own in module.names.values()
+        for part in ("weight", "bias")
+    }
+    modules = tuple(f"{m.module.replace('{layer}', str(layer))}." for m in found for layer in m.layers)
+    for tensor in tensors.infos:
+        looks = re.search(r"attn|attention|query|key_value|qkv|(^|[._])[qkv]_proj", tensor, re.I)
+        is_map = len(tensors.infos[tensor].shape) > 1
+        if tensor not in known and ((looks and is_map) or tensor.startswith(modules)):
+            raise DataError(_refusal(tensors, name, f"nothing says what {tensor} does"))
 
 
 def _first(settings: Settings, names: tuple[str, ...]) -> str | None:

@@ -3,11 +3,12 @@
 import csv
 import io
 import json
+import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from triptych.checkpoints.family import Family, read_family
 from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
-from triptych.inspection_pages import heads_page, outliers, shaded_map, summary
+from triptych.inspection_pages import heads_page, outliers, shaded_map, side_by_side, summary
 from triptych.reports import render_table, write_heads_report, write_parquet
 
 _MAPS = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying")
@@ -41,7 +42,7 @@ def inspect(
         str | None, typer.Option("--compare", help="Another checkpoint, to be set beside it.")
     ] = None,
     family: Annotated[
-        Path | None, typer.Option("--family", help="A file that says how attention is written there.")
+        Path | None, typer.Option("--family", help="A file that says how attention is written, in both.")
     ] = None,
     ignore_rotary: Annotated[
         bool,
@@ -56,9 +57,7 @@ def inspect(
 
     Spectra and ranks of W_QK and W_OV, how alike the maps of a head are beside chance, symmetry, copying.
     """
-    for path in (html, csv_file, parquet):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"the folder of {path} does not exist: make it first")
+    _require_free((html, csv_file, parquet), (checkpoint, compare))
     own = None if family is None else read_family(family)
     chosen_layers, chosen_heads = _numbers(layers, "--layers"), _numbers(heads, "--heads")
     found = [
@@ -66,21 +65,48 @@ def inspect(
         for name in (checkpoint, compare)
         if name is not None
     ]
+    if len(found) == 2 and found[0].name == found[1].name:
+        found[1] = replace(found[1], name=f"{found[1].name} (2)")
     if html is not None:
         write_heads_report(heads_page(found, shlex.join(["triptych", *sys.argv[1:]])), html)
     if csv_file is not None:
         write_text(csv_file, _as_csv(found))
     if parquet is not None:
-        write_parquet(_rows(found), parquet)
+        write_parquet(_rows(found), parquet, [measure.name for measure in MEASURES])
     if as_json:
         print(json.dumps([_record(i) for i in found] if compare is not None else _record(found[0])))
         return
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for inspection in found:
         _print(inspection, console)
+    if len(found) == 2:
+        console.print(render_table(side_by_side(*found)))
     for path in (html, csv_file, parquet):
         if path is not None:
             console.print(f"written: {path}")
+
+
+def _require_free(outputs: Sequence[Path | None], inputs: Sequence[str | None]) -> None:
+    """Every output can be written, and none takes the place of another or of what is read.
+
+    Raises:
+        UsageError: one cannot.
+    """
+    read = [Path(name).resolve() for name in inputs if name is not None]
+    taken: set[Path] = set()
+    for path in outputs:
+        if path is None:
+            continue
+        real, folder = path.resolve(), path.absolute().parent
+        if not folder.is_dir():
+            raise UsageError(f"the folder of {path} does not exist: make it first")
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise UsageError(f"{path} cannot be written: it is a folder, or not yours to write")
+        if real in taken:
+            raise UsageError(f"{path} is given twice: each output needs a file of its own")
+        if path.exists() and any(real == of or real.is_relative_to(of) for of in read):
+            raise UsageError(f"{path} is a file of the checkpoint: choose another name")
+        taken.add(real)
 
 
 def _inspected(

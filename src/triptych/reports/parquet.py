@@ -1,14 +1,19 @@
 """Rows of plain values as Parquet; `pyarrow` comes with the extra `[parquet]`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from triptych.errors import UsageError
 from triptych.files import write_atomically
 
 
-def write_parquet(rows: Sequence[Mapping[str, object]], path: Path) -> None:
+def write_parquet(rows: Sequence[Mapping[str, object]], path: Path, figures: Collection[str] = ()) -> None:
     """Write rows, a column for each key of the first.
+
+    Args:
+        rows: plain values.
+        path: of the file.
+        figures: columns that are float64 whatever is in them; types of the others follow from their values.
 
     Raises:
         UsageError: pyarrow is not installed.
@@ -20,4 +25,7 @@ def write_parquet(rows: Sequence[Mapping[str, object]], path: Path) -> None:
     except ImportError as error:
         raise UsageError("Parquet needs pyarrow: pip install 'triptych[parquet]'") from error
     table = pyarrow.Table.from_pylist([dict(row) for row in rows])
+    for place, name in enumerate(table.column_names):
+        if name in figures:
+            table = table.set_column(place, name, table.column(place).cast(pyarrow.float64()))
     write_atomically(path, lambda temporary: pyarrow.parquet.write_table(table, temporary))

@@ -105,6 +105,8 @@ def why_channels_stay(traits: Traits, form: Form) -> str:
             "under rotary positions only one non-zero complex scalar per rotation plane commutes with the "
             "rotation, so key channels cannot be mixed"
         )
+    if traits.positions == "disentangled":
+        return "distances meet queries and keys in the same channels (disentangled positions)"
     if traits.qk_norm:
         return "queries and keys are normalised (QK-norm), which depends on the basis of their channels"
     return ""

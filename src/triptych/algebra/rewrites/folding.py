@@ -177,6 +177,8 @@ def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) 
     if traits.positions == "rotary":
         reason = "under rotary positions the form depends on the distance, so no one matrix is it"
         raise RewriteRefusedError("fold", reason, advice)
+    if traits.positions == "disentangled":
+        raise RewriteRefusedError("fold", "distances meet queries and keys each (disentangled)", advice)
     if traits.qk_norm:
         reason = "queries and keys are normalised before their product (QK-norm)"
         raise RewriteRefusedError("fold", reason, advice)
@@ -316,6 +318,8 @@ def _require_one_matrix(weights: AttentionWeights) -> None:
     if weights.traits.positions == "rotary":
         reason = "under rotary positions the form depends on the distance, so no two maps make it"
         raise RewriteRefusedError("factor", reason)
+    if weights.traits.positions == "disentangled":
+        raise RewriteRefusedError("factor", "distances meet queries and keys each (disentangled)")
     if weights.traits.qk_norm:
         raise RewriteRefusedError("factor", "queries and keys are normalised before their product (QK-norm)")
     require_nothing_between("factor", "q", weights.q)

@@ -15,6 +15,8 @@ def why_key_bias_counts(traits: Traits) -> str:
             "under rotary positions the key bias is turned with each key, so it does not add the same number "
             "to every score of a query"
         )
+    if traits.positions == "disentangled":
+        return "distances meet the keys with their bias (disentangled positions), each with another number"
     if traits.qk_norm:
         return "the keys are normalised with their bias (QK-norm), so it is more than an addition to a row"
     if traits.soft_cap is not None:

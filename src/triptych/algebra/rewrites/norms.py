@@ -136,8 +136,9 @@ def _require_map(side: Side, chain: Chain) -> None:
 def _require_gain_passes_to_queries(weights: AttentionWeights, *, shifted: bool) -> None:
     """Refuse unless `q · (γ ∘ y + β)`, where y itself is the key, is `(q ∘ γ) · y` to the softmax."""
     traits = weights.traits
-    if traits.positions == "rotary" or traits.qk_norm:
-        what = "rotary positions stand" if traits.positions == "rotary" else "a norm (QK-norm) stands"
+    if traits.positions in ("rotary", "disentangled") or traits.qk_norm:
+        between = traits.positions in ("rotary", "disentangled")
+        what = f"{traits.positions} positions stand" if between else "a norm (QK-norm) stands"
         raise RewriteRefusedError(
             _NAME, f"the keys are the input itself, and {what} between them and the queries"
         )

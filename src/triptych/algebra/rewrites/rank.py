@@ -251,6 +251,8 @@ def _require_latent(weights: AttentionWeights) -> None:
             "under rotary positions keys would have to be turned between the latent and the query; decoupled "
             "rotary makes it bounded, and is not part of this writing",
         )
+    if weights.traits.positions == "disentangled":
+        raise RewriteRefusedError("to_latent", "distances meet queries and keys in the same channels")
     for side in ("k", "v"):
         if not weights.chain(side):
             raise RewriteRefusedError(
