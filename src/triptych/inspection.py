@@ -80,6 +80,8 @@ def _of_form(form: str, title: str, group: str) -> Iterator[Measure]:
         ("frobenius_norm", "Frobenius norm", "√Σσ²: its size over all inputs."),
         ("condition", "condition", "σ₁ over the smallest singular value."),
     ):
+        if form == "qk":
+            meaning += " Of rotary heads: of the planes, σ² being their energies."
         yield Measure(f"{form}_{name}", f"{what} of {title}", meaning, group)
 
 
@@ -99,7 +101,8 @@ def _of_pair(pair: str) -> Iterator[Measure]:
         (
             "p_value",
             f"p-value of the overlap of {both}",
-            "How probable as much overlap is for random subspaces (normal approximation).",
+            "How probable as much overlap is for random subspaces (gamma approximation: up to twice too "
+            "large).",
         ),
     ):
         yield Measure(f"{pair}_{name}", title, meaning, _LIKENESS)
