@@ -188,7 +188,7 @@ def _chance_of_as_much(shared: Tensor, p: Tensor, q: Tensor, d: int) -> Tensor:
     # Where one space is everything, or nothing, there is nothing to be surprised at.
     alive = (variance > 0) & (mean > 0)
     shape = (mean * rate).where(alive, 1.0)
-    tail = torch.special.gammaincc(shape, (shared.double() * rate).where(alive, 0.0))
+    tail: Tensor = torch.special.gammaincc(shape, (shared.double() * rate).where(alive, 0.0))
     return tail.to(shared.dtype)
 
 
