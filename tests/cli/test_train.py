@@ -95,8 +95,8 @@ def test_a_recipe_that_is_not_there_names_those_that_are(triptych: Command) -> N
     answer = triptych("train", "dmo")
     assert answer.code == 2
     assert (
-        "there is no recipe dmo: give a TOML file, or one of demo, multi30k, paper-base, paper-big, tatoeba"
-        in (answer.err)
+        "there is no recipe dmo: give a TOML file, or one of demo, multi30k, multi30k-best, paper-base, "
+        "paper-big, tatoeba" in (answer.err)
     )
 
 
