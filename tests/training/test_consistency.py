@@ -153,3 +153,8 @@ def test_before_its_step_the_run_is_as_without_it(tmp_path: Path) -> None:
 def test_without_dropout_there_is_nothing_to_agree_on() -> None:
     with pytest.raises(UsageError, match=r"training\.consistency is 5\.0 but the model has no dropout"):
         recipe(5.0, dropout=0.0)
+
+
+def test_when_it_begins_says_nothing_without_it() -> None:
+    with pytest.raises(UsageError, match=r"training\.consistency_after says when consistency begins"):
+        recipe(0.0, dropout=0.3, after=10)

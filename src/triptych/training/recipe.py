@@ -166,6 +166,10 @@ class Recipe(_Section):
     def _passes_differ(self) -> "Recipe":
         model, consistency = self.model, self.training.consistency
         attentions = (model.encoder.attention, model.decoder.attention, model.decoder.cross_attention)
+        if self.training.consistency_after and not consistency:
+            raise ValueError(
+                "training.consistency_after says when consistency begins, and training.consistency is 0"
+            )
         if consistency and not any(
             (model.dropout, model.activation_dropout, *(attention.dropout for attention in attentions))
         ):
