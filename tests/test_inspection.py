@@ -220,3 +220,24 @@ def test_the_terminal_has_a_map_and_outliers(tmp_path: Path) -> None:
     assert all(line.count("│") == 2 for line in lines[1:])
     assert shaded_map(inspected(llama(tmp_path / "llama")), "qk_symmetric_share") == []
     assert any("effective rank" in row[0] for row in outliers(found).rows)
+
+
+def test_weights_that_are_used_again_and_again_are_said_to_be(tmp_path: Path) -> None:
+    at = "encoder.albert_layer_groups.0.albert_layers.0.attention"
+    names = ("query", "key", "value", "dense")
+    tensors = {f"{at}.{name}.weight": torch.randn(D, D) for name in names}
+    tensors |= {f"{at}.{name}.bias": torch.randn(D) for name in (*names, "LayerNorm")}
+    save_file({**tensors, f"{at}.LayerNorm.weight": torch.ones(D)}, tmp_path / "model.safetensors")
+    config = {"model_type": "albert", "hidden_size": D, "num_attention_heads": HEADS}
+    config |= {"num_hidden_layers": 12, "num_hidden_groups": 1, "inner_group_num": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = " ".join(summary(inspected(tmp_path)))
+    assert "In 1 of 1 layer the model uses these same weights 12 times" in said
+
+
+def test_shares_of_more_directions_are_those_of_the_spectrum(tmp_path: Path) -> None:
+    layer = inspected(gpt2(tmp_path)).layers[0]
+    energies = torch.tensor(layer.spectra["ov"][1]).square()
+    for count in (2, 4, 8, 32):
+        share = float(energies[:count].sum() / energies.sum())
+        assert layer.figures[f"ov_top_{count}"][1] == pytest.approx(share)

@@ -57,6 +57,10 @@ _LOOKS, _MOVES, _LIKENESS, _SIZES = (
 )
 
 
+# Besides the first direction, so many.
+_MORE_OF_TOP = (2, 4, 8, 16, 32)
+
+
 def _of_form(form: str, title: str, group: str) -> Iterator[Measure]:
     for name, what, meaning in (
         (
@@ -76,6 +80,14 @@ def _of_form(form: str, title: str, group: str) -> Iterator[Measure]:
             for loss in LOSSES
         ),
         ("top", "share of the first direction", "σ₁²/Σσ², 0 to 1."),
+        *(
+            (
+                f"top_{count}",
+                f"share of the first {count} directions",
+                f"The same of the first {count}: of Σσ², 0 to 1.",
+            )
+            for count in _MORE_OF_TOP
+        ),
         ("spectral_norm", "spectral norm", "σ₁: the most it can stretch an input."),
         ("frobenius_norm", "Frobenius norm", "√Σσ²: its size over all inputs."),
         ("condition", "condition", "σ₁ over the smallest singular value."),
@@ -482,6 +494,8 @@ def _is_broken(layer: AttentionLayer, measured: HeadMeasures) -> bool:
 def _caveats(layer: AttentionLayer) -> Iterator[str]:
     """What W_QK and W_OV do not say of a layer."""
     scoring = layer.scoring
+    if layer.uses > 1:
+        yield f"the model uses these same weights {layer.uses} times, one after the other"
     if scoring.q_norm is not None or scoring.k_norm is not None:
         yield "queries and keys are normalised before they meet, so sizes of W_QK say nothing of the scores"
     if scoring.between:
@@ -504,6 +518,10 @@ def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:
             f"{form}_rank": spectrum.rank(1e-6),
             **{f"{form}_rank_{100 - round(100 * loss)}": spectrum.rank_within(loss) for loss in LOSSES},
             f"{form}_top": spectrum.kept[:, 0],
+            **{
+                f"{form}_top_{count}": spectrum.kept[:, min(count, spectrum.kept.shape[1]) - 1]
+                for count in _MORE_OF_TOP
+            },
             f"{form}_spectral_norm": spectrum.spectral_norm,
             f"{form}_frobenius_norm": spectrum.frobenius_norm,
             f"{form}_condition": spectrum.condition,

@@ -158,6 +158,7 @@ class AttentionSpec(_Spec):
         settings: path of the record in the configuration that this stack has for itself.
         layers: how many there are; `inner` how many there are within each, one after the other.
         more_layers: how many more there may be after them, where the file has them.
+        uses: how often the model applies each of them, one time after the other.
         at: the module of a layer's attention.
         outside: words that are not in what stands before `at`: other stacks have the same names.
         size: width of what is read and written; not looked at where the configuration does not say.
@@ -191,6 +192,7 @@ class AttentionSpec(_Spec):
     layers: str = "num_hidden_layers"
     inner: str = "1"
     more_layers: str = ""
+    uses: str = "1"
     at: str
     outside: tuple[str, ...] = ()
     size: str = "hidden_size | d_model | n_embd | n_embed | dim"

@@ -42,12 +42,14 @@ class AttentionLayer:
         weights: its maps, in the checkpoint's dtype.
         scoring: what it does besides.
         tensors: the names of all that was read for it.
+        uses: how often the model applies it, one time after the other.
     """
 
     site: Site
     weights: AttentionWeights
     scoring: Scoring
     tensors: tuple[str, ...]
+    uses: int = 1
 
 
 class AttentionSource(ABC):

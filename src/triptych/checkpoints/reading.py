@@ -118,7 +118,13 @@ class LayerReader:
             sinks=scoring.sinks is not None,
             bias_slots=frozenset(slots),
         )
-        return AttentionLayer(self.site, replace(weights, traits=traits), scoring, tuple(self.read_names))
+        return AttentionLayer(
+            self.site,
+            replace(weights, traits=traits),
+            scoring,
+            tuple(self.read_names),
+            max(1, int(self.settings.number(spec.uses, self.layer))),
+        )
 
     def _require_sizes(self, q: Chain, k: Chain, v: Chain, o: Chain, norm: Norm | None) -> None:
         """What is read, what is written and the norm are as wide as each other and as the configuration says.

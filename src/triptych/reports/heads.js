@@ -9,7 +9,7 @@ const make = (tag, attributes = {}, ...children) => {
 const measures = new Map(report.measures.map((measure) => [measure.name, measure]));
 const shown = (value) => {
   if (value === null || value === undefined) return "–";
-  if (value === 0) return "0";
+  if (Number.isInteger(value) && Math.abs(value) < 100000) return String(value);
   const size = Math.abs(value);
   if (size !== 0 && (size < 0.001 || size >= 100000)) return value.toExponential(1);
   return value.toFixed(size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : 3);
