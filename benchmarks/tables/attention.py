@@ -38,7 +38,7 @@ def measure(command: Command) -> Page:
     """Times in one process, memory in one each."""
     race = command.race({"d_model": D_MODEL, "num_heads": NUM_HEADS, "threads": command.threads})
     cells = _times(command, race)
-    memory = _memory(command, race, max(command.lengths))
+    memory = _memory(command, race, max(command.lengths)) if "self" in command.kinds else []
     rows = []
     for kind in command.kinds:
         for dtype in command.dtypes:
@@ -47,7 +47,7 @@ def measure(command: Command) -> Page:
                 by_length = {c["length"]: c for c in of_row}
                 rows.append([f"{kind}, {dtype}", name, *(_cell(by_length[n]) for n in command.lengths)])
     return Page(
-        name="attention",
+        name="attention" if set(command.kinds) == set(KINDS) else f"attention-{'-'.join(command.kinds)}",
         title=f"Attention, time of the best peer / ours (d_model {D_MODEL}, {NUM_HEADS} heads)",
         columns=("kind", "pass", *map(str, command.lengths)),
         rows=rows,
