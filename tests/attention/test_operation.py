@@ -742,7 +742,7 @@ def test_pieces_give_what_the_whole_gives(
     explained = explain_attention(q, k, v, **alike)
     assert explained.path == "written out in pieces"
     assert explained.kernel == "batched products"
-    assert "a few megabytes of weights at a time" in explained.reason
+    assert "products of some megabytes of weights" in explained.reason
     with torch.no_grad(), Recorder() as recorder:
         output = attention(q, k, v, **alike).output
     assert recorder.names.count("_softmax") > 1
@@ -839,7 +839,7 @@ def test_pieces_hold_no_more_than_they_may() -> None:
     q = torch.randn(1, 8, 2048, 32, dtype=torch.bfloat16)
     with torch.no_grad(), Recorder() as recorder:
         attention(q, q, q)
-    assert recorder.names.count("_softmax") == 8
+    assert recorder.names.count("_softmax") == 16
     assert recorder.largest * q.element_size() <= operation._BYTES_OF_A_PIECE
 
 

@@ -372,7 +372,7 @@ def _reason(plan: _Plan, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dropou
         "dropout": f"dropout is {dropout:g} and must draw the same whether or not the weights are asked for",
         "bias gradient": "torch has no kernel for CPUs but the math one that gives a bias its gradient",
         "short": f"with gradients recorded on a CPU, batched products are faster up to about {limit}",
-        "pieces": "on a CPU products are faster in bfloat16 without gradients, a few megabytes of weights at a time",
+        "pieces": "on a CPU, in bfloat16 without gradients, products of some megabytes of weights are faster",
         "one query": "on a CPU products are faster for one query of each head in bfloat16",
         "short, unlike": f"torch's kernel for CPUs would need copies, which do not pay up to about {limit}",
         "few queries": f"the {held} take less room than the copies that torch's kernel for CPUs would need",
@@ -430,9 +430,9 @@ def _in_pieces(
     together = num_heads // key_heads if alike else num_heads
     # A row of weights, and what is copied for it of queries, keys, values and output.
     room = _BYTES_OF_A_PIECE // ((key_len + 4 * max(d_k, v.shape[3])) * q.element_size())
-    rows = min(query_len, max(1, room // together))
-    heads = min(num_heads, max(1, room // (query_len * together)) * together)
-    sentences = max(1, room // (query_len * num_heads))
+    rows = _even(query_len, room // together)
+    heads = _even(num_heads // together, room // (query_len * together)) * together
+    sentences = _even(batch, room // (query_len * num_heads))
     for b, h, i in itertools.product(
         range(0, batch, sentences), range(0, num_heads, heads), range(0, query_len, rows)
     ):
@@ -450,6 +450,11 @@ def _in_pieces(
             dropout=0.0,
         )
     return output
+
+
+def _even(length: int, room: int) -> int:
+    """How long the parts are when `length` is cut into as few as fit into `room`, as even as they can be."""
+    return -(-length // -(-length // max(1, room)))
 
 
 def _piece(x: Tensor, ranges: tuple[slice, ...]) -> Tensor:
