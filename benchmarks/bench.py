@@ -64,6 +64,7 @@ def main() -> int:
         only=tuple(arguments.only),
         threads=arguments.threads or cores(),
         results=(arguments.json or _default_results(arguments.quick)).resolve(),
+        compiled=not arguments.no_compile,
         steps=arguments.steps,
         lengths=tuple(arguments.lengths or (attention.QUICK if arguments.quick else attention.LENGTHS)),
         kinds=tuple(arguments.kinds),
@@ -105,6 +106,7 @@ def run(command: Command, tables: Sequence[str]) -> int:
         "rounds": command.rounds,
         "quick": command.quick,
         "only": list(command.only),
+        "compiled": command.compiled,
         "load_average_before": list(os.getloadavg()),
     }
     for name in tables:
@@ -129,6 +131,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a try: few steps, figures worth nothing")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="benchmarks/results, unless --quick")
     parser.add_argument("--threads", type=int, help="all processors if not given")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="training: do not try torch.compile for peers"
+    )
     parser.add_argument("--steps", type=int, default=300, help="of the loss curves")
     parser.add_argument("--lengths", nargs="*", type=int, help="of the attention table")
     parser.add_argument("--kinds", nargs="*", choices=attention.KINDS, default=attention.KINDS)

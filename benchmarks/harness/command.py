@@ -25,6 +25,7 @@ class Command:
         quick: a try: small sizes, few steps, figures worth nothing.
         only: names, or beginnings of names, of the contenders wanted; all if empty.
         threads: of every contender where the table does not say otherwise.
+        compiled: whether torch.compile is tried for peers in training, which takes up to ten minutes each.
         steps: of the loss curves.
         lengths: of the attention table; likewise `kinds`, `dtypes`.
         console: where it says how it goes.
@@ -38,6 +39,7 @@ class Command:
     only: tuple[str, ...]
     threads: int
     results: Path
+    compiled: bool
     steps: int
     lengths: tuple[int, ...]
     kinds: tuple[str, ...]

@@ -30,6 +30,12 @@ def _peer(name: str, worker: str, *axes: tuple[dict[str, str], ...]) -> Contende
     return Contender(name, worker, base, stages)
 
 
+def _uncompiled(contender: Contender) -> Contender:
+    return replace(
+        contender, stages=tuple(s for s in contender.stages if all("compiled" not in c for c in s))
+    )
+
+
 def _further(contender: Contender, tried: Sequence[Row]) -> list[Entry]:
     """Beside a peer's best setting: its best in plain float32, and its best with bfloat16 weights.
 
@@ -70,7 +76,7 @@ def measure(command: Command) -> Page:
     tried: list[Row] = []
     entries: list[Entry] = []
     for contender in command.chosen(CONTENDERS):
-        found = race.screen(contender, {"batches": screened})
+        found = race.screen(contender if command.compiled else _uncompiled(contender), {"batches": screened})
         tried += found
         entries += [*finalists(contender, found), *_further(contender, found)]
     ours = [entry for entry in entries if entry.contender.name == OURS]
@@ -81,6 +87,7 @@ def measure(command: Command) -> Page:
 
 def _page(rows: list[Row], tried: list[Row], text: TrainingText, command: Command) -> Page:
     ours = best_of(rows, OURS)
+    compiled = "" if command.compiled else ", none compiled"
     shown = sorted(rows, key=lambda row: -(row.rate.median if row.rate else 0.0))
     record: dict[str, Any] = {
         "workload": asdict(text) | {"path": None, "batch_tokens": BATCH_TOKENS, "threads": command.threads},
@@ -96,7 +103,8 @@ def _page(rows: list[Row], tried: list[Row], text: TrainingText, command: Comman
             f"{text.num_train} batches of {text.tokens_per_batch:,.0f} target tokens on average "
             f"({text.padding:.1%} padding), {command.rounds} rounds in turns; median and range. ",
             f"Ratios are of the same round, to {ours.setting if ours else 'ours, which failed'}. "
-            f"Settings were screened first ({len(tried)} tried); their figures are in the JSON.",
+            f"Settings were screened first ({len(tried)} tried{compiled}); "
+            "their figures are in the JSON.",
         ),
         record=record,
     )

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tolerances import assert_same
-from triptych.attention import attention, causal_mask
+from triptych.attention import attention, causal_mask, operation
 from triptych.attention.operation import explain_attention
 
 BATCH, KEY_LEN = 3, 6
@@ -518,6 +518,15 @@ CASES = {
         "batched products",
         "up to about 128 keys",
     ),
+    "short, training, wide": Case(
+        (20, 20, 4, 4, 4, 128, 128), True, {}, "fused", "one to one", "flash", "does not hold"
+    ),
+    "short, training, many": Case(
+        (128, 128, 64, 64, 64, 8, 8), True, {}, "fused", "one to one", "flash", "2 × 64 × 128 × 128"
+    ),
+    "short, training, not quite as many": Case(
+        (127, 128, 64, 64, 64, 8, 8), True, {}, "written out", "one to one", "batched products", "up to about"
+    ),
     "short": Case((20, 20, 4, 4, 4, 8, 8), False, {}, "fused", "one to one", "flash", "does not hold"),
     "short, asked for": Case(
         (20, 20, 4, 4, 4, 8, 8), True, {"path": "fast"}, "fused", "one to one", "flash", "was asked for"
@@ -685,6 +694,90 @@ def test_one_query_in_bfloat16_is_given_to_products_when_there_are_keys_enough(
     assert (output - wide).abs().max() < 0.01 * wide.abs().max()
 
 
+PIECES = {
+    # batch, query_len, key_len, heads of q, k, v, d_k, d_v; and the bytes that a piece may take
+    "sentences": ((7, 12, 12, 4, 4, 4, 32, 32), 20_000),
+    "heads": ((2, 12, 20, 6, 6, 6, 32, 32), 10_000),
+    "queries": ((2, 50, 70, 3, 3, 3, 32, 48), 5_000),
+    "one query at a time": ((1, 5, 9, 2, 2, 2, 32, 32), 1),
+    "heads on shared keys and values": ((2, 12, 12, 8, 2, 2, 32, 32), 20_000),
+    "queries on shared keys and values": ((2, 12, 12, 8, 2, 2, 32, 32), 5_000),
+    "heads shared unlike": ((2, 12, 12, 6, 2, 3, 32, 32), 5_000),
+    "one key head": ((3, 12, 12, 6, 1, 6, 32, 32), 30_000),
+    "more queries than keys": ((2, 30, 11, 4, 4, 4, 32, 32), 3_000),
+}
+PIECE_MASKS = {
+    "none": None,
+    "padding": lambda sizes: torch.arange(sizes[3]) < torch.arange(1, sizes[0] + 1)[:, None, None, None],
+    "every score": lambda sizes: torch.rand(sizes) < 0.7,
+    "of the heads": lambda sizes: torch.rand(sizes[1:]) < 0.7,
+    "of the positions": lambda sizes: torch.rand(sizes[2:]) < 0.7,
+    "keys": lambda sizes: torch.rand(sizes[3:]) < 0.7,
+}
+
+
+@pytest.mark.parametrize("sizes_and_bytes", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask_kind", PIECE_MASKS)
+@pytest.mark.parametrize("bias_kind", ["none", "positions", "every score"])
+def test_pieces_give_what_the_whole_gives(
+    bias_kind: str,
+    mask_kind: str,
+    causal: bool,
+    sizes_and_bytes: tuple[tuple[int, ...], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (batch, query_len, key_len, num_heads, key_heads, value_heads, d_k, d_v), limit = sizes_and_bytes
+    monkeypatch.setattr(operation, "_BYTES_OF_A_PIECE", limit)
+    monkeypatch.setattr(operation, "_MIN_PRODUCTS_IN_PIECES", 0)
+    q = torch.randn(batch, query_len, num_heads, d_k).transpose(1, 2).bfloat16()
+    k = torch.randn(batch, key_heads, key_len, d_k).bfloat16()
+    v = torch.randn(batch, value_heads, key_len, d_v).bfloat16()
+    sizes = (batch, num_heads, query_len, key_len)
+    mask_of = PIECE_MASKS[mask_kind]
+    alike: dict[str, Any] = {"causal": causal}
+    alike["mask"] = None if mask_of is None else mask_of(sizes)
+    if bias_kind != "none":
+        alike["bias"] = torch.randn(sizes if bias_kind == "every score" else sizes[2:]).bfloat16()
+    explained = explain_attention(q, k, v, **alike)
+    assert explained.path == "written out in pieces"
+    assert explained.kernel == "batched products"
+    assert "products of some megabytes of weights" in explained.reason
+    with torch.no_grad(), Recorder() as recorder:
+        output = attention(q, k, v, **alike).output
+    assert recorder.names.count("_softmax") > 1
+    assert_same(output, attention(q, k, v, **alike, path="reference").output, kind="output")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "causal", "in_pieces"),
+    [
+        # batch, length, heads, width
+        ((4, 128, 4, 32), False, True),
+        ((4, 127, 4, 32), False, False),  # fewer products than pay
+        ((4, 128, 4, 31), False, False),
+        ((8, 128, 4, 31), False, False),  # narrow heads
+        ((1, 512, 4, 32), True, True),
+        ((1, 513, 4, 32), True, False),  # half is masked: the kernel skips it
+        ((1, 513, 4, 32), False, True),
+    ],
+)
+def test_pieces_are_for_much_work_in_bfloat16_without_gradients(
+    sizes: tuple[int, int, int, int], causal: bool, in_pieces: bool
+) -> None:
+    batch, length, heads, width = sizes
+    q, k, v = (torch.randn(batch, heads, length, width, dtype=torch.bfloat16) for _ in range(3))
+    explained = explain_attention(q, k, v, causal=causal)
+    assert explained.path == ("written out in pieces" if in_pieces else "fused")
+    assert explain_attention(q.float(), k.float(), v.float(), causal=causal).path == "fused"
+    assert explain_attention(q, k, v, causal=causal, path="fast").path == "fused"
+    assert explain_attention(q, k, v, causal=causal, path="reference").path == "written out"
+    q.requires_grad_()
+    assert explain_attention(q, k, v, causal=causal).path != "written out in pieces"
+    with torch.no_grad():
+        assert explain_attention(q, k, v, causal=causal).path == explained.path
+
+
 def test_keys_the_kernel_cannot_read_are_explained_as_such() -> None:
     q, k, v = (torch.randn(2, 4, 8, 150).transpose(-2, -1) for _ in range(3))
     explained = explain_attention(q, k, v)
@@ -740,6 +833,14 @@ def test_long_texts_take_memory_linear_in_their_length(
     with torch.no_grad(), Recorder() as recorder:
         attention(q, k, make_like(k), causal=True)
     assert recorder.largest <= 4 * 1024 * 32
+
+
+def test_pieces_hold_no_more_than_they_may() -> None:
+    q = torch.randn(1, 8, 2048, 32, dtype=torch.bfloat16)
+    with torch.no_grad(), Recorder() as recorder:
+        attention(q, q, q)
+    assert recorder.names.count("_softmax") == 16
+    assert recorder.largest * q.element_size() <= operation._BYTES_OF_A_PIECE
 
 
 @pytest.mark.parametrize(("heads", "widths"), SHAPES)

@@ -3,10 +3,12 @@
     Attention(Q, K, V) = softmax(Q Kᵀ / √d_k + bias) V
 
 Both paths take the same arguments and give the same numbers and gradients (the tolerances are in
-`tests/tolerances.py`); only the written-out one can return the weights or drop some of them.
+`tests/tolerances.py`); only the written-out one can return the weights or drop some of them. Written out
+in pieces, it holds few of the weights at a time.
 `_plan` chooses between them and says how; `explain_attention` puts what it chose into words.
 """
 
+import itertools
 import math
 from typing import Literal, NamedTuple
 
@@ -19,7 +21,7 @@ from torch.nn.attention import SDPBackend
 from triptych.attention.masks import causal_mask
 
 Path = Literal["auto", "reference", "fast"]
-Route = Literal["written out", "fused", "fused, padded"]
+Route = Literal["written out", "written out in pieces", "fused", "fused, padded"]
 Heads = Literal["one to one", "grouped by rows", "grouped by the kernel", "expanded"]
 Kernel = Literal["batched products", "flash", "memory-efficient", "cudnn", "math", "the device's own"]
 
@@ -28,6 +30,16 @@ Kernel = Literal["batched products", "flash", "memory-efficient", "cudnn", "math
 # forward pass alone too, or are level: the kernel must then be given padded copies.
 _MAX_KEYS_WRITTEN_OUT_ON_CPU = {torch.bfloat16: 256}
 _MAX_KEYS_WRITTEN_OUT_ON_CPU_OTHERWISE = 128
+
+# In float32 the kernel is as fast with wide heads at any length, and with this many weights: to write them
+# out, malloc as it is asks the system for new memory at every call (docs/log.md).
+_WIDE_ON_CPU, _MANY_WEIGHTS_ON_CPU = 128, 1 << 21
+
+# Without gradients, in bfloat16, products are up to twice as fast as the kernel, as long as what is held at a
+# time fits into the processor's cache (docs/log.md). With less to multiply than this it is the number of
+# operations that counts; and a kernel that skips what is masked wins past some length.
+_BYTES_OF_A_PIECE = 1 << 23
+_MIN_PRODUCTS_IN_PIECES, _MIN_WIDTH_IN_PIECES, _MAX_KEYS_CAUSAL_IN_PIECES = 1 << 23, 32, 512
 
 # torch's kernel for CPUs is made for many queries. Given one in bfloat16, as a decoder's cache is read,
 # products are 2 to 4 times as fast from about this many keys in all heads of a batch together (docs/log.md);
@@ -58,8 +70,9 @@ class Explanation(NamedTuple):
     """How a call of `attention` is computed, and why.
 
     Attributes:
-        path: equation 1 written out, which holds all the weights; torch's fused operation; or the
-            latter with d_k or d_v filled up with zeros to the wider of the two.
+        path: equation 1 written out, which holds all the weights; the same for a few sentences, heads or
+            queries at a time, which holds those; torch's fused operation; or the latter with d_k or d_v
+            filled up with zeros to the wider of the two.
         heads: how query heads read the heads of keys and values. "grouped by rows": those that share
             one lie below each other as rows of one product, so that it is read once. "grouped by
             the kernel": torch's `enable_gqa`. "expanded": repeated to a common number, without a
@@ -120,6 +133,8 @@ def attention(
     _check(q, k, v, mask, bias, dropout)
     plan = _plan(q, k, v, mask, bias, causal, dropout, need_weights, path)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if plan.path == "written out in pieces":
+        return Attended(_in_pieces(q, k, v, mask, bias, causal, scale), None)
     if plan.path != "written out":
         call = _prepare(plan, q, k, v, mask, bias, causal)
         output = F.scaled_dot_product_attention(
@@ -173,7 +188,7 @@ def explain_attention(
     _check(q, k, v, mask, bias, dropout)
     plan = _plan(q, k, v, mask, bias, causal, dropout, need_weights, path)
     kernel: Kernel = "batched products"
-    if plan.path != "written out":
+    if not plan.path.startswith("written out"):
         call = _prepare(plan, q, k, v, mask, bias, causal)
         choice = torch._fused_sdp_choice(
             call.q,
@@ -197,6 +212,7 @@ _Why = Literal[
     "short, unlike",
     "few queries",
     "one query",
+    "pieces",
     "kernel",
 ]
 
@@ -218,7 +234,7 @@ def _plan(
     need_weights: bool,
     path: Path,
 ) -> _Plan:
-    why = _why_written_out(q, k, v, bias, dropout, need_weights) if path != "reference" else "asked"
+    why = _why_written_out(q, k, v, bias, causal, dropout, need_weights) if path != "reference" else "asked"
     if path == "fast":
         if why == "weights" or why == "dropout":
             raise ValueError(
@@ -229,7 +245,8 @@ def _plan(
     key_heads, value_heads, d_v = k.shape[1], v.shape[1], v.shape[3]
     one_to_one = num_heads == key_heads == value_heads
     if why is not None:
-        return _Plan("written out", "one to one" if one_to_one else "grouped by rows", why)
+        written: Route = "written out in pieces" if why == "pieces" else "written out"
+        return _Plan(written, "one to one" if one_to_one else "grouped by rows", why)
 
     on_cpu = q.is_cpu
     # The kernel for CPUs knows one width only; torch's other choice there would hold all the
@@ -264,7 +281,13 @@ def _flash_on_gpu(
 
 
 def _why_written_out(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, need_weights: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    dropout: float,
+    need_weights: bool,
 ) -> _Why | None:
     if need_weights:
         return "weights"
@@ -276,10 +299,12 @@ def _why_written_out(
     if bias is not None and records and bias.requires_grad:
         return "bias gradient"
     trains = records and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if not trains and _pays_in_pieces(q, k, v, causal):
+        return "pieces"
     copied = _copied(q, k, v)
     if not copied:
         if trains:
-            return "short" if k.shape[2] <= _max_keys(q.dtype) else None
+            return "short" if k.shape[2] <= _max_keys(q) and not _wide_or_many(q, k) else None
         heads = k.shape[0] * k.shape[1]
         enough = heads >= _MIN_HEADS_OF_A_BATCH and heads * k.shape[2] >= _MIN_KEYS_OF_ALL_HEADS
         return "one query" if q.shape[2] == 1 and q.dtype == torch.bfloat16 and enough else None
@@ -289,7 +314,25 @@ def _why_written_out(
     # counts: with 512 and 64 the kernel takes 1.4 times as long, but holds no weights.
     if q.shape[1] * q.shape[2] <= copied:
         return "few queries"
-    return "short, unlike" if k.shape[2] <= _max_keys(q.dtype) else None
+    return "short, unlike" if k.shape[2] <= _max_keys(q) else None
+
+
+def _wide_or_many(q: Tensor, k: Tensor) -> bool:
+    batch, num_heads, query_len, d_k = q.shape
+    many = batch * num_heads * query_len * k.shape[2] >= _MANY_WEIGHTS_ON_CPU
+    return q.dtype != torch.bfloat16 and (many or d_k >= _WIDE_ON_CPU)
+
+
+def _pays_in_pieces(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    batch, num_heads, query_len, d_k = q.shape
+    return (
+        q.dtype == torch.bfloat16
+        and query_len > 1
+        and min(d_k, v.shape[3]) >= _MIN_WIDTH_IN_PIECES
+        and batch * num_heads * query_len * k.shape[2] * d_k >= _MIN_PRODUCTS_IN_PIECES
+        and (not causal or k.shape[2] <= _MAX_KEYS_CAUSAL_IN_PIECES)
+        and not torch.compiler.is_compiling()
+    )
 
 
 def _copied(q: Tensor, k: Tensor, v: Tensor) -> int:
@@ -314,21 +357,22 @@ def _common_heads(q: Tensor, k: Tensor, v: Tensor) -> int:
     return more if more % fewer == 0 else q.shape[1]
 
 
-def _max_keys(dtype: torch.dtype) -> int:
-    return _MAX_KEYS_WRITTEN_OUT_ON_CPU.get(dtype, _MAX_KEYS_WRITTEN_OUT_ON_CPU_OTHERWISE)
+def _max_keys(q: Tensor) -> int:
+    return _MAX_KEYS_WRITTEN_OUT_ON_CPU.get(q.dtype, _MAX_KEYS_WRITTEN_OUT_ON_CPU_OTHERWISE)
 
 
 def _reason(plan: _Plan, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> str:
     batch, num_heads, query_len, d_k = q.shape
     num_keys, d_v = v.shape[2:]
     held = f"{batch} × {num_heads} × {query_len} × {num_keys} weights"
-    limit = f"{_max_keys(q.dtype)} keys in {str(q.dtype).removeprefix('torch.')}"
+    limit = f"{_max_keys(q)} keys in {str(q.dtype).removeprefix('torch.')}"
     because = {
         "asked": "the path was asked for",
         "weights": "the weights were asked for, and no kernel of torch returns them",
         "dropout": f"dropout is {dropout:g} and must draw the same whether or not the weights are asked for",
         "bias gradient": "torch has no kernel for CPUs but the math one that gives a bias its gradient",
         "short": f"with gradients recorded on a CPU, batched products are faster up to about {limit}",
+        "pieces": "on a CPU, in bfloat16 without gradients, products of some megabytes of weights are faster",
         "one query": "on a CPU products are faster for one query of each head in bfloat16",
         "short, unlike": f"torch's kernel for CPUs would need copies, which do not pay up to about {limit}",
         "few queries": f"the {held} take less room than the copies that torch's kernel for CPUs would need",
@@ -371,6 +415,52 @@ def _written_out(
         weights = scores.masked_fill(blocked, torch.finfo(scores.dtype).min).softmax(dim=-1)
         weights = weights.masked_fill(blocked, 0.0)
     return _product(F.dropout(weights, dropout), v), weights
+
+
+def _in_pieces(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    """The output alone, over as many sentences, heads or queries at a time as `_BYTES_OF_A_PIECE` hold."""
+    batch, num_heads, query_len, d_k = q.shape
+    key_heads, key_len = k.shape[1:3]
+    # As a layer reads it: the heads of a token beside each other.
+    output = q.new_empty(batch, query_len, num_heads, v.shape[3]).transpose(1, 2)
+    # Heads that share keys or values stay together, where both are shared alike.
+    alike = key_heads == v.shape[1]
+    together = num_heads // key_heads if alike else num_heads
+    # A row of weights, and what is copied for it of queries, keys, values and output.
+    room = _BYTES_OF_A_PIECE // ((key_len + 4 * max(d_k, v.shape[3])) * q.element_size())
+    rows = _even(query_len, room // together)
+    heads = _even(num_heads // together, room // (query_len * together)) * together
+    sentences = _even(batch, room // (query_len * num_heads))
+    for b, h, i in itertools.product(
+        range(0, batch, sentences), range(0, num_heads, heads), range(0, query_len, rows)
+    ):
+        of_queries = slice(b, b + sentences), slice(h, h + heads), slice(i, i + rows)
+        of_keys = of_queries[0], slice(h // together, (h + heads) // together) if alike else slice(None)
+        seen = slice(0, max(0, key_len - query_len + min(i + rows, query_len)) if causal else key_len)
+        output[of_queries], _ = _written_out(
+            q[of_queries],
+            k[of_keys][:, :, seen],
+            v[of_keys][:, :, seen],
+            None if mask is None else _piece(mask, (*of_queries, seen)),
+            None if bias is None else _piece(bias, (*of_queries, seen)),
+            causal,
+            scale,
+            dropout=0.0,
+        )
+    return output
+
+
+def _even(length: int, room: int) -> int:
+    """How long the parts are when `length` is cut into as few as fit into `room`, as even as they can be."""
+    return -(-length // -(-length // max(1, room)))
+
+
+def _piece(x: Tensor, ranges: tuple[slice, ...]) -> Tensor:
+    """What broadcasts to a piece of `[batch, num_heads, query_len, key_len]` as `x` does to the whole."""
+    own = ranges[len(ranges) - x.dim() :]
+    return x[tuple(slice(None) if size == 1 else range_ for size, range_ in zip(x.shape, own, strict=True))]
 
 
 def _every_query_sees_a_key(allowed: Tensor) -> bool:
