@@ -59,6 +59,7 @@ def test_two_checkpoints_stand_side_by_side(triptych: Command, small_run: Path, 
     ("options", "reason"),
     [
         (["--layers", "x"], "write numbers from 0 like 0,3 or 0-5"),
+        (["--heads", "0,5-3"], "--heads 0,5-3: 5 comes after 3"),
         (["--layers", "9"], "there is no layer 9"),
         (["--heads", "5-7"], "there is no head 7"),
         (["--html", "no/such/page.html"], "make it first"),

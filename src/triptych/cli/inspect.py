@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family, read_family
+from triptych.cli.selection import numbers
 from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
@@ -59,7 +59,8 @@ def inspect(
     """
     _require_free((html, csv_file, parquet), (checkpoint, compare))
     own = None if family is None else read_family(family)
-    chosen_layers, chosen_heads = _numbers(layers, "--layers"), _numbers(heads, "--heads")
+    chosen_layers = None if layers is None else numbers(layers, "--layers")
+    chosen_heads = None if heads is None else numbers(heads, "--heads")
     found = [
         _inspected(name, own, chosen_layers, chosen_heads, ignore_rotary)
         for name in (checkpoint, compare)
@@ -136,20 +137,6 @@ def _inspected(
                 task, completed=done, total=total, description=what
             ),
         )
-
-
-def _numbers(text: str | None, option: str) -> Sequence[int] | None:
-    """`0,3` and `0-5` as numbers."""
-    if text is None:
-        return None
-    found: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
-        if match is None:
-            raise UsageError(f"{option} {text}: write numbers from 0 like 0,3 or 0-5")
-        first = int(match[1])
-        found += range(first, int(match[2] or first) + 1)
-    return sorted({*found})
 
 
 def _rows(found: Sequence[Inspection]) -> list[dict[str, object]]:
