@@ -14,7 +14,14 @@ from small_checkpoints import HEADS, LAYERS, WIDTH, D, gpt2, llama
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import UsageError
 from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
-from triptych.inspection_pages import heads_page, outliers, shaded_map, summary
+from triptych.inspection_pages import (
+    heads_page,
+    near_copies,
+    outliers,
+    shaded_map,
+    side_by_side,
+    summary,
+)
 from triptych.reports.heads import render_heads_report
 
 
@@ -111,6 +118,65 @@ def test_a_bias_or_a_gain_that_is_not_finite_is_reported_too(tmp_path: Path) -> 
     assert None not in found.layers[0].figures["qk_rank"]
 
 
+def test_a_norm_of_queries_that_is_not_finite_is_reported_too(tmp_path: Path) -> None:
+    llama(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(LAYERS):
+        for side in "qk":
+            tensors[f"model.layers.{layer}.self_attn.{side}_norm.weight"] = torch.ones(WIDTH)
+    tensors["model.layers.1.self_attn.q_norm.weight"][2] = math.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = inspected(tmp_path)
+    assert [layer.broken for layer in found.layers] == [
+        {},
+        {"model.layers.1.self_attn.q_norm.weight": 1},
+        {},
+    ]
+
+
+def test_a_window_shorter_than_the_text_decides_which_planes_are_slow(tmp_path: Path) -> None:
+    llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "mistral", "max_position_embeddings": 10**6, "rope_theta": 10**5}
+    turning = []
+    for window in (None, 100):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": window}))
+        turning.append([layer.planes for layer in inspected(tmp_path).layers])
+    # Frequencies 10^(-5 f / 4): 1, 0.056, 0.0032, 0.00018.
+    assert turning == [[(4, 0)] * LAYERS, [(2, 2)] * LAYERS]
+
+
+def test_nothing_chosen_is_refused(tmp_path: Path) -> None:
+    gpt2(tmp_path)
+    with pytest.raises(UsageError, match="no layers are chosen"):
+        inspected(tmp_path, layers=[])
+    with pytest.raises(UsageError, match="no heads are chosen"):
+        inspected(tmp_path, heads=[])
+
+
+def test_figures_of_planes_are_not_set_beside_those_of_forms(tmp_path: Path) -> None:
+    one, other = inspected(gpt2(tmp_path / "gpt2")), inspected(llama(tmp_path / "llama"))
+    rows = {row[0]: row[1:] for row in side_by_side(one, other).rows}
+    assert rows["figures of W_QK are those of the"] == ("form", "planes", "not to be compared")
+    assert "effective rank of W_QK" not in rows
+    assert "effective rank of W_OV" in rows
+    assert "effective rank of W_QK" in {row[0] for row in side_by_side(one, one).rows}
+    assert "not compared in 3 layers" in " ".join(summary(other))
+    assert "not compared" not in " ".join(summary(one))
+
+
+def test_a_stack_that_is_not_in_the_file_is_said_to_be_missing(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("checkpoints.test_families").made("bart", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if "decoder" not in n}, tmp_path / "model.safetensors")
+    found = inspected(tmp_path)
+    assert found.absent == ("decoder",)
+    assert "more stacks, which are not in the file: decoder" in " ".join(summary(found))
+
+
 def test_what_stands_between_maps_and_heads_is_said(tmp_path: Path) -> None:
     rotary = inspected(llama(tmp_path / "llama"))
     assert {row["qk_of"] for row in rotary.rows()} == {"planes"}
@@ -148,7 +214,9 @@ def test_near_copies_are_found_across_layers_whatever_their_basis(tmp_path: Path
     pairs = {(copy.form, copy.one, copy.other): copy.cosine for copy in found}
     names = "decoder 0, head 1", "decoder 2, head 3"
     assert pairs == {("qk", *names): pytest.approx(-1, abs=1e-4), ("ov", *names): pytest.approx(1)}
-    assert "1 pair of heads look alike" in " ".join(summary(inspected(tmp_path)))
+    found = inspected(tmp_path)
+    assert "1 pair of heads look alike" in " ".join(summary(found))
+    assert near_copies(found).rows[0][1:3] == names
 
 
 def test_what_could_be_folded_is_counted_or_refused_with_the_reason(tmp_path: Path) -> None:
@@ -193,7 +261,8 @@ def test_progress_is_told_in_bytes(tmp_path: Path) -> None:
     told: list[tuple[int, int, str]] = []
     inspected(gpt2(tmp_path), progress=lambda *of: told.append(of))
     total = 4 * LAYERS * (D * 3 * D + 3 * D + D * D + D)
-    assert [of[0] for of in told] == [0, total // 3, 2 * total // 3, total]
+    assert [of[0] for of in told] == [0, total // 3, 2 * total // 3, total, total]
+    assert [of[2] for of in told[-2:]] == ["heads that are nearly the same", ""]
     assert {of[1] for of in told} == {total}
     assert told[1][2] == "decoder 1"
 

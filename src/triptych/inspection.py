@@ -12,11 +12,17 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
-from triptych.algebra.function import Disentangled, Rotation
-from triptych.algebra.measures import COMPARED, HeadMeasures, Planes, measure_heads
-from triptych.algebra.rewrites import RewriteRefusedError, drop_key_bias, fold_value_bias
+from triptych.algebra.function import Disentangled, DistanceTable, Rotation, Scoring
+from triptych.algebra.measures import COMPARED, HeadMeasures, Planes, comparable, measure_heads
+from triptych.algebra.rewrites import (
+    RewriteRefusedError,
+    Rewritten,
+    drop_key_bias,
+    fold,
+    fold_value_bias,
+)
 from triptych.algebra.similarity import MapSimilarity, alike, cosine_of_forms, sketches
-from triptych.algebra.weights import SIDES
+from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 
@@ -24,7 +30,9 @@ from triptych.errors import UsageError
 LOSSES = (0.01, 0.05, 0.10)
 # Cosine of two forms, of either sign, from which on they are called near-copies.
 NEAR = 0.9
-# Pairs that may be worked out: each takes two layers to be read again.
+# A rewrite of `InspectedLayer.foldable`.
+FOLD = "fold stacked maps"
+# Pairs of each form that may be worked out: each takes two layers to be read again.
 _MOST_PAIRS = 200
 
 
@@ -49,7 +57,7 @@ class Measure:
     of_basis: bool = False
 
 
-_LOOKS, _MOVES, _LIKENESS, _SIZES = (
+LOOKS, _MOVES, _LIKENESS, _SIZES = (
     "Where it looks",
     "What it moves",
     "Likeness of its maps",
@@ -140,14 +148,14 @@ def _of_pair(pair: str) -> Iterator[Measure]:
 
 
 MEASURES: tuple[Measure, ...] = (
-    *_of_form("qk", "W_QK", _LOOKS),
+    *_of_form("qk", "W_QK", LOOKS),
     Measure(
         "qk_symmetric_share",
         "symmetric share of W_QK",
         "‖½(W + Wᵀ)‖²/‖W‖²: 1 symmetric, 0 antisymmetric, ½ for random factors.",
-        _LOOKS,
+        LOOKS,
     ),
-    Measure("qk_symmetry", "symmetry score of W_QK", "tr(W²)/‖W‖²: 1, −1 and 0 for the same.", _LOOKS),
+    Measure("qk_symmetry", "symmetry score of W_QK", "tr(W²)/‖W‖²: 1, −1 and 0 for the same.", LOOKS),
     *_of_form("ov", "W_OV", _MOVES),
     Measure(
         "ov_copying",
@@ -284,6 +292,7 @@ class Inspection:
         copies: heads that are nearly the same, the nearest first.
         more_copies: whether there may be more of them than were worked out.
         unread: tensors of attention that is known and not read, and why.
+        absent: stacks that the configuration has and the tensors have not.
     """
 
     name: str
@@ -297,6 +306,7 @@ class Inspection:
     copies: tuple[NearCopy, ...]
     more_copies: bool
     unread: dict[str, str]
+    absent: tuple[str, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
         """A flat record of every head: its place, then every measure."""
@@ -320,6 +330,7 @@ class Inspection:
 Progress = Callable[[int, int, str], None]
 
 
+@torch.no_grad()
 def inspect_checkpoint(
     checkpoint: AttentionSource,
     *,
@@ -342,6 +353,9 @@ def inspect_checkpoint(
         DataError: the checkpoint's tensors are not what its configuration says.
     """
     started = time.monotonic()
+    for what, chosen in (("layers", layers), ("heads", heads)):
+        if chosen is not None and not chosen:
+            raise UsageError(f"{checkpoint.name}: no {what} are chosen")
     sites = [site for site in checkpoint.sites if layers is None or site.layer in layers]
     last = max(site.layer for site in checkpoint.sites)
     if layers is not None and not {site.layer for site in checkpoint.sites} >= set(layers):
@@ -353,15 +367,19 @@ def inspect_checkpoint(
         if progress is not None:
             progress(done, total, site.name)
         layer = checkpoint.read(site)
-        found.append(_inspected(checkpoint, layer, heads, ignore_rotary))
-        sketched.add(layer, found[-1])
+        maps = layer.weights.multiplied_out()
+        found.append(_inspected(checkpoint, layer, maps, heads, ignore_rotary))
+        sketched.add(layer, maps, found[-1])
         done += found[-1].num_bytes
-    if progress is not None:
-        progress(total, total, "")
+        del layer, maps
     most = max(layer.num_heads for layer in found) - 1
     if heads is not None and max(heads, default=-1) > most:
         raise UsageError(f"{checkpoint.name}: there is no head {max(heads)}; they go from 0 to {most}")
+    if progress is not None:
+        progress(done, total, "heads that are nearly the same")
     copies, more_copies = sketched.near_copies()
+    if progress is not None:
+        progress(total, total, "")
     return Inspection(
         name=checkpoint.name,
         family=checkpoint.written_as,
@@ -373,6 +391,7 @@ def inspect_checkpoint(
         copies=tuple(copies),
         more_copies=more_copies,
         unread=dict(checkpoint.unread),
+        absent=checkpoint.absent,
         seconds=time.monotonic() - started,
     )
 
@@ -386,11 +405,11 @@ class _Sketches:
         self._found: dict[tuple[str, int, int], list[tuple[Tensor, Site, str, int]]] = {}
         self._kept: dict[Site, dict[str, tuple[Tensor, Tensor]]] = {}
 
-    def add(self, layer: AttentionLayer, inspected: InspectedLayer) -> None:
+    def add(self, layer: AttentionLayer, maps: AttentionWeights, inspected: InspectedLayer) -> None:
         """Remember the heads of a layer that were looked at."""
         if not inspected.heads:
             return
-        for form, (left, right) in self._factors(layer).items():
+        for form, (left, right) in self._factors(layer, maps).items():
             size = form, left.shape[1], right.shape[1]
             rows = sketches(left, right)
             self._found.setdefault(size, []).extend(
@@ -406,7 +425,7 @@ class _Sketches:
         """
         found, more = [], False
         for (form, *_), heads in self._found.items():
-            pairs = alike(torch.stack([row for row, *_ in heads]), NEAR) if heads else []
+            pairs = alike(torch.stack([row for row, *_ in heads]), NEAR, _MOST_PAIRS + 1) if heads else []
             more |= len(pairs) > _MOST_PAIRS
             # Layer by layer: each pair of layers is read once.
             for i, j in sorted(pairs[:_MOST_PAIRS], key=lambda pair: (heads[pair[0]][2], heads[pair[1]][2])):
@@ -419,17 +438,17 @@ class _Sketches:
                     found.append(NearCopy(form, *names, cosine))
         return sorted(found, key=lambda pair: -abs(pair.cosine)), more
 
-    def _factors(self, layer: AttentionLayer) -> dict[str, tuple[Tensor, Tensor]]:
-        weights = layer.weights
-        found = {"ov": (weights.W_V, weights.W_O.mT)}
+    def _factors(self, layer: AttentionLayer, maps: AttentionWeights) -> dict[str, tuple[Tensor, Tensor]]:
+        found = {"ov": (maps.W_V, maps.W_O.mT)}
         if layer.scoring.rotation is None or self._ignore_rotary:
-            found["qk"] = weights.W_Q, weights.W_K
+            found["qk"] = maps.W_Q, maps.W_K
         return found
 
     def _read(self, site: Site) -> dict[str, tuple[Tensor, Tensor]]:
         """The factors of a layer; those of the last two are kept."""
         if site not in self._kept:
-            self._kept[site] = self._factors(self._checkpoint.read(site))
+            layer = self._checkpoint.read(site)
+            self._kept[site] = self._factors(layer, layer.weights.multiplied_out())
             while len(self._kept) > 2:
                 self._kept.pop(next(iter(self._kept)))
         else:
@@ -438,15 +457,20 @@ class _Sketches:
 
 
 def _inspected(
-    checkpoint: AttentionSource, layer: AttentionLayer, heads: Collection[int] | None, ignore_rotary: bool
+    checkpoint: AttentionSource,
+    layer: AttentionLayer,
+    maps: AttentionWeights,
+    heads: Collection[int] | None,
+    ignore_rotary: bool,
 ) -> InspectedLayer:
+    """Of a layer as it is written, and of its maps multiplied out."""
     weights, site = layer.weights, layer.site
     planes = None
     if layer.scoring.rotation is not None and not ignore_rotary:
-        planes = _planes(layer.scoring.rotation, checkpoint.longest_text(site))
-    measured = measure_heads(weights, planes)
+        longest = checkpoint.longest_text(site)
+        planes = _planes(layer.scoring.rotation, min(longest, layer.scoring.window or longest))
+    measured = measure_heads(maps, planes, comparable(weights))
     chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
-    q, v = weights.multiplied("q").weight, weights.multiplied("v").weight
     return InspectedLayer(
         stack=site.stack,
         layer=site.layer,
@@ -456,8 +480,8 @@ def _inspected(
         num_heads=weights.num_heads,
         num_key_heads=weights.num_key_heads,
         d_model=weights.d_model,
-        d_k=q.shape[-1],
-        d_v=v.shape[-1],
+        d_k=maps.q[0].d_out,
+        d_v=maps.v[0].d_out,
         positions="disentangled"
         if isinstance(layer.scoring.bias, Disentangled)
         else weights.traits.positions,
@@ -476,7 +500,7 @@ def _inspected(
             for pair, found in measured.similarity.items()
             if found is not None
         },
-        cut=_cut(layer, measured, chosen, turns=planes is not None),
+        cut=_cut(layer, measured, chosen),
         foldable=_foldable(layer),
         parameters=weights.num_parameters,
         broken=dict(checkpoint.broken(layer)) if _is_broken(layer, measured) else {},
@@ -486,9 +510,23 @@ def _inspected(
 
 def _is_broken(layer: AttentionLayer, measured: HeadMeasures) -> bool:
     """Whether anything that was read is not finite: a map, a bias, a gain."""
-    weights = layer.weights
-    small = (tensor for tensor in weights.tensors() if tensor.ndim < 3)
-    return not (bool(measured.finite.all()) and all(bool(tensor.isfinite().all()) for tensor in small))
+    small = (tensor for tensor in layer.weights.tensors() if tensor.ndim < 3)
+    beside = _tensors_of(layer.scoring)
+    return not (bool(measured.finite.all()) and all(bool(t.isfinite().all()) for t in (*small, *beside)))
+
+
+def _tensors_of(scoring: Scoring) -> Iterator[Tensor]:
+    """What was read of a layer besides its maps."""
+    for norm in (scoring.q_norm, scoring.k_norm):
+        if norm is not None:
+            yield from (part for part in (norm.gain, norm.shift) if part is not None)
+    if scoring.sinks is not None:
+        yield scoring.sinks
+    match scoring.bias:
+        case DistanceTable(table=table):
+            yield table
+        case Disentangled(keys=keys, queries=queries):
+            yield from (part for part in (keys, queries) if part is not None)
 
 
 def _caveats(layer: AttentionLayer) -> Iterator[str]:
@@ -590,21 +628,22 @@ def _planes(rotation: Rotation, longest: int) -> Planes:
         first=tuple(rotation.start + f for f in first),
         second=tuple(rotation.start + f + step for f in first),
         slow=tuple(abs(theta) * longest < 1 for theta in rotation.frequencies.tolist()),
+        factor=rotation.factor,
     )
 
 
-def _cut(
-    layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int], *, turns: bool
-) -> dict[str, list[int]]:
+def _cut(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:
     """Parameters that the factors of the nearest forms of lower rank have less than those of the heads."""
-    weights = layer.weights
+    weights, scoring = layer.weights, layer.scoring
+    # Neither a rotation nor a norm lets other factors of W_Q W_Kᵀ stand for W_Q and W_K.
+    fixed = scoring.rotation is None and scoring.q_norm is None and scoring.k_norm is None
     chains = [weights.chain(side) for side in SIDES]
     if any(len(chain) != 1 for chain in chains) or isinstance(layer.scoring.bias, Disentangled):
         return {}  # what one head would lose, another still needs
     if len({id(chain[0]) for chain in chains}) < len(chains):
         return {}
-    height = {side: weights.multiplied(side).weight.shape[1] for side in ("q", "k", "v")}
-    width_out = weights.multiplied("o").weight.shape[-1]
+    height = {side: weights.chain(side)[0].d_in for side in ("q", "k", "v")}
+    width_out = weights.o[0].d_out
     if weights.num_key_heads != weights.num_heads:
         return {}
     found = {}
@@ -612,7 +651,7 @@ def _cut(
         ("qk", measured.qk, height["q"] + height["k"]),
         ("ov", measured.ov, height["v"] + width_out),
     ):
-        if form == "ov" or not turns:
+        if form == "ov" or fixed:
             full = spectrum.values.shape[-1]
             ranks = [spectrum.rank_within(loss) for loss in LOSSES]
             found[form] = [
@@ -627,7 +666,13 @@ def _cut(
 def _foldable(layer: AttentionLayer) -> dict[str, int | str]:
     """Parameters that each exact rewrite would take away, or why it is refused."""
     found: dict[str, int | str] = {}
-    for name, rewrite in (("drop the key bias", drop_key_bias), ("fold the value bias", fold_value_bias)):
+    rewrites: list[tuple[str, Callable[[AttentionWeights], Rewritten]]] = [
+        ("drop the key bias", drop_key_bias),
+        ("fold the value bias", fold_value_bias),
+    ]
+    if any(len(layer.weights.chain(side)) > 1 for side in SIDES) and not layer.scoring.between:
+        rewrites.append((FOLD, fold))
+    for name, rewrite in rewrites:
         try:
             left = rewrite(layer.weights).weights.num_parameters
         except RewriteRefusedError as refusal:

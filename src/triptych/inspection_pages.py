@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from triptych.algebra.chance import random_closeness, random_copying_spread, random_spectrum
-from triptych.inspection import LOSSES, MEASURES, NEAR, InspectedLayer, Inspection
+from triptych.inspection import FOLD, LOOKS, LOSSES, MEASURES, NEAR, InspectedLayer, Inspection
 from triptych.reports import HeadLayer, HeadMeasure, HeadsReport, Table
 
 _PAIRS = {"qk": "W_Q and W_K", "qv": "W_Q and W_V", "kv": "W_K and W_V"}
 _RARE = 0.001
+_MOST_SHOWN = 12
 _SHADES = " ░▒▓█"
 
 
@@ -67,6 +68,8 @@ def _what_it_is(inspection: Inspection) -> Iterator[str]:
             caveats[caveat] = caveats.get(caveat, 0) + 1
     for caveat, count in caveats.items():
         yield f"In {count} of {_counted(len(layers), 'layer')} {caveat}."
+    if inspection.absent:
+        yield f"The configuration has more stacks, which are not in the file: {', '.join(inspection.absent)}."
     if inspection.unread:
         named = "; ".join(
             f"{name} ({why})" for why, name in {w: n for n, w in inspection.unread.items()}.items()
@@ -132,24 +135,32 @@ def _random_distance(layer: InspectedLayer, place: int) -> float:
 
 def _ranks(inspection: Inspection) -> Iterator[str]:
     for form, title in (("qk", "W_QK"), ("ov", "W_OV")):
-        found = values_of(inspection, f"{form}_effective_rank")
-        if not found:
-            continue
-        least = min(found, key=_size)
-        kept = statistics.median(v.value for v in values_of(inspection, f"{form}_rank_95"))
-        full = max(len(spectrum) for layer in inspection.layers for spectrum in layer.spectra[form])
-        turn = form == "qk" and any(layer.planes is not None for layer in inspection.layers)
-        what = "rotary planes and fixed directions" if turn else "directions"
-        random, of_kept = "", ""
-        if not turn:
-            widths = [(v.layer.d_model, max(map(len, v.layer.spectra[form]))) for v in found]
-            spectra = [random_spectrum(d, width) for d, width in widths]
-            random = f"; random ones {statistics.fmean(float(s.effective_rank) for s in spectra):.1f}"
-            of_kept = f" (random ones: {statistics.median(int(s.rank_within(0.05)) for s in spectra):.0f})"
-        yield (
-            f"{title} uses {_mean(found):.1f} of {full} {what} on average (effective rank{random}), least in "
-            f"{least.place} ({least.value:.1f}); in half of the heads rank {kept:.0f} keeps 95 %{of_kept}."
-        )
+        # Planes are not to be averaged with directions, nor heads of one width with those of another.
+        groups: dict[tuple[bool, int], list[Value]] = {}
+        for value in values_of(inspection, f"{form}_effective_rank"):
+            turns = form == "qk" and value.layer.planes is not None
+            groups.setdefault((turns, max(map(len, value.layer.spectra[form]))), []).append(value)
+        for (turns, full), found in groups.items():
+            which = (
+                "" if len(groups) == 1 else f" of {_counted(len({v.layer.module for v in found}), 'layer')}"
+            )
+            yield _rank_of(form, f"{title}{which}", full, found, turns=turns)
+
+
+def _rank_of(form: str, title: str, full: int, found: Sequence[Value], *, turns: bool) -> str:
+    least = min(found, key=_size)
+    ranks = [v.layer.figures[f"{form}_rank_95"][v.layer.heads.index(v.head)] for v in found]
+    kept = statistics.median(rank for rank in ranks if rank is not None)
+    what = "rotary planes and fixed directions" if turns else "directions"
+    random, of_kept = "", ""
+    if not turns:
+        spectra = [random_spectrum(v.layer.d_model, full) for v in found]
+        random = f"; random ones {statistics.fmean(float(s.effective_rank) for s in spectra):.1f}"
+        of_kept = f" (random ones: {statistics.median(int(s.rank_within(0.05)) for s in spectra):.0f})"
+    return (
+        f"{title} uses {_mean(found):.1f} of {full} {what} on average (effective rank{random}), least in "
+        f"{least.place} ({least.value:.1f}); in half of the heads rank {kept:.0f} keeps 95 %{of_kept}."
+    )
 
 
 def _symmetry(inspection: Inspection) -> Iterator[str]:
@@ -184,6 +195,12 @@ def _copies(inspection: Inspection) -> Iterator[str]:
                 f"{more}{_counted(len(pairs), 'pair')} of heads {title} (cosine of the forms at least {NEAR} "
                 f"or at most −{NEAR}), first {first.one} and {first.other} ({first.cosine:+.3f})."
             )
+    turning = sum(layer.planes is not None for layer in inspection.layers)
+    if turning:
+        yield (
+            f"Whether heads look alike is not compared in {_counted(turning, 'layer')}: what their queries "
+            "and keys give depends on the distance."
+        )
 
 
 def _saved(inspection: Inspection) -> Iterator[str]:
@@ -192,6 +209,7 @@ def _saved(inspection: Inspection) -> Iterator[str]:
     for name, what in (
         ("drop the key bias", "key biases"),
         ("fold the value bias", "value biases, folded into output biases"),
+        (FOLD, "maps in a row, folded into one"),
     ):
         saved = [layer.foldable.get(name) for layer in inspection.layers]
         numbers = sum(value for value in saved if isinstance(value, int))
@@ -258,10 +276,25 @@ def outliers(inspection: Inspection) -> Table:
     return Table(title="Outliers", columns=("", "heads"), rows=tuple(rows))
 
 
+def near_copies(inspection: Inspection) -> Table:
+    """Heads that look, or move, nearly the same; no rows if there are none."""
+    titles = {"qk": "look alike (W_QK)", "ov": "move the same (W_OV)"}
+    rows = [(titles[p.form], p.one, p.other, f"{p.cosine:+.3f}") for p in inspection.copies[:_MOST_SHOWN]]
+    left = len(inspection.copies) - len(rows)
+    if left:
+        rows.append((f"and {left:,} more", "", "", ""))
+    return Table(title="Nearly the same", columns=("", "head", "and", "cosine"), rows=tuple(rows))
+
+
 def side_by_side(one: Inspection, other: Inspection) -> Table:
     """Means over the heads of two checkpoints, and their difference."""
     rows: list[tuple[str, ...]] = []
+    of = [", ".join(sorted({layer.qk_of for layer in i.layers})) for i in (one, other)]
+    if of[0] != of[1]:
+        rows.append(("figures of W_QK are those of the", *of, "not to be compared"))
     for measure in MEASURES:
+        if of[0] != of[1] and measure.name.startswith("qk_") and measure.group == LOOKS:
+            continue
         found = [values_of(inspection, measure.name) for inspection in (one, other)]
         if all(found):
             first, second = map(_mean, found)

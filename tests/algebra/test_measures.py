@@ -157,6 +157,43 @@ def test_planes_that_are_all_slow_are_no_planes() -> None:
     assert_near(slow.qk.values, measure_heads(weights).qk.values, 1e-12)
 
 
+def test_a_map_that_all_heads_share_is_multiplied_without_copies_of_it() -> None:
+    shared, bias = torch.randn(1, 12, 5, dtype=torch.float64), torch.randn(1, 5, dtype=torch.float64)
+    own, own_bias = torch.randn(4, 5, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    for first in (Link(shared), Link(shared, bias)):
+        for second in (Link(own), Link(own, own_bias)):
+            found, slow = first.then(second), first.of_heads(4).then(second)
+            assert_near(found.weight, slow.weight, 1e-14)
+            assert (found.bias is None) == (slow.bias is None)
+            if found.bias is not None and slow.bias is not None:
+                assert_near(found.bias, slow.bias, 1e-14)
+
+
+def test_maps_multiplied_out_are_wide_and_still_shared() -> None:
+    weights = layer().to(torch.bfloat16)
+    down, up = Link(torch.randn(1, D, 4).bfloat16()), Link(torch.randn(HEADS, 4, WIDTH).bfloat16())
+    chain = (down, up)
+    stacked = replace(weights, q=chain, k=chain)
+    found = stacked.multiplied_out()
+    assert found.q is found.k
+    assert found.dtype == torch.float32
+    assert_near(found.W_Q.double(), down.weight.double() @ up.weight.double(), 1e-6)
+    assert weights.multiplied_out() is not None
+    assert weights.multiplied_out().dtype == torch.bfloat16
+
+
+def test_what_turned_channels_are_multiplied_by_counts() -> None:
+    weights = layer()
+    turned = [0, 1, 2, 3]
+    times = torch.ones(WIDTH, dtype=torch.float64)
+    times[turned] = 1.3
+    wide = replace(weights, q=(Link(weights.q[0].weight * times),), k=(Link(weights.k[0].weight * times),))
+    planes = Planes(first=(0, 2), second=(1, 3), slow=(False, True))
+    expected = measure_heads(wide, planes).qk.values
+    assert_near(measure_heads(weights, replace(planes, factor=1.3)).qk.values, expected, 1e-12)
+    assert not torch.allclose(measure_heads(weights, planes).qk.values, expected)
+
+
 def test_queries_of_cross_attention_are_not_compared() -> None:
     found: HeadMeasures = measure_heads(layer(kind="cross"))
     assert found.similarity["qk"] is found.similarity["qv"] is None

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from triptych.algebra import similarity
 from triptych.algebra.similarity import alike, cosine_of_forms, map_similarity, sketches
 
 
@@ -100,7 +101,7 @@ def test_forms_that_are_alike_are_found_in_any_gauge() -> None:
     G = gauge(5)
     left[7], right[7] = left[2] @ G, right[2] @ torch.linalg.inv(G).mT
     left[11], right[11] = -left[4], right[4] + 0.2 * right[5]
-    found = alike(sketches(left, right), at_least=0.9)
+    found = alike(sketches(left, right), at_least=0.9, most=10)
     assert set(found) == {(2, 7), (4, 11)}
     assert found[0] == (2, 7)
     assert cosine_of_forms(left[2], right[2], left[7], right[7]) == pytest.approx(1.0)
@@ -108,11 +109,24 @@ def test_forms_that_are_alike_are_found_in_any_gauge() -> None:
     expected = float((forms[4] * forms[11]).sum() / forms[4].norm() / forms[11].norm())
     assert cosine_of_forms(left[4], right[4], left[11], right[11]) == pytest.approx(expected)
     assert expected < -0.9
-    assert alike(sketches(left[:1], right[:1]), at_least=0.9) == []
+    assert alike(sketches(left[:1], right[:1]), at_least=0.9, most=10) == []
+    assert alike(sketches(left, right), at_least=0.9, most=1) == [(2, 7)]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 40])
+def test_few_rows_at_a_time_find_the_same_pairs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sketched = torch.nn.functional.normalize(torch.randn(30, 3, dtype=torch.float64), dim=1)
+    products = (sketched @ sketched.mT).abs()
+    pairs = [(i, j) for i in range(30) for j in range(i + 1, 30) if products[i, j] > 0.9 - 0.38]
+    pairs.sort(key=lambda pair: -float(products[pair]))
+    assert len(pairs) > 20
+    monkeypatch.setattr(similarity, "_ROWS_AT_A_TIME", rows)
+    assert alike(sketched, at_least=0.9, most=1000) == pairs
+    assert alike(sketched, at_least=0.9, most=20) == pairs[:20]
 
 
 def test_a_form_that_is_zero_is_like_none() -> None:
     left, right = maps(2, 30, 5), maps(2, 30, 5, seed=1)
     left[0] = 0
-    assert alike(sketches(left, right), at_least=0.9) == []
+    assert alike(sketches(left, right), at_least=0.9, most=10) == []
     assert cosine_of_forms(left[0], right[0], left[1], right[1]) == 0.0

@@ -34,6 +34,7 @@ def refusal(folder: Path) -> str:
         ({"n_head": [4]}, "is [4]"),
         ({"n_head": 2.5}, "is 2.5"),
         ({"n_head": None}, "is missing"),
+        ({"n_head": 3, "n_embd": 10**400}, "n_embd / n_head is a number too large"),
         ({"n_head": 3}, "n_embd / n_head is"),
         ({"n_head": 8, "n_embd": 2 * D}, "where the configuration makes it"),
         ({"n_embd": 2 * D}, "where the configuration makes it 192"),

@@ -59,6 +59,41 @@ def test_float8_in_blocks_the_last_of_which_are_smaller(tmp_path: Path) -> None:
             assert found[row, column] == expected
 
 
+def test_as_many_blocks_as_rows_are_blocks(tmp_path: Path) -> None:
+    """As in DeepSeek-V3's output maps: 56 × 128 blocks for 7,168 rows."""
+    weight, scale = torch.randn(8, 64).to(torch.float8_e4m3fn), torch.rand(1, 8) + 0.5
+    save_file({"a.weight": weight, "a.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    settings = Settings({"quantization_config": {"weight_block_size": [8, 8]}}, "config.json")
+    found = dequantised(open_tensors(tmp_path), settings).read("a.weight")
+    assert torch.equal(found, weight.float() * scale[0].repeat_interleave(8))
+
+
+PARTS_THAT_DO_NOT_FIT: dict[str, dict[str, Tensor]] = {
+    "an order beyond the groups": {"a.g_idx": torch.full((D_IN,), 9, dtype=torch.int32)},
+    "scales of another width": {"a.scales": torch.ones(D_IN // GROUP, D_OUT + 3)},
+    "too few scales": {"a.scales": torch.ones(1, D_OUT)},
+    "zeros of another width": {"a.qzeros": torch.zeros(D_IN // GROUP, 5, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("changed", PARTS_THAT_DO_NOT_FIT.values(), ids=PARTS_THAT_DO_NOT_FIT)
+def test_parts_that_do_not_fit_are_named(tmp_path: Path, changed: dict[str, Tensor]) -> None:
+    parts = {
+        "a.qweight": words(D_IN // 8, D_OUT),
+        "a.qzeros": words(D_IN // GROUP, D_OUT // 8),
+        "a.scales": torch.ones(D_IN // GROUP, D_OUT),
+        **changed,
+    }
+    save_file(parts, tmp_path / "model.safetensors")
+    config = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+    found = dequantised(open_tensors(tmp_path), Settings({"quantization_config": config}, "config.json"))
+    with pytest.raises(
+        DataError, match=r"a\.weight: its parts \(a\.qweight, .*\) do not fit together"
+    ) as error:
+        found.read("a.weight")
+    assert "\n" not in str(error.value)
+
+
 def test_eight_bits_of_bitsandbytes(tmp_path: Path) -> None:
     whole = torch.randn(D_OUT, D_IN)
     largest = whole.abs().amax(dim=1)
@@ -123,7 +158,10 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     config = {"quant_method": "aqlm", "bits": 4, "group_size": 32}
     assert "a.qweight is quantised by aqlm in 4 bits" in refused(tmp_path, parts, config)
     assert "bits 3" in refused(tmp_path, parts, {**config, "bits": 3})
-    assert "bits None" in refused(tmp_path, parts, {})
+    assert "bits null" in refused(tmp_path, parts, {})
+    assert "group_size" in refused(tmp_path, parts, {**config, "group_size": 10**400})
+    flat = {**parts, "a.qweight": words(16)}
+    assert "a.qweight: it is no matrix" in refused(tmp_path, flat, config)
     alone = {"a.qweight": words(8, 16)}
     assert "there is no tensor a.qzeros" in refused(tmp_path, alone, config)
     four_bits = {

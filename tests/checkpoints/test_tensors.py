@@ -142,6 +142,28 @@ HEADERS: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda p: written(p, {"a": entry(0, 4, shape=[1 << 40, 1 << 40])}, bytes(4)),
         "takes 4,835,703,278,458,516,698,824,704 bytes",
     ),
+    "a longer side than there is": (
+        lambda p: written(p, {"a": entry(0, 0, shape=[0, 1 << 70])}),
+        "is that of no tensor",
+    ),
+    "too many sides": (
+        lambda p: written(p, {"a": entry(0, 4, shape=[1] * 65)}, bytes(4)),
+        "is that of no tensor",
+    ),
+    "more bytes than can be written": (
+        lambda p: written(p, {"a": entry(0, 4, shape=[10**18] * 300)}, bytes(4)),
+        "is that of no tensor",
+    ),
+    "thousands of digits": (
+        lambda p: written(p, {"a": entry(0, 10**4000)}, bytes(4)),
+        "and it has",
+    ),
+    "many twins": (
+        lambda p: written(
+            p, ("{" + ",".join(f'"{i}":0' for i in range(200_000)) + ',"0":0}').encode(), bytes(4)
+        ),
+        "0 stands there twice",
+    ),
     "overlapping": (
         lambda p: written(p, {"a": entry(0, 8, shape=[2]), "b": entry(4, 8)}, bytes(8)),
         "tensors a and b share bytes",
@@ -202,6 +224,19 @@ def test_a_torch_file_without_named_tensors_is_refused(tmp_path: Path, content: 
         open_tensors(tmp_path)
 
 
+def test_a_torch_tensor_that_claims_more_than_it_holds_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1).expand(1000, 1000)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(DataError, match="tensor a: it claims more numbers than it holds"):
+        open_tensors(tmp_path)
+
+
+def test_parameters_in_a_torch_file_are_read_as_tensors(tmp_path: Path) -> None:
+    torch.save({"a": torch.nn.Parameter(torch.ones(3))}, tmp_path / "pytorch_model.bin")
+    found = open_tensors(tmp_path).read("a")
+    assert not found.requires_grad
+    assert found.tolist() == [1, 1, 1]
+
+
 def test_a_torch_file_cut_short_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save(TENSORS, path)
@@ -221,6 +256,7 @@ INDEXES: dict[str, tuple[Any, str]] = {
     "up, backwards": ({"weight_map": {"a": "..\\secret.safetensors"}}, "which is no file beside it"),
     "absolute": ({"weight_map": {"a": "/etc/passwd"}}, "which is no file beside it"),
     "a drive": ({"weight_map": {"a": "C:\\secret.safetensors"}}, "which is no file beside it"),
+    "a control character": ({"weight_map": {"a": "x\n\x1b]0;.safetensors"}}, "which is no file beside it"),
     "nothing": ({"weight_map": {"a": ""}}, "which is no file beside it"),
     "a number": ({"weight_map": {"a": 3}}, "which is no file beside it"),
     "missing shard": ({"weight_map": {"a": "other.safetensors"}}, "other.safetensors is missing"),

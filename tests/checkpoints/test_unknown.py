@@ -18,8 +18,9 @@ CONFIG: dict[str, Any] = {
     "model_type": "nobodys",
     "num_attention_heads": HEADS,
     "num_key_value_heads": GROUPS,
-    "rope_theta": 10000.0,
+    "max_position_embeddings": 8,
 }
+ROTARY = {**CONFIG, "rope_theta": 10000.0}
 
 
 def tensors(
@@ -31,7 +32,12 @@ def tensors(
             shape = (D, rows * WIDTH) if name == names[3] else (rows * WIDTH, D)
             found[f"net.blocks.{layer}.mixer.{name}.weight"] = torch.randn(shape)
         found[f"net.blocks.{layer}.mlp.up.weight"] = torch.randn(32, D)
+    found["net.position_embeddings.weight"] = torch.randn(8, D)
     return found
+
+
+def rotary_tensors() -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors().items() if "position" not in name}
 
 
 def write(folder: Path, weights: dict[str, Tensor], config: dict[str, Any] | None = None) -> Path:
@@ -55,8 +61,8 @@ def test_the_only_way_to_read_it_is_taken_and_said(tmp_path: Path, names: tuple[
     layer = checkpoint.read(checkpoint.sites[1])
     assert layer.weights.num_key_heads == GROUPS
     assert torch.equal(layer.weights.W_Q.mT.flatten(0, 1), weights[f"net.blocks.1.mixer.{names[0]}.weight"])
-    assert layer.weights.traits.positions == "rotary"
-    assert len(checkpoint.left_over) == 2
+    assert layer.weights.traits.positions == "learned"
+    assert len(checkpoint.left_over) == 3
 
 
 def refusal(folder: Path) -> str:
@@ -71,15 +77,39 @@ def refusal(folder: Path) -> str:
         ({"num_attention_heads": 3}, "do not fit 3 heads"),
         ({"num_attention_heads": None, "num_key_value_heads": None}, "the configuration has none of"),
         (
-            {"rope_theta": None},
+            {"rope_theta": 10000.0},
             "whether its positions are rotary over whole heads, learned or something else",
         ),
+        ({"attn_logit_softcapping": 50.0}, "nothing says what attn_logit_softcapping does to the scores"),
+        ({"attention_multiplier": 0.1}, "nothing says what attention_multiplier does"),
     ],
 )
 def test_what_leaves_a_choice_is_refused(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
     message = refusal(write(tmp_path, tensors(), {**CONFIG, **config}))
     assert reason in message
     assert 'name = "mine"\n[[attention]]' in message
+
+
+def test_which_channels_turn_is_asked_for_with_all_else_filled_in(tmp_path: Path) -> None:
+    weights = rotary_tensors()
+    message = refusal(write(tmp_path, weights, ROTARY))
+    assert "which channels of a head turn together" in message
+    for pairing in ("halves", "interleaved"):
+        own = tmp_path / "my.toml"
+        own.write_text(message[message.index('name = "mine"') :].replace('"halves"', f'"{pairing}"'))
+        checkpoint = open_checkpoint(tmp_path, read_family(own))
+        layer = checkpoint.read(checkpoint.sites[1])
+        assert layer.scoring.rotation is not None
+        assert layer.scoring.rotation.pairing == pairing
+        assert layer.weights.num_key_heads == GROUPS
+        expected = weights["net.blocks.1.mixer.query.weight"]
+        assert torch.equal(layer.weights.W_Q.mT.flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize("number", ["00", "9" * 5000])
+def test_a_layer_without_a_number_of_its_own_is_refused(tmp_path: Path, number: str) -> None:
+    weights = {name.replace(".0.", f".{number}."): tensor for name, tensor in tensors(layers=1).items()}
+    assert "no module has maps" in refusal(write(tmp_path, weights))
 
 
 def test_two_stacks_alike_are_refused(tmp_path: Path) -> None:

@@ -246,6 +246,11 @@ TINY: dict[str, Tiny] = {
     "starcoder2": Tiny("Starcoder2ForCausalLM", "Starcoder2Config", _GROUPED),
     "olmo2": Tiny("Olmo2ForCausalLM", "Olmo2Config", _GROUPED),
     "cohere": Tiny("CohereForCausalLM", "CohereConfig", {**_GROUPED, "use_qk_norm": True}),
+    "cohere2": Tiny(
+        "Cohere2ForCausalLM", "Cohere2Config", {**_GROUPED, "num_hidden_layers": 4, "sliding_window": 4}
+    ),
+    "ernie4_5": Tiny("Ernie4_5ForCausalLM", "Ernie4_5Config", {**_GROUPED, "use_bias": True, "head_dim": 6}),
+    "helium": Tiny("HeliumForCausalLM", "HeliumConfig", {**_GROUPED, "head_dim": 6}),
     "smollm3": Tiny("SmolLM3ForCausalLM", "SmolLM3Config", {**_GROUPED, "no_rope_layers": [1, 0]}),
     "gpt_oss": Tiny(
         "GptOssForCausalLM",

@@ -43,11 +43,13 @@ class Planes:
     Attributes:
         first: channel of each plane; likewise `second`.
         slow: whether a plane turns by less than a radian over the longest text: then it is as good as fixed.
+        factor: what these channels of queries, and those of keys, are multiplied by besides.
     """
 
     first: tuple[int, ...]
     second: tuple[int, ...]
     slow: tuple[bool, ...]
+    factor: float = 1.0
 
 
 @final
@@ -77,25 +79,36 @@ class HeadMeasures:
     finite: Bool[Tensor, " heads"]
 
 
-def measure_heads(weights: AttentionWeights, planes: Planes | None = None) -> HeadMeasures:
+def comparable(weights: AttentionWeights) -> frozenset[Pair]:
+    """The pairs of maps of a layer that can be compared.
+
+    Queries of cross-attention read another text than keys and values do; of maps that share one, that is all
+    there would be to see.
+    """
+    itself = weights.traits.kind != "cross"
+    return frozenset(
+        pair
+        for pair, (one, other) in COMPARED.items()
+        if (itself or pair == "kv") and not share_a_map(weights.chain(one), weights.chain(other))
+    )
+
+
+def measure_heads(
+    weights: AttentionWeights, planes: Planes | None = None, compared: Collection[Pair] | None = None
+) -> HeadMeasures:
     """Measure every head of a layer, a few at a time on each of torch's threads.
 
     Args:
         weights: its maps; biases and norms are left out, and what stands between two links is passed over.
         planes: the rotary ones; None for a head that looks where its form says, whatever the distance.
+        compared: pairs of maps to compare; all that are `comparable` if None.
     """
     maps = {side: weights.multiplied(side).weight for side in SIDES}
     maps["o"] = maps["o"].mT
     itself = weights.traits.kind != "cross"
-    # Queries of cross-attention read another text than keys and values do; of maps that share one, that is
-    # all there would be to see.
-    compared = {
-        pair
-        for pair, (one, other) in COMPARED.items()
-        if (itself or pair == "kv") and not share_a_map(weights.chain(one), weights.chain(other))
-    }
+    pairs = comparable(weights) if compared is None else compared
     chunks = list(_chunks(maps, weights.num_heads))
-    return _joined(_on_threads(lambda chunk: _measured(_Parts(chunk), itself, compared, planes), chunks))
+    return _joined(_on_threads(lambda chunk: _measured(_Parts(chunk), itself, pairs, planes), chunks))
 
 
 def _measured(
@@ -170,7 +183,9 @@ def _with_planes(parts: "_Parts", planes: Planes) -> Tensor:
     Plane f, seen as a pair of complex vectors u_f and v_f, has the mean square score ½ |xᵀu_f|² |yᵀv_f|² over
     distances: ½ ‖u_f‖² ‖v_f‖² for inputs without a preferred direction.
     """
-    R_q, R_k = parts.R["q"], parts.R["k"]
+    times = torch.ones(parts.R["q"].shape[-1], dtype=torch.float64)
+    times[[*planes.first, *planes.second]] = planes.factor
+    R_q, R_k = parts.R["q"] * times, parts.R["k"] * times
     turning = [
         (a, b) for a, b, slow in zip(planes.first, planes.second, planes.slow, strict=True) if not slow
     ]

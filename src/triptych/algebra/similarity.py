@@ -145,12 +145,22 @@ def sketches(
     return normal
 
 
-def alike(sketched: Float[Tensor, "forms numbers"], at_least: float) -> list[tuple[int, int]]:
-    """Pairs i < j of forms whose cosine may be `at_least`, of either sign; the likeliest first."""
-    products = (sketched @ sketched.mT).abs().triu(1)
-    places = (products > at_least - _SKETCH_MARGIN).nonzero()
-    order = products[places[:, 0], places[:, 1]].argsort(descending=True)
-    return [(i, j) for i, j in places[order].tolist()]
+def alike(sketched: Float[Tensor, "forms numbers"], at_least: float, most: int) -> list[tuple[int, int]]:
+    """Pairs i < j of forms whose cosine may be `at_least`, of either sign; the `most` likeliest, in order.
+
+    A few rows of all products are held at a time.
+    """
+    best = sketched.new_empty(0)
+    pairs = torch.empty(0, 2, dtype=torch.long)
+    for start in range(0, len(sketched), _ROWS_AT_A_TIME):
+        rows = sketched[start : start + _ROWS_AT_A_TIME]
+        products = (rows @ sketched[start:].mT).abs().triu(1)
+        places = (products > at_least - _SKETCH_MARGIN).nonzero()
+        found = products[places[:, 0], places[:, 1]]
+        best, pairs = torch.cat([best, found]), torch.cat([pairs, places + start])
+        order = best.argsort(descending=True, stable=True)[:most]
+        best, pairs = best[order], pairs[order]
+    return [(i, j) for i, j in pairs.tolist()]
 
 
 def cosine_of_forms(
@@ -167,6 +177,7 @@ def cosine_of_forms(
 
 # The product of two sketches is off by about √2 / √ of their length; three times as much is rare.
 _SKETCH = 128
+_ROWS_AT_A_TIME = 512
 _SKETCH_MARGIN = 0.38
 
 

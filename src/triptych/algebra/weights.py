@@ -85,6 +85,14 @@ class Link:
     def then(self, other: "Link") -> "Link":
         """Both maps as one: `x W₁ W₂ + (b₁ W₂ + b₂)`."""
         copies = math.lcm(self.copies, other.copies)
+        if self.copies == 1 and not (self.diagonal or other.diagonal):
+            # One product with all copies beside each other, instead of one with a copy of this map for each.
+            beside = other.weight.transpose(0, 1).flatten(1)
+            weight = (self.weight[0] @ beside).unflatten(1, (copies, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
+            bias = None if self.bias is None else _row_times(self.bias.expand(copies, -1), other.weight)
+            return Link(
+                weight, _add(bias, other.bias), after=other.after, learned=self.learned or other.learned
+            )
         one, two = self.of_heads(copies), other.of_heads(copies)
         return Link(
             weight=_product(one.weight, two.weight),
@@ -377,6 +385,20 @@ class AttentionWeights:
         return replace(
             self, scale=scale, q=(*self.q[:-1], replace(last, weight=last.weight * ratio, bias=bias))
         )
+
+    def multiplied_out(self) -> "AttentionWeights":
+        """The same maps with one link a side, in at least float32; what was shared stays so.
+
+        As `multiplied`, it passes over what stands between two links.
+        """
+        wide = torch.promote_types(self.dtype, torch.float32)
+        whole = self if all(len(self.chain(side)) == 1 for side in SIDES) else self.to(wide)
+        chains: dict[int, Chain] = {}
+        for side in SIDES:
+            chain = whole.chain(side)
+            if id(chain) not in chains:
+                chains[id(chain)] = chain if len(chain) == 1 else (whole.multiplied(side),)
+        return replace(whole, **{side: chains[id(whole.chain(side))] for side in SIDES})
 
     def evened(self, groups: int) -> "AttentionWeights":
         """The same maps with one copy a head for queries and outputs, and `groups` for keys and values.

@@ -17,15 +17,16 @@ from triptych.checkpoints.own import OwnModel, is_own
 from triptych.checkpoints.quantised import dequantised
 from triptych.checkpoints.reading import LayerReader, Place
 from triptych.checkpoints.settings import Settings
-from triptych.checkpoints.tensors import Tensors, open_tensors, read_json
+from triptych.checkpoints.tensors import SAFETENSORS, Tensors, open_tensors, read_json
 from triptych.checkpoints.unknown import work_out_family
-from triptych.errors import DataError
+from triptych.errors import DataError, UsageError
 
 # A tensor with such a name, and in no layer that is known, may be attention that nobody told us of.
 _LOOKS_LIKE_ATTENTION = re.compile(
     r"attn|attention|(^|[._])(q|k|v|qkv|kv)(_?(proj|lin|a_proj|b_proj))?\.(weight|bias)$|query|key_value|Wqkv",
     re.I,
 )
+_LONGEST_SAID = 1 << 40
 _LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"
 
 
@@ -44,6 +45,7 @@ class Checkpoint(AttentionSource):
     ) -> None:
         self.name, self.family, self.settings, self.tensors = name, family, settings, tensors
         self.written_as, self.known_by = family.name, known_by
+        self.absent = ()
         self._places = {place.site: place for place in self._find()}
         self.sites = tuple(self._places)
         self.unread = {}
@@ -65,7 +67,7 @@ class Checkpoint(AttentionSource):
     def longest_text(self, site: Site) -> int:
         """What the configuration says, or 2,048."""
         found = self._places[site].settings.value(_LONGEST_TEXT)
-        return found if isinstance(found, int) and found > 0 else 2048
+        return found if isinstance(found, int) and 0 < found <= _LONGEST_SAID else 2048
 
     def broken(self, layer: AttentionLayer) -> dict[str, int]:
         """The tensors are read once more."""
@@ -73,28 +75,31 @@ class Checkpoint(AttentionSource):
         return {name: count for name, count in counts.items() if count}
 
     def _find(self) -> Iterator[Place]:
-        found_any = False
+        found_any, present, wanted = False, set[str](), dict[str, None]()
         for spec in self.family.attention:
             settings = self._settings_of(spec)
             if settings is None or not settings.holds(spec.when):
                 continue
             prefix = self._prefix(spec)
+            wanted[spec.stack] = None
             if prefix is None:
                 self._require_no_stack(spec)
                 continue
+            present.add(spec.stack)
             inner, layers = settings.count(spec.inner), settings.count(spec.layers)
             for layer in range(layers + self._more_layers(spec, settings)):
+                if layer >= layers and not self.tensors.below(prefix + spec.at.format(layer=layer, inner=0)):
+                    break  # those after the last need not be there
                 for within in range(inner):
                     module = prefix + spec.at.format(layer=layer, inner=within)
                     if not self.tensors.below(module):
-                        if layer >= layers:
-                            continue
                         raise DataError(
                             f"{self.name}: no tensor is below {module}, attention layer {layer} of {layers:,}"
                         )
                     site = Site(spec.stack, layer * inner + within, spec.kind, module)
                     yield Place(site, spec, settings, prefix, layer, within)
                     found_any = True
+        self.absent = tuple(stack for stack in wanted if stack not in present)
         if not found_any:
             looks = [name for name in self.tensors.infos if self._looks_like_attention(name)]
             raise DataError(
@@ -209,6 +214,14 @@ def open_checkpoint(path: Path | str, family: Family | None = None) -> Attention
         tensors = open_tensors(path)
         record, where = read_json(config), str(config)
         if is_own(record):
+            if family is not None:
+                raise UsageError(
+                    f"{path} is a run of ours and says itself how it is written: leave --family out"
+                )
+            if path.is_file() and path.name != SAFETENSORS:
+                raise UsageError(
+                    f"{path}: of a run of ours the weights are in {SAFETENSORS}: give its folder"
+                )
             return OwnModel(path if path.is_dir() else path.parent)
     settings = Settings(record, where)
     tensors = dequantised(tensors, settings)

@@ -63,6 +63,7 @@ class AttentionSource(ABC):
         num_tensors: there are in all.
         left_over: tensors that are no attention, as far as their names tell.
         unread: tensors of attention that is known and not read, and why.
+        absent: stacks that the configuration has and the tensors have not.
     """
 
     name: str
@@ -72,6 +73,7 @@ class AttentionSource(ABC):
     num_tensors: int
     left_over: tuple[str, ...]
     unread: dict[str, str]
+    absent: tuple[str, ...] = ()
 
     @abstractmethod
     def read(self, site: Site) -> AttentionLayer:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from triptych.checkpoints.settings import Settings
-from triptych.checkpoints.tensors import TensorFile, TensorInfo, Tensors
+from triptych.checkpoints.tensors import TensorFile, TensorInfo, Tensors, shown
 from triptych.errors import DataError
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # In which nibbles of 32 bits AWQ keeps eight columns.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+_LARGEST_GROUP = 1 << 30
 
 
 class Packed(ABC):
@@ -143,7 +144,14 @@ class _Unpacking(TensorFile):
     def read(self, name: str) -> Tensor:
         """A weight, unpacked now."""
         packed = self._maps[name]
-        found = packed.unpack(tuple(self._tensors.read(part) for part in packed.parts))
+        try:
+            found = packed.unpack(tuple(self._tensors.read(part) for part in packed.parts))
+        except (IndexError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0][:200]
+            raise DataError(
+                f"{self.name}, tensor {name}: its parts ({', '.join(packed.parts)}) do not fit together: "
+                f"{reason}"
+            ) from None
         if tuple(found.shape) != packed.shape:
             raise DataError(
                 f"{self.name}, tensor {name}: its parts unpack to {list(found.shape)} instead of "
@@ -224,11 +232,14 @@ def _grouped(
     missing = [name for name in names if name not in tensors.infos]
     if missing:
         raise DataError(f"{tensors.name}: there is no tensor {missing[0]}, and {names[0]} needs it")
+    if len(tensors.infos[names[0]].shape) != 2:
+        raise DataError(f"{tensors.name}, tensor {names[0]}: it is no matrix")
     rows, columns = tensors.infos[names[0]].shape
-    if not isinstance(bits, int) or bits not in (2, 4, 8) or not isinstance(group, int):
+    is_group = isinstance(group, int) and -1 <= group <= _LARGEST_GROUP
+    if not isinstance(bits, int) or bits not in (2, 4, 8) or not isinstance(group, int) or not is_group:
         raise DataError(
-            f"{settings.where}: quantization_config has bits {bits!r} and group_size {group!r}: 2, 4 or 8 "
-            "and a whole number are read"
+            f"{settings.where}: quantization_config has bits {shown(bits)} and group_size {shown(group)}: "
+            "2, 4 or 8 and a whole number are read"
         )
     per_word = 32 // bits
     if method == "gptq":
@@ -241,8 +252,8 @@ def _grouped(
     if method == "awq" and bits == 4:
         return Awq(module, tuple(names), (columns * per_word, rows), group if group > 0 else rows)
     raise DataError(
-        f"{tensors.name}: tensor {names[0]} is quantised by {method} in {bits} bits, which is not read: use "
-        "the checkpoint before quantisation"
+        f"{tensors.name}: tensor {names[0]} is quantised by {shown(method)} in {bits} bits, which is not "
+        "read: use the checkpoint before quantisation"
     )
 
 
@@ -251,7 +262,8 @@ def _block(
 ) -> tuple[int, int] | None:
     """Rows and columns that share a scale; None if whole rows do, or all."""
     found = tensors.infos[scale].shape
-    if prod(found) in (1, shape[0]):
+    # Not by how many there are: blocks of b × b make as many as rows where there are b² columns.
+    if prod(found) == 1 or found in ((shape[0],), (shape[0], 1)):
         return None
     block = settings.value("quantization_config.weight_block_size")
     is_block = (
@@ -261,5 +273,5 @@ def _block(
         return block[0], block[1]
     raise DataError(
         f"{tensors.name}: tensor {scale} has shape {list(found)}: no scales of {list(shape)} in blocks "
-        f"of {block}"
+        f"of {shown(block)}"
     )

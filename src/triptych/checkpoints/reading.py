@@ -274,6 +274,8 @@ class LayerReader:
             if f"{at}.weight" not in self.tensors.infos:
                 raise DataError(f"{self.tensors.name}: there is no tensor {at}.weight, the gain of a norm")
             gain = self._take(f"{at}.weight")
+            if gain.ndim != 1:
+                raise DataError(f"{self._of(f'{at}.weight')}: shape {list(gain.shape)} is not that of a gain")
             has_shift = f"{at}.bias" in self.tensors.infos
             return spec, Norm(gain, self._take(f"{at}.bias") if has_shift else None, spec.offset)
         return None, None
@@ -288,9 +290,13 @@ class LayerReader:
         eps = self.settings.number(spec.eps, self.layer)
         if "{head}" in name:
             names = [f"{self.site.module}.{name.format(head=head)}" for head in range(heads)]
-            gain = torch.stack([self._take(f"{n}.weight") for n in names])
-            has_shift = f"{names[0]}.bias" in self.tensors.infos
-            shift = torch.stack([self._take(f"{n}.bias") for n in names]) if has_shift else None
+            shape = (
+                self.tensors.infos[f"{names[0]}.weight"].shape if self._has(f"{names[0]}.weight") else None
+            )
+            gain = torch.stack([self._take(f"{n}.weight", shape) for n in names])
+            shift = None
+            if self._has(f"{names[0]}.bias"):
+                shift = torch.stack([self._take(f"{n}.bias", shape) for n in names])
         else:
             at = f"{self.site.module}.{name}"
             gain = self._take(f"{at}.weight")
@@ -353,10 +359,17 @@ class LayerReader:
         buckets = settings.value("position_buckets")
         in_buckets = isinstance(buckets, int) and buckets > 0
         span = buckets if in_buckets else longest
-        table = self._take(self._beside(spec.table))[: 2 * span]
+        table = self._take(self._beside(spec.table))
+        if table.ndim != 2 or table.shape[1] != k.d_in:
+            raise DataError(
+                f"{self._of(self._beside(spec.table))}: shape {list(table.shape)} is no table of vectors of "
+                f"width {k.d_in}"
+            )
+        table = table[: 2 * span]
         if "layer_norm" in str(settings.value("norm_rel_ebd") or ""):
             gain, shift = (
-                self._take(self._beside(f"{spec.table_norm}.{part}")) for part in ("weight", "bias")
+                self._take(self._beside(f"{spec.table_norm}.{part}"), (k.d_in,))
+                for part in ("weight", "bias")
             )
             eps = settings.number("layer_norm_eps | 1e-7")
             table = torch.nn.functional.layer_norm(table, gain.shape, gain, shift, eps)
@@ -483,7 +496,12 @@ class LayerReader:
                 if info.dtype.itemsize == 1:
                     raise DataError(f"{self._of(name)}: float8 without a scale, which is not read")
                 found = info.dtype if found is None else torch.promote_types(found, info.dtype)
+        if found is not None and self.spec.latent is not None:
+            return torch.promote_types(found, torch.float32)  # maps take up the gains of norms between them
         return found
+
+    def _has(self, name: str) -> bool:
+        return name in self.tensors.infos
 
     def _of(self, name: str) -> str:
         return f"{self.tensors.where(name)}, tensor {name}"

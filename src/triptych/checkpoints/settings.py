@@ -98,7 +98,10 @@ class Settings:
             wanted: Any = _literal(right)
             if value is None or (isinstance(wanted, int) and not isinstance(value, int | float)):
                 return sign == "!="
-            return _COMPARISONS[sign](value, wanted)
+            try:
+                return _COMPARISONS[sign](value, wanted)
+            except TypeError:  # a name is neither below nor above a number
+                return False
         if condition.startswith("!"):
             return not self.value(condition[1:].strip(), layer)
         return bool(self.value(condition, layer))
@@ -110,14 +113,15 @@ class Settings:
             other = self._term(part, layer)
             if not _are_numbers(total, other) or (sign == "/" and not other):
                 return _MISSING
-            if sign == "*":
-                total = total * other
-            else:
-                total = (
-                    total // other
-                    if isinstance(total, int) and isinstance(other, int) and not total % other
-                    else total / other
-                )
+            try:
+                if sign == "*":
+                    total = total * other
+                elif isinstance(total, int) and isinstance(other, int) and not total % other:
+                    total = total // other
+                else:
+                    total = total / other
+            except OverflowError:
+                raise DataError(f"{self.where}: {expression} is a number too large") from None
         return total
 
     def _term(self, term: str, layer: int) -> Any:
@@ -143,7 +147,7 @@ def layer_number(expression: str, layer: int) -> int | None:
     """`layer` or `layer % N`, for a layer; None if the expression is another."""
     if expression == "layer":
         return layer
-    if found := re.fullmatch(r"layer\s*%\s*(\d+)", expression):
+    if found := re.fullmatch(r"layer\s*%\s*([1-9]\d*)", expression):
         return layer % int(found[1])
     return None
 

@@ -47,6 +47,8 @@ _DTYPES: dict[str, torch.dtype] = {
 # As the format's own reader has it.
 _LONGEST_HEADER = 100_000_000
 _LONGEST_JSON = 64 << 20
+# What torch can hold, and more than any checkpoint has.
+_MOST_DIMENSIONS, _LONGEST_SIDE = 16, 1 << 48
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
@@ -171,20 +173,24 @@ class Safetensors(TensorFile):
         return torch.frombuffer(found, dtype=info.dtype).reshape(info.shape)
 
     def _entry(self, name: str, entry: Any) -> tuple[TensorInfo, int]:
-        where = f"{self.name}, tensor {_shown(name)}"
+        where = f"{self.name}, tensor {shown(name)}"
         if not isinstance(entry, dict):
             raise DataError(f"{where}: its header entry is no record")
         label, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
         if not isinstance(label, str) or label not in _DTYPES:
-            raise DataError(f"{where}: dtype {_shown(label)} is not one of {', '.join(_DTYPES)}")
+            raise DataError(f"{where}: dtype {shown(label)} is not one of {', '.join(_DTYPES)}")
         if not _are_counts(shape):
-            raise DataError(f"{where}: shape {_shown(shape)} is not a list of sizes")
+            raise DataError(f"{where}: shape {shown(shape)} is not a list of sizes")
         if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise DataError(f"{where}: data_offsets {_shown(offsets)} are not a beginning and an end")
+            raise DataError(f"{where}: data_offsets {shown(offsets)} are not a beginning and an end")
+        if len(shape) > _MOST_DIMENSIONS or any(n > _LONGEST_SIDE for n in shape):
+            raise DataError(f"{where}: shape {shown(shape)} is that of no tensor")
         dtype = _DTYPES[label]
         needed, given = prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
         if needed != given:
-            raise DataError(f"{where}: {label} of shape {shape} takes {needed:,} bytes, and it has {given:,}")
+            raise DataError(
+                f"{where}: {label} of shape {shown(shape)} takes {needed:,} bytes, and it has {shown(given)}"
+            )
         if self._data_start + offsets[1] > self._source.size:
             raise DataError(
                 f"{where}: it ends at byte {self._data_start + offsets[1]:,} of a file of "
@@ -201,7 +207,7 @@ class Safetensors(TensorFile):
         filled.sort()
         for (_, end, one), (start, _, other) in pairwise(filled):
             if start < end:
-                raise DataError(f"{self.name}: tensors {_shown(one)} and {_shown(other)} share bytes")
+                raise DataError(f"{self.name}: tensors {shown(one)} and {shown(other)} share bytes")
 
 
 @final
@@ -248,13 +254,17 @@ class Pickled(TensorFile):
             raise DataError(f"{path}: it holds a {type(found).__name__} and no tensors by name")
         for name, tensor in found.items():
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                raise DataError(f"{path}: {_shown(name)} is a {type(tensor).__name__} and no tensor")
+                raise DataError(f"{path}: {shown(name)} is a {type(tensor).__name__} and no tensor")
             _require_plain(name, str(path))
+            held = 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
+            if tensor.layout == torch.strided and tensor.numel() * tensor.element_size() > held:
+                raise DataError(f"{path}, tensor {name}: it claims more numbers than it holds")
             if tensor.layout != torch.strided or tensor.is_meta:
                 raise DataError(
                     f"{path}, tensor {name}: it is stored in a way that is not read (sparse, or empty)"
                 )
-        return found
+        # Parameters would have every product of theirs remembered.
+        return {name: tensor.detach() for name, tensor in found.items()}
 
 
 @final
@@ -340,16 +350,16 @@ def from_index(
     for tensor, shard in places.items():
         if not isinstance(shard, str) or not _stays_in_folder(shard):
             raise DataError(
-                f"{where}: tensor {_shown(tensor)} is in {_shown(shard)}, which is no file beside it"
+                f"{where}: tensor {shown(tensor)} is in {shown(shard)}, which is no file beside it"
             )
         if shard not in files:
             files[shard] = open_shard(shard)
         if tensor not in files[shard].infos:
-            raise DataError(f"{where}: {shard} does not hold tensor {_shown(tensor)}")
+            raise DataError(f"{where}: {shown(shard)} does not hold tensor {shown(tensor)}")
     for shard, file in files.items():
         if unlisted := [tensor for tensor in file.infos if places.get(tensor) != shard]:
             raise DataError(
-                f"{where}: {shard} holds tensor {_shown(unlisted[0])}, which is not listed for it"
+                f"{where}: {shown(shard)} holds tensor {shown(unlisted[0])}, which is not listed for it"
             )
     return Tensors(name, {tensor: files[shard] for tensor, shard in places.items()})
 
@@ -370,9 +380,9 @@ def _parsed(content: bytes | bytearray, where: str) -> dict[str, Any]:
     def refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise DataError(f"{where}: {_shown(twice)} stands there twice")
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+            raise DataError(f"{where}: {shown(twice)} stands there twice")
         return found
 
     try:
@@ -414,9 +424,13 @@ def of_one(file: TensorFile) -> Tensors:
 
 def _stays_in_folder(name: str) -> bool:
     """Whether a name is that of a file in the same folder or below, on any system."""
-    return bool(name) and all(
-        not path.is_absolute() and not path.drive and ".." not in path.parts
-        for path in (PurePosixPath(name), PureWindowsPath(name))
+    return (
+        bool(name)
+        and name.isprintable()
+        and all(
+            not path.is_absolute() and not path.drive and ".." not in path.parts
+            for path in (PurePosixPath(name), PureWindowsPath(name))
+        )
     )
 
 
@@ -427,7 +441,7 @@ def _require_plain(name: str, where: str) -> None:
         DataError: one holds what cannot be printed.
     """
     if not name.isprintable():
-        raise DataError(f"{where}: a tensor is named {_shown(name)}, with characters that cannot be printed")
+        raise DataError(f"{where}: a tensor is named {shown(name)}, with characters that cannot be printed")
 
 
 def _are_counts(value: Any) -> TypeGuard[list[int]]:
@@ -436,8 +450,11 @@ def _are_counts(value: Any) -> TypeGuard[list[int]]:
     )
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value from a file, short and in one line."""
-    text = json.dumps(value, ensure_ascii=True, default=str) if not isinstance(value, str) else value
+    try:
+        text = json.dumps(value, ensure_ascii=True, default=str) if not isinstance(value, str) else value
+    except ValueError:  # a number of thousands of digits
+        text = "a number too long to show"
     text = "".join(c if c.isprintable() else "?" for c in text)
     return text if len(text) <= 120 else text[:117] + "…"

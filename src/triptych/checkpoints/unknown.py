@@ -7,7 +7,7 @@ from typing import final
 
 from triptych.checkpoints.family import AttentionSpec, Choice, Family, PositionSpec
 from triptych.checkpoints.settings import Settings
-from triptych.checkpoints.tensors import Tensors
+from triptych.checkpoints.tensors import Tensors, shown
 from triptych.errors import DataError
 
 # What a map may be called, below the module of its attention.
@@ -25,6 +25,9 @@ _OTHER_POSITIONS = (
     "rotary_dim", "rotary_pct", "partial_rotary_factor", "rotary_emb_base", "alibi", "relative_attention",
     "position_embedding_type", "relative_attention_num_buckets",
 )  # fmt: skip
+# Something between the maps and the softmax that names and shapes do not tell of.
+_MORE_OF_SCORES = re.compile(r"att.*softcap|attention_multiplier|query_pre_attn|no_rope|scale_attn_by")
+_A_NUMBER = re.compile(r"0|[1-9]\d{0,5}")
 _EXAMPLE = """[[attention]]
 at = "model.layers.{layer}.self_attn"   # q_proj, k_proj, v_proj and o_proj below it are the default names"""
 
@@ -57,6 +60,8 @@ def work_out_family(settings: Settings, tensors: Tensors, name: str) -> Family:
         why = "whether its positions are rotary over whole heads, learned or something else cannot be told"
         raise DataError(_refusal(tensors, name, why))
     _require_nothing_else(found, tensors, name)
+    if more := next((key for key in settings.record if _MORE_OF_SCORES.search(key)), None):
+        raise DataError(_refusal(tensors, name, f"nothing says what {shown(more)} does to the scores"))
     specs = []
     for module in found:
         if module.layers != frozenset(range(len(module.layers))):
@@ -67,9 +72,10 @@ def work_out_family(settings: Settings, tensors: Tensors, name: str) -> Family:
     if len({*stacks}) < len(stacks):
         why = f"{' and '.join(module.module for module in found)} are more than one stack of the same kind"
         raise DataError(_refusal(tensors, name, why))
+    if positions.kind == "rotary":
+        raise DataError(_which_channels_turn(specs, name))
     assumed = "causal" if any(spec.kind == "causal" for spec in specs) else "seen from both sides"
-    how = {"rotary": "rotary over whole heads, by halves", "learned": "learned"}[positions.kind]
-    told = f"worked out from names and shapes: positions {how}, {assumed}"
+    told = f"worked out from names and shapes: positions learned, {assumed}"
     return Family(name=told, attention=tuple(specs))
 
 
@@ -87,7 +93,7 @@ def _modules(tensors: Tensors) -> list[_Found]:
         if not all(module in by_side[side] for side in _NAMES):
             continue
         numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
-        if len(numbers) != 1 or "{" in module or "}" in module:
+        if len(numbers) != 1 or not _A_NUMBER.fullmatch(numbers[0]) or "{" in module or "}" in module:
             continue
         chosen = tuple((side, max(by_side[side][module], key=len)) for side in _NAMES)
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "{layer}", module)
@@ -135,7 +141,7 @@ def _spec(
 
 
 def _positions(settings: Settings, tensors: Tensors) -> PositionSpec | None:
-    """Rotary over whole heads by halves, as where the configuration says no more; learned; or None."""
+    """Rotary over whole heads, as where the configuration says no more; learned; or None."""
     if _first(settings, _OTHER_POSITIONS) not in (None, "position_embedding_type"):
         return None
     kind = settings.value("position_embedding_type")
@@ -167,6 +173,26 @@ def _require_nothing_else(found: list[_Found], tensors: Tensors, name: str) -> N
         is_map = len(tensors.infos[tensor].shape) > 1
         if tensor not in known and ((looks and is_map) or tensor.startswith(modules)):
             raise DataError(_refusal(tensors, name, f"nothing says what {tensor} does"))
+
+
+def _which_channels_turn(specs: list[AttentionSpec], name: str) -> str:
+    """What is asked of the user where all else is worked out."""
+    blocks = []
+    for spec in specs:
+        fields = {"at": spec.at, "stack": spec.stack, "kind": spec.kind, "layers": spec.layers}
+        fields |= {side: getattr(spec, side) for side in _NAMES}
+        fields |= {"heads": spec.heads, "width": spec.width, "value_width": spec.value_width}
+        lines = [f'{field} = "{text}"' for field, text in fields.items()]
+        lines.append(f'groups = [{{ value = "{spec.groups[0].value}" }}]')
+        if spec.kind != "cross":
+            lines.append('positions = [{ kind = "rotary", pairing = "halves" }]')
+        blocks.append("[[attention]]\n" + "\n".join(lines))
+    return (
+        f"{name}: no family file knows it. All but one thing can be worked out: which channels of a head "
+        'turn together: "halves" (f and f + width / 2, as in Llama) or "interleaved" (2 f and 2 f + 1, as in '
+        "GPT-J). Its rotate_half tells: write this into my.toml with the right one, pass --family my.toml\n"
+        'name = "mine"\n' + "\n".join(blocks)
+    )
 
 
 def _first(settings: Settings, names: tuple[str, ...]) -> str | None:

@@ -93,7 +93,9 @@ def _require_free(outputs: Sequence[Path | None], inputs: Sequence[str | None]) 
     Raises:
         UsageError: one cannot.
     """
-    read = [Path(name).resolve() for name in inputs if name is not None]
+    given = [Path(name) for name in inputs if name is not None]
+    # A tensor file is read with what lies beside it.
+    read = [(path.parent if path.is_file() else path).resolve() for path in given]
     taken: set[Path] = set()
     for path in outputs:
         if path is None:
@@ -105,7 +107,8 @@ def _require_free(outputs: Sequence[Path | None], inputs: Sequence[str | None]) 
             raise UsageError(f"{path} cannot be written: it is a folder, or not yours to write")
         if real in taken:
             raise UsageError(f"{path} is given twice: each output needs a file of its own")
-        if path.exists() and any(real == of or real.is_relative_to(of) for of in read):
+        written_by_us = path.suffix in (".html", ".csv", ".parquet")
+        if path.exists() and not written_by_us and any(real == of or real.is_relative_to(of) for of in read):
             raise UsageError(f"{path} is a file of the checkpoint: choose another name")
         taken.add(real)
 
@@ -171,3 +174,5 @@ def _print(inspection: Inspection, console: Console) -> None:
             console.print("\n".join(lines))
     console.print()
     console.print(render_table(outliers(inspection)))
+    if inspection.copies:
+        console.print(render_table(near_copies(inspection)))
