@@ -2,11 +2,11 @@
 
 import json
 import os
-import resource
 import shutil
 import statistics
 import struct
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ def measure(command: Command) -> Page:
     folder = command.work / "inspected"
     _write(folder, layers)
     ways = [_way(race, way, folder, command.rounds) for way in WAYS]
+    d = 512 if command.quick else 4096
     spectra = [
-        _ask(race, {"spectra": 512 if command.quick else 4096, "d_k": 128, "heads": 8, "dtype": dtype})
-        | {"dtype": dtype}
+        _ask(race, {"spectra": d, "d_k": 128, "heads": 8, "dtype": dtype}) | {"dtype": dtype, "d": d}
         for dtype in ("fp64", "fp32")
     ]
     large = _large(command)
@@ -49,14 +49,15 @@ def measure(command: Command) -> Page:
             f"Median of {command.rounds} processes each, files in the page cache. WeightWatcher takes whole "
             "matrices (other measures); dense is one head's two products as d × d matrices, times all heads.",
             *(
-                f"d 4,096, d_k 128, {s['dtype']}: {1e3 * s['ours_seconds_a_head']:.1f} ms a head for all "
+                f"d {s['d']:,}, d_k 128, {s['dtype']}: {1e3 * s['ours_seconds_a_head']:.1f} ms a head for all "
                 f"measures, {s['dense_seconds_a_head']:.1f} s for the SVD of the d × d product, "
                 f"{s['dense_seconds_a_head'] / s['ours_seconds_a_head']:,.0f} times; singular values differ "
                 f"by {s['largest_relative_difference']:.1e}, relative, at most"
                 for s in spectra
             ),
-            f"{large['bytes'] / 1e9:.1f} GB in {large['shards']} files (holes), {large['layers']} layers × "
-            f"{large['heads']} heads, d 8,192: {large['seconds']:.0f} s, peak {large['peak_mb']:,.0f} MB",
+            f"{large['bytes'] / 1e9:.1f} GB in {large['shards']} files (holes, so all heads are zero), "
+            f"{large['layers']} layers × {large['heads']} heads, d 8,192: {large['seconds']:.0f} s, "
+            f"peak {large['peak_mb']:,.0f} MB",
         ),
         record={"ways": ways, "spectra": spectra, "large": large},
         num_texts=1,
@@ -148,16 +149,18 @@ def _large(command: Command) -> dict[str, Any]:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     config = _config(sizes["layers"], sizes["heads"], sizes["key_heads"], sizes["d_k"])
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    before = os.times()
-    subprocess.run(
+    started = time.perf_counter()
+    child = subprocess.Popen(
         [str(command.python), "-m", "triptych.cli", "inspect", str(folder), "--json"],
-        check=True,
         stdout=subprocess.DEVNULL,
     )
-    seconds = os.times().elapsed - before.elapsed
-    # The largest of all children so far: those before it in this process are small.
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    _, status, usage = os.wait4(child.pid, 0)  # of this child alone
+    child.returncode = os.waitstatus_to_exitcode(status)
+    seconds = time.perf_counter() - started
     shutil.rmtree(folder)
+    if child.returncode:
+        raise RuntimeError(f"inspect of the large checkpoint ended with {child.returncode}")
+    peak = usage.ru_maxrss / 1024
     return {**sizes, "shards": sizes["layers"], "bytes": total, "seconds": seconds, "peak_mb": peak}
 
 

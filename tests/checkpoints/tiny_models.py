@@ -265,6 +265,9 @@ TINY: dict[str, Tiny] = {
     "deepseek_v3, halves": Tiny(
         "DeepseekV3ForCausalLM", "DeepseekV3Config", {**_LATENT, "rope_interleave": False}
     ),
+    "deepseek_v2, stretched": Tiny(
+        "DeepseekV2ForCausalLM", "DeepseekV2Config", {**_LATENT, "rope_parameters": _YARN}
+    ),
     "deepseek_v3, stretched": Tiny(
         "DeepseekV3ForCausalLM", "DeepseekV3Config", {**_LATENT, "rope_parameters": _YARN}
     ),
