@@ -49,8 +49,8 @@ def measure(command: Command) -> Page:
             f"Median of {command.rounds} processes each, files in the page cache. WeightWatcher takes whole "
             "matrices (other measures); dense is one head's two products as d × d matrices, times all heads.",
             *(
-                f"d {s['d']:,}, d_k 128, {s['dtype']}: {1e3 * s['ours_seconds_a_head']:.1f} ms a head for all "
-                f"measures, {s['dense_seconds_a_head']:.1f} s for the SVD of the d × d product, "
+                f"d {s['d']:,}, d_k 128, {s['dtype']}: {1e3 * s['ours_seconds_a_head']:.1f} ms a head for "
+                f"all measures, {s['dense_seconds_a_head']:.1f} s for the SVD of the d × d product, "
                 f"{s['dense_seconds_a_head'] / s['ours_seconds_a_head']:,.0f} times; singular values differ "
                 f"by {s['largest_relative_difference']:.1e}, relative, at most"
                 for s in spectra
