@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+from safetensors.torch import load_file
 
 from command import Command
+from small_checkpoints import gpt2
 from triptych.inspection import MEASURES
 
 
@@ -55,6 +57,19 @@ def test_two_checkpoints_stand_side_by_side(triptych: Command, small_run: Path, 
     assert page.read_text().count('"num_heads":2') == 6
 
 
+def test_heads_that_are_nearly_the_same_are_listed(triptych: Command, tmp_path: Path) -> None:
+    tensors = load_file(gpt2(tmp_path) / "model.safetensors")
+    gpt2(
+        tmp_path, {name.replace("h.0.", "h.2."): t for name, t in tensors.items() if name.startswith("h.0.")}
+    )
+    out = triptych("inspect", tmp_path).out
+    table = out[out.index("nearly the same") :]
+    assert "decoder 0, head 3" in table
+    assert "decoder 2, head 3" in table
+    assert "look alike (W_QK)" in table
+    assert "move the same (W_OV)" in table
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -64,16 +79,30 @@ def test_two_checkpoints_stand_side_by_side(triptych: Command, small_run: Path, 
         (["--heads", "5-7"], "there is no head 7"),
         (["--html", "no/such/page.html"], "make it first"),
         (["--family", "no.toml"], "no.toml: No such file"),
+        (["--family", "FAMILY"], "says itself how it is written: leave --family out"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
-    triptych: Command, small_run: Path, options: list[str], reason: str
+    triptych: Command, small_run: Path, tmp_path: Path, options: list[str], reason: str
 ) -> None:
-    answer = triptych("inspect", small_run, *options)
+    family = tmp_path / "family.toml"
+    family.write_text('name = "mine"\n[[attention]]\nat = "h.{layer}"\n')
+    answer = triptych("inspect", small_run, *(family if o == "FAMILY" else o for o in options))
     assert answer.code == 2
     assert reason in answer.err
     assert answer.err.count("\n") == 1
     assert answer.out == ""
+
+
+def test_an_output_never_takes_the_place_of_what_is_read(triptych: Command, tmp_path: Path) -> None:
+    folder = gpt2(tmp_path / "model")
+    for source in (folder, folder / "model.safetensors"):
+        answer = triptych("inspect", source, "--csv", folder / "config.json")
+        assert answer.code == 2
+        assert "is a file of the checkpoint" in answer.err
+    page = folder / "report.html"
+    for _ in range(2):  # what was written before may be written again
+        assert triptych("inspect", folder, "--html", page).code == 0
 
 
 def test_two_checkpoints_are_compared_in_a_table(triptych: Command, small_run: Path) -> None:

@@ -398,7 +398,8 @@ class AttentionWeights:
             chain = whole.chain(side)
             if id(chain) not in chains:
                 chains[id(chain)] = chain if len(chain) == 1 else (whole.multiplied(side),)
-        return replace(whole, **{side: chains[id(whole.chain(side))] for side in SIDES})
+        q, k, v, o = (chains[id(whole.chain(side))] for side in SIDES)
+        return replace(whole, q=q, k=k, v=v, o=o)
 
     def evened(self, groups: int) -> "AttentionWeights":
         """The same maps with one copy a head for queries and outputs, and `groups` for keys and values.
