@@ -27,6 +27,7 @@ from benchmarks.tables import (
     ceilings,
     curves,
     decoding,
+    gpu,
     parameterisations,
     scaling,
     stream,
@@ -43,6 +44,7 @@ TABLES = {
     "parameterisations": parameterisations.measure,
     "scaling": scaling.measure,
     "ablations": ablations.measure,
+    "gpu": gpu.measure,
 }
 
 

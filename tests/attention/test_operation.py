@@ -694,6 +694,14 @@ def test_one_query_in_bfloat16_is_given_to_products_when_there_are_keys_enough(
     assert (output - wide).abs().max() < 0.01 * wide.abs().max()
 
 
+@pytest.mark.parametrize(("length", "path"), [(512, "written out"), (513, "fused")])
+def test_training_in_bfloat16_writes_out_to_512_keys(length: int, path: str) -> None:
+    q = torch.randn(1, 2, length, 16, dtype=torch.bfloat16, requires_grad=True)
+    explained = explain_attention(q, q, q)
+    assert explained.path == path
+    assert ("up to about 512 keys in bfloat16" in explained.reason) == (path == "written out")
+
+
 PIECES = {
     # batch, query_len, key_len, heads of q, k, v, d_k, d_v; and the bytes that a piece may take
     "sentences": ((7, 12, 12, 4, 4, 4, 32, 32), 20_000),
