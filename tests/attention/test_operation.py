@@ -686,7 +686,7 @@ def test_one_query_in_bfloat16_is_given_to_products_when_there_are_keys_enough(
     assert explained.path == path
     assert ("faster for one query of each head in bfloat16" in explained.reason) == (path == "written out")
     assert explain_attention(q.float(), k.float(), v.float()).path == "fused"
-    assert explain_attention(q.requires_grad_(), k, v).path == "fused"
+    assert "for one query" not in explain_attention(q.requires_grad_(), k, v).reason
     with Recorder() as recorder, torch.no_grad():
         output = attention(q, k, v).output
     assert recorder.kernel == ("batched products" if path == "written out" else "flash")
