@@ -117,7 +117,9 @@ def _training(device: torch.device, request: Options) -> Answer:
     shape = request["batch"], request["length"]
     sides = [torch.randint(3, _VOCAB_SIZE, shape) for _ in range(3)]
     batch = Batch(*sides, tuple(range(1, shape[0] + 1)), sides[2].numel())
-    there = Batch(*(side.to(device) for side in sides), batch.lines, batch.num_target_tokens)
+    there = Batch(*(side.to(device) for side in sides), batch.line_numbers, batch.num_target_tokens)
+    if device.type == "cuda":
+        batch = batch.pinned()  # as `triptych train` makes them
     settings = {"device": device.type, "compile": request["compile"], "compiled": request["compile"]}
     ours: Learner = TrainerLearner({**settings, "precision": "bf16"}, text, config)
     theirs = training_marian.build(
