@@ -27,6 +27,7 @@ from benchmarks.tables import (
     ceilings,
     curves,
     decoding,
+    gpu,
     inspection,
     parameterisations,
     scaling,
@@ -45,6 +46,7 @@ TABLES = {
     "parameterisations": parameterisations.measure,
     "scaling": scaling.measure,
     "ablations": ablations.measure,
+    "gpu": gpu.measure,
 }
 
 

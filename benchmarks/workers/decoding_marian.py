@@ -20,13 +20,18 @@ def load(options: Options) -> TranslateBatch:
     model = MarianMTModel.from_pretrained(
         folder, dtype=dtype, attn_implementation=options["attention"]
     ).eval()
-    pieces = Pieces(folder)
+    return translate_with(model, Pieces(folder))
+
+
+def translate_with(model: MarianMTModel, pieces: Pieces) -> TranslateBatch:
+    """`generate` of a model, on its device."""
     pad_id, eos_id = model.config.pad_token_id, model.config.eos_token_id
 
     @torch.inference_mode()
     def translate(lines: Sequence[str], beam: int) -> list[Output]:
         rows = [torch.tensor(pieces.encode(line)) for line in lines]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
+        ids = ids.to(model.device)
         found = model.generate(
             input_ids=ids, attention_mask=(ids != pad_id).long(), num_beams=beam, do_sample=False
         )

@@ -68,7 +68,7 @@ class LogitsLearner(Learner):
 
     Options: `precision` ("fp32", "fp32 with bf16 products", "bf16 autocast", "bf16 weights"),
     `optimizer` ("fused", "foreach"), `kernel` of torch's fused attention ("math kernel" or its own choice),
-    `compiled`.
+    `compiled`, `device` ("cpu").
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class LogitsLearner(Learner):
             torch.set_float32_matmul_precision("medium")
         self.narrow = options["precision"] == "bf16 weights"
         self.autocast = options["precision"] == "bf16 autocast"
-        self.model = model.to(torch.bfloat16) if self.narrow else model
+        self.device = options.get("device", "cpu")
+        self.model = model.to(self.device, torch.bfloat16 if self.narrow else None)
         self.model.train()
         self.optimizer = torch.optim.Adam(
             self.model.parameters(),
@@ -129,7 +130,7 @@ class LogitsLearner(Learner):
         return valid_loss(self.model, self.logits, batches, self.pad_id)
 
     def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
+        return torch.autocast(self.device, torch.bfloat16) if self.autocast else nullcontext()
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(

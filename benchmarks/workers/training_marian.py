@@ -8,18 +8,22 @@ from benchmarks.workers.protocol import Options, serve
 from benchmarks.workers.training import D_FF, D_MODEL, DROPOUT, NUM_HEADS, NUM_LAYERS, LogitsLearner, Text
 from triptych.text import Batch
 
+_SIZES = {
+    "d_model": D_MODEL,
+    "encoder_layers": NUM_LAYERS,
+    "decoder_layers": NUM_LAYERS,
+    "encoder_attention_heads": NUM_HEADS,
+    "decoder_attention_heads": NUM_HEADS,
+    "encoder_ffn_dim": D_FF,
+    "decoder_ffn_dim": D_FF,
+}
+
 
 def build(options: Options, text: Text) -> LogitsLearner:
     """The model, with attention as the setting says."""
     config = MarianConfig(
         vocab_size=text.vocab_size,
-        d_model=D_MODEL,
-        encoder_layers=NUM_LAYERS,
-        decoder_layers=NUM_LAYERS,
-        encoder_attention_heads=NUM_HEADS,
-        decoder_attention_heads=NUM_HEADS,
-        encoder_ffn_dim=D_FF,
-        decoder_ffn_dim=D_FF,
+        **options.get("sizes", _SIZES),
         activation_function="relu",
         dropout=DROPOUT,
         attention_dropout=0.0,

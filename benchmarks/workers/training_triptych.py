@@ -27,9 +27,12 @@ class TrainerLearner(Learner):
     def __init__(self, options: Options, text: Text, config: ModelConfig = _CONFIG) -> None:
         self.text = text
         self.model = EncoderDecoder(config, text.vocab_size, text.vocab_size, text.pad_id)
+        self.model.to(options.get("device", "cpu"))
         self.folder = tempfile.TemporaryDirectory()  # the Trainer wants one; a step writes nothing
         self.trainer = Trainer(
-            config=SCHEDULE.model_copy(update={"precision": options["precision"]}),
+            config=SCHEDULE.model_copy(
+                update={"precision": options["precision"], "compile": options.get("compile", False)}
+            ),
             validation=ValidationConfig(),
             model=self.model,
             train=_no_text(text),

@@ -283,7 +283,9 @@ def near_copies(inspection: Inspection) -> Table:
     left = len(inspection.copies) - len(rows)
     if left:
         rows.append((f"and {left:,} more", "", "", ""))
-    return Table(title="Nearly the same", columns=("nearly the same", "head", "and", "cosine"), rows=tuple(rows))
+    return Table(
+        title="Nearly the same", columns=("nearly the same", "head", "and", "cosine"), rows=tuple(rows)
+    )
 
 
 def side_by_side(one: Inspection, other: Inspection) -> Table:

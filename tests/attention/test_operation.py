@@ -686,12 +686,20 @@ def test_one_query_in_bfloat16_is_given_to_products_when_there_are_keys_enough(
     assert explained.path == path
     assert ("faster for one query of each head in bfloat16" in explained.reason) == (path == "written out")
     assert explain_attention(q.float(), k.float(), v.float()).path == "fused"
-    assert explain_attention(q.requires_grad_(), k, v).path == "fused"
+    assert "for one query" not in explain_attention(q.requires_grad_(), k, v).reason
     with Recorder() as recorder, torch.no_grad():
         output = attention(q, k, v).output
     assert recorder.kernel == ("batched products" if path == "written out" else "flash")
     wide = attention(q.double(), k.double(), v.double(), path="reference").output
     assert (output - wide).abs().max() < 0.01 * wide.abs().max()
+
+
+@pytest.mark.parametrize(("length", "path"), [(512, "written out"), (513, "fused")])
+def test_training_in_bfloat16_writes_out_to_512_keys(length: int, path: str) -> None:
+    q = torch.randn(1, 2, length, 16, dtype=torch.bfloat16, requires_grad=True)
+    explained = explain_attention(q, q, q)
+    assert explained.path == path
+    assert ("up to about 512 keys in bfloat16" in explained.reason) == (path == "written out")
 
 
 PIECES = {

@@ -27,8 +27,9 @@ Kernel = Literal["batched products", "flash", "memory-efficient", "cudnn", "math
 
 # Up to about this many keys, batched products beat the fused kernel on a CPU, forward and backward
 # together (benchmarks/attention_paths.py; docs/log.md has a run). With d_k ≠ d_v they do so in the
-# forward pass alone too, or are level: the kernel must then be given padded copies.
-_MAX_KEYS_WRITTEN_OUT_ON_CPU = {torch.bfloat16: 256}
+# forward pass alone too, or are level: the kernel must then be given padded copies. In bfloat16 they do so to
+# 2,048 where malloc keeps what is freed, but the weights of a layer then outweigh all else that it keeps.
+_MAX_KEYS_WRITTEN_OUT_ON_CPU = {torch.bfloat16: 512}
 _MAX_KEYS_WRITTEN_OUT_ON_CPU_OTHERWISE = 128
 
 # In float32 the kernel is as fast with wide heads at any length, and with this many weights: to write them
