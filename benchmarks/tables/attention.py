@@ -32,7 +32,7 @@ _SHORT = {
     "x-transformers flash": "x-t",
 }
 _CONTENDER = Contender("attention", "attention")
-# All share a process, and all are faster for it: memory that is freed is kept for the next call.
+# All share a process, and nearly all are faster for it: memory that is freed is kept for the next call.
 _OPTIONS = {"allocator": "malloc: no mmap"}
 
 

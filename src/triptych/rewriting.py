@@ -103,9 +103,20 @@ def _of_model(
             changed[name], records[name] = _run(before[name], steps)
         except RewriteRefusedError as error:
             raise error.at(name) from None
-    model = with_attention(target, changed)
-    _neutralise_folded_norms(model, before, {**before, **changed})
-    return Outcome(model, records)
+    return Outcome(with_rewritten(target, changed), records)
+
+
+def with_rewritten(model: EncoderDecoder, changed: Mapping[str, AttentionWeights]) -> EncoderDecoder:
+    """A new model with rewritten weights at some sites; norms that they took up are left neutral.
+
+    Raises:
+        RewriteRefusedError: some of the layers that read a norm took it up, and others still read it.
+        ValueError: as `with_attention`.
+    """
+    before = attention_weights(model)
+    new = with_attention(model, changed)
+    _neutralise_folded_norms(new, before, {**before, **changed})
+    return new
 
 
 def _tensors(target: AttentionWeights | nn.Module) -> Iterator[Tensor]:

@@ -60,6 +60,11 @@ class Checkpoint(AttentionSource):
         """Where a layer lies, and how it is written there."""
         return self._places[site]
 
+    def read_names(self, site: Site) -> tuple[str, ...]:
+        """Names of the tensors within the module of a layer, and of its norm."""
+        beside = LayerReader(self._places[site], self.tensors).norm_names()
+        return (*self.tensors.below(site.module), *(name for name in beside if name in self.tensors.infos))
+
     def bytes_of(self, site: Site) -> int:
         """How many bytes the tensors within the module of a layer take."""
         return sum(self.tensors.infos[name].num_bytes for name in self.tensors.below(site.module))

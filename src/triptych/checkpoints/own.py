@@ -22,6 +22,9 @@ def is_own(config: Mapping[str, Any]) -> bool:
 class OwnModel(AttentionSource):
     """A model in a folder of ours, read whole: they are not large.
 
+    Attributes:
+        model: what was read.
+
     Args:
         folder: of the run, or of the model alone.
 
@@ -30,17 +33,17 @@ class OwnModel(AttentionSource):
     """
 
     def __init__(self, folder: Path) -> None:
-        self._model = read_model(folder)
+        self.model = read_model(folder)
         self.name, self.written_as, self.known_by = str(folder), "triptych", "its configuration"
-        self._weights = attention_weights(self._model)
+        self._weights = attention_weights(self.model)
         stacks = {"cross": "decoder"}
         found = {
             Site(stacks.get(site.stack, site.stack), site.block, site.kind, site.name): site.name
-            for site in attention_sites(self._model)
+            for site in attention_sites(self.model)
         }
         self._names = found
         self.sites = tuple(found)
-        parameters = dict(self._model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         # The maps are views of parameters.
         attention = {
             tensor.untyped_storage().data_ptr()
@@ -66,7 +69,7 @@ class OwnModel(AttentionSource):
 
     def longest_text(self, site: Site) -> int:
         """Positions there are."""
-        return self._model.config.positions.max_tokens
+        return self.model.config.positions.max_tokens
 
     def broken(self, layer: AttentionLayer) -> dict[str, int]:
         """Of the layer's tensors together."""
@@ -76,7 +79,7 @@ class OwnModel(AttentionSource):
     def _rotation(self, weights: AttentionWeights) -> Rotation | None:
         if weights.traits.positions != "rotary":
             return None
-        positions = self._model.config.positions
+        positions = self.model.config.positions
         width = positions.rotary_dim or weights.q[-1].d_out
         planes = torch.arange(0, width, 2, dtype=torch.float64)
         return Rotation(positions.rotary_base ** (-planes / width), positions.rotary_pairing)

@@ -431,15 +431,20 @@ class LayerReader:
 
     def names_beside(self) -> list[str]:
         """Tensors outside the module that belong to the layer."""
-        found = []
-        for spec in self.spec.norm:
-            if spec.at and spec.place == "pre" and self.settings.holds(spec.when, self.layer):
-                found += [f"{self._beside(spec.at)}.{part}" for part in ("weight", "bias")]
+        found = self.norm_names()
         position = self._position()
         if position.table:
             found.append(self._beside(position.table.replace("{layer}", str(self.layer))))
         if position.table_norm:
             found += [f"{self._beside(position.table_norm)}.{part}" for part in ("weight", "bias")]
+        return found
+
+    def norm_names(self) -> list[str]:
+        """Tensors of the norm that the layer reads, if it may be folded."""
+        found = []
+        for spec in self.spec.norm:
+            if spec.at and spec.place == "pre" and self.settings.holds(spec.when, self.layer):
+                found += [f"{self._beside(spec.at)}.{part}" for part in ("weight", "bias")]
         return found
 
     def unknown(self) -> list[str]:

@@ -1,0 +1,135 @@
+"""Some heads of a layer as a layer of their own, and layers of some heads as one.
+
+A layer is the sum of its heads, so whatever treats each group of heads by itself can be done a few groups
+at a time, in as little memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.function import Disentangled, DistanceTable, HeadNorm, ScoreBias, Scoring, Slopes
+from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link
+
+
+def heads_of(weights: AttentionWeights, start: int, stop: int) -> AttentionWeights:
+    """Heads `start` to `stop` as a layer; the output bias stays with head 0.
+
+    Args:
+        weights: a layer of one map a side, with nothing shared between sides.
+        start: the first head of a group.
+        stop: the head after the last one of a group.
+    """
+
+    def taken(chain: Chain) -> Chain:
+        return tuple(_copies(link, start, stop, weights.num_heads) for link in chain)
+
+    return replace(
+        weights,
+        num_heads=stop - start,
+        q=taken(weights.q),
+        k=taken(weights.k),
+        v=taken(weights.v),
+        o=taken(weights.o),
+        o_bias=weights.o_bias if start == 0 else None,
+    )
+
+
+def joined(parts: Sequence[AttentionWeights]) -> AttentionWeights:
+    """The heads of all parts in one layer; output biases add up."""
+    first = parts[0]
+
+    def together(chains: Sequence[Chain]) -> Chain:
+        return tuple(_together([chain[place] for chain in chains]) for place in range(len(chains[0])))
+
+    biases = [part.o_bias for part in parts if part.o_bias is not None]
+    q, k, v, o = (together([part.chain(side) for part in parts]) for side in SIDES)
+    return replace(
+        first,
+        num_heads=sum(part.num_heads for part in parts),
+        q=q,
+        k=k,
+        v=v,
+        o=o,
+        o_bias=sum(biases[1:], start=biases[0]) if biases else None,
+    )
+
+
+def scoring_of(scoring: Scoring, start: int, stop: int) -> Scoring:
+    """What the heads `start` to `stop` do besides their maps.
+
+    Raises:
+        ValueError: heads are normalised together.
+    """
+
+    def norm(found: HeadNorm | None) -> HeadNorm | None:
+        if found is None or found.gain is None or (found.over == "head" and found.gain.ndim == 1):
+            return found
+        raise ValueError("heads are normalised together, or each in its own way: they cannot be told apart")
+
+    return replace(
+        scoring,
+        q_norm=norm(scoring.q_norm),
+        k_norm=norm(scoring.k_norm),
+        bias=_bias_of(scoring.bias, start, stop),
+        sinks=None if scoring.sinks is None else scoring.sinks[start:stop],
+    )
+
+
+def separable(weights: AttentionWeights, scoring: Scoring) -> bool:
+    """Whether `heads_of` and `scoring_of` can tell the heads of a layer apart."""
+    chains = [weights.chain(side) for side in SIDES]
+    if any(len(chain) != 1 for chain in chains) or len({id(chain[0]) for chain in chains}) < len(chains):
+        return False
+    try:
+        scoring_of(scoring, 0, 1)
+    except ValueError:
+        return False
+    return not scoring.between
+
+
+def groups_of(weights: AttentionWeights, most_numbers: int) -> list[tuple[int, int]]:
+    """Runs of heads, whole groups each, whose maps are no more than so many numbers (or one group)."""
+    copies = max(1, min(weights.num_key_heads, weights.num_value_heads))
+    group = weights.num_heads // copies
+    numbers = sum(link.weight.numel() for link in weights.links()) // copies
+    step = max(1, most_numbers // max(1, numbers)) * group
+    return [(at, min(at + step, weights.num_heads)) for at in range(0, weights.num_heads, step)]
+
+
+def _copies(link: Link, start: int, stop: int, heads: int) -> Link:
+    if link.copies == 1:
+        return link
+    served = heads // link.copies
+    first, last = start // served, stop // served
+    bias = None if link.bias is None else link.bias[first:last]
+    return replace(link, weight=link.weight[first:last], bias=bias)
+
+
+def _together(links: Sequence[Link]) -> Link:
+    if len(links) == 1:
+        return links[0]
+    biases = [link.bias for link in links if link.bias is not None]
+    return replace(
+        links[0],
+        weight=torch.cat([link.weight for link in links]),
+        bias=torch.cat(biases) if biases else None,
+    )
+
+
+def _bias_of(bias: ScoreBias | None, start: int, stop: int) -> ScoreBias | None:
+    match bias:
+        case Slopes():
+            return Slopes(bias.slopes[start:stop])
+        case DistanceTable():
+            return replace(bias, table=bias.table[:, start:stop])
+        case Disentangled():
+
+            def part(found: Tensor | None) -> Tensor | None:
+                return None if found is None else found[start:stop]
+
+            return replace(bias, keys=part(bias.keys), queries=part(bias.queries))
+        case _:
+            return bias

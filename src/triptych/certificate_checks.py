@@ -1,0 +1,182 @@
+"""The claims of a certificate, tried again."""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from triptych.algebra.rewrites import move_of_forms
+from triptych.certificates import CERTIFICATE, Certificate, LayerRecord, Measured, read_certificate
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.checkpoints.family import Family
+from triptych.checkpoints.layer import AttentionSource
+from triptych.checkpoints.shards import tensor_hash
+from triptych.checkpoints.tensors import Tensors, open_tensors
+from triptych.errors import DataError, TriptychError, UsageError
+from triptych.layer_rewriting import measure_change
+from triptych.running import compared, open_model
+
+# Measured again on another machine, float64 sums come out in another order, and products of the checkpoint's
+# own dtype by another kernel.
+_SAME, _SAME_RATIO = 1e-6, 0.5
+_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_MOST_NAMED = 3
+_MODEL_CARD = "README.md"
+
+
+class Check(NamedTuple):
+    """One claim: whether it held, and what was found."""
+
+    claim: str
+    held: bool
+    found: str
+
+
+def verify_certificate(
+    folder: Path, against: Path | None = None, text: Path | None = None, family: Family | None = None
+) -> list[Check]:
+    """Try the claims of the certificate in a folder again.
+
+    Args:
+        folder: of the rewritten checkpoint.
+        against: the original; the folder that the certificate names, if it is there, if None.
+        text: what both models were compared on, to compare them again.
+        family: how both are written, for a family that was given by hand.
+
+    Raises:
+        DataError: there is no certificate, or it was changed since it was written.
+        UsageError: `text` without an original.
+    """
+    certificate = read_certificate(folder)
+    checks = [Check("the certificate is as it was written", True, f"sha256 {certificate.sha256[:16]}…")]
+    checks += _files(certificate, folder)
+    checks.append(_hashes(certificate, open_tensors(folder), "written", "tensors as written"))
+    original = against
+    if original is None and Path(certificate.source).is_dir():
+        original = Path(certificate.source)
+    if original is None:
+        if text is not None:
+            raise UsageError("--text compares two models: give the original with --against")
+        return checks
+    checks.append(_hashes(certificate, open_tensors(original), "read", f"tensors of {original}"))
+    if all(check.held for check in checks):
+        checks += _layers(certificate, open_checkpoint(original, family), open_checkpoint(folder, family))
+    if text is not None:
+        checks.append(_end_to_end(certificate, original, folder, text))
+    return checks
+
+
+def _files(certificate: Certificate, folder: Path) -> Iterator[Check]:
+    wrong = []
+    for name, wanted in certificate.files.items():
+        path = folder / name
+        if not path.is_file():
+            wrong.append(f"{name} is missing")
+        elif hashlib.sha256(path.read_bytes()).hexdigest() != wanted:
+            wrong.append(f"{name} was changed")
+    yield _listed("other files as written", wrong, f"{len(certificate.files)} files")
+
+
+def _hashes(certificate: Certificate, tensors: Tensors, which: str, claim: str) -> Check:
+    wanted = {
+        name: found
+        for name, record in certificate.tensors.items()
+        if (found := getattr(record, which)) is not None
+    }
+    wrong = [f"{name} is missing" for name in wanted if name not in tensors.infos]
+    wrong += [f"{name} is not in the certificate" for name in tensors.infos if name not in wanted]
+    for name in wanted:
+        if name in tensors.infos and tensor_hash(tensors.read(name)) != wanted[name]:
+            wrong.append(f"{name} was changed")
+    return _listed(claim, wrong, f"{len(wanted)} tensors")
+
+
+def _listed(claim: str, wrong: list[str], right: str) -> Check:
+    said = "; ".join(wrong[:_MOST_NAMED]) + (f"; {len(wrong)} in all" if len(wrong) > _MOST_NAMED else "")
+    return Check(claim, not wrong, said or right)
+
+
+def _layers(certificate: Certificate, original: AttentionSource, written: AttentionSource) -> Iterator[Check]:
+    before = {site.module: site for site in original.sites}
+    after = {site.module: site for site in written.sites}
+    off, outside, worst, counted = [], [], 0.0, 0
+    for layer in certificate.layers:
+        if layer.module not in before or layer.module not in after:
+            off.append(f"{layer.module} is not there")
+            continue
+        if layer.measured is None:
+            continue
+        one, other = original.read(before[layer.module]), written.read(after[layer.module])
+        found = measure_change(one, other, certificate.probes)
+        counted += 1
+        worst = max(worst, found.relative)
+        if not _alike(layer.measured, found):
+            off.append(
+                f"{layer.module}: {found.relative:.3g} of the output, certified {layer.measured.relative:.3g}"
+            )
+        outside += _outside(layer, found, one.weights.dtype)
+        moved = move_of_forms(one.weights, other.weights)
+        allowed = sum(step.bound for step in layer.steps)
+        if layer.tier == "bounded" and moved is not None and not _same_order(layer):
+            moved = None
+        if moved is not None and layer.tier == "bounded" and moved > allowed * (1 + 1e-3) + _slack(one.weights.dtype):
+            outside.append(f"{layer.module}: a form moves by {moved:.4g}, bounded by {allowed:.4g}")
+    yield _listed("errors measured on the probes", off, f"{counted} layers, at most {worst:.3g} of the output")
+    yield _listed("what was done is of its tier, and within its bounds", outside, f"{certificate.tier}")
+
+
+def _alike(certified: Measured, found: Measured) -> bool:
+    pairs = (
+        (certified.worst_absolute, found.worst_absolute),
+        (certified.relative, found.relative),
+        (certified.score_bound, found.score_bound),
+        (certified.output_bound, found.output_bound),
+    )
+    for one, other in pairs:
+        if (one is None) != (other is None):
+            return False
+        if one is not None and other is not None and not math.isclose(one, other, rel_tol=_SAME, abs_tol=1e-13):
+            return False
+    return math.isclose(certified.error_ratio, found.error_ratio, rel_tol=_SAME_RATIO, abs_tol=_SAME_RATIO)
+
+
+def _outside(layer: LayerRecord, found: Measured, dtype: torch.dtype) -> Iterator[str]:
+    if layer.tier != "bounded" and found.relative > _slack(dtype):
+        yield f"{layer.module}: {found.relative:.3g} of the output is more than rounding"
+
+
+def _slack(dtype: torch.dtype) -> float:
+    return _ROUNDING.get(dtype, 1e-1)
+
+
+def _same_order(layer: LayerRecord) -> bool:
+    """Whether heads are where they were, so that their forms can be compared one by one."""
+    return not any(
+        step.rewrite in ("sort_heads", "prune_heads") and not step.refused and step.choice for step in layer.steps
+    )
+
+
+def _end_to_end(certificate: Certificate, original: Path, folder: Path, text: Path) -> Check:
+    certified = certificate.end_to_end
+    if certified is None:
+        return Check("whole models compared", False, "the certificate has no such comparison")
+    try:
+        one, other = open_model(original), open_model(folder)
+        tokens, worst, divergence, before, after = compared(one, other, one.windows(text, certified.tokens))
+    except TriptychError as error:
+        return Check("whole models compared", False, str(error))
+    said = f"{tokens:,} tokens, logits within {worst:.3g}, {divergence:.3g} nats"
+    if before is not None and after is not None:
+        said += f", loss {before:.4f} → {after:.4f}"
+    held = tokens == certified.tokens and math.isclose(
+        worst, certified.worst_logit, rel_tol=_SAME_RATIO, abs_tol=1e-4
+    )
+    for wanted, got in ((certified.loss_before_nats, before), (certified.loss_after_nats, after)):
+        held = held and (wanted is None or (got is not None and math.isclose(wanted, got, abs_tol=1e-3)))
+    return Check("whole models compared", held, said)
+
+
+_ = (CERTIFICATE, DataError, _MODEL_CARD)

@@ -1,0 +1,335 @@
+"""What a rewrite claims of its result, in a file beside it that anyone can try again.
+
+`certificate.json` names every tensor by its hash, every step with what it checked and what it bounds, and the
+errors that were measured on what was saved. Its last entry is a hash of all others.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from triptych.algebra.cost import WritingCost
+from triptych.algebra.rewrites import RewriteRecord
+from triptych.checkpoints.tensors import read_json
+from triptych.errors import DataError
+
+CERTIFICATE = "certificate.json"
+FORMAT = 1
+Tier = Literal["bit-exact", "rounding-exact", "bounded"]
+_TIERS: tuple[Tier, ...] = ("bit-exact", "rounding-exact", "bounded")
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@final
+class Cost(_Record):
+    """Of one attention layer.
+
+    Attributes:
+        parameters: learned numbers, biases included.
+        flops_per_token: to make queries, keys, values and output of one token.
+        kv_bytes_per_token: kept of a token while decoding, in the dtype of the checkpoint.
+    """
+
+    parameters: int
+    flops_per_token: int
+    kv_bytes_per_token: int
+
+    @classmethod
+    def of(cls, cost: WritingCost, number_bytes: int) -> "Cost":
+        """From a writing's."""
+        return cls(
+            parameters=cost.parameters,
+            flops_per_token=cost.token_flops,
+            kv_bytes_per_token=cost.cached_numbers * number_bytes,
+        )
+
+    def plus(self, other: "Cost") -> "Cost":
+        """Of both."""
+        return Cost(
+            parameters=self.parameters + other.parameters,
+            flops_per_token=self.flops_per_token + other.flops_per_token,
+            kv_bytes_per_token=self.kv_bytes_per_token + other.kv_bytes_per_token,
+        )
+
+
+@final
+class StepRecord(_Record):
+    """One step of one layer.
+
+    Attributes:
+        rewrite: its name.
+        tier: bit-exact, rounding-exact (equal in exact arithmetic) or bounded.
+        checked: the preconditions that were looked at.
+        before: the cost of the layer before the step; likewise `after`.
+        choice: what was decided, with the numbers.
+        notes: what else a reader must know.
+        bound: the largest Frobenius norm by which a form of a head moves; 0 if exact.
+        refused: why the step was left out here; "" if it was done.
+    """
+
+    rewrite: str
+    tier: Tier | None = None
+    checked: tuple[str, ...] = ()
+    before: Cost | None = None
+    after: Cost | None = None
+    choice: str = ""
+    notes: tuple[str, ...] = ()
+    bound: float = 0.0
+    refused: str = ""
+
+    @classmethod
+    def of(cls, name: str, record: RewriteRecord, number_bytes: int) -> "StepRecord":
+        """From what a rewrite says of itself."""
+        return cls(
+            rewrite=name,
+            tier=record.tier,
+            checked=record.checked,
+            before=Cost.of(record.before, number_bytes),
+            after=Cost.of(record.after, number_bytes),
+            choice=record.choice,
+            notes=record.notes,
+            bound=record.bound,
+        )
+
+
+@final
+class Measured(_Record):
+    """The attention output of a layer on the probes: original and rewritten, as saved.
+
+    Both are computed in float64 from the saved numbers, and in the checkpoint's own dtype.
+
+    Attributes:
+        worst_absolute: largest entry of the difference in float64.
+        relative: norm of the difference over that of the output.
+        error_ratio: error of the rewritten layer in the checkpoint's dtype over that of the original in it,
+            both against the original in float64.
+        score_bound: largest move of a score that the weights allow for normalised inputs, without data.
+        output_bound: largest move of a head's output that they allow.
+    """
+
+    worst_absolute: float
+    relative: float
+    error_ratio: float
+    score_bound: float | None = None
+    output_bound: float | None = None
+
+
+@final
+class LayerRecord(_Record):
+    """One attention layer.
+
+    Attributes:
+        module: its name in the checkpoint.
+        steps: what was done to it, or refused.
+        measured: errors; None for a layer in which nothing changed.
+    """
+
+    module: str
+    steps: tuple[StepRecord, ...]
+    measured: Measured | None = None
+
+    @property
+    def tier(self) -> Tier:
+        """The weakest of its steps."""
+        done = [step.tier for step in self.steps if step.tier is not None]
+        return max(done, key=_TIERS.index, default="bit-exact")
+
+
+@final
+class TensorRecord(_Record):
+    """A tensor by its hashes: sha256 over dtype, shape and bytes; None where it was not there."""
+
+    read: str | None
+    written: str | None
+
+
+@final
+class Probes(_Record):
+    """The inputs that layers were tried on.
+
+    Attributes:
+        count: sequences.
+        length: positions of each.
+        seed: of their random numbers; normal, each position standardised as a norm leaves it.
+    """
+
+    count: int
+    length: int
+    seed: int
+
+
+@final
+class EndToEnd(_Record):
+    """Whole models compared.
+
+    Attributes:
+        by: what ran them.
+        text: what they ran on.
+        tokens: how many were predicted.
+        worst_logit: largest difference of a logit.
+        divergence_nats: mean KL divergence of the rewritten model's next token from the original's.
+        loss_before_nats: per token; None for random text. Likewise `loss_after_nats`.
+    """
+
+    by: str
+    text: str
+    tokens: int
+    worst_logit: float
+    divergence_nats: float
+    loss_before_nats: float | None = None
+    loss_after_nats: float | None = None
+
+
+@final
+class Certificate(_Record):
+    """What was done, and what was measured.
+
+    Attributes:
+        format: of this record.
+        tool: that wrote it, with its version.
+        source: the checkpoint that was read, as it was named.
+        family: how it is written.
+        dtype: of its attention.
+        settings: what was changed in its configuration.
+        recipe: the steps as they were asked for.
+        calibration: hash of the text that steps looked at; None without.
+        layers: one entry for each attention layer.
+        before: cost of all of them; likewise `after`.
+        tensors: every tensor read or written.
+        files: sha256 of the other files as written.
+        left_out: files of the source that were not taken along.
+        probes: what layers were tried on.
+        end_to_end: whole models compared; None if that was not done, and `not_compared` says why.
+        sha256: of all other entries.
+    """
+
+    format: int = FORMAT
+    tool: str
+    source: str
+    family: str
+    dtype: str
+    settings: dict[str, Any]
+    recipe: tuple[dict[str, Any], ...]
+    calibration: str | None = None
+    layers: tuple[LayerRecord, ...]
+    before: Cost
+    after: Cost
+    tensors: dict[str, TensorRecord]
+    files: dict[str, str]
+    left_out: tuple[str, ...] = ()
+    probes: Probes
+    end_to_end: EndToEnd | None = None
+    not_compared: str = ""
+    sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
+
+    @property
+    def tier(self) -> Tier:
+        """The weakest of its layers."""
+        return max((layer.tier for layer in self.layers), key=_TIERS.index, default="bit-exact")
+
+    def sealed(self) -> "Certificate":
+        """With the hash of its other entries."""
+        return self.model_copy(update={"sha256": self.own_hash()})
+
+    def own_hash(self) -> str:
+        """Of all entries but this."""
+        record = self.model_dump(mode="json", exclude={"sha256"})
+        plain = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(plain.encode()).hexdigest()
+
+    def as_json(self) -> bytes:
+        """As it is written."""
+        return (self.model_dump_json(indent=1) + "\n").encode()
+
+
+def read_certificate(path: Path) -> Certificate:
+    """A certificate from its file, or from the folder that it is in.
+
+    Raises:
+        DataError: there is none, it is none, or it was changed since it was written.
+    """
+    path = path / CERTIFICATE if path.is_dir() else path
+    record = read_json(path)
+    if record.get("format") != FORMAT:
+        raise DataError(f"{path}: format {record.get('format')!r}, and this triptych reads {FORMAT}")
+    try:
+        found = Certificate.model_validate(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{path}: {where}: {first['msg']}") from None
+    if found.model_dump(mode="json") != record:
+        raise DataError(f"{path}: it does not read back as it stands there: it was changed by hand")
+    if found.sha256 != found.own_hash():
+        raise DataError(
+            f"{path}: its entries do not have the hash that it gives: it was changed since it was written"
+        )
+    return found
+
+
+def card(certificate: Certificate) -> str:
+    """A section for the model card, in words."""
+    return "\n".join(_card(certificate)) + "\n"
+
+
+def _card(certificate: Certificate) -> Iterator[str]:
+    before, after = certificate.before, certificate.after
+    yield "## Rewritten attention"
+    yield ""
+    yield (
+        f"The attention of this model was rewritten by {certificate.tool} from `{certificate.source}` "
+        f"({certificate.family}); nothing else was changed. What was done is **{_said_tier(certificate)}**."
+    )
+    yield ""
+    for name in dict.fromkeys(str(step["rewrite"]) for step in certificate.recipe):
+        found = [step for layer in certificate.layers for step in layer.steps if step.rewrite == name]
+        done = [step for step in found if not step.refused]
+        reasons = dict.fromkeys(step.refused for step in found if step.refused)
+        line = f"- `{name}`: {len(done)} of {len(found)} layers"
+        yield line + (f"; refused elsewhere: {'; '.join(reasons)}" if reasons else "")
+    yield ""
+    yield (
+        f"Attention parameters {before.parameters:,} → {after.parameters:,}; operations a token "
+        f"{before.flops_per_token:,} → {after.flops_per_token:,}; bytes cached a token "
+        f"{before.kv_bytes_per_token:,} → {after.kv_bytes_per_token:,}."
+    )
+    measured = [layer.measured for layer in certificate.layers if layer.measured is not None]
+    if measured:
+        yield ""
+        yield (
+            f"Measured on the saved numbers, {certificate.probes.count} random sequences of "
+            f"{certificate.probes.length}: the output of a layer moves by at most "
+            f"{max(found.relative for found in measured):.2g} of its size."
+        )
+    yield ""
+    yield _whole_model(certificate)
+    yield ""
+    yield "Try it again: `triptych verify .` (with `--against ORIGINAL` for the comparisons)."
+
+
+def _said_tier(certificate: Certificate) -> str:
+    return {
+        "bit-exact": "bit-exact: the same numbers in another order or place",
+        "rounding-exact": "rounding-exact: the same function, but for the rounding of what was saved",
+        "bounded": "bounded: another function, near the first",
+    }[certificate.tier]
+
+
+def _whole_model(certificate: Certificate) -> str:
+    found = certificate.end_to_end
+    if found is None:
+        return f"Whole models were not compared: {certificate.not_compared}."
+    said = (
+        f"Whole models on {found.text} ({found.tokens:,} tokens, by {found.by}): logits differ by at most "
+        f"{found.worst_logit:.3g}, the next token's distribution by {found.divergence_nats:.3g} nats on average"
+    )
+    if found.loss_before_nats is not None and found.loss_after_nats is not None:
+        said += f"; loss {found.loss_before_nats:.4f} → {found.loss_after_nats:.4f} nats a token"
+    return said + "."

@@ -1,0 +1,567 @@
+"""A checkpoint's attention rewritten: planned, written beside the original, and certified."""
+
+import hashlib
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.cost import writing_cost
+from triptych.algebra.moments import Moments
+from triptych.algebra.weights import AttentionWeights
+from triptych.calibration import MOST_TOKENS, gather_moments
+from triptych.certificates import (
+    CERTIFICATE,
+    Certificate,
+    Cost,
+    EndToEnd,
+    LayerRecord,
+    Measured,
+    TensorRecord,
+    card,
+)
+from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.copying import CONFIG, FolderCopy
+from triptych.checkpoints.family import Family
+from triptych.checkpoints.hub import fetch_folder, is_hub_id
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.checkpoints.own import OwnModel
+from triptych.checkpoints.resizing import Sizes, resizing, sizes_of
+from triptych.checkpoints.settings import Settings
+from triptych.checkpoints.shards import tensor_hash
+from triptych.checkpoints.tensors import SAFETENSORS, Tensors, open_tensors, read_json
+from triptych.checkpoints.writing import write_layer
+from triptych.errors import DataError, UsageError
+from triptych.files import write_bytes, write_folder, write_text
+from triptych.layer_rewriting import PROBES, RewrittenLayer, measure_change, rewrite_layer
+from triptych.models.storage import write_model
+from triptych.rewrite_steps import Layer, RewriteRecipe, Step
+from triptych.rewriting import with_rewritten
+from triptych.running import can_run, compared, open_model
+
+Progress = Callable[[str, int, int], None]
+_MODEL_CARD = "README.md"
+# Models up to this size are run, original and rewritten, without being asked for: both are held in float32.
+_LARGEST_COMPARED = 2_000_000_000
+_KEEPS_SHAPES = (
+    "the format has one shape for all heads, or none for other widths: what is left is multiplied back into it, "
+    "and the file stays as large"
+)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A recipe with what all layers together and the text have told.
+
+    Attributes:
+        steps: ready for each layer.
+        moments: by layer and number of the step.
+        skip_refused: as in the recipe.
+    """
+
+    steps: tuple[Step, ...]
+    moments: dict[str, dict[int, Moments]]
+    skip_refused: bool
+
+    def through(self, source: AttentionSource, read: AttentionLayer, upto: int | None = None) -> RewrittenLayer:
+        """A layer through the steps, or the first so many."""
+        return rewrite_layer(
+            read,
+            self.steps[:upto],
+            skip_refused=self.skip_refused,
+            longest_text=source.longest_text(read.site),
+            moments=self.moments.get(read.site.name),
+        )
+
+
+def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Prepared:
+    """Look at the text, and share budgets out.
+
+    Raises:
+        UsageError: a step needs a text and there is none, or names layers that there are not.
+        RewriteRefusedError: a layer refuses one of the steps before, and that is not to be skipped.
+    """
+    _require_layers(source, recipe.step)
+    moments: dict[str, dict[int, Moments]] = {}
+    if any(step.needs_text for step in recipe.step):
+        if recipe.calibration is None:
+            name = next(step.rewrite for step in recipe.step if step.needs_text)
+            raise UsageError(f"{name} looks at a text: give one with --calibrate, or criterion free")
+        moments = gather_moments(
+            source, folder, recipe.step, recipe.calibration, skip_refused=recipe.skip_refused
+        )
+    prepared = Prepared(recipe.step, moments, recipe.skip_refused)
+    for number, step in enumerate(recipe.step):
+        ready = step.prepare(_layers(source, prepared, number, step))
+        steps = (*prepared.steps[:number], ready, *prepared.steps[number + 1 :])
+        prepared = replace(prepared, steps=steps)
+    return prepared
+
+
+def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Step) -> Iterator[Layer]:
+    """The layers that a step is for, as the steps before it leave them."""
+    for site in source.sites:
+        if step.layers is not None and site.layer not in step.layers:
+            continue
+        read = source.read(site)
+        done = prepared.through(source, read, number)
+        yield Layer(
+            site.name,
+            done.weights.to(torch.float64),
+            read.scoring,
+            source.longest_text(site),
+            prepared.moments.get(site.name, {}).get(number),
+        )
+
+
+def _require_layers(source: AttentionSource, steps: Sequence[Step]) -> None:
+    there = {site.layer for site in source.sites}
+    for step in steps:
+        if unknown := sorted(set(step.layers or ()) - there):
+            raise UsageError(
+                f"{step.rewrite}: {source.name} has no layer {unknown[0]}; they go from 0 to {max(there)}"
+            )
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """What a rewrite would do.
+
+    Attributes:
+        source: the checkpoint.
+        family: how it is written.
+        layers: what would be done to each, and what refused.
+        before: cost of all attention layers; likewise `after`, of the new weights.
+        settings: what would change in the configuration.
+        bytes_before: of the attention layers' tensors as stored; likewise `bytes_after`.
+        notes: what a reader should know: where the format keeps widths that the weights no longer need, say.
+    """
+
+    source: str
+    family: str
+    layers: tuple[LayerRecord, ...]
+    before: Cost
+    after: Cost
+    settings: dict[str, Any]
+    bytes_before: int
+    bytes_after: int
+    notes: tuple[str, ...]
+
+
+def total(costs: Sequence[Cost]) -> Cost:
+    """Of all of them."""
+    return reduce(Cost.plus, costs, Cost(parameters=0, flops_per_token=0, kv_bytes_per_token=0))
+
+
+def costs_of(read: AttentionLayer, done: RewrittenLayer) -> tuple[Cost, Cost]:
+    """Of a layer before and after."""
+    number_bytes = read.weights.dtype.itemsize
+    return (
+        Cost.of(writing_cost(read.weights), number_bytes),
+        Cost.of(writing_cost(done.weights), number_bytes),
+    )
+
+
+
+def local_folder(checkpoint: str) -> Path:
+    """The folder of a checkpoint; one of the Hub is fetched first, whole.
+
+    Raises:
+        UsageError: a single file: what lies beside it would be left behind.
+        DataError: nothing of that name, here or on the Hub.
+    """
+    path = Path(checkpoint)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise UsageError(f"{path} is one file of a checkpoint: give its folder, which is rewritten as a whole")
+    if is_hub_id(checkpoint):
+        return fetch_folder(checkpoint)
+    raise DataError(f"{path}: there is no such folder")
+
+
+def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
+    """What a rewrite would do; everything is computed and nothing written.
+
+    Raises:
+        RewriteRefusedError: a layer refuses a step, and that is not to be skipped.
+    """
+    folder = local_folder(checkpoint)
+    source = open_checkpoint(folder, family)
+    prepared = prepare(source, folder, recipe)
+    layers, before, after = [], [], []
+    settings: dict[str, Any] = {}
+    bytes_after, notes = 0, dict[str, None]()
+    for site in source.sites:
+        read = source.read(site)
+        done = prepared.through(source, read)
+        layers.append(LayerRecord(module=site.module, steps=done.records))
+        one, other = costs_of(read, done)
+        before.append(one)
+        after.append(other)
+        if isinstance(source, Checkpoint):
+            written = write_layer(source, read, done.weights, kept=done.kept)
+            settings |= written.settings
+            bytes_after += _bytes_after(source, site, written.tensors)
+            if other.parameters < one.parameters and not written.settings:
+                notes[_KEEPS_SHAPES] = None
+        else:
+            bytes_after += other.parameters * read.weights.dtype.itemsize
+    return Plan(
+        source=checkpoint,
+        family=source.written_as,
+        layers=tuple(layers),
+        before=total(before),
+        after=total(after),
+        settings=settings,
+        bytes_before=sum(source.bytes_of(site) for site in source.sites),
+        bytes_after=bytes_after,
+        notes=tuple(notes),
+    )
+
+
+def _bytes_after(source: Checkpoint, site: Site, changed: Mapping[str, Tensor]) -> int:
+    """How many bytes the tensors within a layer's module will take."""
+    return sum(
+        changed[name].numel() * changed[name].element_size()
+        if name in changed
+        else source.tensors.infos[name].num_bytes
+        for name in source.tensors.below(site.module)
+    )
+
+
+def rewrite_checkpoint(
+    checkpoint: str,
+    target: Path,
+    recipe: RewriteRecipe,
+    *,
+    family: Family | None = None,
+    text: Path | None = None,
+    progress: Progress | None = None,
+) -> Certificate:
+    """Write a checkpoint's attention another way, beside the original, with a certificate.
+
+    Args:
+        checkpoint: a folder in Hugging Face's layout, a run of ours, or an id of the Hub.
+        target: the folder to make. It has no name until all is in it.
+        recipe: the steps.
+        family: how the checkpoint is written, if it does not say.
+        text: both models are compared on it afterwards; on random tokens if None.
+        progress: is told what is done, how far, and of how much.
+
+    Raises:
+        RewriteRefusedError: a layer refuses a step, and that is not to be skipped; or the format cannot
+            hold the result.
+        UsageError: `target` is there already, or something asked for is not.
+    """
+    folder = local_folder(checkpoint)
+    source = open_checkpoint(folder, family)
+    prepared = prepare(source, folder, recipe)
+    request = _Request(checkpoint, folder, target, recipe, text, progress or _tell_nobody)
+    if isinstance(source, OwnModel):
+        return _RunRewriting(source, prepared, request).write()
+    assert isinstance(source, Checkpoint)
+    return _FolderRewriting(source, prepared, request).write()
+
+
+@final
+@dataclass(frozen=True)
+class _Request:
+    """What was asked for."""
+
+    checkpoint: str
+    folder: Path
+    target: Path
+    recipe: RewriteRecipe
+    text: Path | None
+    progress: Progress
+
+
+def _tell_nobody(what: str, done: int, of: int) -> None:
+    del what, done, of
+
+
+class _Rewriting(ABC):
+    """A rewrite on its way to the disk."""
+
+    def __init__(self, source: AttentionSource, prepared: Prepared, request: _Request) -> None:
+        self.source, self.prepared, self.request = source, prepared, request
+        self.layers: dict[str, LayerRecord] = {}
+        self.costs: list[tuple[Cost, Cost]] = []
+
+    @abstractmethod
+    def write(self) -> Certificate:
+        """Do it."""
+
+    def certificate(
+        self,
+        written: Path,
+        settings: Mapping[str, Any],
+        tensors: Mapping[str, TensorRecord],
+        left_out: Sequence[str],
+    ) -> Certificate:
+        """Of what is in a folder now."""
+        request = self.request
+        compared_as, why_not = self._compared(written)
+        return Certificate(
+            tool=f"triptych {version('triptych')}",
+            source=request.checkpoint,
+            family=self.source.written_as,
+            dtype=str(self.source.read(self.source.sites[0]).weights.dtype).removeprefix("torch."),
+            settings=dict(settings),
+            recipe=tuple(step.model_dump(mode="json", exclude_none=True) for step in request.recipe.step),
+            calibration=_hash_of(request.recipe.calibration),
+            layers=tuple(self.layers[site.name] for site in self.source.sites),
+            before=total([one for one, _ in self.costs]),
+            after=total([other for _, other in self.costs]),
+            tensors=dict(tensors),
+            files=_files(written),
+            left_out=tuple(left_out),
+            probes=PROBES,
+            end_to_end=compared_as,
+            not_compared=why_not,
+        ).sealed()
+
+    def _compared(self, written: Path) -> tuple[EndToEnd | None, str]:
+        """Both whole models on the text, or on random tokens; or why not."""
+        request = self.request
+        if request.text is None:
+            if reason := can_run(request.folder):
+                return None, reason
+            size = sum(path.stat().st_size for path in request.folder.glob("*.*") if path.is_file())
+            if size > _LARGEST_COMPARED:
+                return None, f"it has {size / 1e9:.1f} GB; --text FILE compares them nevertheless"
+        request.progress("comparing both models", 0, 1)
+        try:
+            one, other = open_model(request.folder), open_model(written)
+            random = request.text is None
+            windows = one.random_windows(PROBES.seed) if random else one.windows(request.text, MOST_TOKENS)  # type: ignore[arg-type]
+            tokens, worst, divergence, before, after = compared(one, other, windows)
+        except (DataError, UsageError) as error:
+            if request.text is not None:
+                raise
+            return None, str(error)
+        return EndToEnd(
+            by=one.by,
+            text="random tokens" if request.text is None else request.text.name,
+            tokens=tokens,
+            worst_logit=worst,
+            divergence_nats=divergence,
+            loss_before_nats=before,
+            loss_after_nats=after,
+        ), ""
+
+    def note(self, read: AttentionLayer, done: RewrittenLayer, measured: Measured | None) -> None:
+        """Keep what is to be certified of a layer."""
+        self.layers[read.site.name] = LayerRecord(
+            module=read.site.module, steps=done.records, measured=measured
+        )
+        self.costs.append(costs_of(read, done))
+
+
+@final
+class _RunRewriting(_Rewriting):
+    """Of a run of ours: the configuration changes with the writing."""
+
+    def write(self) -> Certificate:
+        """All of it: such models are not large."""
+        assert isinstance(self.source, OwnModel)
+        source, request = self.source, self.request
+        changed, done_by_site = {}, {}
+        for number, site in enumerate(source.sites):
+            request.progress(f"rewriting {site.name}", number, len(source.sites))
+            read = source.read(site)
+            done = self.prepared.through(source, read)
+            done_by_site[site.name] = (read, done)
+            if done.changed:
+                changed[site.module] = done.weights.to(read.weights.dtype)
+        new = with_rewritten(source.model, changed)
+        result: list[Certificate] = []
+
+        def fill(folder: Path) -> None:
+            left_out = _copy_run(request.folder, folder)
+            write_model(new, folder)
+            written = OwnModel(folder)
+            sites = {site.name: site for site in written.sites}
+            for name, (read, done) in done_by_site.items():
+                measured = measure_change(read, written.read(sites[name])) if done.changed else None
+                self.note(read, done, measured)
+            tensors = _hashes(open_tensors(request.folder), open_tensors(folder))
+            certificate = self.certificate(folder, {}, tensors, left_out)
+            write_text(folder / _MODEL_CARD, _with_card(folder / _MODEL_CARD, card(certificate)))
+            write_bytes(folder / CERTIFICATE, certificate.as_json())
+            result.append(certificate)
+
+        if request.target.exists():
+            raise UsageError(f"{request.target} is there already: choose another name, or remove it")
+        write_folder(request.target, fill)
+        return result[0]
+
+
+@final
+class _FolderRewriting(_Rewriting):
+    """Of a checkpoint in Hugging Face's layout: shard by shard, one layer in memory at a time."""
+
+    def __init__(self, source: Checkpoint, prepared: Prepared, request: _Request) -> None:
+        super().__init__(source, prepared, request)
+        self.checkpoint = source
+        self._site_of = _owners(source)
+        self._ready: dict[str, Tensor] = {}
+        self._left: dict[str, set[str]] = {}
+        self._done: dict[str, RewrittenLayer] = {}
+        self._settings: dict[str, Any] = {}
+        self._fixed_sizes = (
+            _sizes_that_stay(source, prepared) if any(step.resizes for step in prepared.steps) else set()
+        )
+
+    def write(self) -> Certificate:
+        """Copy, replace, measure what was saved, certify."""
+        request = self.request
+        with FolderCopy(request.folder, request.target) as copy:
+            written_bytes = 0
+
+            def progress(num_bytes: int) -> None:
+                nonlocal written_bytes
+                written_bytes += num_bytes
+                request.progress("writing", written_bytes, copy.num_bytes)
+
+            hashes = copy.write_shards(self._replacement, progress)
+            copy.write_beside(self._settings)
+            self._measure(copy.folder)
+            tensors = {
+                name: TensorRecord(read=found.read, written=found.written) for name, found in hashes.items()
+            }
+            certificate = self.certificate(copy.folder, self._settings, tensors, copy.left_out)
+            copy.finish(
+                {
+                    CERTIFICATE: certificate.as_json(),
+                    _MODEL_CARD: _with_card(copy.folder / _MODEL_CARD, card(certificate)).encode(),
+                }
+            )
+        return certificate
+
+    def _replacement(self, name: str) -> Tensor | None:
+        """The new tensor of a name; its layer is rewritten when the first of its tensors is asked for."""
+        site = self._site_of.get(name)
+        if site is None:
+            return None
+        if site.name not in self._done:
+            self._rewrite(site)
+        return self._ready.pop(name, None)
+
+    def _rewrite(self, site: Site) -> None:
+        read = self.checkpoint.read(site)
+        done = self.prepared.through(self.checkpoint, read)
+        written = write_layer(
+            self.checkpoint, read, done.weights, kept=done.kept, same_sizes=site.name in self._fixed_sizes
+        )
+        self._ready |= written.tensors
+        self._settings |= written.settings
+        self.costs.append(costs_of(read, done))
+        self._done[site.name] = RewrittenLayer(_without_numbers(done.weights), done.kept, done.records)
+
+    def _measure(self, folder: Path) -> None:
+        if self._ready:
+            raise AssertionError(f"{next(iter(self._ready))} was rewritten and never asked for")
+        written = Checkpoint(
+            str(folder), self.checkpoint.family, Settings(read_json(folder / CONFIG), CONFIG), open_tensors(folder)
+        )
+        sites = {site.module: site for site in written.sites}
+        for number, site in enumerate(self.checkpoint.sites):
+            self.request.progress(f"measuring {site.name}", number, len(self.checkpoint.sites))
+            done, measured = self._done[site.name], None
+            if done.changed:
+                measured = measure_change(self.checkpoint.read(site), written.read(sites[site.module]))
+            self.layers[site.name] = LayerRecord(module=site.module, steps=done.records, measured=measured)
+
+
+def _without_numbers(weights: AttentionWeights) -> AttentionWeights:
+    """The shapes of weights, for the records."""
+    return weights.mapped(lambda tensor: tensor.to("meta"))
+
+
+def _owners(source: Checkpoint) -> dict[str, Site]:
+    """For every tensor that a layer may change, the layer.
+
+    Raises:
+        DataError: two layers have one tensor.
+    """
+    found: dict[str, Site] = {}
+    for site in source.sites:
+        for name in source.read_names(site):
+            if name in found:
+                raise DataError(
+                    f"{source.name}: {name} belongs to {found[name].name} and to {site.name}: a change for one "
+                    "would change the other"
+                )
+            found[name] = site
+    return found
+
+
+def _sizes_that_stay(source: Checkpoint, prepared: Prepared) -> set[str]:
+    """Names of layers that keep their sizes because others that share their configuration do not agree."""
+    wanted: dict[str, Sizes] = {}
+    for site in source.sites:
+        read = source.read(site)
+        done = prepared.through(source, read)
+        # Reading the shapes needs one map a side, as a file has it.
+        wanted[site.name] = sizes_of(done.weights.multiplied_out())
+    stay: set[str] = set()
+    for site in source.sites:
+        found = resizing(source, site, wanted[site.name])
+        if found is not None and any(wanted[other.name] != wanted[site.name] for other in found.sites):
+            stay |= {other.name for other in found.sites}
+    return stay
+
+
+def _copy_run(source: Path, target: Path) -> tuple[str, ...]:
+    """What is beside the weights of a run; how to go on with its training is left behind."""
+    left_out = []
+    for path in sorted(source.iterdir()):
+        if path.name in ("config.json", SAFETENSORS, CERTIFICATE):
+            continue
+        if path.is_dir():
+            left_out.append(f"{path.name}/")
+        else:
+            shutil.copyfile(path, target / path.name)
+    return tuple(left_out)
+
+
+def _hashes(before: Tensors, after: Tensors) -> dict[str, TensorRecord]:
+    return {
+        name: TensorRecord(
+            read=tensor_hash(before.read(name)) if name in before.infos else None,
+            written=tensor_hash(after.read(name)) if name in after.infos else None,
+        )
+        for name in sorted({*before.infos, *after.infos})
+    }
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Hashes of what is neither tensors nor written after them."""
+    tensors = {path for path in folder.rglob("*.safetensors") if path.parent == folder}
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path not in tensors and path.name not in (CERTIFICATE, _MODEL_CARD)
+    }
+
+
+def _hash_of(path: Path | None) -> str | None:
+    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _with_card(path: Path, section: str) -> str:
+    """A model card with the section at its end, in the place of one that is there."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    before, _, _ = text.partition(section.partition("\n")[0])
+    return f"{before.rstrip()}\n\n{section}".lstrip()

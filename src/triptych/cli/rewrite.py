@@ -1,0 +1,247 @@
+"""`triptych rewrite`."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from triptych.certificates import Certificate, Cost, LayerRecord, card
+from triptych.checkpoint_rewriting import Plan, plan_rewrite, rewrite_checkpoint
+from triptych.checkpoints.family import read_family
+from triptych.cli.selection import numbers
+from triptych.errors import UsageError
+from triptych.rewrite_steps import EXACT, RewriteRecipe, Step, read_rewrite_recipe, require_order, validated_step
+
+_NO_OPTIONS = ("fold_maps", "expand", "fold_norm", "drop_key_bias", "fold_value_bias", "sort_heads")
+
+
+def rewrite(
+    checkpoint: Annotated[str, typer.Argument(help="A folder, a run of ours, or owner/name of the Hub.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The folder to make.")] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Every exact rewrite that each layer allows, all at once.")
+    ] = False,
+    do: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--do", help=f"One rewrite by name, several times: {', '.join(_NO_OPTIONS)}, gauge_fix, to_latent …"
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option("--recipe", help="A rewrite.toml with the steps, in order.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="Cut W_QK and W_OV to this rank.")] = None,
+    energy: Annotated[
+        float | None, typer.Option("--energy", help="Keep this share of the energy of every form.")
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", help="Keep this share of all channels, spread by what they are worth."),
+    ] = None,
+    forms: Annotated[str, typer.Option("--forms", help="What is cut: qk, ov or qk,ov.")] = "qk,ov",
+    criterion: Annotated[
+        Literal["free", "uncentred", "centred"] | None,
+        typer.Option("--criterion", help="What is kept: the forms, or what they do on the calibration text."),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option("--calibrate", help="A text the model is run on first (pairs: source, tab, target)."),
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option("--kv-heads", help="Merge (or repeat) to this many key-value heads.")
+    ] = None,
+    prune: Annotated[
+        int | None, typer.Option("--prune", help="Leave out this many heads of each layer, the least important.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option("--layers", help="Only in these layers: 0,3 or 0-5.")
+    ] = None,
+    skip_refused: Annotated[
+        bool,
+        typer.Option("--skip-refused", help="Leave a layer that refuses a step as it is, and say so."),
+    ] = False,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="Compare both models on this text afterwards.")
+    ] = None,
+    family: Annotated[
+        Path | None, typer.Option("--family", help="A file that says how attention is written.")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Only say what would be done.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print plan or certificate as JSON.")] = False,
+) -> None:
+    """Write a checkpoint's attention another way, in its own format, with a certificate of what changed."""
+    own = None if family is None else read_family(family)
+    chosen = _recipe(
+        recipe=recipe,
+        exact=exact,
+        records=_records(do or [], rank, energy, budget, forms, criterion, calibrate, kv_heads, prune),
+        layers=None if layers is None else tuple(numbers(layers, "--layers")),
+        skip_refused=skip_refused,
+        calibrate=calibrate,
+    )
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    if plan:
+        found = plan_rewrite(checkpoint, chosen, family=own)
+        print(json.dumps(_plain(found))) if as_json else _print_plan(found, console)
+        return
+    if out is None:
+        raise UsageError("say where the result goes: --out FOLDER (or --plan to see what would be done)")
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    ) as bar:
+        task = bar.add_task("opening", total=None)
+        certificate = rewrite_checkpoint(
+            checkpoint,
+            out,
+            chosen,
+            family=own,
+            text=text,
+            progress=lambda what, done, total: bar.update(
+                task, description=what, completed=done, total=total
+            ),
+        )
+    if as_json:
+        print(certificate.as_json().decode(), end="")
+    else:
+        _print_certificate(certificate, out, console)
+
+
+def _records(
+    do: list[str],
+    rank: int | None,
+    energy: float | None,
+    budget: float | None,
+    forms: str,
+    criterion: str | None,
+    calibrate: Path | None,
+    kv_heads: int | None,
+    prune: int | None,
+) -> list[dict[str, Any]]:
+    """The steps that options ask for, as records."""
+    found: list[dict[str, Any]] = [{"rewrite": name} for name in do]
+    if prune is not None:
+        found.append({"rewrite": "prune_heads", "number": prune, "on_text": calibrate is not None})
+    if kv_heads is not None:
+        found.append({"rewrite": "merge_kv_heads", "num_kv_heads": kv_heads})
+    cut = {"rank": rank, "energy": energy, "budget": budget}
+    cut = {name: value for name, value in cut.items() if value is not None}
+    if cut:
+        wanted = criterion or ("free" if calibrate is None else "centred")
+        found.append(
+            {"rewrite": "truncate", "forms": tuple(forms.split(",")), "criterion": wanted, **cut}
+        )
+    elif criterion is not None:
+        raise UsageError("--criterion is for a lower rank: give --rank, --energy or --budget with it")
+    return found
+
+
+def _recipe(
+    *,
+    recipe: Path | None,
+    exact: bool,
+    records: list[dict[str, Any]],
+    layers: tuple[int, ...] | None,
+    skip_refused: bool,
+    calibrate: Path | None,
+) -> RewriteRecipe:
+    """What the command asks for, as a recipe.
+
+    Raises:
+        UsageError: nothing, or two ways at once.
+    """
+    if recipe is not None:
+        if exact or records or layers is not None:
+            raise UsageError("--recipe has the steps: leave out --exact, --do and the others")
+        found = read_rewrite_recipe(recipe)
+        update: dict[str, Any] = {"skip_refused": found.skip_refused or skip_refused}
+        if calibrate is not None:
+            update["calibration"] = calibrate
+        return found.model_copy(update=update)
+    steps: list[Step] = [*(EXACT if exact else ())]
+    steps += [validated_step({**record, "layers": layers}) for record in records]
+    if exact:
+        names = [step.rewrite for step in EXACT]
+        if twice := next((record["rewrite"] for record in records if record["rewrite"] in names), None):
+            raise UsageError(f"--exact does {twice} already: leave one of the two out")
+        steps = [step.model_copy(update={"layers": layers}) for step in steps]
+        steps.sort(key=lambda step: step.place)
+    if not steps:
+        raise UsageError("nothing to do: give --exact, --do REWRITE, --rank, --energy, --budget or --recipe")
+    require_order(steps)
+    return RewriteRecipe.model_construct(
+        step=tuple(steps), skip_refused=skip_refused or exact, calibration=calibrate
+    )
+
+
+def _plain(plan: Plan) -> dict[str, Any]:
+    record = asdict(plan)
+    record["layers"] = [layer.model_dump(mode="json") for layer in plan.layers]
+    record |= {name: getattr(plan, name).model_dump() for name in ("before", "after")}
+    return record
+
+
+def _print_plan(plan: Plan, console: Console) -> None:
+    console.print(f"{plan.source}: {plan.family}, {len(plan.layers)} attention layers")
+    console.print(_steps_table(plan.layers))
+    console.print(_savings(plan.before, plan.after))
+    console.print(
+        f"attention in the file: {plan.bytes_before:,} bytes now, {plan.bytes_after:,} afterwards"
+        + ("" if plan.bytes_after != plan.bytes_before else " (the format keeps its shapes)")
+    )
+    for name, value in plan.settings.items():
+        console.print(f"config.json: {name} = {value}")
+    for note in plan.notes:
+        console.print(note)
+
+
+def _steps_table(layers: tuple[LayerRecord, ...]) -> Table:
+    table = Table("step", "layers", "tier", "bound", "what")
+    for name in dict.fromkeys(step.rewrite for layer in layers for step in layer.steps):
+        found = [step for layer in layers for step in layer.steps if step.rewrite == name]
+        done = [step for step in found if not step.refused]
+        if done:
+            said = dict.fromkeys((*(s.choice for s in done if s.choice), *(n for s in done for n in s.notes)))
+            tiers = sorted({str(step.tier) for step in done})
+            bound = max(step.bound for step in done)
+            what = [*said][:4] + (["…"] if len(said) > 4 else [])
+            table.add_row(
+                name, str(len(done)), ", ".join(tiers), f"{bound:.4g}" if bound else "0", "\n".join(what)
+            )
+        refused: dict[str, int] = {}
+        for step in found:
+            if step.refused:
+                refused[step.refused] = refused.get(step.refused, 0) + 1
+        for reason, count in refused.items():
+            table.add_row(name, str(count), "refused", "", reason)
+    return table
+
+
+def _savings(before: Cost, after: Cost) -> Table:
+    table = Table("attention, all layers", "now", "afterwards", "share")
+    for title, name in (
+        ("parameters", "parameters"),
+        ("operations a token", "flops_per_token"),
+        ("bytes cached a token", "kv_bytes_per_token"),
+    ):
+        one, other = getattr(before, name), getattr(after, name)
+        table.add_row(title, f"{one:,}", f"{other:,}", f"{other / one:.1%}" if one else "")
+    return table
+
+
+def _print_certificate(certificate: Certificate, out: Path, console: Console) -> None:
+    console.print(_steps_table(certificate.layers))
+    console.print(_savings(certificate.before, certificate.after))
+    console.print(card(certificate))
+    console.print(f"written: {out}, with certificate.json")

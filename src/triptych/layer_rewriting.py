@@ -1,0 +1,274 @@
+"""One attention layer through the steps of a rewrite, and what its output did on the way."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.bounds import output_bound, score_bound
+from triptych.algebra.cost import WritingCost
+from triptych.algebra.function import Scoring, attend
+from triptych.algebra.moments import Moments
+from triptych.algebra.rewrites import RewriteRecord, RewriteRefusedError, Rewritten
+from triptych.algebra.rewrites.legality import require_finite
+from triptych.algebra.slices import groups_of, heads_of, joined, scoring_of, separable
+from triptych.algebra.weights import AttentionWeights, Norm
+from triptych.certificates import Measured, Probes, StepRecord
+from triptych.checkpoints.layer import AttentionLayer
+from triptych.rewrite_steps import Layer, Step
+
+PROBES = Probes(count=2, length=16, seed=2017)
+# Above so many numbers in a layer's maps, groups of heads are taken one after the other: 128 MiB in float64.
+_MOST_NUMBERS = 1 << 24
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RewrittenLayer:
+    """A layer after the steps.
+
+    Attributes:
+        weights: new ones; float64, or the dtype that was read where that holds all that is stored.
+        kept: which of the heads are left, in order; None for all as they were.
+        records: of every step, done or refused.
+    """
+
+    weights: AttentionWeights
+    kept: tuple[int, ...] | None
+    records: tuple[StepRecord, ...]
+
+    @property
+    def changed(self) -> bool:
+        """Whether any step was done."""
+        return any(not record.refused for record in self.records)
+
+
+def rewrite_layer(
+    read: AttentionLayer,
+    steps: Sequence[Step],
+    *,
+    skip_refused: bool,
+    longest_text: int = 2048,
+    moments: Mapping[int, Moments] | None = None,
+    most_numbers: int = _MOST_NUMBERS,
+) -> RewrittenLayer:
+    """Put a layer through the steps, in float64.
+
+    Args:
+        read: the layer.
+        steps: in order.
+        skip_refused: whether a refused step is left out and recorded, or an error.
+        longest_text: positions that the model is made for.
+        moments: of the layer before the step of that number in `steps`, for those that look at a text.
+        most_numbers: layers with larger maps are taken a few groups of heads at a time, where all steps treat
+            groups by themselves.
+
+    Raises:
+        RewriteRefusedError: a step would change what the layer computes, with the reason and the layer.
+    """
+    weights = read.weights
+    mine = [(n, step) for n, step in enumerate(steps) if step.layers is None or read.site.layer in step.layers]
+    try:
+        require_finite("rewrite", weights)
+    except RewriteRefusedError as refused:
+        raise refused.at(read.site.name) from None
+    runs = [(0, weights.num_heads)]
+    size = sum(link.weight.numel() for link in weights.links())
+    by_groups = size > most_numbers and all(step.by_groups for _, step in mine)
+    if by_groups and separable(weights, read.scoring):
+        runs = groups_of(weights, most_numbers)
+    parts, records, kept = [], [], None
+    for start, stop in runs:
+        whole = len(runs) == 1
+        part = weights if whole else heads_of(weights, start, stop)
+        layer = Layer(
+            read.site.name,
+            part.to(torch.float64),
+            read.scoring if whole else scoring_of(read.scoring, start, stop),
+            longest_text,
+        )
+        done, found, kept = _through(layer, mine, skip_refused, moments or {}, weights.dtype.itemsize)
+        parts.append(done if whole else done.to(weights.dtype))
+        records.append(found)
+    return RewrittenLayer(
+        parts[0] if len(parts) == 1 else joined(parts), kept, _together(records, weights, parts)
+    )
+
+
+def with_same_heads(layer: Layer, kept: Sequence[int] | None) -> Layer:
+    """The layer with what belongs to each head in the order of the heads that are left."""
+    if kept is None or layer.scoring.sinks is None:
+        return layer
+    return replace(layer, scoring=replace(layer.scoring, sinks=layer.scoring.sinks[list(kept)]))
+
+
+def _through(
+    layer: Layer,
+    steps: Sequence[tuple[int, Step]],
+    skip_refused: bool,
+    moments: Mapping[int, Moments],
+    number_bytes: int,
+) -> tuple[AttentionWeights, list[StepRecord], tuple[int, ...] | None]:
+    records: list[StepRecord] = []
+    kept: tuple[int, ...] | None = None
+    for number, step in steps:
+        layer = replace(layer, moments=moments.get(number))
+        try:
+            order = step.kept_heads(layer)
+            done = step.apply(layer)
+        except RewriteRefusedError as refused:
+            if not skip_refused:
+                raise refused.at(layer.name) from None
+            records.append(StepRecord(rewrite=step.rewrite, refused=refused.reason))
+            continue
+        if order is not None:
+            before = kept or tuple(range(layer.weights.num_heads))
+            kept = tuple(before[head] for head in order)
+        layer = with_same_heads(replace(layer, weights=done.weights), order)
+        records.append(StepRecord.of(step.rewrite, done.record, number_bytes))
+    return layer.weights, records, kept
+
+
+def _together(
+    records: Sequence[Sequence[StepRecord]], weights: AttentionWeights, parts: Sequence[AttentionWeights]
+) -> tuple[StepRecord, ...]:
+    """The records of a layer that was taken in parts, as one for each step."""
+    if len(records) == 1:
+        return tuple(records[0])
+    # The output bias is counted in the part that holds it; after a value bias went there, in every part.
+    width = parts[0].o[-1].d_out
+    found = []
+    for same in zip(*records, strict=True):
+        first = same[0]
+        if first.refused or any(record.refused for record in same):
+            found.append(next(record for record in same if record.refused))
+            continue
+        before, after = first.before, first.after
+        assert before is not None and after is not None
+        for other in same[1:]:
+            assert other.before is not None and other.after is not None
+            before, after = before.plus(other.before), after.plus(other.after)
+        bare = first.rewrite == "fold_value_bias" and all(part.o_bias is not None for part in parts)
+        spare = (len(same) - 1) * width if bare else 0
+        found.append(
+            first.model_copy(
+                update={
+                    "before": before,
+                    "after": after.model_copy(update={"parameters": after.parameters - spare}),
+                    "notes": tuple(dict.fromkeys(said for record in same for said in record.notes)),
+                    "bound": max(record.bound for record in same),
+                }
+            )
+        )
+    return tuple(found)
+
+
+def measure_change(
+    before: AttentionLayer,
+    after: AttentionLayer,
+    probes: Probes = PROBES,
+    most_numbers: int = _MOST_NUMBERS,
+) -> Measured:
+    """How far the output of a layer moves on random inputs, both as saved.
+
+    Args:
+        before: the original layer.
+        after: the rewritten one, read back from what was saved.
+        probes: the inputs: normal numbers, standardised at every position as a norm without gain leaves them;
+            each layer gets them through the gain and shift of its own norm.
+        most_numbers: larger layers are measured a few groups of heads at a time.
+    """
+    x, memory = _probes(before, probes)
+    reference, moved = _output(before, x, memory, torch.float64, most_numbers), None
+    moved = _output(after, x, memory, torch.float64, most_numbers)
+    difference = moved - reference
+    own = before.weights.dtype
+    own_error = (_output(before, x, memory, own, most_numbers).double() - reference).norm()
+    new_error = (_output(after, x, memory, own, most_numbers).double() - reference).norm()
+    scores, outputs = _bounds(before, after, most_numbers)
+    return Measured(
+        worst_absolute=float(difference.abs().max()),
+        relative=float(difference.norm() / reference.norm().clamp(min=torch.finfo(torch.float64).tiny)),
+        error_ratio=float(new_error / own_error.clamp(min=torch.finfo(torch.float64).tiny)),
+        score_bound=scores,
+        output_bound=outputs,
+    )
+
+
+def _probes(layer: AttentionLayer, probes: Probes) -> tuple[Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(probes.seed)
+    weights = layer.weights
+
+    def standard(width: int) -> Tensor:
+        found = torch.randn(probes.count, probes.length, width, dtype=torch.float64, generator=generator)
+        found = found - found.mean(dim=-1, keepdim=True)
+        return found / found.square().mean(dim=-1, keepdim=True).sqrt()
+
+    x = standard(weights.d_model)
+    if weights.traits.kind != "cross":
+        return x, None
+    return x, standard(weights.k[0].d_in if weights.k else weights.d_model)
+
+
+def _output(
+    layer: AttentionLayer, x: Tensor, memory: Tensor | None, dtype: torch.dtype, most_numbers: int
+) -> Tensor:
+    weights, scoring = layer.weights, layer.scoring
+    x = _through_norm(x, weights.norm).to(dtype)
+    if memory is not None:
+        memory = _through_norm(memory, weights.memory_norm).to(dtype)
+    size = sum(link.weight.numel() for link in weights.links())
+    if size <= most_numbers or not separable(weights, scoring):
+        return attend(weights.to(dtype), _to(scoring, dtype), x, memory)
+    total: Tensor | None = None
+    for start, stop in groups_of(weights, most_numbers):
+        part = heads_of(weights, start, stop).to(dtype)
+        out = attend(part, _to(scoring_of(scoring, start, stop), dtype), x, memory)
+        total = out if total is None else total + out
+    assert total is not None
+    return total
+
+
+def _to(scoring: Scoring, dtype: torch.dtype) -> Scoring:
+    """Numbers are brought to the dtype of the scores where they are used."""
+    del dtype
+    return scoring
+
+
+def _through_norm(x: Tensor, norm: Norm | None) -> Tensor:
+    if norm is None:
+        return x
+    x = x * (norm.gain.double() + norm.offset)
+    return x if norm.shift is None else x + norm.shift.double()
+
+
+def _bounds(before: AttentionLayer, after: AttentionLayer, most_numbers: int) -> tuple[float | None, float | None]:
+    """Largest moves of a score and of a head's output that the weights allow, without data."""
+    one, other = (_with_norm_folded(layer.weights) for layer in (before, after))
+    if one.num_heads != other.num_heads or one.traits.kind == "cross" and one.k and one.k[0].d_in != one.d_model:
+        return None, None
+    if sum(link.weight.numel() for link in one.links()) > most_numbers:
+        return None, None
+    plain = before.scoring.rotation is None and before.scoring.q_norm is None and not before.scoring.between
+    scores = float(score_bound(one, other).max()) if plain and before.scoring.bias is None else None
+    return scores, float(output_bound(one, other).max())
+
+
+def _with_norm_folded(weights: AttentionWeights) -> AttentionWeights:
+    wide = weights.to(torch.float64)
+    if wide.norm is None or wide.traits.kind == "cross":
+        return wide
+    gain = (wide.norm.gain + wide.norm.offset)[:, None]
+
+    def scaled(side: AttentionWeights, name: str) -> AttentionWeights:
+        first, *rest = side.chain(name)  # type: ignore[arg-type]
+        return replace(side, **{name: (replace(first, weight=gain * first.weight), *rest)})  # type: ignore[arg-type]
+
+    for name in ("q", "k", "v"):
+        wide = scaled(wide, name)
+    return replace(wide, norm=None)
+
+
+_ = (RewriteRecord, WritingCost, Rewritten)

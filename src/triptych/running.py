@@ -1,0 +1,327 @@
+"""Whole models run on text, original and rewritten beside each other, and what their attention sees on it.
+
+Models of others are run by `transformers`, the model's own forward; ours by ourselves. Nothing that came
+with a checkpoint is executed (`trust_remote_code` is off).
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from triptych.checkpoints.layer import Site
+from triptych.checkpoints.own import is_own
+from triptych.checkpoints.tensors import read_json
+from triptych.errors import DataError, UsageError
+from triptych.models import EncoderDecoder, attention_sites
+from triptych.runs import Run
+
+WINDOW_TOKENS = 128
+_RANDOM_WINDOWS = 4
+Kind = Literal["causal", "pairs", "encoder"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Window:
+    """A piece of text as a model takes it.
+
+    Attributes:
+        inputs: token ids by argument, `[1, length]` each.
+        targets: the token that comes next at each position, `[length]`; None where nothing is predicted.
+    """
+
+    inputs: Mapping[str, Tensor]
+    targets: Tensor | None
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What one attention layer is given: `x` for the queries, `memory` for keys and values if not the same."""
+
+    x: Tensor
+    memory: Tensor | None
+
+
+class RunnableModel(ABC):
+    """A model that can be run.
+
+    Attributes:
+        by: what runs it.
+        kind: what it does with text.
+    """
+
+    by: str
+    kind: Kind
+
+    @abstractmethod
+    def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
+        """A text, cut into pieces.
+
+        Raises:
+            UsageError: not the kind of text that the model reads.
+        """
+
+    @abstractmethod
+    def random_windows(self, seed: int) -> Iterator[Window]:
+        """Random tokens."""
+
+    @abstractmethod
+    def outputs(self, window: Window) -> Tensor:
+        """Logits, or hidden states of a model without a vocabulary on top, `[length, width]`."""
+
+    @abstractmethod
+    def watch(self, sites: Mapping[str, Site], seen: Callable[[str, Seen], None]) -> "contextlib.ExitStack":
+        """Tell of what the attention modules are given, until the stack is closed."""
+
+
+@torch.inference_mode()
+def compared(
+    original: RunnableModel, rewritten: RunnableModel, windows: Iterator[Window]
+) -> tuple[int, float, float, float | None, float | None]:
+    """Tokens, worst difference of a logit, mean KL divergence, and both losses (None without targets)."""
+    tokens, worst, divergence, predicted = 0, 0.0, 0.0, 0
+    losses = [0.0, 0.0]
+    for window in windows:
+        one, other = original.outputs(window).double(), rewritten.outputs(window).double()
+        worst = max(worst, float((one - other).abs().max()))
+        log_p, log_q = one.log_softmax(dim=-1), other.log_softmax(dim=-1)
+        divergence += float((log_p.exp() * (log_p - log_q)).sum().clamp(min=0))
+        tokens += len(one)
+        if window.targets is not None:
+            predicted += len(window.targets)
+            for place, found in enumerate((log_p, log_q)):
+                losses[place] -= float(found.gather(-1, window.targets[:, None]).sum())
+    if not tokens:
+        raise UsageError("the text is empty: there is nothing to compare on")
+    if not predicted:
+        return tokens, worst, divergence / tokens, None, None
+    return tokens, worst, divergence / tokens, losses[0] / predicted, losses[1] / predicted
+
+
+def open_model(path: Path) -> RunnableModel:
+    """A model, ready to run.
+
+    Raises:
+        UsageError: `transformers` is not installed, or has no such model.
+    """
+    if is_own(read_json(path / "config.json")):
+        return OwnRunnable(path)
+    if find_spec("transformers") is None:
+        raise UsageError(
+            "running this model takes transformers, which is not here: pip install 'triptych[run]'"
+        )
+    return TransformersModel(path)
+
+
+def can_run(path: Path) -> str:
+    """Why a model cannot be run here; "" if it can."""
+    if not path.is_dir():
+        return "it is not a folder"
+    if not is_own(read_json(path / "config.json")) and find_spec("transformers") is None:
+        return "transformers, which would run it, is not installed"
+    return ""
+
+
+@final
+class TransformersModel(RunnableModel):
+    """A model of `transformers`, in float32."""
+
+    def __init__(self, path: Path) -> None:
+        import transformers  # large, and only needed here
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self._path = path
+        try:
+            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+            name = (getattr(config, "architectures", None) or ["AutoModel"])[0]
+            loader = getattr(transformers, name, transformers.AutoModel)
+            self.model: nn.Module = loader.from_pretrained(
+                path, local_files_only=True, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+        # Whatever a model's own code says of a checkpoint, it comes in many classes.
+        except Exception as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+            raise DataError(f"{path}: transformers cannot load it: {reason}") from error
+        self.by = f"transformers {transformers.__version__}"
+        self._config: Any = config
+        self.kind = (
+            "pairs"
+            if config.is_encoder_decoder
+            else "causal"
+            if "CausalLM" in name or "LMHead" in name
+            else "encoder"
+        )
+
+    def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
+        """Windows of 128 tokens side by side; for pairs a line with a tab is one, for encoders a line."""
+        if self.kind == "causal":
+            ids = self._tokens(text.read_text(encoding="utf-8"), special=False)
+            return self._side_by_side(ids[: most_tokens + 1])
+        lines = text.read_text(encoding="utf-8").splitlines()
+        return self._pairs(text, lines, most_tokens) if self.kind == "pairs" else self._lines(lines, most_tokens)
+
+    def random_windows(self, seed: int) -> Iterator[Window]:
+        """Four windows."""
+        generator = torch.Generator().manual_seed(seed)
+        size = int(self._config.get_text_config().vocab_size)
+        length = min(32, int(getattr(self._config, "max_position_embeddings", 32) or 32) - 4)
+        for _ in range(_RANDOM_WINDOWS):
+            ids = torch.randint(0, size, (1, max(4, length)), generator=generator)
+            inputs = {"input_ids": ids}
+            if self.kind == "pairs":
+                inputs["decoder_input_ids"] = torch.randint(0, size, ids.shape, generator=generator)
+            yield Window(inputs, None)
+
+    @torch.inference_mode()
+    def outputs(self, window: Window) -> Tensor:
+        """One forward pass."""
+        found = self.model(**window.inputs)
+        result = found.logits if "logits" in found else found.last_hidden_state
+        return result[0]
+
+    def watch(self, sites: Mapping[str, Site], seen: Callable[[str, Seen], None]) -> contextlib.ExitStack:
+        """Hooks before the attention modules."""
+        stack = contextlib.ExitStack()
+        modules = dict(self.model.named_modules())
+        for name, site in sites.items():
+            found = [at for at in modules if at == site.module or at.endswith("." + site.module)]
+            found = found or [at for at in modules if site.module.endswith("." + at) and at.count(".") > 1]
+            if len(found) != 1:
+                raise DataError(f"{self._path}: transformers has no module {site.module} to watch")
+            handle = modules[found[0]].register_forward_pre_hook(_teller(name, site, seen), with_kwargs=True)
+            stack.callback(handle.remove)
+        return stack
+
+    def _tokens(self, text: str, *, special: bool, target: bool = False) -> Tensor:
+        tokenizer = self._tokenizer()
+        said = {"text_target": text} if target else {"text": text}
+        return torch.tensor(tokenizer(**said, add_special_tokens=special, verbose=False)["input_ids"])
+
+    def _tokenizer(self) -> Any:
+        if not hasattr(self, "_cached"):
+            import transformers
+
+            try:
+                self._cached: Any = transformers.AutoTokenizer.from_pretrained(
+                    self._path, local_files_only=True
+                )
+            except Exception as error:
+                reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+                raise DataError(f"{self._path}: its tokenizer cannot be loaded: {reason}") from error
+        return self._cached
+
+    def _side_by_side(self, ids: Tensor) -> Iterator[Window]:
+        for start in range(0, len(ids) - 1, WINDOW_TOKENS):
+            piece = ids[start : start + WINDOW_TOKENS + 1]
+            yield Window({"input_ids": piece[None, :-1]}, piece[1:])
+
+    def _pairs(self, text: Path, lines: list[str], most_tokens: int) -> Iterator[Window]:
+        start_id = self._config.decoder_start_token_id
+        done = 0
+        for number, line in enumerate(lines, start=1):
+            source, tab, target = line.partition("\t")
+            if not tab:
+                raise UsageError(f"{text}, line {number}: a source, a tab and a target are needed here")
+            wanted = self._tokens(target, special=True, target=True)[:WINDOW_TOKENS]
+            given = torch.cat([torch.tensor([start_id]), wanted[:-1]])
+            inputs = {
+                "input_ids": self._tokens(source, special=True)[None, : 4 * WINDOW_TOKENS],
+                "decoder_input_ids": given[None],
+            }
+            yield Window(inputs, wanted)
+            done += len(wanted)
+            if done >= most_tokens:
+                return
+
+    def _lines(self, lines: list[str], most_tokens: int) -> Iterator[Window]:
+        done = 0
+        for line in lines:
+            if not line.strip():
+                continue
+            ids = self._tokens(line, special=True)[:WINDOW_TOKENS]
+            yield Window({"input_ids": ids[None]}, None)
+            done += len(ids)
+            if done >= most_tokens:
+                return
+
+
+@final
+class OwnRunnable(RunnableModel):
+    """A run of ours."""
+
+    def __init__(self, path: Path) -> None:
+        self._run = Run.open(path, "cpu") if (path / "recipe.toml").exists() else None
+        if self._run is None:
+            raise DataError(f"{path}: only a whole run can be run, and it has no recipe.toml")
+        self.model: EncoderDecoder = self._run.model.eval()
+        self.by, self.kind = "triptych", "pairs"
+
+    def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
+        """A line with a tab is a pair."""
+        assert self._run is not None
+        tokenizers = self._run.tokenizers
+        done = 0
+        for number, line in enumerate(text.read_text(encoding="utf-8").splitlines(), start=1):
+            source, tab, target = line.partition("\t")
+            if not tab:
+                raise UsageError(f"{text}, line {number}: a source, a tab and a target are needed here")
+            (src,), (tgt,) = tokenizers.source.encode([source]), tokenizers.target.encode([target])
+            end, begin = tokenizers.target.eos_id, tokenizers.target.bos_id
+            wanted = torch.tensor([*tgt, end])
+            inputs = {
+                "src": torch.tensor([[*src, tokenizers.source.eos_id]]),
+                "tgt": torch.tensor([[begin, *tgt]]),
+            }
+            yield Window(inputs, wanted)
+            done += len(wanted)
+            if done >= most_tokens:
+                return
+
+    def random_windows(self, seed: int) -> Iterator[Window]:
+        """Four pairs."""
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(_RANDOM_WINDOWS):
+            src = torch.randint(0, self.model.src_vocab_size, (1, 24), generator=generator)
+            tgt = torch.randint(0, self.model.tgt_vocab_size, (1, 24), generator=generator)
+            pad = self.model.pad_id
+            yield Window({"src": src.masked_fill(src == pad, pad + 1), "tgt": tgt.masked_fill(tgt == pad, pad + 1)}, None)
+
+    @torch.inference_mode()
+    def outputs(self, window: Window) -> Tensor:
+        """One forward pass."""
+        result: Tensor = self.model(window.inputs["src"], window.inputs["tgt"])
+        return result[0]
+
+    def watch(self, sites: Mapping[str, Site], seen: Callable[[str, Seen], None]) -> contextlib.ExitStack:
+        """Hooks before the attention layers."""
+        stack = contextlib.ExitStack()
+        layers = {site.name: site.layer for site in attention_sites(self.model)}
+        for name, site in sites.items():
+            handle = layers[site.module].register_forward_pre_hook(_teller(name, site, seen), with_kwargs=True)
+            stack.callback(handle.remove)
+        return stack
+
+
+def _teller(
+    name: str, site: Site, seen: Callable[[str, Seen], None]
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def tell(module: nn.Module, given: tuple[Any, ...], by_name: dict[str, Any]) -> None:
+        x = given[0] if given else by_name["hidden_states"]
+        memory = None
+        if site.kind == "cross":
+            named = ("key_value_states", "encoder_hidden_states", "memory")
+            memory = next((by_name[n] for n in named if by_name.get(n) is not None), None)
+            if memory is None:
+                memory = next(t for t in given[1:] if isinstance(t, Tensor) and t.is_floating_point())
+        seen(name, Seen(x, memory))
+
+    return tell
