@@ -139,6 +139,10 @@ class TensorFile(ABC):
             DataError: it cannot be read.
         """
 
+    def packed_as(self, name: str) -> str:
+        """How a tensor is stored if not as the plain numbers that `read` gives; "" if it is."""
+        return ""
+
 
 @final
 class Safetensors(TensorFile):
@@ -294,6 +298,10 @@ class Tensors:
             DataError: it cannot be read.
         """
         return self._files[name].read(name)
+
+    def packed_as(self, name: str) -> str:
+        """How a tensor is quantised; "" if it is stored as the numbers that `read` gives."""
+        return self._files[name].packed_as(name)
 
     def where(self, name: str) -> str:
         """The name of the file that holds a tensor, for messages."""
