@@ -7,7 +7,7 @@ github.com/neuralmagic/compressed-tensors, github.com/AutoGPTQ/AutoGPTQ, github.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -29,11 +29,13 @@ class Packed(ABC):
         module: whose weight it is.
         parts: names of its tensors.
         shape: of the weight.
+        method: how it is written, for messages.
     """
 
     module: str
     parts: tuple[str, ...]
     shape: tuple[int, int]
+    method: ClassVar[str]
 
     @abstractmethod
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
@@ -50,6 +52,7 @@ class Scaled(Packed):
     shape: tuple[int, int]
     times: float
     block: tuple[int, int] | None
+    method = "8-bit numbers with scales"
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
         """Multiply."""
@@ -72,6 +75,7 @@ class Gptq(Packed):
     bits: int
     group: int
     zero_offset: int
+    method = "GPTQ"
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
         """(q − z) · s of each group of inputs."""
@@ -92,6 +96,7 @@ class Awq(Packed):
     parts: tuple[str, ...]
     shape: tuple[int, int]
     group: int
+    method = "AWQ"
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
         """(q − z) · s of each group of inputs."""
@@ -140,6 +145,10 @@ class _Unpacking(TensorFile):
             )
             for name, packed in self._maps.items()
         }
+
+    def packed_as(self, name: str) -> str:
+        """The method."""
+        return self._maps[name].method
 
     def read(self, name: str) -> Tensor:
         """A weight, unpacked now."""

@@ -241,7 +241,7 @@ class LayerReader:
 
     def _map(self, name: str, d_out: int | None, d_in: int | None = None) -> tuple[Tensor, Tensor | None]:
         """A map `[d_out, d_in]` and its bias, if it has one."""
-        weight_name, bias_name = _tensor_names(f"{self.site.module}.{name}")
+        weight_name, bias_name = tensor_names(f"{self.site.module}.{name}")
         weight = self._take(weight_name)
         if weight.ndim != 2:
             raise DataError(f"{self._of(weight_name)}: shape {list(weight.shape)} is not a matrix")
@@ -458,7 +458,7 @@ class LayerReader:
         modules.append(spec.o)
         if spec.head_norm:
             modules += [spec.head_norm.q, spec.head_norm.k]
-        patterns = [name.replace("{head}", "*") for module in modules for name in _tensor_names(module)]
+        patterns = [name.replace("{head}", "*") for module in modules for name in tensor_names(module)]
         patterns += [*spec.known, *([spec.sinks] if spec.sinks else [])]
         below, beside = self.site.module + ".", self.names_beside()
         return [
@@ -536,7 +536,7 @@ def _from_heads(weight: Tensor, heads: int) -> Link:
     return Link(weight.mT.reshape(heads, -1, weight.shape[0]))
 
 
-def _tensor_names(module: str) -> tuple[str, str]:
+def tensor_names(module: str) -> tuple[str, str]:
     """Names of weight and bias of a map."""
     if "*" in module:
         return module.replace("*", "weight"), module.replace("*", "bias")

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from triptych.errors import DataError
 
-_DTYPES: dict[str, torch.dtype] = {
+# By their names in a safetensors header.
+DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -50,7 +51,7 @@ _LONGEST_JSON = 64 << 20
 # What torch can hold, and more than any checkpoint has.
 _MOST_DIMENSIONS, _LONGEST_SIDE = 16, 1 << 48
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 @final
@@ -139,10 +140,18 @@ class TensorFile(ABC):
             DataError: it cannot be read.
         """
 
+    def packed_as(self, name: str) -> str:
+        """How a tensor is stored if not as the plain numbers that `read` gives; "" if it is."""
+        return ""
+
 
 @final
 class Safetensors(TensorFile):
     """A safetensors file; nothing but its header is held.
+
+    Attributes:
+        data_start: where its data begin, after the header.
+        metadata: texts by name that stand in the header, as found.
 
     Args:
         source: the file.
@@ -154,7 +163,8 @@ class Safetensors(TensorFile):
     def __init__(self, source: Bytes) -> None:
         self.name = source.name
         self._source = source
-        self._data_start, header = _header(source)
+        self.data_start, header = _header(source)
+        self.metadata = header.get("__metadata__")
         self.infos: dict[str, TensorInfo] = {}
         self._places: dict[str, int] = {}
         for name, entry in header.items():
@@ -169,31 +179,35 @@ class Safetensors(TensorFile):
         info, start = self.infos[name], self._places[name]
         if info.num_bytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
-        found = self._source.read(self._data_start + start, info.num_bytes)
+        found = self._source.read(self.data_start + start, info.num_bytes)
         return torch.frombuffer(found, dtype=info.dtype).reshape(info.shape)
+
+    def start(self, name: str) -> int:
+        """Where the bytes of a tensor begin, from the beginning of the file."""
+        return self.data_start + self._places[name]
 
     def _entry(self, name: str, entry: Any) -> tuple[TensorInfo, int]:
         where = f"{self.name}, tensor {shown(name)}"
         if not isinstance(entry, dict):
             raise DataError(f"{where}: its header entry is no record")
         label, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-        if not isinstance(label, str) or label not in _DTYPES:
-            raise DataError(f"{where}: dtype {shown(label)} is not one of {', '.join(_DTYPES)}")
+        if not isinstance(label, str) or label not in DTYPES:
+            raise DataError(f"{where}: dtype {shown(label)} is not one of {', '.join(DTYPES)}")
         if not _are_counts(shape):
             raise DataError(f"{where}: shape {shown(shape)} is not a list of sizes")
         if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             raise DataError(f"{where}: data_offsets {shown(offsets)} are not a beginning and an end")
         if len(shape) > _MOST_DIMENSIONS or any(n > _LONGEST_SIDE for n in shape):
             raise DataError(f"{where}: shape {shown(shape)} is that of no tensor")
-        dtype = _DTYPES[label]
+        dtype = DTYPES[label]
         needed, given = prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
         if needed != given:
             raise DataError(
                 f"{where}: {label} of shape {shown(shape)} takes {needed:,} bytes, and it has {shown(given)}"
             )
-        if self._data_start + offsets[1] > self._source.size:
+        if self.data_start + offsets[1] > self._source.size:
             raise DataError(
-                f"{where}: it ends at byte {self._data_start + offsets[1]:,} of a file of "
+                f"{where}: it ends at byte {self.data_start + offsets[1]:,} of a file of "
                 f"{self._source.size:,}: the file is truncated; fetch it again"
             )
         return TensorInfo(dtype, tuple(shape), given), offsets[0]
@@ -295,6 +309,10 @@ class Tensors:
         """
         return self._files[name].read(name)
 
+    def packed_as(self, name: str) -> str:
+        """How a tensor is quantised; "" if it is stored as the numbers that `read` gives."""
+        return self._files[name].packed_as(name)
+
     def where(self, name: str) -> str:
         """The name of the file that holds a tensor, for messages."""
         return self._files[name].name
@@ -315,7 +333,7 @@ def open_tensors(path: Path) -> Tensors:
     if not path.is_dir():
         raise DataError(f"{path}: there is no such file or folder")
     # In the order in which Hugging Face's library looks.
-    for index, whole in ((SAFETENSORS_INDEX, SAFETENSORS), (_PICKLED_INDEX, _PICKLED)):
+    for index, whole in ((SAFETENSORS_INDEX, SAFETENSORS), (PICKLED_INDEX, PICKLED)):
         if (path / whole).is_file():
             return of_one(_open_file(path / whole))
         if (path / index).is_file():
@@ -323,7 +341,7 @@ def open_tensors(path: Path) -> Tensors:
                 read_json(path / index), str(path / index), str(path), lambda shard: _open_file(path / shard)
             )
     raise DataError(
-        f"{path}: no {SAFETENSORS}, {SAFETENSORS_INDEX}, {_PICKLED} or {_PICKLED_INDEX} in it: "
+        f"{path}: no {SAFETENSORS}, {SAFETENSORS_INDEX}, {PICKLED} or {PICKLED_INDEX} in it: "
         "is this the folder of a checkpoint?"
     )
 

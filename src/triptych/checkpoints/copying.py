@@ -1,0 +1,393 @@
+"""A checkpoint's folder copied with some of its tensors replaced: in one pass, and whole or not at all.
+
+The copy grows in a temporary neighbour of its place and is given its name at the end, once all of it is on
+the disk. Whatever goes wrong, a full disk or a process that is killed, the place stays empty.
+"""
+
+import fnmatch
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any, final
+
+from triptych.checkpoints.shards import (
+    PickledShard,
+    Progress,
+    Replacement,
+    SafetensorsShard,
+    ShardCopier,
+    TensorHash,
+    sync,
+)
+from triptych.checkpoints.tensors import (
+    PICKLED,
+    PICKLED_INDEX,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    Tensors,
+    open_tensors,
+    read_json,
+)
+from triptych.errors import DataError, UsageError
+
+if sys.platform != "win32":
+    import fcntl
+
+CONFIG = "config.json"
+# The same weights in other formats, and what belongs to those: they would say something else than the copy.
+_OTHER_WEIGHTS = (
+    *("*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ckpt", "*.ckpt.*", "*.gguf", "*.ot", "*.tflite"),
+    *("*.pt", "*.pth", "*.npz", "*.h5.index.json", "*.msgpack.index.json"),
+)
+# At the top these are the model's own; in a folder below they are those of something else.
+_WEIGHTS_AT_TOP = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
+_OTHER_FOLDERS = ("onnx", "openvino", "coreml", "original", "gguf", "mlx")
+_NOT_OF_A_CHECKPOINT = (".git", ".cache", "__pycache__", ".ipynb_checkpoints")
+
+
+@final
+@dataclass(frozen=True)
+class CopiedCheckpoint:
+    """A copy that is there.
+
+    Attributes:
+        folder: where.
+        weights: its file of tensors or their index; what to open if the source was a single file.
+        left_out: what was in the source's folder and is not in the copy: other formats of the same weights.
+    """
+
+    folder: Path
+    weights: Path
+    left_out: tuple[str, ...]
+
+
+@final
+class FolderCopy:
+    """A copy of a checkpoint's folder in the making; a context, within which it is made.
+
+        with FolderCopy(source, target) as copy:
+            hashes = copy.write_shards(lambda name: new.get(name))
+            copy.write_beside({"num_key_value_heads": 4})
+            …                                   # look at copy.folder: it can be opened as a checkpoint
+            copied = copy.finish({"certificate.json": b"…"})
+
+    The source is only read. Left without `finish`, nothing stays behind.
+
+    Attributes:
+        folder: where the copy is while it is made.
+        num_bytes: of all tensors together.
+        left_out: names of the source's files that are not copied.
+
+    Args:
+        source: a folder, or a file of tensors beside its `config.json`.
+        target: the folder to make; it must not exist.
+
+    Raises:
+        UsageError: the target exists, lies within the source or in no folder, or does not fit on its disk.
+        DataError: the source is no checkpoint, or a link in it leads elsewhere.
+    """
+
+    folder: Path
+
+    def __init__(self, source: Path, target: Path) -> None:
+        if sys.platform == "win32":
+            raise UsageError("checkpoints are rewritten on POSIX systems only")
+        self._layout = _layout(source)
+        self._source, self._target = self._layout.folder, target.absolute()
+        self._require_place()
+        self.left_out, self._beside = self._sorted_out()
+        self.num_bytes = sum(info.num_bytes for info in self._layout.tensors.infos.values())
+        needed = self.num_bytes + sum((self._source / name).stat().st_size for name in self._beside)
+        free = shutil.disk_usage(self._target.parent).free
+        if needed > free:
+            raise UsageError(
+                f"{target}: the copy takes {needed / 1e9:.2f} GB, and its disk has {free / 1e9:.2f} GB free"
+            )
+        self._held: int | None = None
+
+    def __enter__(self) -> "FolderCopy":
+        remove_leftovers(self._target)
+        self.folder, self._held = _new_folder(self._target)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._held is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._held)
+            self._held = None
+
+    def write_shards(
+        self, replacement: Replacement, progress: Progress = lambda num_bytes: None
+    ) -> dict[str, TensorHash]:
+        """Copy the tensors; what is not replaced is copied byte for byte.
+
+        Args:
+            replacement: called once for every tensor, in the order of the files: the tensor to write in its
+                place, of the same dtype, of any shape; or None.
+            progress: told how many bytes more are written, now and then.
+
+        Returns:
+            Of every tensor, the hash of what was read and of what was written.
+
+        Raises:
+            OSError: the disk is full, or a file cannot be read.
+        """
+        copier = ShardCopier(replacement, progress)
+        try:
+            shapes: dict[str, tuple[int, ...]] = {}
+            for path, name in self._layout.shards.items():
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shard = (SafetensorsShard if path.suffix == ".safetensors" else PickledShard)(path)
+                try:
+                    shapes |= copier.copy(shard, self.folder / name)
+                finally:
+                    shard.close()
+            self._write_index(shapes)
+            copier.finish()
+        finally:
+            copier.close()
+        return copier.hashes
+
+    def write_beside(self, settings: Mapping[str, Any]) -> None:
+        """Copy what is beside the tensors.
+
+        Args:
+            settings: entries of `config.json` to set, by dotted path; the others keep their order. Without
+                any it is copied byte for byte like all the rest.
+
+        Raises:
+            OSError: the disk is full, or a file cannot be read.
+        """
+        for name in self._beside:
+            place = self.folder / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if name == CONFIG and settings:
+                record = read_json(self._source / name)
+                for path, value in settings.items():
+                    _set(record, path, value)
+                place.write_bytes(_as_json(record))
+            else:
+                shutil.copyfile(self._source / name, place)
+
+    def finish(self, extra: Mapping[str, bytes] | None = None) -> CopiedCheckpoint:
+        """Put more files into the copy, have all of it on the disk, and give it its name.
+
+        Args:
+            extra: files by name; they replace what was copied under that name.
+
+        Raises:
+            UsageError: the target has come into being meanwhile.
+            OSError: the disk is full.
+        """
+        assert self._held is not None, "finish belongs within the context"
+        for name, content in (extra or {}).items():
+            (self.folder / name).write_bytes(content)
+        self.folder.chmod(0o777 & ~_umask())
+        for parent, _, names in os.walk(self.folder, topdown=False):
+            for name in names:
+                sync(Path(parent, name))
+            _sync_folder(Path(parent))
+        if os.path.lexists(self._target):
+            raise UsageError(f"{self._target} has come into being meanwhile: give another name")
+        self.folder.rename(self._target)
+        _sync_folder(self._target.parent)
+        os.close(self._held)
+        self.folder, self._held = self._target, None
+        return CopiedCheckpoint(self._target, self._target / self._layout.weights, self.left_out)
+
+    def _require_place(self) -> None:
+        source, target = self._source.resolve(), self._target
+        if os.path.lexists(target):
+            raise UsageError(f"{target} exists: give the name of a folder that is to be made")
+        if not target.parent.is_dir():
+            raise UsageError(f"{target}: there is no folder {target.parent}")
+        resolved = target.parent.resolve() / target.name
+        if resolved.is_relative_to(source):
+            raise UsageError(f"{target} lies within {source}, which is to be copied: give a place outside")
+
+    def _sorted_out(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of what is left out, and of what is copied beside the tensors."""
+        left_out: list[str] = []
+        beside: list[str] = []
+        used = set(self._layout.shards) | {self._source / self._layout.index}
+        for path in _files_below(self._source, left_out):
+            name = path.relative_to(self._source).as_posix()
+            if path in used:
+                continue
+            if _is_other_weights(name):
+                left_out.append(name)
+                continue
+            self._require_own(path)
+            beside.append(name)
+        return tuple(sorted(left_out)), tuple(sorted(beside))
+
+    def _require_own(self, path: Path) -> None:
+        """A link may lead to another file of the checkpoint, or to where a Hub's cache keeps it.
+
+        Raises:
+            DataError: it leads elsewhere, or nowhere.
+        """
+        if not path.is_file():
+            raise DataError(f"{path} is no file that can be copied: a link to nothing, perhaps")
+        source, found = self._source.resolve(), path.resolve()
+        cache = source.parent.parent / "blobs"
+        if found.is_relative_to(source) or (source.parent.name == "snapshots" and found.parent == cache):
+            return
+        raise DataError(f"{path} is a link out of its folder, to {found}: put the file itself there")
+
+    def _write_index(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        layout = self._layout
+        if not layout.index:
+            return
+        infos = layout.tensors.infos
+        before = {name: info.shape for name, info in infos.items()}
+        if layout.index != PICKLED_INDEX and shapes == before:
+            shutil.copyfile(self._source / layout.index, self.folder / layout.weights)
+            return
+        record = read_json(self._source / layout.index)
+        named = {path.relative_to(self._source).as_posix(): name for path, name in layout.shards.items()}
+        record["weight_map"] = {
+            tensor: named[PurePosixPath(shard).as_posix()] for tensor, shard in record["weight_map"].items()
+        }
+        metadata = record.get("metadata")
+        if isinstance(metadata, dict):
+            numbers = {name: prod(shape) for name, shape in shapes.items()}
+            if "total_size" in metadata:
+                metadata["total_size"] = sum(n * infos[name].dtype.itemsize for name, n in numbers.items())
+            if "total_parameters" in metadata:
+                metadata["total_parameters"] = sum(numbers.values())
+        (self.folder / layout.weights).write_bytes(_as_json(record))
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what processes that were killed left behind of copies to this place."""
+    for folder in target.parent.glob(f".{_plain(target.name)}.partial-*"):
+        handle = _hold(folder, wait=False)
+        if handle is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(handle)
+
+
+@final
+@dataclass(frozen=True)
+class _Layout:
+    """Where the tensors of a checkpoint lie.
+
+    Attributes:
+        folder: of the checkpoint.
+        tensors: all of them.
+        shards: by file, its name in the copy.
+        index: name of the index in the source; "" without one.
+        weights: name of the whole file or of the index in the copy.
+    """
+
+    folder: Path
+    tensors: Tensors
+    shards: dict[Path, str]
+    index: str
+    weights: str
+
+
+def _layout(source: Path) -> _Layout:
+    source = source.absolute()
+    tensors = open_tensors(source)
+    if source.is_file():
+        name = _in_safetensors(source.name)
+        return _Layout(source.parent, tensors, {source: name}, "", name)
+    for whole in (SAFETENSORS, PICKLED):
+        index = SAFETENSORS_INDEX if whole == SAFETENSORS else PICKLED_INDEX
+        if (source / whole).is_file():
+            return _Layout(source, tensors, {source / whole: SAFETENSORS}, "", SAFETENSORS)
+        if (source / index).is_file():
+            named = dict.fromkeys(read_json(source / index)["weight_map"].values())
+            shards = {source / shard: _in_safetensors(shard) for shard in named}
+            if len(set(shards.values())) < len(shards):
+                raise DataError(f"{source / index}: two of its files would have one name as safetensors")
+            return _Layout(source, tensors, shards, index, SAFETENSORS_INDEX)
+    raise AssertionError(f"{source} was opened, and has no tensors")
+
+
+def _in_safetensors(name: str) -> str:
+    """A file's name once it is safetensors."""
+    path = PurePosixPath(name)
+    if path.suffix == ".safetensors":
+        return path.as_posix()
+    stem = path.stem
+    stem = "model" + stem.removeprefix("pytorch_model") if stem.startswith("pytorch_model") else stem
+    return path.with_name(f"{stem}.safetensors").as_posix()
+
+
+def _files_below(folder: Path, left_out: list[str]) -> Iterator[Path]:
+    """All files; folders that are links, and those that belong to no checkpoint, are left out."""
+    for parent, folders, names in os.walk(folder):
+        for name in list(folders):
+            path = Path(parent, name)
+            if path.is_symlink() or name in _NOT_OF_A_CHECKPOINT or name.lower() in _OTHER_FOLDERS:
+                folders.remove(name)
+                left_out.append(f"{path.relative_to(folder).as_posix()}/")
+        yield from (Path(parent, name) for name in names)
+
+
+def _is_other_weights(name: str) -> bool:
+    patterns = _OTHER_WEIGHTS if "/" in name else (*_OTHER_WEIGHTS, *_WEIGHTS_AT_TOP)
+    last = name.rpartition("/")[2].lower()
+    return any(fnmatch.fnmatchcase(last, pattern) for pattern in patterns)
+
+
+def _set(record: dict[str, Any], path: str, value: Any) -> None:
+    *above, last = path.split(".")
+    for name in above:
+        record = record.setdefault(name, {})
+    record[last] = value
+
+
+def _as_json(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _new_folder(target: Path) -> tuple[Path, int]:
+    """A folder beside the target that this process holds."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+        handle = _hold(folder, wait=True)
+        if handle is not None and folder.exists():  # nobody took it for a leftover in between
+            return folder, handle
+        if handle is not None:
+            os.close(handle)
+
+
+def _hold(folder: Path, *, wait: bool) -> int | None:
+    """Hold a folder until the handle is closed or the process ends; None if another one does."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        if sys.platform != "win32":
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":
+        sync(folder)
+
+
+def _plain(name: str) -> str:
+    """A name without what a pattern would read into it."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,192 @@
+"""Which sizes of an attention layer a checkpoint's configuration can change, and the entries that say so.
+
+Number and width of heads are fields of a configuration in some formats, and follow from others in the rest.
+Only where a field of its own decides a size, and nothing else hangs on it, can a file hold another one.
+"""
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any, final
+
+from triptych.algebra.weights import AttentionWeights
+from triptych.checkpoints.checkpoint import Checkpoint
+from triptych.checkpoints.layer import Site
+from triptych.checkpoints.reading import Place
+from triptych.checkpoints.settings import Settings
+from triptych.checkpoints.tensors import Tensors
+from triptych.errors import DataError
+
+
+@final
+@dataclass(frozen=True)
+class Sizes:
+    """Those of a layer's maps.
+
+    Attributes:
+        heads: query heads.
+        groups: key-value heads.
+        width: of queries and keys.
+        value_width: of values.
+    """
+
+    heads: int
+    groups: int
+    width: int
+    value_width: int
+
+
+@final
+@dataclass(frozen=True)
+class Resizing:
+    """How a configuration says other sizes.
+
+    Attributes:
+        settings: the entries it must have, by dotted path.
+        sites: the layers that get these sizes with them: all that share the configuration.
+    """
+
+    settings: dict[str, Any]
+    sites: tuple[Site, ...]
+
+
+def sizes_of(weights: AttentionWeights) -> Sizes:
+    """The sizes of a layer with one map a side."""
+    q, k, v = (weights.chain(side)[-1] for side in ("q", "k", "v"))
+    return Sizes(weights.num_heads, k.copies, q.d_out, v.d_out)
+
+
+def resizing(checkpoint: Checkpoint, site: Site, wanted: Sizes) -> Resizing | None:
+    """The entries with which a layer would have other sizes; None if its format cannot say them.
+
+    A planner can tell by it what `write_layer` will do: with None, narrower heads are padded with zeros,
+    heads that are gone become zero maps, fewer key-value heads are repeated and more of them refused.
+    All of `sites` must be rewritten to the same sizes; where they are not, `write_layer(…, same_sizes=True)`
+    does as for None.
+
+    A size is free where one plain field of the configuration decides it (T5's `d_kv`, `num_key_value_heads`;
+    the number of heads where `head_dim` is given) and
+        heads: no position has numbers for each (ALiBi, distance tables), no norm of queries and keys has
+            gains for each, and they divide the width of the model, which `transformers` wants;
+        groups: no norm of keys has gains for each;
+        width: no rotary or disentangled positions, no norm of queries and keys; values have the same.
+    """
+    place = checkpoint.place(site)
+    if place.spec.latent:
+        return None
+    here = configured_sizes(place, place.settings)
+    entries = _entries(place, here, wanted)
+    if entries is None:
+        return None
+    changed = Settings({**place.settings.record, **entries}, place.settings.where)
+    if configured_sizes(place, changed) != wanted:
+        return None
+    resized = []
+    for other in checkpoint.sites:
+        at = checkpoint.place(other)
+        if at.settings.record is not place.settings.record or at.spec.latent:
+            continue
+        old, new = configured_sizes(at, at.settings), configured_sizes(at, changed)
+        if old == new:
+            continue
+        if not (_follows(old, new, here, wanted) and _is_free(at, old, new, checkpoint.tensors)):
+            return None
+        resized.append(other)
+    path = _path_of_record(checkpoint, place)
+    return Resizing({f"{path}{name}": value for name, value in entries.items()}, tuple(resized))
+
+
+def configured_sizes(place: Place, settings: Settings) -> Sizes:
+    """The sizes that a configuration gives a layer.
+
+    Raises:
+        DataError: it does not.
+    """
+    spec, layer = place.spec, place.layer
+    heads, width = settings.count(spec.heads, layer), settings.count(spec.width, layer)
+    groups = next((c.value for c in spec.groups if settings.holds(c.when, layer)), spec.heads)
+    value_width = settings.count(spec.value_width, layer) if spec.value_width else width
+    return Sizes(heads, settings.count(groups, layer), width, value_width)
+
+
+def _entries(place: Place, here: Sizes, wanted: Sizes) -> dict[str, int] | None:
+    """Fields to set; None where a size has none."""
+    spec, settings = place.spec, place.settings
+    found: dict[str, int] = {}
+    for old, new, expression in (
+        (here.heads, wanted.heads, spec.heads),
+        (here.width, wanted.width, spec.width),
+    ):
+        if old != new:
+            field = _field_read(expression, settings, place.layer)
+            if field is None:
+                return None
+            found[field] = new
+    groups = next((c.value for c in spec.groups if settings.holds(c.when, place.layer)), spec.heads)
+    after = Settings({**settings.record, **found}, settings.where)
+    if after.value(groups, place.layer) != wanted.groups:
+        field = _own_field(groups, spec.heads, settings, place.layer)
+        if field is None:
+            return None
+        found[field] = wanted.groups
+    return found
+
+
+def _alternatives(expression: str) -> list[str]:
+    return [alternative.strip() for alternative in expression.split("|")]
+
+
+def _is_plain(name: str) -> bool:
+    return re.fullmatch(r"[A-Za-z_]\w*", name) is not None
+
+
+def _field_read(expression: str, settings: Settings, layer: int) -> str | None:
+    """The field that gives the value now; None if something else does."""
+    read = next((a for a in _alternatives(expression) if settings.value(a, layer) is not None), "")
+    return read if _is_plain(read) else None
+
+
+def _own_field(expression: str, of_heads: str, settings: Settings, layer: int) -> str | None:
+    """A field that would give the value, and not the number of heads at once; one that gives it now first."""
+    own = [a for a in _alternatives(expression) if _is_plain(a) and a not in _alternatives(of_heads)]
+    read = _field_read(expression, settings, layer)
+    return read if read in own else next(iter(own), None)
+
+
+def _follows(old: Sizes, new: Sizes, here: Sizes, wanted: Sizes) -> bool:
+    """Whether another layer changes in nothing but what was wanted."""
+    return all(
+        getattr(new, f.name) == getattr(old, f.name)
+        or getattr(new, f.name) == getattr(wanted, f.name) != getattr(here, f.name)
+        for f in fields(Sizes)
+    )
+
+
+def _is_free(place: Place, old: Sizes, new: Sizes, tensors: Tensors) -> bool:
+    spec, settings, layer = place.spec, place.settings, place.layer
+    position = next((p.kind for p in spec.positions if settings.holds(p.when, layer)), "none")
+    norm = spec.head_norm if spec.head_norm and settings.holds(spec.head_norm.when, layer) else None
+    gains_of_heads = norm is not None and (
+        norm.over == "all heads"
+        or any("{head}" in name for name in (norm.q, norm.k))
+        or len(tensors.infos[f"{place.site.module}.{norm.k}.weight"].shape) > 1
+    )
+    if old.heads != new.heads:
+        size = settings.value(spec.size, layer) if spec.size else None
+        if isinstance(size, int) and size % new.heads:
+            return False
+        if gains_of_heads or position in ("alibi", "distance table", "disentangled"):
+            return False
+    if old.groups != new.groups and gains_of_heads:
+        return False
+    return old.width == new.width or (norm is None and position not in ("rotary", "disentangled"))
+
+
+def _path_of_record(checkpoint: Checkpoint, place: Place) -> str:
+    """What stands before the fields of a layer's configuration: "text_config." or nothing."""
+    for path in _alternatives(place.spec.settings):
+        try:
+            if checkpoint.settings.below(path).record is place.settings.record:
+                return f"{path}." if path else ""
+        except DataError:
+            continue
+    raise AssertionError(f"the record of {place.site.name} is not in its configuration")

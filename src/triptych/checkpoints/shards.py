@@ -1,0 +1,344 @@
+"""Files of tensors copied with some of the tensors replaced: each byte is read once and hashed on its way.
+
+A safetensors file keeps its header, byte for byte unless a shape changes, and the order of its tensors. A
+pickled one becomes a safetensors file.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from triptych.checkpoints.tensors import DTYPES, LocalBytes, Pickled, Safetensors
+from triptych.errors import DataError
+
+Replacement = Callable[[str], Tensor | None]
+Progress = Callable[[int], None]
+
+_LABELS = {dtype: label for label, dtype in DTYPES.items()}
+_BLOCK = 4 << 20
+# Tensors that wait to be copied; tensors that replace others and wait to be written: these are in memory.
+_MOST_WAITING, _MOST_REPLACED = 64, 1
+
+
+class TensorHash(NamedTuple):
+    """sha256 of a tensor as it was read and as it was written; see `tensor_hash`."""
+
+    read: str
+    written: str
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """sha256, in hexadecimal digits, of a line with dtype and shape (`F32 [2, 3]`) and the raw bytes.
+
+    It does not depend on the file that holds the tensor: dtypes are named as in safetensors, bytes are in
+    rows, numbers with the lowest byte first.
+    """
+    found = _begun(_LABELS[tensor.dtype], tuple(tensor.shape))
+    for block in _blocks_of(tensor):
+        found.update(block)
+    return found.hexdigest()
+
+
+class Shard(ABC):
+    """A file of tensors to copy.
+
+    Attributes:
+        path: of the file.
+        shapes: of its tensors, in the order in which they are written.
+        labels: of their dtypes.
+        sizes: in bytes.
+    """
+
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+    labels: dict[str, str]
+    sizes: dict[str, int]
+
+    @abstractmethod
+    def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+        """The header, its length before it, of the file with tensors of some shapes."""
+
+    @abstractmethod
+    def blocks(self, name: str) -> Iterator[memoryview]:
+        """The bytes of a tensor, piece by piece; a piece holds until the next is asked for."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """No more of it is read."""
+
+
+@final
+class SafetensorsShard(Shard):
+    """A safetensors file, read by blocks.
+
+    Raises:
+        DataError: it is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = Safetensors(LocalBytes(path))
+        infos = self._file.infos
+        ordered = sorted(infos, key=lambda name: (self._file.start(name), infos[name].num_bytes))
+        self.shapes = {name: infos[name].shape for name in ordered}
+        self.labels = {name: _LABELS[infos[name].dtype] for name in ordered}
+        self.sizes = {name: infos[name].num_bytes for name in ordered}
+        self._handle = os.open(path, os.O_RDONLY)
+
+    def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+        """That of the file, where it holds."""
+        end, sizes = self._file.data_start, list(self.sizes.values())
+        expected = accumulate(sizes, initial=end)  # without holes between them
+        adjoin = all(self._file.start(name) == at for name, at in zip(shapes, expected, strict=False))
+        if adjoin and dict(shapes) == self.shapes:
+            return os.pread(self._handle, end, 0)
+        return _header_of(shapes, self.labels, self._file.metadata)
+
+    def blocks(self, name: str) -> Iterator[memoryview]:
+        """Read now."""
+        buffer = memoryview(bytearray(min(_BLOCK, self.sizes[name])))
+        start, left = self._file.start(name), self.sizes[name]
+        while left:
+            count = os.preadv(self._handle, [buffer[: min(left, len(buffer))]], start)
+            if not count:
+                raise DataError(f"{self.path}, tensor {name}: the file has become shorter")
+            yield buffer[:count]
+            start, left = start + count, left - count
+
+    def close(self) -> None:
+        """The file is closed."""
+        os.close(self._handle)
+
+
+@final
+class PickledShard(Shard):
+    """An old torch file, its tensors mapped; written as safetensors.
+
+    Raises:
+        DataError: it is damaged, or holds numbers of a kind that safetensors does not have.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = Pickled(path)
+        infos = self._file.infos
+        strange = next((name for name, info in infos.items() if info.dtype not in _LABELS), None)
+        if strange is not None:
+            raise DataError(
+                f"{path}, tensor {strange}: safetensors has no {infos[strange].dtype}".replace("torch.", "")
+            )
+        # As safetensors' own writer has them: every tensor then begins at a multiple of its entries' size.
+        ordered = sorted(infos, key=lambda name: (-infos[name].dtype.itemsize, name))
+        self.shapes = {name: infos[name].shape for name in ordered}
+        self.labels = {name: _LABELS[infos[name].dtype] for name in ordered}
+        self.sizes = {name: infos[name].num_bytes for name in ordered}
+
+    def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+        """A new one."""
+        return _header_of(shapes, self.labels, {"format": "pt"})
+
+    def blocks(self, name: str) -> Iterator[memoryview]:
+        """Out of memory, where the system brings in what is needed."""
+        return _blocks_of(self._file.read(name))
+
+    def close(self) -> None:
+        """What is mapped goes with the object."""
+
+
+@final
+class ShardCopier:
+    """Copies files of tensors, several tensors at a time.
+
+    Args:
+        replacement: a new tensor for a name, in the dtype of the old one; None to copy the old. Called from
+            one thread, once a tensor, in the order of the file.
+        progress: told how many bytes more were written.
+    """
+
+    def __init__(self, replacement: Replacement, progress: Progress) -> None:
+        self.hashes: dict[str, TensorHash] = {}
+        self._replacement, self._progress = replacement, progress
+        self._pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+        self._lock, self._stopped = threading.Lock(), False
+        self._syncing: list[Future[None]] = []
+
+    def copy(self, shard: Shard, target: Path) -> dict[str, tuple[int, ...]]:
+        """Copy one file.
+
+        Args:
+            shard: the file.
+            target: where to; must not exist.
+
+        Returns:
+            The shapes that the tensors have now.
+
+        Raises:
+            OSError: the disk is full, or a file cannot be read.
+        """
+        header = shard.header(shard.shapes)
+        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            _write_at(handle, header, 0)
+            shapes = self._copy_tensors(shard, handle, len(header))
+            fits = shapes == shard.shapes or _fit_header(handle, shard.header(shapes), len(header))
+        finally:
+            os.close(handle)
+        if not fits:
+            _move_data(target, shard.header(shapes), len(header))
+        self._syncing.append(self._pool.submit(sync, target))
+        return shapes
+
+    def finish(self) -> None:
+        """Wait until all is on the disk.
+
+        Raises:
+            OSError: it did not get there.
+        """
+        for future in self._syncing:
+            future.result()
+
+    def close(self) -> None:
+        """Stop."""
+        self._stopped = True
+        self._pool.shutdown(cancel_futures=True)
+
+    def _copy_tensors(self, shard: Shard, handle: int, at: int) -> dict[str, tuple[int, ...]]:
+        """All tensors one after the other from a place on; the shapes that they have."""
+        shapes = dict(shard.shapes)
+        waiting: set[Future[None]] = set()
+        replacing: set[Future[None]] = set()
+        try:
+            for name in shapes:
+                waiting = _drained(waiting, _MOST_WAITING)
+                new = self._replacement(name)
+                if new is None:
+                    waiting.add(self._pool.submit(self._copy, shard, name, handle, at))
+                    at += shard.sizes[name]
+                    continue
+                if _LABELS.get(new.dtype) != shard.labels[name]:
+                    raise ValueError(f"{name} is {shard.labels[name]}, and what replaces it {new.dtype}")
+                shapes[name] = tuple(new.shape)
+                replacing.add(self._pool.submit(self._replace, shard, name, new, handle, at))
+                at += new.numel() * new.element_size()
+                del new
+                replacing = _drained(replacing, _MOST_REPLACED)
+            _drained(waiting | replacing, 0)
+        except BaseException:
+            self._stopped = True
+            wait(waiting | replacing)
+            raise
+        return shapes
+
+    def _copy(self, shard: Shard, name: str, handle: int, at: int) -> None:
+        found = _begun(shard.labels[name], shard.shapes[name])
+        for block in self._going_on(shard.blocks(name)):
+            found.update(block)
+            at = self._written(handle, block, at)
+        digits = found.hexdigest()
+        self.hashes[name] = TensorHash(digits, digits)
+
+    def _replace(self, shard: Shard, name: str, new: Tensor, handle: int, at: int) -> None:
+        read = _begun(shard.labels[name], shard.shapes[name])
+        for block in self._going_on(shard.blocks(name)):
+            read.update(block)
+        written = _begun(shard.labels[name], tuple(new.shape))
+        for block in self._going_on(_blocks_of(new)):
+            written.update(block)
+            at = self._written(handle, block, at)
+        self.hashes[name] = TensorHash(read.hexdigest(), written.hexdigest())
+
+    def _written(self, handle: int, block: memoryview, at: int) -> int:
+        """Where the next block begins."""
+        _write_at(handle, block, at)
+        with self._lock:
+            self._progress(len(block))
+        return at + len(block)
+
+    def _going_on(self, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
+        """The blocks; an error once another tensor has failed."""
+        for block in blocks:
+            if self._stopped:
+                raise InterruptedError("stopped")
+            yield block
+
+
+def sync(path: Path) -> None:
+    """Have a file or a folder on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _begun(label: str, shape: tuple[int, ...]) -> "hashlib._Hash":
+    return hashlib.sha256(f"{label} {list(shape)}\n".encode())
+
+
+def _blocks_of(tensor: Tensor) -> Iterator[memoryview]:
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel():
+        whole = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        for start in range(0, len(whole), _BLOCK):
+            yield whole[start : start + _BLOCK]
+
+
+def _drained(futures: set[Future[None]], most: int) -> set[Future[None]]:
+    """Wait until no more than some are left; the error of one that failed is raised."""
+    while len(futures) > most:
+        done, futures = wait(futures, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()
+    return futures
+
+
+def _write_at(handle: int, content: bytes | memoryview, at: int) -> None:
+    left = memoryview(content)
+    while left:
+        count = os.pwrite(handle, left, at)
+        left, at = left[count:], at + count
+
+
+def _header_of(
+    shapes: Mapping[str, tuple[int, ...]], labels: Mapping[str, str], metadata: dict[str, str] | None
+) -> bytes:
+    record: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    at = 0
+    for name, shape in shapes.items():
+        size = prod(shape) * DTYPES[labels[name]].itemsize
+        record[name] = {"dtype": labels[name], "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _fit_header(handle: int, header: bytes, room: int) -> bool:
+    """Write a header where another one was, filled up with blanks; whether there is room."""
+    if len(header) > room:
+        return False
+    _write_at(handle, struct.pack("<Q", room - 8) + header[8:] + b" " * (room - len(header)), 0)
+    return True
+
+
+def _move_data(path: Path, header: bytes, start: int) -> None:
+    """Put a longer header before the data of a file."""
+    moved = path.with_name(f"{path.name}.moved")
+    with path.open("rb") as old, moved.open("xb") as new:
+        old.seek(start)
+        new.write(header)
+        shutil.copyfileobj(old, new, _BLOCK)
+    moved.replace(path)

@@ -1,0 +1,443 @@
+"""Rewritten attention as the tensors of its checkpoint, in that checkpoint's own format.
+
+The inverse of `reading`: maps are joined, transposed and named as the family has it, and cast once to the
+dtype in which each tensor is stored. What a format cannot hold is refused.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.function import Disentangled, HeadNorm
+from triptych.algebra.rewrites.legality import require_nothing_between
+from triptych.algebra.rewrites.norms import fold_norm
+from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.weights import SIDES, AttentionWeights, Link
+from triptych.checkpoints.checkpoint import Checkpoint
+from triptych.checkpoints.layer import AttentionLayer
+from triptych.checkpoints.reading import tensor_names
+from triptych.checkpoints.resizing import Sizes, resizing, sizes_of
+
+_NAME = "write"
+_INPUTS: tuple[Literal["q", "k", "v"], ...] = ("q", "k", "v")
+# How far numbers that only took up a norm's gain may lie apart, relative to the largest.
+_ROUNDING = 1e-9
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class WrittenLayer:
+    """What a layer changes in its checkpoint.
+
+    Attributes:
+        tensors: by name, those whose numbers change, in the dtype they are stored in and shaped as the
+            format has them.
+        settings: entries that `config.json` must have from now on, by dotted path. All layers that share
+            a configuration must agree on them (`resizing` says which those are).
+    """
+
+    tensors: dict[str, Tensor]
+    settings: dict[str, Any]
+
+
+def write_layer(
+    checkpoint: Checkpoint,
+    before: AttentionLayer,
+    after: AttentionWeights,
+    *,
+    kept: Sequence[int] | None = None,
+    same_sizes: bool = False,
+) -> WrittenLayer:
+    """A rewritten layer as tensors of the checkpoint it was read from.
+
+    Formats have fixed slots. A bias that is gone is written as zeros, a norm that was folded as gain 1 and
+    shift 0. Other numbers and widths of heads are written as such where the configuration can say them
+    (`resizing`); else narrower heads are padded with zeros, heads that are gone become zero maps in their
+    old places, and fewer key-value heads are repeated.
+
+    Args:
+        checkpoint: where the layer lies.
+        before: what `checkpoint.read` gave.
+        after: the rewritten weights, in any floating dtype.
+        kept: head i of `after` is head `kept[i]` of `before`; each in its place if None. Needed for
+            heads that were left out or put in another order: what lies outside the maps (sinks) follows.
+        same_sizes: leave the sizes of the format as they are, even where it could have others.
+
+    Returns:
+        The tensors whose stored numbers change; none at all for weights that were not rewritten.
+
+    Raises:
+        RewriteRefusedError: the format cannot hold it; the message says what, and what would fit.
+    """
+    try:
+        return _LayerWriter(checkpoint, before, after, kept, same_sizes).write()
+    except RewriteRefusedError as error:
+        raise error.at(before.site.name) from None
+
+
+@final
+class _LayerWriter:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        before: AttentionLayer,
+        after: AttentionWeights,
+        kept: Sequence[int] | None,
+        same_sizes: bool,
+    ) -> None:
+        self.checkpoint, self.tensors = checkpoint, checkpoint.tensors
+        self.layer, self.before, self.after = before, before.weights, after
+        self.place = checkpoint.place(before.site)
+        self.spec, self.scoring = self.place.spec, before.scoring
+        self.same_sizes = same_sizes
+        self.kept = list(range(after.num_heads)) if kept is None else list(kept)
+        self._require_kept(kept is not None)
+
+    def write(self) -> WrittenLayer:
+        in_place = self.kept == list(range(self.before.num_heads))
+        if in_place and _are_the_same(self.before, self.after):
+            return WrittenLayer({}, {})
+        if self.spec.latent:
+            _refuse(
+                "keys and values come through a latent, whose maps took up the gains of norms between them",
+                "leave this layer out",
+            )
+        old = sizes_of(self.before)
+        whole = self._one_map_a_side()
+        self._require_channels_of_old(whole)
+        fitted = self._in_widths(self._in_groups(self._in_heads(whole, old), old), old)
+        new = sizes_of(fitted)
+        fitted = fitted.with_scale(self._scale_of_format(old, new))
+        found = resizing(self.checkpoint, self.layer.site, new) if new != old else None
+        wanted = {**self._maps(fitted), **self._norm(), **self._sinks(new)}
+        return WrittenLayer(
+            {
+                name: stored
+                for name, full in wanted.items()
+                if (stored := self._changed(name, full)) is not None
+            },
+            found.settings if found else {},
+        )
+
+    # Heads, groups and widths that the file can have.
+
+    def _require_kept(self, given: bool) -> None:
+        heads, left = self.before.num_heads, self.after.num_heads
+        if left > heads:
+            _refuse(f"there are {left} heads now, and the file has {heads}")
+        if left < heads and not given:
+            _refuse(f"{left} of {heads} heads are left, and `kept` does not say which")
+        if len(self.kept) != left or len(set(self.kept)) != left or not set(self.kept) <= set(range(heads)):
+            _refuse(f"kept is {self.kept}: it must name {left} different heads of 0 to {heads - 1}")
+
+    def _one_map_a_side(self) -> AttentionWeights:
+        for side in SIDES:
+            require_nothing_between(_NAME, side, self.after.chain(side)[:-1])
+        links = {}
+        for side in SIDES:
+            link = self.after.multiplied(side)
+            bias = None if link.bias is None else link.bias.double()
+            links[side] = replace(link, weight=link.weight.double(), bias=bias, learned=True, after=None)
+        heads = self.after.num_heads
+        groups = math.lcm(links["k"].copies, links["v"].copies)
+        o_bias = self.after.o_bias
+        return replace(
+            self.after,
+            q=(links["q"].of_heads(heads),),
+            k=(links["k"].of_heads(groups),),
+            v=(links["v"].of_heads(groups),),
+            o=(links["o"].of_heads(heads),),
+            o_bias=None if o_bias is None else o_bias.double(),
+            norm=None,
+            memory_norm=None,
+        )
+
+    def _can_be(self, sizes: Sizes) -> bool:
+        return not self.same_sizes and resizing(self.checkpoint, self.layer.site, sizes) is not None
+
+    def _in_heads(self, whole: AttentionWeights, old: Sizes) -> AttentionWeights:
+        if whole.num_heads == old.heads:
+            if self.kept != list(range(old.heads)):
+                self._require_heads_without_numbers()
+            return whole
+        if self._can_be(replace(old, heads=whole.num_heads, groups=whole.k[0].copies)):
+            return whole
+        return self._in_old_places(whole, old)
+
+    def _in_old_places(self, whole: AttentionWeights, old: Sizes) -> AttentionWeights:
+        """Every head where it was, and zero maps for those that are gone."""
+        heads = torch.tensor(self.kept)
+        groups = heads // (old.heads // old.groups)
+        (q,), (k,), (v,), (o,) = (whole.chain(side) for side in SIDES)
+        filled = {"q": _spread(q, heads, old.heads), "o": _spread(o, heads, old.heads)}
+        for side, link in (("k", k), ("v", v)):
+            of_heads = link.of_heads(whole.num_heads)
+            filled[side] = _spread(of_heads, groups, old.groups)
+            if not torch.equal(filled[side].weight[groups], of_heads.weight):
+                _refuse(
+                    f"{whole.num_heads} of {old.heads} heads are left, in their old places, and some of one "
+                    f"group read different key-value heads: the file has {old.groups}",
+                    "leave repeat_kv_heads out",
+                )
+        if any(norm is not None and norm.over == "all heads" for norm in self._head_norms()):
+            expected = self._expected()  # the norm over all heads reads those that are gone as well
+            gone = [head for head in range(old.heads) if head not in self.kept]
+            empty = sorted(set(range(old.groups)) - set(groups.tolist()))
+            filled["q"] = _taken_over(filled["q"], expected.q[0], gone)
+            filled["k"] = _taken_over(filled["k"], expected.k[0], empty)
+        chains = {side: (link,) for side, link in filled.items()}
+        return replace(whole, num_heads=old.heads, **chains)  # type: ignore[arg-type]
+
+    def _in_groups(self, whole: AttentionWeights, old: Sizes) -> AttentionWeights:
+        groups = whole.k[0].copies
+        if groups == old.groups or self._can_be(replace(old, heads=whole.num_heads, groups=groups)):
+            return whole
+        if old.groups % groups:
+            _refuse(
+                f"there are {groups} key-value heads now, and the file has {old.groups}, which its "
+                "configuration "
+                + ("is to keep" if self.same_sizes else "has no field to change, or cannot for one layer"),
+                f"merge_kv_heads to {old.groups} or fewer",
+            )
+        return whole.evened(old.groups)
+
+    def _in_widths(self, whole: AttentionWeights, old: Sizes) -> AttentionWeights:
+        sizes = sizes_of(whole)
+        for what, now, there in (
+            ("queries and keys", sizes.width, old.width),
+            ("values", sizes.value_width, old.value_width),
+        ):
+            if now > there:
+                _refuse(
+                    f"{what} have {now} channels a head now, and the file has {there}",
+                    f"truncate to {there} or fewer",
+                )
+        if sizes != old and sizes.width == sizes.value_width and self._can_be(sizes):
+            return whole
+        more_qk, more_ov = old.width - sizes.width, old.value_width - sizes.value_width
+        pad = torch.nn.functional.pad
+        return replace(
+            whole,
+            q=(_widened(whole.q[0], more_qk),),
+            k=(_widened(whole.k[0], more_qk),),
+            v=(_widened(whole.v[0], more_ov),),
+            o=(Link(pad(whole.o[0].weight, (0, 0, 0, more_ov))),),
+        )
+
+    def _scale_of_format(self, old: Sizes, new: Sizes) -> float:
+        """What the reader of the file will multiply scores by."""
+        return self.before.scale * (1.0 if self.spec.scale else math.sqrt(old.width / new.width))
+
+    # What lies outside the maps.
+
+    def _head_norms(self) -> tuple[HeadNorm | None, HeadNorm | None]:
+        return self.scoring.q_norm, self.scoring.k_norm
+
+    def _require_heads_without_numbers(self) -> None:
+        """Heads may be put in another order only if nothing that stays behind is one head's own.
+
+        Raises:
+            RewriteRefusedError: something is.
+        """
+        positions = self.before.traits.positions
+        own_gains = any(
+            norm is not None and (norm.over == "all heads" or (norm.gain is not None and norm.gain.ndim > 1))
+            for norm in self._head_norms()
+        )
+        if positions in ("alibi", "relative") or own_gains or self._distances_have_maps():
+            what = "gains of the norm of queries and keys" if own_gains else f"{positions} positions"
+            _refuse(
+                f"the heads are in another order, and {what}, which are each head's own, stay in theirs",
+                "leave permute_heads out",
+            )
+
+    def _distances_have_maps(self) -> bool:
+        return isinstance(self.scoring.bias, Disentangled) and not self.place.settings.value("share_att_key")
+
+    def _require_channels_of_old(self, whole: AttentionWeights) -> None:
+        """Where the format reads channels one by one, they must be what they were.
+
+        Raises:
+            RewriteRefusedError: they are not.
+        """
+        if self.scoring.clip is not None:
+            sides, why = _INPUTS, f"queries, keys and values are clipped at ±{self.scoring.clip:g}"
+        elif isinstance(self.scoring.bias, Disentangled):
+            sides, why = _INPUTS[:2], "distances meet queries and keys in their channels"
+        else:
+            return
+        expected, heads = self._expected(), self.kept
+        for side in sides:
+            wanted, found = expected.per_head(side)[heads], whole.per_head(side)
+            if not _is_near(found, wanted) or not _is_near(
+                _or_zeros(whole.head_bias(side), found),
+                _or_zeros(expected.head_bias(side), expected.per_head(side))[heads],
+            ):
+                _refuse(
+                    f"the map of {side} has other channels now, and {why}", "leave the channels as they are"
+                )
+
+    def _expected(self) -> AttentionWeights:
+        """What was read, in float64, with its norm folded if the rewritten weights have it so."""
+        exact = self.before.to(torch.float64)
+        folded = self.before.norm is not None and self.after.norm is None
+        return fold_norm(exact).weights if folded else exact
+
+    # Tensors.
+
+    def _maps(self, fitted: AttentionWeights) -> dict[str, Tensor]:
+        """Weights and biases by name, in float64."""
+        links = {side: fitted.chain(side)[0] for side in _INPUTS}
+        rows = {side: link.weight.mT.flatten(0, 1) for side, link in links.items()}
+        biases = {side: None if (b := link.bias) is None else b.flatten() for side, link in links.items()}
+        spec, sizes = self.spec, sizes_of(fitted)
+        found = self._map(spec.o, fitted.o[0].weight.flatten(0, 1).mT, fitted.o_bias, "the output")
+        if not spec.qkv:
+            for side, module in zip(_INPUTS, (spec.q, spec.k, spec.v), strict=True):
+                found |= self._map(module, rows[side], biases[side], side)
+            return found
+        joined_bias = None
+        if any(bias is not None for bias in biases.values()):
+            zeros = {side: rows[side].new_zeros(len(rows[side])) for side in _INPUTS}
+            joined_bias = self._joined([_or_zeros(biases[s], zeros[s]) for s in _INPUTS], sizes)
+        return found | self._map(
+            spec.qkv, self._joined(list(rows.values()), sizes), joined_bias, "q, k and v"
+        )
+
+    def _joined(self, parts: list[Tensor], sizes: Sizes) -> Tensor:
+        """Queries, keys and values as the rows of one map."""
+        if self.spec.layout == "q k v":
+            return torch.cat(parts)
+        by_group = [part.view(sizes.groups, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(by_group, dim=1).flatten(0, 1)
+
+    def _map(self, module: str, weight: Tensor, bias: Tensor | None, side: str) -> dict[str, Tensor]:
+        weight_name, bias_name = tensor_names(f"{self.layer.site.module}.{module}")
+        found = {weight_name: weight.mT if self.spec.transposed else weight}
+        if bias_name in self.tensors.infos:
+            found[bias_name] = weight.new_zeros(len(weight)) if bias is None else bias
+        elif bias is not None and bool(bias.any()):
+            _refuse(
+                f"the map of {side} has a bias now, and the format has no place for one",
+                "leave out the step that makes it",
+            )
+        return found
+
+    def _norm(self) -> dict[str, Tensor]:
+        """The norm's tensors, if it was folded: gain 1 and shift 0."""
+        norm = self.before.norm
+        if norm is None or self.after.norm is not None:
+            return {}
+        at = self._norm_module()
+        for other in self.checkpoint.sites:
+            if other != self.layer.site and at in _norms_of(self.checkpoint, other):
+                _refuse(f"the norm {at} was folded, and {other.name} reads it too", "leave fold_norm out")
+        found = {f"{at}.weight": torch.full_like(norm.gain, 1 - norm.offset)}
+        return found if norm.shift is None else found | {f"{at}.bias": torch.zeros_like(norm.shift)}
+
+    def _norm_module(self) -> str:
+        return _norms_of(self.checkpoint, self.layer.site)[0]
+
+    def _sinks(self, new: Sizes) -> dict[str, Tensor]:
+        """Scores of the sinks follow their heads."""
+        sinks = self.scoring.sinks
+        if sinks is None or len(self.kept) != new.heads:
+            return {}
+        return {f"{self.layer.site.module}.{self.spec.sinks}": sinks[self.kept]}
+
+    def _changed(self, name: str, full: Tensor) -> Tensor | None:
+        """A tensor as it is to be stored; None if that is how it is stored already.
+
+        Raises:
+            RewriteRefusedError: it cannot be stored so.
+        """
+        dtype = self.tensors.infos[name].dtype
+        new, old = full.to(dtype).contiguous(), self.tensors.read(name)
+        if torch.equal(new, old):
+            return None
+        if how := self.tensors.packed_as(name):
+            _refuse(
+                f"tensor {name} is stored as {how}, which cannot take other numbers",
+                "rewrite the checkpoint it was made from",
+            )
+        if bool(full.isfinite().all()) and not bool(new.isfinite().all()):
+            _refuse(
+                f"tensor {name}: numbers up to {float(full.abs().max()):.3g} do not fit {dtype}".replace(
+                    "torch.", ""
+                ),
+                "store the checkpoint in bfloat16 or float32 first",
+            )
+        return new
+
+
+def _refuse(reason: str, advice: str = "") -> NoReturn:
+    raise RewriteRefusedError(_NAME, reason, advice)
+
+
+def _norms_of(checkpoint: Checkpoint, site: Any) -> list[str]:
+    """The module of the norm that a layer reads, as the reader finds it; none without one."""
+    place = checkpoint.place(site)
+    for spec in place.spec.norm:
+        if place.settings.holds(spec.when, place.layer):
+            at = place.prefix + spec.at.format(layer=place.layer, inner=place.inner)
+            return [at] if spec.at and spec.place == "pre" else []
+    return []
+
+
+def _are_the_same(one: AttentionWeights, other: AttentionWeights) -> bool:
+    """Whether two writings hold the same numbers in the same maps."""
+    if one is other:
+        return True
+    alike = one.scale == other.scale and (one.norm is None) == (other.norm is None)
+    alike = alike and (one.o_bias is None) == (other.o_bias is None)
+    if not alike or any(len(one.chain(side)) != len(other.chain(side)) for side in SIDES):
+        return False
+    mine, theirs = list(one.tensors()), list(other.tensors())
+    return len(mine) == len(theirs) and all(
+        a.shape == b.shape and torch.equal(a.double(), b.double()) for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def _spread(link: Link, places: Tensor, copies: int) -> Link:
+    """A link's copies at some places of more, and zeros at the others."""
+
+    def spread(part: Tensor) -> Tensor:
+        whole = part.new_zeros(copies, *part.shape[1:])
+        whole[places] = part
+        return whole
+
+    return Link(spread(link.weight), None if link.bias is None else spread(link.bias))
+
+
+def _taken_over(link: Link, other: Link, copies: list[int]) -> Link:
+    """A link with some copies those of another."""
+    weight = link.weight.clone()
+    weight[copies] = other.weight[copies]
+    if other.bias is None:
+        return replace(link, weight=weight)
+    bias = torch.zeros_like(other.bias) if link.bias is None else link.bias.clone()
+    bias[copies] = other.bias[copies]
+    return replace(link, weight=weight, bias=bias)
+
+
+def _widened(link: Link, more: int) -> Link:
+    """More channels written, all zero."""
+    pad = torch.nn.functional.pad
+    return Link(pad(link.weight, (0, more)), None if link.bias is None else pad(link.bias, (0, more)))
+
+
+def _or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
+    """A bias, or the zeros it stands for: `like`'s shape without its second last dimension."""
+    if bias is not None:
+        return bias
+    return torch.zeros_like(like if like.ndim == 1 else like[..., 0, :])
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return float((one - other).abs().max()) <= _ROUNDING * float(other.abs().max())
