@@ -1,6 +1,6 @@
 """What attention layers do on a text: second moments for the rewrites that look at data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from triptych.algebra.function import Scoring
 from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.weights import AttentionWeights, Norm
-from triptych.checkpoints.layer import AttentionSource, Site
+from triptych.checkpoints.layer import AttentionSource
 from triptych.layer_rewriting import rewrite_layer
 from triptych.rewrite_steps import Step
 from triptych.running import Seen, open_model
@@ -57,15 +57,12 @@ def gather_moments(
             listener = _Listener(number, now.weights.to(torch.float64), read.scoring, read.weights)
             listeners.setdefault(site.name, []).append(listener)
     model = open_model(folder)
-    named: dict[str, Site] = {site.name: site for site in source.sites if site.name in listeners}
-
-    def seen(name: str, found: Seen) -> None:
-        for listener in listeners[name]:
-            listener.hear(found)
-
-    with model.watch(named, seen):
+    with model.watch(source, [site for site in source.sites if site.name in listeners]):
         for window in model.windows(text, most_tokens):
             model.outputs(window)
+            for name, heard in listeners.items():
+                for listener in heard:
+                    listener.hear(model.seen[name])
     return {
         name: {listener.step: listener.result() for listener in heard} for name, heard in listeners.items()
     }
@@ -103,5 +100,3 @@ def _before_gain(x: Tensor, norm: Norm | None) -> Tensor:
     x = x if norm.shift is None else x - norm.shift.double()
     return torch.where(gain == 0, 0.0, x / torch.where(gain == 0, 1.0, gain))
 
-
-_ = Mapping

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from triptych.algebra.bounds import output_bound, score_bound
-from triptych.algebra.cost import WritingCost
 from triptych.algebra.function import Scoring, attend
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import RewriteRecord, RewriteRefusedError, Rewritten
+from triptych.algebra.rewrites import FORMS, Form, RewriteRefusedError, fold_norm
+from triptych.algebra.rewrites.channels import move
 from triptych.algebra.rewrites.legality import require_finite
 from triptych.algebra.slices import groups_of, heads_of, joined, scoring_of, separable
-from triptych.algebra.weights import AttentionWeights, Norm
+from triptych.algebra.weights import SIDES, AttentionWeights, Norm
 from triptych.certificates import Measured, Probes, StepRecord
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewrite_steps import Layer, Step
@@ -181,7 +181,7 @@ def measure_change(
         most_numbers: larger layers are measured a few groups of heads at a time.
     """
     x, memory = _probes(before, probes)
-    reference, moved = _output(before, x, memory, torch.float64, most_numbers), None
+    reference = _output(before, x, memory, torch.float64, most_numbers)
     moved = _output(after, x, memory, torch.float64, most_numbers)
     difference = moved - reference
     own = before.weights.dtype
@@ -221,20 +221,14 @@ def _output(
         memory = _through_norm(memory, weights.memory_norm).to(dtype)
     size = sum(link.weight.numel() for link in weights.links())
     if size <= most_numbers or not separable(weights, scoring):
-        return attend(weights.to(dtype), _to(scoring, dtype), x, memory)
+        return attend(weights.to(dtype), scoring, x, memory)
     total: Tensor | None = None
     for start, stop in groups_of(weights, most_numbers):
         part = heads_of(weights, start, stop).to(dtype)
-        out = attend(part, _to(scoring_of(scoring, start, stop), dtype), x, memory)
+        out = attend(part, scoring_of(scoring, start, stop), x, memory)
         total = out if total is None else total + out
     assert total is not None
     return total
-
-
-def _to(scoring: Scoring, dtype: torch.dtype) -> Scoring:
-    """Numbers are brought to the dtype of the scores where they are used."""
-    del dtype
-    return scoring
 
 
 def _through_norm(x: Tensor, norm: Norm | None) -> Tensor:
@@ -245,30 +239,34 @@ def _through_norm(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 def _bounds(before: AttentionLayer, after: AttentionLayer, most_numbers: int) -> tuple[float | None, float | None]:
-    """Largest moves of a score and of a head's output that the weights allow, without data."""
-    one, other = (_with_norm_folded(layer.weights) for layer in (before, after))
-    if one.num_heads != other.num_heads or one.traits.kind == "cross" and one.k and one.k[0].d_in != one.d_model:
+    """Largest moves of a score and of a head's output that the weights allow; None where none is known."""
+    one, other = before.weights, after.weights
+    if one.num_heads != other.num_heads or sum(link.weight.numel() for link in one.links()) > most_numbers:
         return None, None
-    if sum(link.weight.numel() for link in one.links()) > most_numbers:
+    if before.scoring.q_norm is not None or before.scoring.between or before.scoring.clip is not None:
         return None, None
-    plain = before.scoring.rotation is None and before.scoring.q_norm is None and not before.scoring.between
-    scores = float(score_bound(one, other).max()) if plain and before.scoring.bias is None else None
-    return scores, float(output_bound(one, other).max())
+    one, other = _with_norm_folded(one), _with_norm_folded(other)
+    scores = score_bound(one, other, before.scoring.rotation)
+    return float(scores.max()), float(output_bound(one, other).max())
+
+
+def move_of_forms(before: AttentionLayer, after: AttentionLayer) -> float | None:
+    """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared.
+
+    Of rotary heads only W_OV is looked at: W_QK depends on the distance.
+    """
+    one, other = _with_norm_folded(before.weights), _with_norm_folded(after.weights)
+    if one.num_heads != other.num_heads or before.scoring.between:
+        return None
+    forms: tuple[Form, ...] = ("ov",) if before.scoring.rotation is not None else FORMS
+    return max(float(move(one, other, form).form.max()) for form in forms)
 
 
 def _with_norm_folded(weights: AttentionWeights) -> AttentionWeights:
+    """In float64, the gain and shift of its norm in its maps; without what has no map to take them."""
     wide = weights.to(torch.float64)
-    if wide.norm is None or wide.traits.kind == "cross":
+    if wide.norm is None and wide.memory_norm is None:
         return wide
-    gain = (wide.norm.gain + wide.norm.offset)[:, None]
-
-    def scaled(side: AttentionWeights, name: str) -> AttentionWeights:
-        first, *rest = side.chain(name)  # type: ignore[arg-type]
-        return replace(side, **{name: (replace(first, weight=gain * first.weight), *rest)})  # type: ignore[arg-type]
-
-    for name in ("q", "k", "v"):
-        wide = scaled(wide, name)
-    return replace(wide, norm=None)
-
-
-_ = (RewriteRecord, WritingCost, Rewritten)
+    everything = frozenset(SIDES)
+    free = replace(wide, traits=replace(wide.traits, norm="pre", other_norm_readers="", bias_slots=everything))
+    return fold_norm(free).weights

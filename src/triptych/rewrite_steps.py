@@ -6,19 +6,17 @@ than one layer before they begin (a budget is spread over all heads), some at wh
 
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, final
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from torch import Tensor
 
 from triptych.algebra import rewrites
 from triptych.algebra.budget import allocate
-from triptych.algebra.function import Rotation, Scoring
-from triptych.algebra.measures import Planes
+from triptych.algebra.function import Scoring
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites import Form, RewriteRefusedError, Rewritten
 from triptych.algebra.weights import SIDES, AttentionWeights
@@ -200,7 +198,7 @@ class PruneHeads(Step):
         if self.heads is not None:
             return list(self.heads)
         if self.number is None:
-            does = rewrites.what_heads_do(weights)
+            does = rewrites.measure_importance(weights)
             dead = [head for head in range(weights.num_heads) if float(does[head]) == 0]
             return dead if len(dead) < weights.num_heads else dead[1:]
         if self.number >= weights.num_heads:
@@ -246,7 +244,6 @@ class Truncate(Step):
         budget: share of all channels that are kept, spread over layers and heads by what they are worth.
         criterion: what is kept: "free" of data, the forms themselves; "uncentred" or "centred", what they do
             on the calibration text, the mean of the keys counted or not.
-        per_matrix: the baseline: W_Q and W_K (W_V and W_O) cut each by itself.
     """
 
     place = 6
@@ -257,7 +254,6 @@ class Truncate(Step):
     energy: float | None = Field(None, gt=0, le=1)
     budget: float | None = Field(None, gt=0, le=1)
     criterion: Criterion = "free"
-    per_matrix: bool = False
     ranks: dict[str, dict[Form, tuple[int, ...]]] = Field(default_factory=dict, exclude=True)
 
     @model_validator(mode="after")
@@ -311,15 +307,21 @@ class Truncate(Step):
         moments = layer.moments if self.needs_text else None
         weights, rotation = layer.weights, layer.scoring.rotation
         if form == "qk" and rotation is not None:
-            return rewrites.truncate_planes(weights, rotation, planes=ranks, moments=moments)
-        name: dict[str, list[int]] = {f"{form}_rank": ranks}
-        if self.per_matrix:
-            return rewrites.truncate_each_map(weights, **name)
-        if moments is not None:
-            return rewrites.truncate_on_data(
-                weights, moments, centred=self.criterion == "centred" and form == "qk", **name
+            return rewrites.truncate_planes(
+                weights, rotation, planes=ranks, moments=moments, longest=layer.longest_text
             )
-        return rewrites.truncate(weights, **name)
+        if moments is not None:
+            centred = self.criterion == "centred"
+            return (
+                rewrites.truncate_on_data(weights, moments, qk_rank=ranks, centred=centred)
+                if form == "qk"
+                else rewrites.truncate_on_data(weights, moments, ov_rank=ranks, centred=centred)
+            )
+        return (
+            rewrites.truncate(weights, qk_rank=ranks)
+            if form == "qk"
+            else rewrites.truncate(weights, ov_rank=ranks)
+        )
 
     def _ranks(self, layer: Layer, form: Form) -> list[int]:
         """One a group of heads; planes for rotary ones."""
@@ -338,10 +340,9 @@ class Truncate(Step):
         moments = layer.moments if self.needs_text else None
         rotation = layer.scoring.rotation if form == "qk" else None
         if rotation is not None:
-            energies = rewrites.plane_energies(layer.weights, rotation, moments)
-            return energies.sort(dim=-1, descending=True).values
-        centred = self.criterion == "centred" and form == "qk"
-        return rewrites.direction_energies(layer.weights, form, moments, centred=centred)
+            return rewrites.measure_plane_energies(layer.weights, rotation, moments, layer.longest_text)
+        centred = self.criterion == "centred" if moments is not None else None
+        return rewrites.measure_energies(layer.weights, form, moments, centred=centred)
 
 
 @final
@@ -560,6 +561,3 @@ def _numbers_a_channel(weights: AttentionWeights, form: Form) -> int:
     served = weights.num_heads // _groups(weights, form)
     own = "q" if form == "qk" else "o"
     return sum(widths[side] * (served if side == own else 1) for side in sides)
-
-
-_ = (Callable, torch, Planes, Rotation)

@@ -6,8 +6,9 @@ with a checkpoint is executed (`trust_remote_code` is off).
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, final
@@ -15,7 +16,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from triptych.checkpoints.layer import Site
+from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.checkpoints.own import is_own
 from triptych.checkpoints.tensors import read_json
 from triptych.errors import DataError, UsageError
@@ -56,10 +57,12 @@ class RunnableModel(ABC):
     Attributes:
         by: what runs it.
         kind: what it does with text.
+        seen: what the layers that are watched were given in the last run, by name.
     """
 
     by: str
     kind: Kind
+    seen: dict[str, Seen]
 
     @abstractmethod
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
@@ -78,8 +81,8 @@ class RunnableModel(ABC):
         """Logits, or hidden states of a model without a vocabulary on top, `[length, width]`."""
 
     @abstractmethod
-    def watch(self, sites: Mapping[str, Site], seen: Callable[[str, Seen], None]) -> "contextlib.ExitStack":
-        """Tell of what the attention modules are given, until the stack is closed."""
+    def watch(self, source: AttentionSource, sites: Sequence[Site]) -> "contextlib.ExitStack":
+        """Keep what attention layers are given at the next run, in `seen`, until the stack is closed."""
 
 
 @torch.inference_mode()
@@ -188,18 +191,42 @@ class TransformersModel(RunnableModel):
         result = found.logits if "logits" in found else found.last_hidden_state
         return result[0]
 
-    def watch(self, sites: Mapping[str, Site], seen: Callable[[str, Seen], None]) -> contextlib.ExitStack:
-        """Hooks before the attention modules."""
+    def watch(self, source: AttentionSource, sites: Sequence[Site]) -> contextlib.ExitStack:
+        """Hooks on the maps of queries and keys."""
         stack = contextlib.ExitStack()
-        modules = dict(self.model.named_modules())
-        for name, site in sites.items():
-            found = [at for at in modules if at == site.module or at.endswith("." + site.module)]
-            found = found or [at for at in modules if site.module.endswith("." + at) and at.count(".") > 1]
-            if len(found) != 1:
-                raise DataError(f"{self._path}: transformers has no module {site.module} to watch")
-            handle = modules[found[0]].register_forward_pre_hook(_teller(name, site, seen), with_kwargs=True)
-            stack.callback(handle.remove)
+        self.seen = {}
+        for site in sites:
+            of_queries, of_keys = source.input_modules(site)
+
+            def hear(
+                module: nn.Module, given: tuple[Any, ...], *, site: Site = site, key: bool = False
+            ) -> None:
+                x = given[0].detach()
+                x = x.reshape(1, -1, x.shape[-1])  # some layers put all sequences one behind the other
+                if not key:
+                    self.seen[site.name] = Seen(x, None)
+                elif site.kind == "cross":
+                    self.seen[site.name] = Seen(self.seen[site.name].x, x)
+
+            for name, key in ((of_queries, False), (of_keys, True)):
+                if not key or site.kind == "cross":
+                    stack.callback(self._module(name).register_forward_pre_hook(partial(hear, key=key)).remove)
         return stack
+
+    def _module(self, name: str) -> nn.Module:
+        """The module of a tensor's name: the file's names and those in memory may differ at the front.
+
+        Raises:
+            DataError: there is none.
+        """
+        modules = dict(self.model.named_modules())
+        for candidate in _renamed(name):
+            if candidate in modules:
+                return modules[candidate]
+        ends = [own for own in modules if own and (own.endswith(f".{name}") or name.endswith(f".{own}"))]
+        if not ends:
+            raise DataError(f"{self._path}: transformers has no module {name}, whose input is to be measured")
+        return modules[max(ends, key=len)]
 
     def _tokens(self, text: str, *, special: bool, target: bool = False) -> Tensor:
         tokenizer = self._tokenizer()
@@ -293,7 +320,8 @@ class OwnRunnable(RunnableModel):
             src = torch.randint(0, self.model.src_vocab_size, (1, 24), generator=generator)
             tgt = torch.randint(0, self.model.tgt_vocab_size, (1, 24), generator=generator)
             pad = self.model.pad_id
-            yield Window({"src": src.masked_fill(src == pad, pad + 1), "tgt": tgt.masked_fill(tgt == pad, pad + 1)}, None)
+            filled = {"src": src.masked_fill(src == pad, pad + 1), "tgt": tgt.masked_fill(tgt == pad, pad + 1)}
+            yield Window(filled, None)
 
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:
@@ -301,27 +329,32 @@ class OwnRunnable(RunnableModel):
         result: Tensor = self.model(window.inputs["src"], window.inputs["tgt"])
         return result[0]
 
-    def watch(self, sites: Mapping[str, Site], seen: Callable[[str, Seen], None]) -> contextlib.ExitStack:
-        """Hooks before the attention layers."""
+    def watch(self, source: AttentionSource, sites: Sequence[Site]) -> contextlib.ExitStack:
+        """Hooks on the attention layers."""
         stack = contextlib.ExitStack()
+        self.seen = {}
         layers = {site.name: site.layer for site in attention_sites(self.model)}
-        for name, site in sites.items():
-            handle = layers[site.module].register_forward_pre_hook(_teller(name, site, seen), with_kwargs=True)
-            stack.callback(handle.remove)
+        for site in sites:
+
+            def hear(
+                module: nn.Module, given: tuple[Any, ...], by_name: dict[str, Any], *, site: Site = site
+            ) -> None:
+                memory = by_name.get("memory") if site.kind == "cross" else None
+                self.seen[site.name] = Seen(given[0].detach(), memory)
+
+            hook = layers[site.module].register_forward_pre_hook(hear, with_kwargs=True)
+            stack.callback(hook.remove)
         return stack
 
 
-def _teller(
-    name: str, site: Site, seen: Callable[[str, Seen], None]
-) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    def tell(module: nn.Module, given: tuple[Any, ...], by_name: dict[str, Any]) -> None:
-        x = given[0] if given else by_name["hidden_states"]
-        memory = None
-        if site.kind == "cross":
-            named = ("key_value_states", "encoder_hidden_states", "memory")
-            memory = next((by_name[n] for n in named if by_name.get(n) is not None), None)
-            if memory is None:
-                memory = next(t for t in given[1:] if isinstance(t, Tensor) and t.is_floating_point())
-        seen(name, Seen(x, memory))
-
-    return tell
+def _renamed(name: str) -> Iterator[str]:
+    """A module's name in the file, and as versions of `transformers` have it in memory."""
+    yield name
+    yield name.removeprefix("model.")
+    yield name.replace("language_model.model.", "model.language_model.")
+    yield f"model.{name}"
+    new = name.replace("attention.attention.query", "attention.q_proj").replace(
+        "attention.attention.key", "attention.k_proj"
+    )
+    yield new
+    yield new.replace("encoder.layer.", "layers.")

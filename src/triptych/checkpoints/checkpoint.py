@@ -74,6 +74,17 @@ class Checkpoint(AttentionSource):
         found = self._places[site].settings.value(_LONGEST_TEXT)
         return found if isinstance(found, int) and 0 < found <= _LONGEST_SAID else 2048
 
+    def input_modules(self, site: Site) -> tuple[str, str]:
+        """The maps of queries and keys, or that of both."""
+        spec = self._places[site].spec
+        names = spec.qkv or spec.q, spec.qkv or spec.k
+        if spec.latent:
+            through = f"{site.module}.{spec.latent.q_down}.weight" in self.tensors.infos
+            names = spec.latent.q_down if through else spec.q, spec.latent.kv_down
+        if "*" in "".join(names):
+            raise DataError(f"{self.name}: {site.module} has no modules for its maps, whose input could be seen")
+        return f"{site.module}.{names[0]}", f"{site.module}.{names[1]}"
+
     def broken(self, layer: AttentionLayer) -> dict[str, int]:
         """The tensors are read once more."""
         counts = {name: int((~self.tensors.read(name).isfinite()).sum()) for name in layer.tensors}

@@ -92,5 +92,13 @@ class AttentionSource(ABC):
         """Positions that the model is made for, as far as the configuration says."""
 
     @abstractmethod
+    def input_modules(self, site: Site) -> tuple[str, str]:
+        """Names of the modules that read what queries and what keys of a layer are made of.
+
+        Raises:
+            DataError: there are none of their own.
+        """
+
+    @abstractmethod
     def broken(self, layer: AttentionLayer) -> Mapping[str, int]:
         """Of tensors read for a layer, how many entries are not finite, where some are."""

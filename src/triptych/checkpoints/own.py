@@ -71,6 +71,10 @@ class OwnModel(AttentionSource):
         """Positions there are."""
         return self.model.config.positions.max_tokens
 
+    def input_modules(self, site: Site) -> tuple[str, str]:
+        """The layer itself."""
+        return site.module, site.module
+
     def broken(self, layer: AttentionLayer) -> dict[str, int]:
         """Of the layer's tensors together."""
         count = sum(int((~tensor.isfinite()).sum()) for tensor in layer.weights.tensors())

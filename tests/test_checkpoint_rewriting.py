@@ -1,0 +1,405 @@
+"""Checkpoints rewritten as wholes: what the result computes, what is certified, and what is tried again."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from small_checkpoints import gpt2, llama
+from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.certificate_checks import verify_certificate
+from triptych.certificates import CERTIFICATE, Certificate, read_certificate
+from triptych.checkpoint_rewriting import plan_rewrite, prepare, rewrite_checkpoint
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.errors import DataError, TriptychError, UsageError
+from triptych.layer_rewriting import measure_change, rewrite_layer
+from triptych.rewrite_steps import (
+    EXACT,
+    DropKeyBias,
+    FoldNorm,
+    FoldValueBias,
+    GaugeFix,
+    MergeKVHeads,
+    PruneHeads,
+    RepeatKVHeads,
+    RewriteRecipe,
+    SortHeads,
+    Step,
+    Truncate,
+    read_rewrite_recipe,
+    require_order,
+)
+
+transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
+
+
+def recipe(*steps: Step, skip_refused: bool = False, calibration: Path | None = None) -> RewriteRecipe:
+    return RewriteRecipe(step=steps, skip_refused=skip_refused, calibration=calibration)  # type: ignore[arg-type]
+
+
+EXACT_RECIPE = recipe(*EXACT, skip_refused=True)
+
+
+def small_gpt2(folder: Path, **settings: Any) -> Path:
+    """With biases, gains and shifts that are not those of a fresh model."""
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(
+        **{"n_embd": 24, "n_head": 4, "n_layer": 2, "vocab_size": 60, "n_positions": 40, **settings}
+    )
+    return saved(transformers.GPT2LMHeadModel(config), folder)
+
+
+def small_llama(folder: Path, **settings: Any) -> Path:
+    torch.manual_seed(2)
+    config = transformers.LlamaConfig(
+        **{
+            "hidden_size": 24,
+            "intermediate_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_hidden_layers": 2,
+            "vocab_size": 60,
+            "max_position_embeddings": 64,
+            **settings,
+        }
+    )
+    return saved(transformers.LlamaForCausalLM(config), folder)
+
+
+def small_t5(folder: Path) -> Path:
+    torch.manual_seed(3)
+    config = transformers.T5Config(
+        d_model=24, d_kv=6, d_ff=32, num_layers=2, num_heads=4, vocab_size=60, decoder_start_token_id=0
+    )
+    return saved(transformers.T5ForConditionalGeneration(config), folder)
+
+
+def saved(model: Any, folder: Path) -> Path:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+MODELS: dict[str, Callable[[Path], Path]] = {"gpt2": small_gpt2, "llama": small_llama, "t5": small_t5}
+
+
+def logits(folder: Path) -> torch.Tensor:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    cls = getattr(transformers, config.architectures[0])
+    model = cls.from_pretrained(folder, dtype=torch.float64).eval()
+    ids = torch.arange(2, 34).view(2, 16)
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
+    with torch.no_grad():
+        return model(**inputs).logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_exact_rewrites_at_once_leave_the_logits_where_they_were(name: str, tmp_path: Path) -> None:
+    source = MODELS[name](tmp_path / "source")
+    found = rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE)
+    apart = (logits(source) - logits(tmp_path / "out")).abs().max()
+    assert 0 < apart < 2e-4  # float32 files
+    assert found.tier == "rounding-exact"
+    assert found.end_to_end is not None
+    assert found.end_to_end.worst_logit < 2e-4
+    assert all(layer.measured is not None and layer.measured.relative < 1e-5 for layer in found.layers)
+    assert all(check.held for check in verify_certificate(tmp_path / "out", source))
+
+
+def test_exact_rewrites_of_a_gpt2_leave_no_key_or_value_bias_and_neutral_norms(tmp_path: Path) -> None:
+    source = small_gpt2(tmp_path / "source")
+    rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    for layer in range(2):
+        at = f"transformer.h.{layer}"
+        assert before[f"{at}.attn.c_attn.bias"][24:].abs().min() > 0
+        assert not after[f"{at}.attn.c_attn.bias"][24:].any()
+        assert torch.equal(after[f"{at}.ln_1.weight"], torch.ones(24))
+        assert not after[f"{at}.ln_1.bias"].any()
+        for name in ("ln_2.weight", "mlp.c_fc.weight"):
+            assert torch.equal(after[f"{at}.{name}"], before[f"{at}.{name}"])
+
+
+def test_what_a_layer_refuses_stops_the_rewrite_and_leaves_nothing(tmp_path: Path) -> None:
+    source = small_llama(tmp_path / "source", attention_bias=True)
+    with pytest.raises(RewriteRefusedError, match="drop_key_bias at decoder 0 refused: under rotary positions"):
+        rewrite_checkpoint(str(source), tmp_path / "out", recipe(DropKeyBias()))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_what_a_layer_refuses_is_told_where_it_is_to_be_skipped(tmp_path: Path) -> None:
+    source = small_llama(tmp_path / "source", attention_bias=True)
+    found = rewrite_checkpoint(
+        str(source), tmp_path / "out", recipe(DropKeyBias(), FoldValueBias(), skip_refused=True)
+    )
+    drop, fold = found.layers[0].steps
+    assert "under rotary positions the key bias" in drop.refused
+    assert not fold.refused
+    assert "refused elsewhere" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_layer_in_parts_is_rewritten_and_recorded_as_in_one(tmp_path: Path) -> None:
+    source = open_checkpoint(small_gpt2(tmp_path / "source"))
+    steps = (FoldNorm(), DropKeyBias(), FoldValueBias(), GaugeFix())
+    for site in source.sites:
+        read = source.read(site)
+        whole = rewrite_layer(read, steps, skip_refused=False)
+        parts = rewrite_layer(read, steps, skip_refused=False, most_numbers=24 * 6 * 4)
+        assert parts.records == whole.records
+        for one, other in zip(parts.weights.tensors(), whole.weights.tensors(), strict=True):
+            torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=1e-6)
+
+
+def test_a_layer_measured_in_parts_has_moved_as_far_as_in_one(tmp_path: Path) -> None:
+    source = small_gpt2(tmp_path / "source")
+    rewrite_checkpoint(str(source), tmp_path / "out", recipe(Truncate(rank=3)))
+    one, other = open_checkpoint(source), open_checkpoint(tmp_path / "out")
+    before, after = one.read(one.sites[0]), other.read(other.sites[0])
+    whole, parts = measure_change(before, after), measure_change(before, after, most_numbers=24 * 6 * 4)
+    assert whole.relative > 1e-2
+    assert parts.relative == pytest.approx(whole.relative, rel=1e-9)
+    assert parts.worst_absolute == pytest.approx(whole.worst_absolute, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_lower_rank_moves_the_model_within_what_is_certified(name: str, tmp_path: Path) -> None:
+    source = MODELS[name](tmp_path / "source")
+    found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(Truncate(rank=4)))
+    assert found.tier == "bounded"
+    assert all(step.bound > 0 for layer in found.layers for step in layer.steps)
+    assert found.end_to_end is not None
+    assert found.end_to_end.worst_logit > 1e-4
+    assert found.after.parameters <= found.before.parameters
+    assert all(check.held for check in verify_certificate(tmp_path / "out", source))
+
+
+def test_a_budget_is_spread_by_what_directions_are_worth(tmp_path: Path) -> None:
+    source = open_checkpoint(small_gpt2(tmp_path / "source"))
+    prepared = prepare(source, tmp_path / "source", recipe(Truncate(budget=0.5)))
+    (step,) = prepared.steps
+    assert isinstance(step, Truncate)
+    ranks = [rank for forms in step.ranks.values() for found in forms.values() for rank in found]
+    assert len(ranks) == 2 * 2 * 4
+    assert len(set(ranks)) > 1
+    assert 0.4 * 6 * len(ranks) <= sum(ranks) <= 0.5 * 6 * len(ranks)
+
+
+def test_t5_gets_narrower_heads_in_its_own_format(tmp_path: Path) -> None:
+    source = small_t5(tmp_path / "source")
+    found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(Truncate(rank=4)))
+    assert found.settings == {"d_kv": 4}
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert config["d_kv"] == 4
+    assert logits(tmp_path / "out").shape == logits(source).shape
+    sizes = [folder / "model.safetensors" for folder in (source, tmp_path / "out")]
+    assert sizes[1].stat().st_size < sizes[0].stat().st_size
+
+
+def test_key_value_heads_are_repeated_and_merged_again(tmp_path: Path) -> None:
+    source = small_llama(tmp_path / "source")
+    more = rewrite_checkpoint(str(source), tmp_path / "more", recipe(RepeatKVHeads()))
+    assert more.settings == {"num_key_value_heads": 4}
+    assert more.tier == "bit-exact"
+    torch.testing.assert_close(logits(tmp_path / "more"), logits(source), rtol=0, atol=1e-9)
+    fewer = rewrite_checkpoint(
+        str(tmp_path / "more"), tmp_path / "fewer", recipe(MergeKVHeads(num_kv_heads=2))
+    )
+    assert fewer.settings == {"num_key_value_heads": 2}
+    torch.testing.assert_close(logits(tmp_path / "fewer"), logits(source), rtol=0, atol=1e-4)
+
+
+def test_dead_heads_are_found_and_left_out(tmp_path: Path) -> None:
+    source = small_gpt2(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    for layer in range(2):
+        tensors[f"transformer.h.{layer}.attn.c_proj.weight"][6:12] = 0
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(PruneHeads()))
+    assert all("1 of 4 heads left out: 1" in layer.steps[0].choice for layer in found.layers)
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert not after["transformer.h.0.attn.c_attn.weight"][:, 6:12].any()
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=0, atol=1e-9)
+
+
+def test_planning_tells_what_would_be_written_and_writes_nothing(tmp_path: Path) -> None:
+    source = small_gpt2(tmp_path / "source")
+    plan = plan_rewrite(str(source), recipe(DropKeyBias(), Truncate(rank=3)))
+    assert plan.bytes_after == plan.bytes_before
+    assert "multiplied back" in plan.notes[0]
+    assert plan.after.parameters < plan.before.parameters
+    assert plan.after.kv_bytes_per_token == plan.before.kv_bytes_per_token / 2
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    t5 = plan_rewrite(str(small_t5(tmp_path / "t5")), recipe(Truncate(rank=3)))
+    assert t5.bytes_after == t5.bytes_before / 2
+
+
+def test_steps_in_an_order_that_undoes_them_are_refused() -> None:
+    with pytest.raises(UsageError, match="fold_norm must come before drop_key_bias: a norm's shift becomes"):
+        require_order([DropKeyBias(), FoldNorm()])
+    require_order(EXACT)
+    require_order([MergeKVHeads(num_kv_heads=1), Truncate(rank=2), GaugeFix(), SortHeads()])
+
+
+def test_a_recipe_is_read_and_its_mistakes_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "rewrite.toml"
+    path.write_text('[[step]]\nrewrite = "fold_norm"\n\n[[step]]\nrewrite = "truncate"\nenergy = 0.9\n')
+    assert [step.rewrite for step in read_rewrite_recipe(path).step] == ["fold_norm", "truncate"]
+    for text, said in (
+        ('[[step]]\nrewrite = "truncate"\n', "give one of rank, energy and budget"),
+        ('[[step]]\nrewrite = "melt"\n', "melt"),
+        ('[[step]]\nrewrite = "fold_norm"\nrank = 3\n', "rank"),
+        ("[[step]\n", "not TOML"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=said):
+            read_rewrite_recipe(path)
+
+
+def test_a_step_for_a_layer_there_is_not_is_refused(tmp_path: Path) -> None:
+    source = small_gpt2(tmp_path / "source")
+    with pytest.raises(UsageError, match="no layer 5; they go from 0 to 1"):
+        plan_rewrite(str(source), recipe(DropKeyBias(layers=(5,))))
+
+
+def test_only_the_layers_named_are_rewritten(tmp_path: Path) -> None:
+    source = small_gpt2(tmp_path / "source")
+    found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(FoldValueBias(layers=(1,))))
+    assert [len(layer.steps) for layer in found.layers] == [0, 1]
+    assert found.layers[0].measured is None
+    changed = [name for name, record in found.tensors.items() if record.read != record.written]
+    assert changed == [
+        "transformer.h.1.attn.c_attn.bias",
+        "transformer.h.1.attn.c_proj.bias",
+    ]
+
+
+# Certificates.
+
+
+@pytest.fixture(scope="module")
+def rewritten(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("certified")
+    source = small_gpt2(folder / "source")
+    rewrite_checkpoint(str(source), folder / "out", recipe(FoldNorm(), Truncate(rank=4)))
+    return source, folder / "out"
+
+
+@pytest.fixture
+def copy(rewritten: tuple[Path, Path], tmp_path: Path) -> Path:
+    shutil.copytree(rewritten[1], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def failing(folder: Path, source: Path | None = None) -> list[str]:
+    return [check.claim for check in verify_certificate(folder, source) if not check.held]
+
+
+def test_a_certificate_holds_when_tried_again(rewritten: tuple[Path, Path]) -> None:
+    source, out = rewritten
+    checks = verify_certificate(out, source)
+    assert len(checks) == 6
+    assert all(check.held for check in checks), checks
+
+
+def test_one_bit_of_one_tensor_is_noticed(rewritten: tuple[Path, Path], copy: Path) -> None:
+    path = copy / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    assert failing(copy) == ["tensors as written"]
+
+
+def test_one_digit_of_the_certificate_is_noticed(copy: Path) -> None:
+    path = copy / CERTIFICATE
+    text = path.read_text(encoding="utf-8")
+    at = text.index('"relative": 0.') + len('"relative": 0.')
+    digit = str((int(text[at]) + 1) % 10)
+    path.write_text(text[:at] + digit + text[at + 1 :], encoding="utf-8")
+    with pytest.raises(DataError, match="it was changed since it was written"):
+        verify_certificate(copy)
+
+
+def test_two_heads_in_each_others_place_are_noticed(rewritten: tuple[Path, Path], copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    name = "transformer.h.1.attn.c_proj.weight"
+    heads = tensors[name].view(4, 6, 24)
+    tensors[name] = heads[[1, 0, 2, 3]].reshape(24, 24)
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    assert failing(copy, rewritten[0]) == ["tensors as written"]
+
+
+def test_a_certificate_that_was_sealed_anew_over_other_tensors_is_noticed(
+    rewritten: tuple[Path, Path], copy: Path
+) -> None:
+    # Whoever forges hashes and seal as well is found out by the errors, which are measured again.
+    from triptych.checkpoints.shards import tensor_hash
+
+    tensors = load_file(copy / "model.safetensors")
+    name = "transformer.h.1.attn.c_proj.weight"
+    tensors[name] *= 1.01
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    certificate = read_certificate(copy)
+    records = dict(certificate.tensors)
+    records[name] = records[name].model_copy(update={"written": tensor_hash(tensors[name])})
+    forged = certificate.model_copy(update={"tensors": records}).sealed()
+    (copy / CERTIFICATE).write_bytes(forged.as_json())
+    assert "errors measured on the probes" in failing(copy, rewritten[0])
+
+
+def test_a_changed_configuration_is_noticed(copy: Path) -> None:
+    config = copy / "config.json"
+    config.write_text(config.read_text(encoding="utf-8").replace("24", "24 "), encoding="utf-8")
+    assert failing(copy) == ["other files as written"]
+
+
+def test_another_original_is_noticed(rewritten: tuple[Path, Path], tmp_path: Path) -> None:
+    other = small_gpt2(tmp_path / "other", n_positions=41)
+    assert failing(rewritten[1], other) == [f"tensors of {other}"]
+
+
+def test_a_certificate_that_is_none_is_refused(tmp_path: Path) -> None:
+    for text, said in (("[]", "a JSON record"), ('{"format": 7}', "format 7"), ('{"format": 1}', "Field required")):
+        (tmp_path / CERTIFICATE).write_text(text)
+        with pytest.raises(DataError, match=said):
+            verify_certificate(tmp_path)
+
+
+def test_the_schema_in_the_docs_is_that_of_the_certificate() -> None:
+    path = Path(__file__).parents[1] / "docs" / "certificate.schema.json"
+    assert json.loads(path.read_text(encoding="utf-8")) == Certificate.model_json_schema()
+
+
+def test_a_bfloat16_checkpoint_is_measured_as_it_was_saved(tmp_path: Path) -> None:
+    source = small_llama(tmp_path / "source")
+    tensors = {name: t.bfloat16() for name, t in load_file(source / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(FoldNorm()))
+    assert found.dtype == "bfloat16"
+    for layer in found.layers:
+        assert layer.measured is not None
+        assert 1e-4 < layer.measured.relative < 1e-2
+        assert 0.5 < layer.measured.error_ratio < 3
+
+
+def test_files_of_others_are_not_trusted(tmp_path: Path) -> None:
+    source = gpt2(tmp_path / "source")
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}}'
+    (source / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 6)
+    with pytest.raises(TriptychError):
+        rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_without_its_folder_is_refused(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    with pytest.raises(UsageError, match="give its folder"):
+        rewrite_checkpoint(str(source / "model.safetensors"), tmp_path / "out", EXACT_RECIPE)
