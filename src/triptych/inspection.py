@@ -12,7 +12,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
-from triptych.algebra.function import Disentangled, DistanceTable, Rotation, Scoring
+from triptych.algebra.function import Disentangled, DistanceTable, Scoring
 from triptych.algebra.measures import COMPARED, HeadMeasures, Planes, comparable, measure_heads
 from triptych.algebra.rewrites import (
     RewriteRefusedError,
@@ -468,7 +468,7 @@ def _inspected(
     planes = None
     if layer.scoring.rotation is not None and not ignore_rotary:
         longest = checkpoint.longest_text(site)
-        planes = _planes(layer.scoring.rotation, min(longest, layer.scoring.window or longest))
+        planes = Planes.of(layer.scoring.rotation, min(longest, layer.scoring.window or longest))
     measured = measure_heads(maps, planes, comparable(weights))
     chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
     return InspectedLayer(
@@ -615,21 +615,6 @@ def _numbers(values: Tensor | None, chosen: Sequence[int], num_heads: int) -> li
 def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:
     rows = values.tolist()
     return [[value for value in rows[head] if math.isfinite(value)] for head in chosen]
-
-
-def _planes(rotation: Rotation, longest: int) -> Planes:
-    """Which channels of a head turn together, and whether they get anywhere within the longest text."""
-    count = len(rotation.frequencies)
-    if rotation.pairing == "halves":
-        first, step = range(count), count
-    else:
-        first, step = range(0, 2 * count, 2), 1
-    return Planes(
-        first=tuple(rotation.start + f for f in first),
-        second=tuple(rotation.start + f + step for f in first),
-        slow=tuple(abs(theta) * longest < 1 for theta in rotation.frequencies.tolist()),
-        factor=rotation.factor,
-    )
 
 
 def _cut(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:

@@ -8,7 +8,7 @@ model that wrote it, and a rewrite against the original.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Literal, NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -82,6 +82,16 @@ class Rotation:
     pairing: Pairing = "halves"
     start: int = 0
     factor: float = 1.0
+
+    @property
+    def pairs(self) -> tuple[list[int], list[int]]:
+        """The first and the second channel of every plane."""
+        count = len(self.frequencies)
+        if self.pairing == "halves":
+            first, step = range(self.start, self.start + count), count
+        else:
+            first, step = range(self.start, self.start + 2 * count, 2), 1
+        return list(first), [channel + step for channel in first]
 
     def __call__(
         self, x: Float[Tensor, "batch heads length width"], positions: Int[Tensor, " length"]
@@ -258,34 +268,66 @@ def attend(
         memory: what keys and values are made of.
         mask: True = may attend, broadcasts to `[batch, heads, query_len, key_len]`.
     """
+    q, k, v = channels(weights, scoring, x, memory)
+    mixed = probabilities(weights, scoring, q, k, mask) @ of_heads(v, weights.num_heads)
+    for link in weights.o:
+        mixed = link.of_heads(weights.num_heads)(mixed)
+    out = mixed.sum(dim=1)
+    return out if weights.o_bias is None else out + weights.o_bias
+
+
+class Channels(NamedTuple):
+    """Queries of every head, keys and values of every key and value head, before positions turn them."""
+
+    q: Float[Tensor, "batch heads query_len d_k"]
+    k: Float[Tensor, "batch key_heads key_len d_k"]
+    v: Float[Tensor, "batch value_heads key_len d_v"]
+
+
+def channels(
+    weights: AttentionWeights,
+    scoring: Scoring,
+    x: Float[Tensor, "batch query_len d_model"],
+    memory: Float[Tensor, "batch key_len d_memory"] | None = None,
+) -> Channels:
+    """What the maps, and the norms after them, make of the inputs; arguments as those of `attend`."""
     y = x if memory is None else memory
     q = _through(weights, scoring, "q", x)
     k, v = _through(weights, scoring, "k", y), _through(weights, scoring, "v", y)
-    query_positions, key_positions = (torch.arange(t.shape[2], device=t.device) for t in (q, k))
     if scoring.clip is not None:
         q, k, v = (t.clamp(-scoring.clip, scoring.clip) for t in (q, k, v))
-
     q = q if scoring.q_norm is None else scoring.q_norm(q)
     k = k if scoring.k_norm is None else scoring.k_norm(k)
+    return Channels(of_heads(q, weights.num_heads), k, v)
+
+
+def of_heads(t: Float[Tensor, "batch copies length width"], num_heads: int) -> Tensor:
+    """Each copy once for every query head that reads it."""
+    return t.repeat_interleave(num_heads // t.shape[1], dim=1)
+
+
+def probabilities(
+    weights: AttentionWeights,
+    scoring: Scoring,
+    q: Float[Tensor, "batch heads query_len d_k"],
+    k: Float[Tensor, "batch key_heads key_len d_k"],
+    mask: Bool[Tensor, "..."] | None = None,
+) -> Float[Tensor, "batch heads query_len key_len"]:
+    """How much each query takes from each key, from what `channels` gave; the mask as that of `attend`."""
+    query_positions, key_positions = (torch.arange(t.shape[2], device=t.device) for t in (q, k))
     if scoring.rotation is not None:
         q, k = scoring.rotation(q, query_positions), scoring.rotation(k, key_positions)
-    k, v = (t.repeat_interleave(weights.num_heads // t.shape[1], dim=1) for t in (k, v))
+    k = of_heads(k, weights.num_heads)
     scores = q @ k.mT * weights.scale
     if scoring.bias is not None:
         scores = scores + scoring.bias(q, k, query_positions, key_positions)
     if scoring.soft_cap is not None:
         scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
     scores = scores.masked_fill(~_visible(weights, scoring, query_positions, key_positions, mask), -math.inf)
-    if scoring.sinks is not None:
-        sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
-        p = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        p = scores.softmax(dim=-1)
-    mixed = p @ v
-    for link in weights.o:
-        mixed = link.of_heads(weights.num_heads)(mixed)
-    out = mixed.sum(dim=1)
-    return out if weights.o_bias is None else out + weights.o_bias
+    if scoring.sinks is None:
+        return scores.softmax(dim=-1)
+    sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def _through(weights: AttentionWeights, scoring: Scoring, side: Side, x: Tensor) -> Tensor:

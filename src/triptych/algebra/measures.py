@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from triptych.algebra.function import Rotation
 from triptych.algebra.rewrites.legality import share_a_map
 from triptych.algebra.similarity import MapSimilarity, Span, compare, span
 from triptych.algebra.spectrum import Spectrum, or_one
@@ -50,6 +51,17 @@ class Planes:
     second: tuple[int, ...]
     slow: tuple[bool, ...]
     factor: float = 1.0
+
+    @classmethod
+    def of(cls, rotation: Rotation, longest: int) -> "Planes":
+        """Those that a rotation turns, in texts of at most that many tokens."""
+        first, second = rotation.pairs
+        return cls(
+            first=tuple(first),
+            second=tuple(second),
+            slow=tuple(abs(theta) * longest < 1 for theta in rotation.frequencies.tolist()),
+            factor=rotation.factor,
+        )
 
 
 @final

@@ -23,7 +23,8 @@ from heads import (
 )
 from tolerances import assert_same
 from triptych.algebra.cost import writing_cost
-from triptych.algebra.rewrites.heads import merge_kv_heads, permute_heads, prune_heads, repeat_kv_heads
+from triptych.algebra.rewrites.heads import permute_heads, prune_heads, repeat_kv_heads
+from triptych.algebra.rewrites.merging import merge_kv_heads
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights, Link, Side
 from triptych.attention import MultiHeadAttention

@@ -2,10 +2,13 @@
 
 from triptych.algebra.rewrites.biases import drop_key_bias, fold_value_bias
 from triptych.algebra.rewrites.channels import FORMS, Form
+from triptych.algebra.rewrites.data import measure_energies, truncate_on_data
 from triptych.algebra.rewrites.folding import FoldedSide, Keep, Measure, expand, factor, fold
 from triptych.algebra.rewrites.gauge import gauge_fix
-from triptych.algebra.rewrites.heads import merge_kv_heads, permute_heads, prune_heads, repeat_kv_heads
+from triptych.algebra.rewrites.heads import measure_importance, permute_heads, prune_heads, repeat_kv_heads
+from triptych.algebra.rewrites.merging import merge_kv_heads, merge_rotary_kv_heads
 from triptych.algebra.rewrites.norms import fold_norm
+from triptych.algebra.rewrites.planes import measure_plane_energies, plane_scores, truncate_planes
 from triptych.algebra.rewrites.rank import to_latent, truncate
 from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten
 
@@ -25,10 +28,17 @@ __all__ = [
     "fold_norm",
     "fold_value_bias",
     "gauge_fix",
+    "measure_energies",
+    "measure_importance",
+    "measure_plane_energies",
     "merge_kv_heads",
+    "merge_rotary_kv_heads",
     "permute_heads",
+    "plane_scores",
     "prune_heads",
     "repeat_kv_heads",
     "to_latent",
     "truncate",
+    "truncate_on_data",
+    "truncate_planes",
 ]

@@ -63,6 +63,18 @@ class JointBasis(NamedTuple):
         rank = self.rank.clamp(max=width)
         return JointBasis(self.S[:, :width], rank, *(part[..., :width] for part in self[2:]))
 
+    def of_widths(self, widths: Sequence[int]) -> "JointBasis":
+        """The first channels of each group, as many as it is to have, and zeros up to the widest."""
+        cut, ends = self.of_width(max(widths)), torch.tensor(widths, device=self.S.device)
+        kept = torch.arange(max(widths), device=self.S.device) < ends[:, None]
+        return JointBasis(
+            cut.S * kept,
+            cut.rank.minimum(ends),
+            cut.own * kept[:, None, None, :],
+            cut.common * kept[:, None, None, :],
+            cut.shared * kept[:, None, :],
+        )
+
 
 def joint_basis(
     own: Float[Tensor, "groups members rows r"],

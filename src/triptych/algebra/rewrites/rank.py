@@ -1,5 +1,6 @@
 """Fewer channels: the nearest forms of a rank, and all keys and values from one latent."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,9 +33,11 @@ from triptych.algebra.rewrites.legality import (
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 
+Ranks = int | Sequence[int]  # of all groups of heads, or of each
+
 
 def truncate(
-    weights: AttentionWeights, *, qk_rank: int | None = None, ov_rank: int | None = None
+    weights: AttentionWeights, *, qk_rank: Ranks | None = None, ov_rank: Ranks | None = None
 ) -> Rewritten:
     """The nearest forms of a lower rank in Frobenius norm, head by head.
 
@@ -47,8 +50,9 @@ def truncate(
 
     Args:
         weights: the layer.
-        qk_rank: 1 ≤ rank ≤ width of the queries; None to leave W_QK alone.
-        ov_rank: 1 ≤ rank ≤ width of the values; None to leave W_OV alone.
+        qk_rank: 1 ≤ rank ≤ width of the queries, or one for each key head; None to leave W_QK alone. Where
+            they differ, the channels that a head has less than others are zero.
+        ov_rank: 1 ≤ rank ≤ width of the values, or one for each value head; None to leave W_OV alone.
 
     Returns:
         Factors of that width. The bound is the largest move of a head's form (the bias counts as one
@@ -60,32 +64,29 @@ def truncate(
 
     Source: Eckart & Young 1936, doi 10.1007/BF02288367.
     """
-    ranks: dict[Form, int] = {}
-    if qk_rank is not None:
-        ranks["qk"] = qk_rank
-    if ov_rank is not None:
-        ranks["ov"] = ov_rank
-    for form, rank in ranks.items():
-        _require_truncatable(weights, form, rank)
-    if not ranks:
-        raise RewriteRefusedError("truncate", "neither qk_rank nor ov_rank is given", "give one of them")
+    ranks = require_ranks("truncate", weights, qk_rank, ov_rank)
+    for form in ranks:
+        _require_blind_to_key_bias(weights, form)
     notes: list[str] = []
-    start = _without_fixed_widths(with_learned_maps(in_working_precision(weights), notes), ranks, notes)
+    start = without_fixed_widths(
+        "truncate", with_learned_maps(in_working_precision(weights), notes), ranks, notes
+    )
     rounding = 100 * weights.d_model * torch.finfo(start.dtype).eps
-    result, largest = start, dict[Form, int]()
+    result, needed = start, dict[Form, list[int]]()
     if "ov" in ranks:
-        start, result, largest["ov"] = _truncate_ov(start, ranks["ov"], rounding, notes)
+        start, result, needed["ov"] = _truncate_ov(start, ranks["ov"], rounding, notes)
     if "qk" in ranks:
-        result, largest["qk"] = _truncate_qk(result, ranks["qk"], notes)
+        result, needed["qk"] = _truncate_qk(result, ranks["qk"], notes)
     moves = {form: move(start, result, form) for form in ranks}
     exact = all(
-        largest[form] <= rank
+        all(had <= rank for had, rank in zip(needed[form], given, strict=True))
         and float(moves[form].bias.max()) <= rounding * float(size(start, form).bias.max())
-        for form, rank in ranks.items()
+        for form, given in ranks.items()
     )
     choices = (
-        f"W_{form.upper()}: rank {rank} of {largest[form]}, ‖Δ‖ at most {float(moves[form].form.max()):.6g}"
-        for form, rank in ranks.items()
+        f"W_{form.upper()}: {said(given)} of {max(needed[form])}, "
+        f"‖Δ‖ at most {float(moves[form].form.max()):.6g}"
+        for form, given in ranks.items()
     )
     return rewritten(
         "truncate",
@@ -174,25 +175,40 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
     )
 
 
-def _require_truncatable(weights: AttentionWeights, form: Form, rank: int) -> None:
-    one = weights.chain("q" if form == "qk" else "v")
-    width = one[-1].d_out if one else weights.d_model
-    require_whole_number("truncate", f"{form}_rank", rank)
-    if not 1 <= rank <= width:
-        raise RewriteRefusedError(
-            "truncate", f"{form}_rank is {rank}: a form of width {width} takes 1 to {width}"
-        )
-    if reason := why_channels_stay(weights.traits, form):
-        raise RewriteRefusedError("truncate", f"{form}: {reason}", f"leave {form}_rank out")
-    for side in SIDES_OF[form]:
-        require_nothing_between("truncate", side, weights.chain(side)[:-1])
-    bias = weights.head_bias("k") if form == "qk" else None
-    if bias is not None and bool(bias.any()) and (reason := why_key_bias_counts(weights.traits)):
-        raise RewriteRefusedError("truncate", f"qk: fewer channels cannot carry the key bias, and {reason}")
+def require_ranks(
+    name: str, weights: AttentionWeights, qk_rank: Ranks | None, ov_rank: Ranks | None
+) -> dict[Form, list[int]]:
+    """The rank of every group of heads, for the forms that are to have a lower one.
+
+    Raises:
+        RewriteRefusedError: no rank is given, or one out of range; or the channels cannot be mixed.
+    """
+    asked: dict[Form, Ranks | None] = {"qk": qk_rank, "ov": ov_rank}
+    ranks = {
+        form: _require_truncatable(name, weights, form, given)
+        for form, given in asked.items()
+        if given is not None
+    }
+    if not ranks:
+        raise RewriteRefusedError(name, "neither qk_rank nor ov_rank is given", "give one of them")
+    return ranks
 
 
-def _without_fixed_widths(
-    weights: AttentionWeights, ranks: dict[Form, int], notes: list[str]
+def num_groups(weights: AttentionWeights, form: Form) -> int:
+    """How many bases of channels a form has: one for each key (value) head."""
+    if form == "ov":
+        return weights.num_value_heads
+    # The input itself as keys: each head then gets its own channels of it.
+    return weights.num_key_heads if weights.k else weights.num_heads
+
+
+def said(ranks: Sequence[int]) -> str:
+    """In a sentence: "rank 4", or "ranks 4, 3" where they differ."""
+    return f"rank {ranks[0]}" if len(set(ranks)) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def without_fixed_widths(
+    name: str, weights: AttentionWeights, forms: Collection[Form], notes: list[str]
 ) -> AttentionWeights:
     """Several output maps as one where a layer could not have them any more.
 
@@ -201,34 +217,64 @@ def _without_fixed_widths(
     if len(weights.o) < 2:
         return weights
     fixed = any(not link.learned for link in weights.o)
-    if "ov" not in ranks and not (fixed and "qk" in ranks):
+    if "ov" not in forms and not (fixed and "qk" in forms):
         return weights
-    require_nothing_between("truncate", "o", weights.o[:-1])
+    require_nothing_between(name, "o", weights.o[:-1])
     return replace(weights, o=(one_map(weights, "o", notes),))
 
 
-def _truncate_qk(weights: AttentionWeights, rank: int, notes: list[str]) -> tuple[AttentionWeights, int]:
-    """W_QK at that rank, and the largest rank that it had."""
+def _require_truncatable(name: str, weights: AttentionWeights, form: Form, given: Ranks) -> list[int]:
+    one, groups = weights.chain("q" if form == "qk" else "v"), num_groups(weights, form)
+    width = one[-1].d_out if one else weights.d_model
+    ranks = list(given) if isinstance(given, Sequence) else [given] * groups
+    if len(ranks) != groups:
+        heads = f"{groups} {'key' if form == 'qk' else 'value'} head" + ("s" if groups > 1 else "")
+        raise RewriteRefusedError(
+            name, f"{form}_rank names {len(ranks)} ranks: there are {heads}, and each takes one"
+        )
+    for rank in ranks:
+        require_whole_number(name, f"{form}_rank", rank)
+        if not 1 <= rank <= width:
+            raise RewriteRefusedError(
+                name, f"{form}_rank is {rank}: a form of width {width} takes 1 to {width}"
+            )
+    if reason := why_channels_stay(weights.traits, form):
+        raise RewriteRefusedError(name, f"{form}: {reason}", f"leave {form}_rank out")
+    for side in SIDES_OF[form]:
+        require_nothing_between(name, side, weights.chain(side)[:-1])
+    return ranks
+
+
+def _require_blind_to_key_bias(weights: AttentionWeights, form: Form) -> None:
+    bias = weights.head_bias("k") if form == "qk" else None
+    if bias is not None and bool(bias.any()) and (reason := why_key_bias_counts(weights.traits)):
+        raise RewriteRefusedError("truncate", f"qk: fewer channels cannot carry the key bias, and {reason}")
+
+
+def _truncate_qk(
+    weights: AttentionWeights, ranks: list[int], notes: list[str]
+) -> tuple[AttentionWeights, list[int]]:
+    """W_QK at those ranks, and the ranks that it had."""
     q, k = (weights.multiplied(side) for side in ("q", "k"))
     if not weights.k:
         k = k.of_heads(weights.num_heads)  # the input itself, in which each head now has its own channels
     own = q.of_heads(weights.num_heads).weight.reshape(k.copies, 1, -1, q.d_out)
     basis = joint_basis(own, k.weight[:, None], "own")
-    cut = basis.of_width(rank)
+    cut = basis.of_widths(ranks)
     new_q, new_k = times(weights, "q", cut.own[:, 0], notes), times(weights, "k", cut.common[:, 0], notes)
-    return replace(weights, q=new_q, k=new_k), int(basis.rank.max())
+    return replace(weights, q=new_q, k=new_k), basis.rank.tolist()
 
 
 def _truncate_ov(
-    weights: AttentionWeights, rank: int, rounding: float, notes: list[str]
-) -> tuple[AttentionWeights, AttentionWeights, int]:
-    """W_OV at that rank: what it was made from, the result, and the largest rank that it had.
+    weights: AttentionWeights, ranks: list[int], rounding: float, notes: list[str]
+) -> tuple[AttentionWeights, AttentionWeights, list[int]]:
+    """W_OV at those ranks: what it was made from, the result, and the ranks that it had.
 
     If the channels left cannot carry the value bias, it goes into the output's first, where it may.
     """
     v = weights.multiplied("v")
     basis = joint_basis(weights.W_O.mT.reshape(v.copies, 1, -1, v.d_out), v.weight[:, None], "common")
-    cut = basis.of_width(rank)
+    cut = basis.of_widths(ranks)
 
     def cut_down(start: AttentionWeights, notes: list[str]) -> AttentionWeights:
         new_v, new_o = times(start, "v", cut.common[:, 0], notes), times(start, "o", cut.own[:, 0], notes)
@@ -241,7 +287,7 @@ def _truncate_ov(
             notes.append("the value bias does not fit the channels left: it went into that of the output")
         except RewriteRefusedError as error:
             notes.append(f"the value bias lost what does not fit the channels left: {error.reason}")
-    return weights, cut_down(weights, notes), int(basis.rank.max())
+    return weights, cut_down(weights, notes), basis.rank.tolist()
 
 
 def _require_latent(weights: AttentionWeights) -> None:

@@ -38,6 +38,8 @@ class RewriteRecord:
         choice: what it decided by itself and why, with the numbers; "" if nothing.
         notes: what else a reader must know (maps that were untied first, say).
         bound: largest Frobenius norm by which a form of a head moves; 0 if exact.
+        error: largest mean square error of a form's scores or outputs, relative to their mean square, on
+            the text whose moments the rewrite went by; None if it went by none.
     """
 
     name: str
@@ -48,6 +50,7 @@ class RewriteRecord:
     choice: str = ""
     notes: tuple[str, ...] = ()
     bound: float = 0.0
+    error: float | None = None
 
 
 class Rewritten(NamedTuple):
@@ -67,9 +70,8 @@ def rewritten(
     choice: str = "",
     notes: tuple[str, ...] = (),
     bound: float = 0.0,
+    error: float | None = None,
 ) -> Rewritten:
     """The result of a rewrite, with the cost of both writings."""
-    return Rewritten(
-        after,
-        RewriteRecord(name, tier, checked, writing_cost(before), writing_cost(after), choice, notes, bound),
-    )
+    costs = writing_cost(before), writing_cost(after)
+    return Rewritten(after, RewriteRecord(name, tier, checked, *costs, choice, notes, bound, error))

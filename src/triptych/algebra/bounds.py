@@ -1,0 +1,118 @@
+"""How far a layer's scores, attention rows and head outputs can move, whatever the input: no data needed.
+
+All hold for inputs no longer than √d, as a norm without gain (or with its gain folded into the maps) makes
+them. They are of one layer: composed over a whole network they say nothing.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.algebra.forms import BilinearForm
+from triptych.algebra.function import Rotation
+from triptych.algebra.rewrites.channels import why_channels_stay
+from triptych.algebra.rewrites.legality import why_key_bias_counts
+from triptych.algebra.rewrites.planes import plane_forms
+from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.weights import AttentionWeights, Side
+
+
+def score_bound(
+    before: AttentionWeights, after: AttentionWeights, rotation: Rotation | None = None
+) -> Float[Tensor, " num_heads"]:
+    """The most that a score of each head can move: `d σ₁(ΔW_QK) · scale`.
+
+    What adds the same number to a row of scores is not counted where the softmax is blind to it: that of
+    the key bias. Biases that count make inputs one wider, and the bound is `2d σ₁` of the form with the row
+    `b / √d`. Under rotary positions it is the sum of the bounds of the planes, which hold at every distance.
+
+    Args:
+        before: a layer; its norm is passed over (fold it first).
+        after: the same in another writing, or nearly the same.
+        rotation: what turns queries and keys of both, if their positions are rotary.
+
+    Raises:
+        RewriteRefusedError: no such bound is known: queries and keys are normalised, distances meet them, or
+            the positions are rotary and no rotation is given.
+    """
+    if before.traits.positions == "rotary" and not before.traits.qk_norm and rotation is not None:
+        return _rotary_score_bound(before, after, rotation)
+    if reason := why_channels_stay(before.traits, "qk"):
+        advice = "give the rotation" if before.traits.positions == "rotary" and rotation is None else ""
+        raise RewriteRefusedError("score_bound", f"no bound of the scores is known: {reason}", advice)
+    q = _extended(before, after, "q")
+    k = _extended(before, after, "k", biased=bool(why_key_bias_counts(before.traits)))
+    one, other = (BilinearForm(*maps) for maps in zip(q.maps, k.maps, strict=True))
+    return q.reach * k.reach * one.minus(other).spectral_norm()
+
+
+def output_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Tensor, " num_heads"]:
+    """The most that the output of each head can move, if it attends as before: `√d σ₁(ΔW_OV)`.
+
+    A value bias counts as one more row of the form, `b_V / √d` for inputs of length √(2d). The bias of the
+    output belongs to no head and is passed over: a value bias that went into it counts as moved.
+
+    Args:
+        before: a layer.
+        after: the same in another writing, or nearly the same.
+    """
+    v = _extended(before, after, "v")
+    one, other = (
+        BilinearForm(maps, weights.W_O.mT.double())
+        for maps, weights in zip(v.maps, (before, after), strict=True)
+    )
+    return v.reach * one.minus(other).spectral_norm()
+
+
+def row_bound(spread: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """The most that a row of attention weights can move in total variation: `tanh(spread / 4)`.
+
+    Two softmaxes whose scores differ by Δ have TV(p, p̂) ≤ tanh((max Δ − min Δ)/4), with equality for two
+    keys at their worst.
+
+    Args:
+        spread: max Δ − min Δ of a row of scores: as measured, or at most `2 · score_bound`.
+    """
+    return torch.tanh(spread / 4)
+
+
+def _rotary_score_bound(
+    before: AttentionWeights, after: AttentionWeights, rotation: Rotation
+) -> Float[Tensor, " num_heads"]:
+    q, k = _extended(before, after, "q"), _extended(before, after, "k")
+    one, other = (plane_forms(*maps, rotation) for maps in zip(q.maps, k.maps, strict=True))
+    moved = one.planes.minus(other.planes).spectral_norm().sum(dim=-1)
+    if one.fixed is not None and other.fixed is not None:
+        moved = moved + one.fixed.minus(other.fixed).spectral_norm()
+    return q.reach * k.reach * moved
+
+
+class _Extended(NamedTuple):
+    """The maps of one side, before and after.
+
+    Attributes:
+        maps: `[num_heads, rows, width]` each, in float64; queries times the scale of the scores.
+        reach: the longest input that the rows may meet.
+    """
+
+    maps: tuple[Tensor, Tensor]
+    reach: float
+
+
+def _extended(
+    before: AttentionWeights, after: AttentionWeights, side: Side, *, biased: bool = True
+) -> _Extended:
+    """With the row `b / √d`, for one more input of √d, if either has a bias that counts."""
+    links = [weights.multiplied(side).of_heads(weights.num_heads) for weights in (before, after)]
+    biased = biased and any(link.bias is not None for link in links)
+    d, found = links[0].d_in, []
+    for link, weights in zip(links, (before, after), strict=True):
+        maps = link.weight.double()
+        if biased:
+            row = maps.new_zeros(len(maps), maps.shape[-1]) if link.bias is None else link.bias.double()
+            maps = torch.cat([maps, row[:, None, :] / math.sqrt(d)], dim=1)
+        found.append(maps * weights.scale if side == "q" else maps)
+    return _Extended((found[0], found[1]), math.sqrt(2 * d if biased else d))

@@ -1,0 +1,88 @@
+"""How many channels each head keeps, where all of them together have so many."""
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def allocate(
+    spectra: Sequence[Float[Tensor, " channels"]],
+    costs: Sequence[float],
+    *,
+    energy: float | None = None,
+    share: float | None = None,
+) -> list[int]:
+    """The rank of every form: the lowest that keeps a share of its energy, or what a budget is best spent on.
+
+    A budget first gives every form one channel. Then it buys the channels that are left by descending energy
+    per cost, passing over those that it no longer pays for and those that carry nothing.
+
+    Up to the first channel passed over, no ranks of at most the same cost keep more energy: with λ the
+    ratio of the last channel bought, the ranks found maximise Σ (energy − λ · cost), since in every form
+    energies only fall and just those of ratio above λ (some of those at λ) were taken; ranks of more energy
+    for no more cost would make it larger. With one cost for all it is the best use of the whole budget.
+
+    Args:
+        spectra: of every form, of any number of heads and layers, the energies (squared singular values) of
+            its channels, descending. Energies of unlike layers are compared as they are: divide by their
+            sums first to compare shares.
+        costs: of one channel of each form (numbers, or operations), above 0.
+        energy: what each form must keep of its own, above 0 and at most 1.
+        share: what the ranks may cost, of what all channels cost, above 0 and at most 1.
+
+    Returns:
+        A rank for every form, at least 1: that alone may exceed a small budget.
+
+    Raises:
+        ValueError: not just one of `energy` and `share`, one out of range, or spectra and costs that are
+            not as said above.
+    """
+    _require_sound(spectra, costs, energy, share)
+    if energy is not None:
+        return [_rank_within(spectrum.double(), energy) for spectrum in spectra]
+    assert share is not None
+    left = share * sum(cost * len(spectrum) for spectrum, cost in zip(spectra, costs, strict=True))
+    # A budget that is met but for rounding is met.
+    left = left * (1 + 1e-12) - sum(costs)
+    ranks, energies = [1] * len(spectra), [spectrum.tolist() for spectrum in spectra]
+    offers = [(-of[1] / costs[i], i) for i, of in enumerate(energies) if len(of) > 1]
+    heapq.heapify(offers)
+    while offers:
+        worth, i = heapq.heappop(offers)
+        if costs[i] > left or worth == 0:
+            continue
+        left -= costs[i]
+        ranks[i] += 1
+        if ranks[i] < len(energies[i]):
+            heapq.heappush(offers, (-energies[i][ranks[i]] / costs[i], i))
+    return ranks
+
+
+def _rank_within(spectrum: Float[Tensor, " channels"], energy: float) -> int:
+    """The lowest rank that keeps this share, but for rounding."""
+    kept = spectrum.cumsum(dim=0)
+    return 1 + int(kept[:-1].lt(energy * (1 - 1e-12) * kept[-1]).sum())
+
+
+def _require_sound(
+    spectra: Sequence[Tensor], costs: Sequence[float], energy: float | None, share: float | None
+) -> None:
+    if (energy is None) == (share is None):
+        raise ValueError("give either energy or share, the other None")
+    for name, value in (("energy", energy), ("share", share)):
+        if value is not None and not 0 < value <= 1:
+            raise ValueError(f"{name} is {value}: it must be above 0 and at most 1")
+    if len(costs) != len(spectra):
+        raise ValueError(f"there are {len(spectra)} spectra and {len(costs)} costs: give one for each")
+    for i, (spectrum, cost) in enumerate(zip(spectra, costs, strict=True)):
+        if not cost > 0:
+            raise ValueError(f"cost {i} is {cost}: it must be above 0")
+        if not len(spectrum) or not bool((spectrum >= 0).all()) or bool((spectrum.diff() > 0).any()):
+            raise ValueError(
+                f"spectrum {i} is not one: it must have energies, at least 0, in descending order"
+            )
+        if not bool(torch.isfinite(spectrum).all()):
+            raise ValueError(f"spectrum {i} is not finite")

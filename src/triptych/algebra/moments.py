@@ -1,0 +1,137 @@
+"""Second moments of what meets in the heads of one attention layer, gathered over a text.
+
+They are all that the data-aware rewrites need of the data: a few numbers per pair of channels of one head,
+never one per pair of input channels, and never a text twice.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from triptych.algebra.function import Scoring, channels, of_heads, probabilities
+from triptych.algebra.weights import AttentionWeights
+from triptych.errors import DataError
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Means over a text, in float64, of the channels of one writing of a layer.
+
+    They belong to that writing: of one in another gauge they say nothing. Queries and keys are those after
+    their biases and norms, before positions turn them. Keys meet every query of the text alike here: who
+    sees whom, and at which distance, is left out.
+
+    Attributes:
+        count: tokens that ask; `key_count`: tokens that are asked.
+        q: `[num_heads, d_k, d_k]`, E[qᵀq] of every head; `k`: `[key_heads, d_k, d_k]`, likewise, uncentred.
+        k_mean: `[key_heads, d_k]`, E[k].
+        mixed: `[num_heads, d_v, d_v]`, E[zᵀz] of every head's mixed values z = p v, before W_O.
+        mixed_mean: `[num_heads, d_v]`, E[z].
+        x_square: mean square of a number of the queries' input; `y_square` of the keys'.
+    """
+
+    count: int
+    key_count: int
+    q: Float[Tensor, "num_heads d_k d_k"]
+    k: Float[Tensor, "key_heads d_k d_k"]
+    k_mean: Float[Tensor, "key_heads d_k"]
+    mixed: Float[Tensor, "num_heads d_v d_v"]
+    mixed_mean: Float[Tensor, "num_heads d_v"]
+    x_square: float
+    y_square: float
+
+    @property
+    def k_centred(self) -> Float[Tensor, "key_heads d_k d_k"]:
+        """The moments of the keys about their mean."""
+        return self.k - self.k_mean[:, :, None] * self.k_mean[:, None, :]
+
+    @property
+    def mixed_centred(self) -> Float[Tensor, "num_heads d_v d_v"]:
+        """The moments of the mixed values about their mean."""
+        return self.mixed - self.mixed_mean[:, :, None] * self.mixed_mean[:, None, :]
+
+
+@final
+class MomentsGatherer:
+    """Sums over a text, batch by batch: `gatherer.add(weights, scoring, x)` for each, then `result()`."""
+
+    def __init__(self) -> None:
+        self._counts = [0, 0]
+        self._sums: list[Tensor] = []
+
+    def add(
+        self,
+        weights: AttentionWeights,
+        scoring: Scoring,
+        x: Float[Tensor, "batch query_len d_model"],
+        memory: Float[Tensor, "batch key_len d_memory"] | None = None,
+        mask: Bool[Tensor, "..."] | None = None,
+        *,
+        tokens: Bool[Tensor, "batch query_len"] | None = None,
+        memory_tokens: Bool[Tensor, "batch key_len"] | None = None,
+    ) -> None:
+        """Take a batch in.
+
+        Args:
+            weights: the maps, the same for every batch.
+            scoring: what the layer does besides.
+            x: what queries are made of; keys and values too without a memory.
+            memory: what keys and values are made of.
+            mask: True = may attend, as in `attend`. It hides keys of padding from queries; what is not
+                to be counted, `tokens` says.
+            tokens: which of x are tokens of the text, not padding; all if None.
+            memory_tokens: the same of the memory.
+        """
+        q, k, v = channels(weights, scoring, x, memory)
+        p = probabilities(weights, scoring, q, k, mask)
+        mixed = p @ of_heads(v, weights.num_heads)
+        y, y_tokens = (x, tokens) if memory is None else (memory, memory_tokens)
+        q, mixed, inputs = (_counted(t, tokens) for t in (q, mixed, x[:, None]))
+        k, asked = (_counted(t, y_tokens) for t in (k, y[:, None]))
+        sums = [
+            q.mT @ q,
+            k.mT @ k,
+            k.sum(dim=1),
+            mixed.mT @ mixed,
+            mixed.sum(dim=1),
+            inputs.square().mean(dim=-1).sum(),
+            asked.square().mean(dim=-1).sum(),
+        ]
+        self._counts = [self._counts[0] + q.shape[1], self._counts[1] + k.shape[1]]
+        self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
+
+    def result(self) -> Moments:
+        """The means over all that was taken in.
+
+        Raises:
+            DataError: there was no token, or what the layer computes of them is not finite (a query that
+                may see nothing, say).
+        """
+        if not all(self._counts):
+            raise DataError("there are no tokens to take moments of: give some text")
+        if not all(bool(total.isfinite().all()) for total in self._sums):
+            raise DataError(
+                "queries, keys or mixed values of the text are not finite: leave out tokens that see nothing"
+            )
+        count, key_count = self._counts
+        q, k, k_sum, mixed, mixed_sum, x_square, y_square = self._sums
+        return Moments(
+            count=count,
+            key_count=key_count,
+            q=q / count,
+            k=k / key_count,
+            k_mean=k_sum / key_count,
+            mixed=mixed / count,
+            mixed_mean=mixed_sum / count,
+            x_square=float(x_square) / count,
+            y_square=float(y_square) / key_count,
+        )
+
+
+def _counted(t: Tensor, tokens: Tensor | None) -> Float[Tensor, "heads count width"]:
+    """`[batch, heads, length, width]`, the tokens of all texts of the batch one after the other."""
+    rows = t.transpose(0, 1).double()
+    return rows.flatten(1, 2) if tokens is None else rows[:, tokens]

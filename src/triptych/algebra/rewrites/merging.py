@@ -1,0 +1,384 @@
+"""Fewer key-value heads: several query heads read one, where each reads its own now."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.algebra.function import Rotation
+from triptych.algebra.rewrites.biases import fold_value_bias
+from triptych.algebra.rewrites.channels import (
+    CHANNELS_ARE_FREE,
+    FORMS,
+    NAMES,
+    Form,
+    Move,
+    bias_row,
+    in_working_precision,
+    joint_basis,
+    move,
+    newly_apart,
+    one_map,
+    size,
+    why_channels_stay,
+)
+from triptych.algebra.rewrites.legality import (
+    require_nothing_between,
+    require_whole_number,
+    unchanged,
+    why_key_bias_counts,
+    with_chains,
+)
+from triptych.algebra.rewrites.planes import merge_planes, require_rotary, rotary_move, rotary_size
+from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
+from triptych.algebra.weights import SIDES, AttentionWeights, Link
+
+
+def merge_kv_heads(
+    weights: AttentionWeights, num_kv_heads: int, *, bounded: bool = False, tolerance: float = 1e-9
+) -> Rewritten:
+    """Let consecutive query heads read one key-value head, where each reads its own now.
+
+    Key heads that are the same numbers are simply kept once. Else the channels of a group are put
+    into the basis that serves all its heads best, W_K its d_k first channels:
+
+        C = [W_K,1 R_1ᵀ … W_K,n R_nᵀ] = B S Vᵀ   (W_Q,i = Q_i R_i)
+        W_K = B S^½   W_Q,i = W_Q,i W_K,iᵀ B S^-½
+
+    and likewise for W_V. Nothing moves if the heads of a group are equal up to gauge; else the forms
+    of a group move by √Σ_{i>d_k} S_i², the least there is.
+
+    Biases: those of queries go along, as one more row of the form; those of keys are left out, where
+    the softmax is blind to them; those of values become one a group, or go into that of the output.
+
+    Args:
+        weights: the layer.
+        num_kv_heads: number of key-value heads of the result.
+        bounded: whether heads that differ may be merged.
+        tolerance: how far a group may move, relative to its norm, and still count as equal.
+
+    Returns:
+        The grouped writing; its bound is the largest move of a head's form (its bias row included).
+
+    Raises:
+        RewriteRefusedError: heads differ, with the worst group, its move and its norm; numbers that do
+            not divide; channels that cannot be mixed (rotary positions, QK-norm, a gate); a bias that
+            can go nowhere.
+    """
+    return _merge("merge_kv_heads", weights, num_kv_heads, _KeysOfForms(), bounded, tolerance)
+
+
+def merge_rotary_kv_heads(
+    weights: AttentionWeights,
+    rotation: Rotation,
+    num_kv_heads: int,
+    *,
+    bounded: bool = False,
+    tolerance: float = 1e-9,
+) -> Rewritten:
+    """Let consecutive query heads read one key-value head, where queries and keys are turned by positions.
+
+    Each plane of a group gets one complex key direction, the best for all its heads, which the queries of
+    each take up by a complex factor (see `merge_planes`); channels that are not turned, and values, are
+    merged as by `merge_kv_heads`. Nothing moves if the heads of a group are equal up to gauge.
+
+    Args:
+        weights: the layer.
+        rotation: what turns its queries and keys.
+        num_kv_heads: number of key-value heads of the result.
+        bounded: whether heads that differ may be merged.
+        tolerance: how far a group may move, relative to its norm, and still count as equal.
+
+    Returns:
+        The grouped writing. Its bound is the largest move of a head's form: of W_OV, or the root mean square
+        over distances m of that of W_Q R(m) W_Kᵀ (biases, those of keys too, are rows of it).
+
+    Raises:
+        RewriteRefusedError: heads differ, with the worst group, its move and its norm; numbers that do
+            not divide; no rotary positions, QK-norm, a gate; a value bias that can go nowhere.
+    """
+    name = "merge_rotary_kv_heads"
+    require_rotary(name, weights, rotation)
+    return _merge(name, weights, num_kv_heads, _KeysOfPlanes(rotation), bounded, tolerance)
+
+
+class _Keys(ABC):
+    """What a group's queries and keys have in common, and how far it moves."""
+
+    @abstractmethod
+    def require_mixable(self, name: str, plain: AttentionWeights) -> None:
+        """Refuse where different key heads cannot become one."""
+
+    @abstractmethod
+    def ready(self, name: str, plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
+        """The layer as its keys can be merged."""
+
+    @abstractmethod
+    def merged(self, plain: AttentionWeights, groups: int) -> AttentionWeights:
+        """The nearest writing with that many key heads."""
+
+    @abstractmethod
+    def move(self, before: AttentionWeights, after: AttentionWeights) -> Move:
+        """How far the QK form of every head moves."""
+
+    @abstractmethod
+    def size(self, weights: AttentionWeights) -> Move:
+        """The norm of the QK form of every head."""
+
+    @abstractmethod
+    def checked(self) -> str:
+        """What `require_mixable` looked at, in words."""
+
+
+@final
+class _KeysOfForms(_Keys):
+    """Channels that can be mixed."""
+
+    def require_mixable(self, name: str, plain: AttentionWeights) -> None:
+        _require_channels_free(name, plain, "qk")
+
+    def ready(self, name: str, plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
+        return _without_key_bias(name, plain, notes)
+
+    def merged(self, plain: AttentionWeights, groups: int) -> AttentionWeights:
+        return _merged_qk(plain, groups)
+
+    def move(self, before: AttentionWeights, after: AttentionWeights) -> Move:
+        return move(before, after, "qk")
+
+    def size(self, weights: AttentionWeights) -> Move:
+        return size(weights, "qk")
+
+    def checked(self) -> str:
+        return CHANNELS_ARE_FREE["qk"]
+
+
+@final
+@dataclass(frozen=True)
+class _KeysOfPlanes(_Keys):
+    """Channels that turn."""
+
+    rotation: Rotation
+
+    def require_mixable(self, name: str, plain: AttentionWeights) -> None:
+        require_rotary(name, plain, self.rotation)
+
+    def ready(self, name: str, plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
+        return plain  # the key bias turns with its plane
+
+    def merged(self, plain: AttentionWeights, groups: int) -> AttentionWeights:
+        return merge_planes(plain, self.rotation, groups)
+
+    def move(self, before: AttentionWeights, after: AttentionWeights) -> Move:
+        moved = rotary_move(before, after, self.rotation)
+        return Move(moved, torch.zeros_like(moved))
+
+    def size(self, weights: AttentionWeights) -> Move:
+        norms = rotary_size(weights, self.rotation)
+        return Move(norms, torch.zeros_like(norms))
+
+    def checked(self) -> str:
+        return "qk: no QK-norm: nothing stands between the maps and the rotation"
+
+
+def _merge(
+    name: str, weights: AttentionWeights, num_kv_heads: int, keys: _Keys, bounded: bool, tolerance: float
+) -> Rewritten:
+    _require_shared_out(name, weights, num_kv_heads)
+    present = max(weights.num_key_heads, weights.num_value_heads)
+    if num_kv_heads == present:
+        return unchanged(name, weights, f"there are {present} key-value heads")
+    for side in SIDES:
+        require_nothing_between(name, side, weights.chain(side)[:-1])
+    notes: list[str] = []
+    plain = _with_one_map_a_side(in_working_precision(weights), notes)
+    several = bool(notes)
+    mixed = [form for form in FORMS if not _can_drop(plain.chain(_common_side(form))[0], num_kv_heads)]
+    for form in mixed:
+        if form == "qk":
+            keys.require_mixable(name, plain)
+        else:
+            _require_channels_free(name, plain, form)
+    if "qk" in mixed:
+        plain = keys.ready(name, plain, notes)
+    attempt = _merged(plain, num_kv_heads, mixed, keys)
+    if "ov" in mixed and _bias_is_lost(plain, attempt, tolerance):
+        try:
+            plain = fold_value_bias(plain).weights
+        except RewriteRefusedError as error:
+            if not bounded:
+                reason = "the value biases of a group cannot be one"
+                raise RewriteRefusedError(name, f"ov: {reason}, and {error.reason}") from None
+        else:
+            notes.append("the value biases of a group cannot be one: they went into that of the output")
+            attempt = _merged(plain, num_kv_heads, mixed, keys)
+    moves = {
+        form: keys.move(plain, attempt) if form == "qk" else move(plain, attempt, form) for form in mixed
+    }
+    sizes = {form: keys.size(plain) if form == "qk" else size(plain, form) for form in mixed}
+    differing = _worst_group(moves, sizes, num_kv_heads, tolerance)
+    if differing and not bounded:
+        raise RewriteRefusedError(name, differing, "bounded=True merges them to the nearest")
+    exact: Tier = "rounding-exact" if mixed or several else "bit-exact"
+    return rewritten(
+        name,
+        "bounded" if differing else exact,
+        weights,
+        attempt.to(weights.dtype),
+        checked=(
+            f"{present} key-value heads can be shared out among {num_kv_heads}",
+            *(keys.checked() if form == "qk" else CHANNELS_ARE_FREE[form] for form in mixed),
+            *([] if differing else ["the heads of a group are equal up to gauge"]),
+        ),
+        choice=differing,
+        notes=(*notes, *newly_apart(weights, attempt)),
+        bound=max(float(one.whole.max()) for one in moves.values()) if differing else 0.0,
+    )
+
+
+def _require_shared_out(name: str, weights: AttentionWeights, num_kv_heads: int) -> None:
+    heads = weights.num_heads
+    require_whole_number(name, "num_kv_heads", num_kv_heads)
+    if num_kv_heads < 1 or heads % num_kv_heads:
+        reason = f"{num_kv_heads} key-value heads cannot serve {heads} heads: the number must divide {heads}"
+        raise RewriteRefusedError(name, reason)
+    for side in SIDES:
+        if not weights.chain(side):
+            raise RewriteRefusedError(
+                name,
+                f"no map makes {NAMES[side]}: the form is one matrix a head",
+                "factor it first",
+            )
+    for present in (weights.num_key_heads, weights.num_value_heads):
+        if present % num_kv_heads and num_kv_heads % present:
+            reason = f"the present {present} cannot be shared out among {num_kv_heads} key-value heads"
+            raise RewriteRefusedError(name, reason)
+    most = max(weights.num_key_heads, weights.num_value_heads)
+    if most < num_kv_heads:
+        reason = f"there are {most} key-value heads, fewer than {num_kv_heads}"
+        raise RewriteRefusedError(name, reason, "repeat_kv_heads gives every head its own")
+
+
+def _with_one_map_a_side(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
+    """Queries and outputs with a map a head, keys and values with one a group; nothing shared."""
+    q, k, v, o = (one_map(weights, side, notes) for side in SIDES)
+    heads = weights.num_heads
+    return replace(weights, q=(q.of_heads(heads),), k=(k,), v=(v,), o=(o.of_heads(heads),))
+
+
+def _common_side(form: Form) -> Literal["k", "v"]:
+    return "k" if form == "qk" else "v"
+
+
+def _first_of_groups(link: Link, groups: int) -> Link:
+    """The first copy of each group, or every copy for several groups if there are fewer."""
+    if link.copies <= groups:
+        return link.of_heads(groups)
+    step = link.copies // groups
+    return replace(
+        link,
+        weight=link.weight[::step].clone(),
+        bias=None if link.bias is None else link.bias[::step].clone(),
+    )
+
+
+def _can_drop(link: Link, groups: int) -> bool:
+    """Whether the copies of each group are the same numbers, biases included."""
+    again = _first_of_groups(link, groups).of_heads(max(link.copies, groups))
+    whole = link.of_heads(max(link.copies, groups))
+    return torch.equal(again.weight, whole.weight) and (
+        again.bias is None or whole.bias is None or torch.equal(again.bias, whole.bias)
+    )
+
+
+def _require_channels_free(name: str, weights: AttentionWeights, form: Form) -> None:
+    if reason := why_channels_stay(weights.traits, form):
+        maps = NAMES[_common_side(form)]
+        raise RewriteRefusedError(name, f"{form}: the maps of {maps} differ, and {reason}")
+
+
+def _without_key_bias(name: str, plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
+    """Channels that are mixed carry no key bias: it must be one that the softmax is blind to, or zero."""
+    bias = plain.k[0].bias
+    if bias is None:
+        return plain
+    if bool(bias.any()):
+        if reason := why_key_bias_counts(plain.traits):
+            reason = f"qk: the key biases of a group cannot be one, and {reason}"
+            raise RewriteRefusedError(name, reason)
+        notes.append("the key bias was left out: the softmax is blind to it")
+    return replace(plain, k=(replace(plain.k[0], bias=None),))
+
+
+def _merged(plain: AttentionWeights, groups: int, mixed: Sequence[Form], keys: _Keys) -> AttentionWeights:
+    """The nearest writing with that many key-value heads."""
+    result = plain
+    for form in FORMS:
+        side = _common_side(form)
+        if form not in mixed:
+            result = with_chains(result, {side: (_first_of_groups(plain.chain(side)[0], groups),)})
+        elif form == "qk":
+            result = keys.merged(result, groups)
+        else:
+            result = _merged_ov(result, groups)
+    return result
+
+
+def _merged_qk(plain: AttentionWeights, groups: int) -> AttentionWeights:
+    """Rows of the own factors are those of all queries that read one of the present key heads."""
+    (q,), (k,) = plain.q, plain.k
+    members = k.copies // groups
+    own = q.weight.reshape(groups, members, -1, q.d_out)
+    common = k.weight.reshape(groups, members, *k.weight.shape[1:])
+    basis = joint_basis(own, common, "own").of_width(k.d_out)
+    bias = q.bias
+    if bias is not None:
+        bias = (bias.reshape(groups, members, -1, q.d_out) @ basis.own).reshape(bias.shape)
+    return replace(plain, q=(Link((own @ basis.own).reshape(q.weight.shape), bias),), k=(Link(basis.shared),))
+
+
+def _merged_ov(plain: AttentionWeights, groups: int) -> AttentionWeights:
+    (v,), W_O = plain.v, plain.W_O
+    members = v.copies // groups
+    own = W_O.mT.reshape(groups, members, -1, v.d_out)
+    common = v.weight.reshape(groups, members, *v.weight.shape[1:])
+    basis = joint_basis(own, common, "common").of_width(v.d_out)
+    new_O = (own @ basis.own).reshape(W_O.mT.shape).mT.contiguous()
+    bias = v.bias
+    if bias is not None:
+        bias = (bias.reshape(groups, members, 1, -1) @ basis.common).sum(dim=1)[:, 0]
+    return replace(plain, v=(Link(basis.shared, bias),), o=(Link(new_O),))
+
+
+def _bias_is_lost(before: AttentionWeights, after: AttentionWeights, tolerance: float) -> bool:
+    """Whether the value biases of some group act otherwise than they did."""
+    lost = (bias_row(before, "ov") - bias_row(after, "ov")).norm(dim=-1)
+    return bool((lost > tolerance * bias_row(before, "ov").norm(dim=-1).max()).any())
+
+
+def _worst_group(moves: dict[Form, Move], sizes: dict[Form, Move], groups: int, tolerance: float) -> str:
+    """The group that moves most relative to its norm, in words; "" if none moves more than the tolerance."""
+    worst, said = tolerance, ""
+    for form, moved in moves.items():
+        norms = _of_groups(sizes[form].whole, groups)
+        errors = _of_groups(moved.whole, groups)
+        served = len(moved.whole) // groups
+        relative = torch.where(norms > 0, errors / norms, 0.0)
+        group = int(relative.argmax())
+        if float(relative[group]) > worst:
+            worst = float(relative[group])
+            said = (
+                f"W_{form.upper()} of group {group} (heads {group * served} to "
+                f"{group * served + served - 1}) moves by {float(errors[group]):.6g}, "
+                f"of a norm of {float(norms[group]):.6g}"
+            )
+    return said
+
+
+def _of_groups(norms: Float[Tensor, " heads"], groups: int) -> Float[Tensor, " groups"]:
+    total: Tensor = torch.linalg.vector_norm(norms.view(groups, -1), dim=-1)
+    return total

@@ -1,0 +1,347 @@
+"""Rotary heads: what can be done with their planes, which are all that positions leave of their channels.
+
+Plane f of a head is a pair of complex vectors, u_f = (W_Q)_a + i (W_Q)_b of queries and v_f of keys, where a
+and b are the channels that turn together. At distance m its score is Re(x u_f · (y v_f)* · e^{imθ_f}): the
+complex form Z_f = u_f v_fᴴ is what no gauge changes, and u_f → u_f / c*, v_f → c v_f the only one there is.
+Biases are one more row of the maps, for an input that is always 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+from triptych.algebra.forms import BilinearForm
+from triptych.algebra.function import Rotation
+from triptych.algebra.moments import Moments
+from triptych.algebra.rewrites.channels import joint_basis, newly_apart, times
+from triptych.algebra.rewrites.data import require_moments_of
+from triptych.algebra.rewrites.legality import require_nothing_between, require_whole_number
+from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.weights import AttentionWeights, Link, Side
+
+_QK: tuple[Side, Side] = ("q", "k")
+
+
+def truncate_planes(
+    weights: AttentionWeights,
+    rotation: Rotation,
+    *,
+    planes: int | Sequence[int],
+    moments: Moments | None = None,
+    longest: int | None = None,
+) -> Rewritten:
+    """Keep the planes of rotary heads that carry most of the scores; the others become zero.
+
+    The widths stay, as the format pairs channels by their place. Heads that read one key head keep the same
+    planes. Channels that are not turned are left alone.
+
+    Args:
+        weights: the layer, written as when the moments were gathered.
+        rotation: what turns its queries and keys.
+        planes: how many to keep, or how many for each key head.
+        moments: of a text; for inputs without preferred direction, as large as a norm makes them, if None.
+        longest: tokens of the longest text that counts; None for texts long against the beat of any two
+            planes. It tells planes that hardly turn from those that do (see `plane_scores`).
+
+    Returns:
+        The same layer with zeros. The record's `error` is the largest mean square of what a head's scores
+        lose, over distances, relative to that of all its planes. Its bound is the largest root mean square,
+        over distances m, of the Frobenius norm by which W_Q R(m) W_Kᵀ moves (biases are rows of it).
+
+    Raises:
+        RewriteRefusedError: the layer has no rotary positions, or norms between its maps and the rotation;
+            numbers of planes out of range.
+    """
+    name = "truncate_planes"
+    require_rotary(name, weights, rotation)
+    count, groups = len(rotation.frequencies), weights.num_key_heads
+    kept = list(planes) if isinstance(planes, Sequence) else [planes] * groups
+    if len(kept) != groups:
+        raise RewriteRefusedError(
+            name, f"planes names {len(kept)} numbers: there are {groups} key heads, and each takes one"
+        )
+    for number in kept:
+        require_whole_number(name, "planes", number)
+        if not 1 <= number <= count:
+            raise RewriteRefusedError(name, f"planes is {number}: the rotation has {count}, so 1 to {count}")
+    working = weights.to(torch.float64)
+    scores = plane_scores(working, rotation, moments, longest)
+    energies = _energies(scores, groups)
+    places = energies.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    left_out = places >= torch.tensor(kept, device=places.device)[:, None]
+    channels = torch.ones(groups, weights.multiplied("q").d_out, dtype=working.dtype, device=working.device)
+    for of_plane in rotation.pairs:
+        channels[:, of_plane] = (~left_out).to(working.dtype)
+    notes: list[str] = []
+    only = torch.diag_embed(channels)
+    result = _with_qk(working, only, only, notes)
+    of_heads = left_out.repeat_interleave(weights.num_heads // groups, dim=0).to(scores.dtype)
+    lost, whole = torch.einsum("hf,hfg,hg->h", of_heads, scores, of_heads), scores.sum(dim=(-2, -1))
+    error = float((lost / torch.where(whole > 0, whole, 1.0)).clamp(min=0.0).max())
+    moved = rotary_move(working, result, rotation)
+    exact = not bool(moved.any())
+    numbers = str(kept[0]) if len(set(kept)) == 1 else ", ".join(map(str, kept))
+    return rewritten(
+        name,
+        "rounding-exact" if exact else "bounded",
+        weights,
+        result.to(weights.dtype),
+        checked=("rotary positions", "no QK-norm: nothing stands between the maps and the rotation"),
+        choice=f"{numbers} of {count} planes, which leaves out at most {error:.3g} of the mean square of a "
+        "head's scores in its planes",
+        notes=(*notes, *newly_apart(weights, result)),
+        bound=float(moved.max()),
+        error=None if moments is None else error,
+    )
+
+
+def plane_scores(
+    weights: AttentionWeights,
+    rotation: Rotation,
+    moments: Moments | None = None,
+    longest: int | None = None,
+) -> Float[Tensor, "num_heads planes planes"]:
+    """E[s_f s_g] of the scores q kᵀ that two planes give one pair of tokens, over tokens and distances.
+
+    With complex q_f, k_f the score of plane f at distance m is s_f = Re(q_f k_f* e^{imθ_f}), so
+
+        E[s_f s_g] = ½ Re(E[q_f q_g*] E[k_f k_g*]* φ(θ_f − θ_g) + E[q_f q_g] E[k_f k_g]* φ(θ_f + θ_g))
+
+    with φ(θ) the mean of e^{imθ} over distances. In texts long against the beat of any two planes that is 0
+    but for θ = 0, which leaves the energies ½ E|q_f|² E|k_f|² on the diagonal. A plane that hardly turns
+    within `longest` has φ near 1, and counts as channels that have no position.
+
+    Args:
+        weights: the layer.
+        rotation: what turns it.
+        moments: of a text; for inputs without preferred direction and of mean square 1 if None.
+        longest: distances below that count alike, to both sides unless the layer is causal; None for no end.
+
+    Returns:
+        Symmetric, its sum the mean square of the scores in all planes; the energies are its diagonal. In
+        float64.
+    """
+    G_q, G_k = _channel_moments(weights, moments)
+    P_q, N_q = _complex_moments(G_q, rotation)
+    P_k, N_k = _complex_moments(G_k, rotation)
+    theta = rotation.frequencies.double().to(weights.device)
+    causal = weights.traits.kind == "causal"
+    minus = _mean_turn(theta[:, None] - theta, longest, causal)
+    plus = _mean_turn(theta[:, None] + theta, longest, causal)
+    return ((P_q * P_k.conj() * minus + N_q * N_k.conj() * plus) / 2).real * rotation.factor**4
+
+
+def measure_plane_energies(
+    weights: AttentionWeights,
+    rotation: Rotation,
+    moments: Moments | None = None,
+    longest: int | None = None,
+) -> Float[Tensor, "groups planes"]:
+    """What the planes of every group of heads carry, descending: what `allocate` shares planes out by.
+
+    Arguments as those of `plane_scores`, of which these are the diagonals, summed over a group.
+    """
+    require_rotary("measure_plane_energies", weights, rotation)
+    scores = plane_scores(weights, rotation, moments, longest)
+    return _energies(scores, weights.num_key_heads).sort(dim=-1, descending=True).values
+
+
+def _energies(scores: Float[Tensor, "heads planes planes"], groups: int) -> Float[Tensor, "groups planes"]:
+    of_heads = scores.diagonal(dim1=-2, dim2=-1)
+    return of_heads.reshape(groups, -1, of_heads.shape[-1]).sum(dim=1)
+
+
+def require_rotary(name: str, weights: AttentionWeights, rotation: Rotation) -> None:
+    """Refuse a layer whose planes are not what meets in its scores.
+
+    Raises:
+        RewriteRefusedError: the layer has no rotary positions, a norm stands before them, or the rotation
+            turns more channels than there are.
+    """
+    if weights.traits.positions != "rotary":
+        raise RewriteRefusedError(
+            name, f"the layer has no planes: its positions are {weights.traits.positions}, not rotary"
+        )
+    if weights.traits.qk_norm:
+        raise RewriteRefusedError(
+            name,
+            "queries and keys are normalised (QK-norm) over the channels of all their planes",
+        )
+    width, turned = weights.multiplied("q").d_out, rotation.start + 2 * len(rotation.frequencies)
+    if turned > width:
+        raise RewriteRefusedError(name, f"the rotation turns channels up to {turned}, of heads {width} wide")
+    for side in _QK:
+        require_nothing_between(name, side, weights.chain(side)[:-1])
+
+
+class PlaneForms(NamedTuple):
+    """The forms of rotary heads.
+
+    Attributes:
+        planes: batch `[num_heads, planes]`: of Z = u vᴴ the real form [[Re Z, −Im Z], [Im Z, Re Z]], which
+            has each of its singular values twice.
+        fixed: batch `[num_heads]`: of the channels that are not turned; None if all are.
+    """
+
+    planes: BilinearForm
+    fixed: BilinearForm | None
+
+
+def plane_forms(
+    q: Float[Tensor, "num_heads q_rows width"], k: Float[Tensor, "num_heads k_rows width"], rotation: Rotation
+) -> PlaneForms:
+    """The forms that turn, and the one that does not, of the maps of every head."""
+    stays = _stays(rotation, q.shape[-1])
+    doubled = []
+    for maps in (q, k):
+        a, b = (rotation.factor * maps[..., channels].mT[..., None] for channels in rotation.pairs)
+        doubled.append(torch.cat([torch.cat([a, b], dim=-1), torch.cat([b, -a], dim=-1)], dim=-2))
+    fixed = BilinearForm(q[..., stays], k[..., stays]) if stays else None
+    return PlaneForms(BilinearForm(doubled[0], doubled[1]), fixed)
+
+
+def rotary_move(
+    before: AttentionWeights, after: AttentionWeights, rotation: Rotation
+) -> Float[Tensor, " num_heads"]:
+    """Root mean square over distances m of ‖Δ W_Q R(m) W_Kᵀ‖ (Frobenius), biases as rows.
+
+    Over distances long against the beat of any two planes it is √(½ Σ_f ‖ΔZ_f‖² + ‖Δ fixed‖²).
+    """
+    one, other = (_forms_with_biases(weights, rotation) for weights in (before, after))
+    # The doubled form has twice the square of the complex one.
+    total = one.planes.difference_norm(other.planes).square().sum(dim=-1) / 4
+    if one.fixed is not None and other.fixed is not None:
+        total = total + one.fixed.difference_norm(other.fixed).square()
+    return total.sqrt()
+
+
+def rotary_size(weights: AttentionWeights, rotation: Rotation) -> Float[Tensor, " num_heads"]:
+    """The same of the forms themselves: how far they are from nothing."""
+    forms = _forms_with_biases(weights, rotation)
+    total = forms.planes.frobenius_norm().square().sum(dim=-1) / 4
+    if forms.fixed is not None:
+        total = total + forms.fixed.frobenius_norm().square()
+    return total.sqrt()
+
+
+def merge_planes(plain: AttentionWeights, rotation: Rotation, groups: int) -> AttentionWeights:
+    """The nearest writing with that many key heads: each plane of a group on one line of its own.
+
+    Of v_j, the keys of the group's heads in a plane, the common one is the first left singular vector v of
+    [√w_1 v_1 … √w_n v_n], w_j = Σ ‖u_i‖² of the queries that read j: then v_j ≈ c_j v, and u_i → u_i c_j*. It
+    is the least Σ ‖ΔZ‖² there is, and nothing if the v_j are complex multiples of one. Channels that are
+    not turned get the basis that serves all heads best.
+
+    Args:
+        plain: one map a side; queries with one a head, keys with no more bias than the result can hold.
+        rotation: what turns it.
+        groups: number of key heads of the result, a divisor of that there is.
+    """
+    (q,), (k,) = plain.q, plain.k
+    members = k.copies // groups
+    u = _complex_planes(_with_row(q), rotation).unflatten(0, (groups, members, -1))  # type: ignore[no-untyped-call]
+    v = _complex_planes(_with_row(k), rotation).unflatten(0, (groups, members))  # type: ignore[no-untyped-call]
+    weight = u.abs().square().sum(dim=(2, 4))  # [groups, members, planes]
+    stacked = (weight.sqrt()[..., None] * v).permute(0, 2, 3, 1)
+    top = torch.linalg.svd(stacked, full_matrices=False).U[..., 0]  # [groups, planes, rows]
+    c = torch.einsum("gfd,gmfd->gmf", top.conj(), v)
+    # As long as the keys it stands for, and turned as the first of them.
+    total = weight.sum(dim=1)
+    length = ((weight * c.abs().square()).sum(dim=1) / torch.where(total > 0, total, 1.0)).sqrt()
+    unit = torch.where(length > 0, length, 1.0) * torch.exp(1j * c[:, 0].angle())
+    c, top = c / unit[:, None], top * unit[..., None]
+    new_q, new_k = _with_row(q).clone(), _with_row(k)[::members].clone()
+    turned = (u * c.conj()[:, :, None, :, None]).flatten(0, 2)
+    for new, planes in ((new_q, turned), (new_k, top)):
+        for channels, part in zip(rotation.pairs, (planes.real, planes.imag), strict=True):
+            new[..., channels] = part.mT
+    _merge_fixed(q, k, rotation, new_q, new_k)
+    return replace(plain, q=(_without_row(new_q, q),), k=(_without_row(new_k, k),))
+
+
+def _merge_fixed(q: Link, k: Link, rotation: Rotation, new_q: Tensor, new_k: Tensor) -> None:
+    """The channels that are not turned, in place."""
+    stays = _stays(rotation, q.d_out)
+    if not stays:
+        return
+    groups = len(new_k)
+    own = _with_row(q)[..., stays].reshape(groups, k.copies // groups, -1, len(stays))
+    common = _with_row(k)[..., stays].unflatten(0, (groups, -1))  # type: ignore[no-untyped-call]
+    basis = joint_basis(own, common, "own").of_width(len(stays))
+    new_q[..., stays] = (own @ basis.own).reshape(*new_q.shape[:2], len(stays))
+    new_k[..., stays] = basis.shared
+
+
+def _stays(rotation: Rotation, width: int) -> list[int]:
+    """The channels that are not turned."""
+    first, second = rotation.pairs
+    return sorted(set(range(width)) - {*first, *second})
+
+
+def _complex_planes(
+    maps: Float[Tensor, "copies rows width"], rotation: Rotation
+) -> Complex[Tensor, "copies planes rows"]:
+    first, second = rotation.pairs
+    return torch.complex(maps[..., first], maps[..., second]).mT
+
+
+def _with_row(link: Link) -> Float[Tensor, "copies rows width"]:
+    """The maps with the bias as one more row, if there is one."""
+    return link.weight if link.bias is None else torch.cat([link.weight, link.bias[:, None, :]], dim=1)
+
+
+def _without_row(maps: Float[Tensor, "copies rows width"], like: Link) -> Link:
+    return Link(maps) if like.bias is None else Link(maps[:, :-1].contiguous(), maps[:, -1].contiguous())
+
+
+def _forms_with_biases(weights: AttentionWeights, rotation: Rotation) -> PlaneForms:
+    q, k = (_with_row(weights.multiplied(side).of_heads(weights.num_heads)) for side in _QK)
+    return plane_forms(q, k, rotation)
+
+
+def _with_qk(
+    weights: AttentionWeights,
+    to_q: Float[Tensor, "copies r r"],
+    to_k: Float[Tensor, "copies r r"],
+    notes: list[str],
+) -> AttentionWeights:
+    return replace(weights, q=times(weights, "q", to_q, notes), k=times(weights, "k", to_k, notes))
+
+
+def _channel_moments(weights: AttentionWeights, moments: Moments | None) -> tuple[Tensor, Tensor]:
+    """Of queries and keys, one a query head."""
+    heads = weights.num_heads
+    if moments is None:
+        q, k = (_with_row(weights.multiplied(side).of_heads(heads)).double() for side in _QK)
+        return q.mT @ q, k.mT @ k
+    require_moments_of("plane_scores", weights, moments)
+    return moments.q, moments.k.repeat_interleave(heads // len(moments.k), dim=0)
+
+
+def _complex_moments(
+    G: Float[Tensor, "heads r r"], rotation: Rotation
+) -> tuple[Complex[Tensor, "heads planes planes"], Complex[Tensor, "heads planes planes"]]:
+    """E[c_f c_g*] and E[c_f c_g] of c = a + i b, from the moments of a and b."""
+    a, b = rotation.pairs
+    aa, bb, ab, ba = (G[:, one][:, :, other] for one, other in ((a, a), (b, b), (a, b), (b, a)))
+    return torch.complex(aa + bb, ba - ab), torch.complex(aa - bb, ba + ab)
+
+
+def _mean_turn(
+    theta: Float[Tensor, "planes planes"], longest: int | None, causal: bool
+) -> Complex[Tensor, "planes planes"]:
+    """Mean of e^{imθ} over the distances 0 ≤ m < longest, or over those and their opposites."""
+    if longest is None:
+        return (theta == 0).to(torch.complex128)
+    count = longest if causal else 2 * longest - 1
+    # Σ of `count` powers about their middle: sin(count θ/2) / sin(θ/2), which is `count` where e^{iθ} is 1.
+    half = theta / 2
+    sines = half.sin()
+    whole_turn = sines.abs() < 1e-9
+    mean = torch.where(whole_turn, 1.0, (count * half).sin() / (count * torch.where(whole_turn, 1.0, sines)))
+    middle = torch.where(whole_turn, 0.0, (longest - 1) * half) if causal else torch.zeros_like(half)
+    return torch.polar(torch.ones_like(middle), middle) * mean
