@@ -99,4 +99,3 @@ def _before_gain(x: Tensor, norm: Norm | None) -> Tensor:
     gain = norm.gain.double() + norm.offset
     x = x if norm.shift is None else x - norm.shift.double()
     return torch.where(gain == 0, 0.0, x / torch.where(gain == 0, 1.0, gain))
-

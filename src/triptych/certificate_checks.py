@@ -100,7 +100,8 @@ def _listed(claim: str, wrong: list[str], right: str) -> Check:
 def _layers(certificate: Certificate, original: AttentionSource, written: AttentionSource) -> Iterator[Check]:
     before = {site.module: site for site in original.sites}
     after = {site.module: site for site in written.sites}
-    off, outside, worst, counted = [], [], 0.0, 0
+    off, outside = list[str](), list[str]()
+    worst, counted = 0.0, 0
     for layer in certificate.layers:
         if layer.module not in before or layer.module not in after:
             off.append(f"{layer.module} is not there")
@@ -122,7 +123,9 @@ def _layers(certificate: Certificate, original: AttentionSource, written: Attent
             continue
         if moved > allowed * (1 + 1e-3) + _slack(one.weights.dtype):
             outside.append(f"{layer.module}: a form moves by {moved:.4g}, bounded by {allowed:.4g}")
-    yield _listed("errors measured on the probes", off, f"{counted} layers, at most {worst:.3g} of the output")
+    yield _listed(
+        "errors measured on the probes", off, f"{counted} layers, at most {worst:.3g} of the output"
+    )
     yield _listed("what was done is of its tier, and within its bounds", outside, f"{certificate.tier}")
 
 
@@ -136,7 +139,11 @@ def _alike(certified: Measured, found: Measured) -> bool:
     for one, other in pairs:
         if (one is None) != (other is None):
             return False
-        if one is not None and other is not None and not math.isclose(one, other, rel_tol=_SAME, abs_tol=1e-13):
+        if (
+            one is not None
+            and other is not None
+            and not math.isclose(one, other, rel_tol=_SAME, abs_tol=1e-13)
+        ):
             return False
     return math.isclose(certified.error_ratio, found.error_ratio, rel_tol=_SAME_RATIO, abs_tol=_SAME_RATIO)
 
@@ -153,7 +160,8 @@ def _slack(dtype: torch.dtype) -> float:
 def _same_order(layer: LayerRecord) -> bool:
     """Whether heads are where they were, so that their forms can be compared one by one."""
     return not any(
-        step.rewrite in ("sort_heads", "prune_heads") and not step.refused and step.choice for step in layer.steps
+        step.rewrite in ("sort_heads", "prune_heads") and not step.refused and step.choice
+        for step in layer.steps
     )
 
 
@@ -175,4 +183,3 @@ def _end_to_end(certificate: Certificate, original: Path, folder: Path, text: Pa
     for wanted, got in ((certified.loss_before_nats, before), (certified.loss_after_nats, after)):
         held = held and (wanted is None or (got is not None and math.isclose(wanted, got, abs_tol=1e-3)))
     return Check("whole models compared", held, said)
-

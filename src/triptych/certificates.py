@@ -328,7 +328,7 @@ def _whole_model(certificate: Certificate) -> str:
         return f"Whole models were not compared: {certificate.not_compared}."
     said = (
         f"Whole models on {found.text} ({found.tokens:,} tokens, by {found.by}): logits differ by at most "
-        f"{found.worst_logit:.3g}, the next token's distribution by {found.divergence_nats:.3g} nats on average"
+        f"{found.worst_logit:.3g}, the next token's distribution by {found.divergence_nats:.3g} nats a token"
     )
     if found.loss_before_nats is not None and found.loss_after_nats is not None:
         said += f"; loss {found.loss_before_nats:.4f} → {found.loss_after_nats:.4f} nats a token"

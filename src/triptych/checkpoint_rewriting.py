@@ -51,8 +51,8 @@ _MODEL_CARD = "README.md"
 # Models up to this size are run, original and rewritten, without being asked for: both are held in float32.
 _LARGEST_COMPARED = 2_000_000_000
 _KEEPS_SHAPES = (
-    "the format has one shape for all heads, or none for other widths: what is left is multiplied back into it, "
-    "and the file stays as large"
+    "the format has one shape for all heads, or none for other widths: what is left is multiplied back into "
+    "it, and the file stays as large"
 )
 
 
@@ -71,7 +71,9 @@ class Prepared:
     moments: dict[str, dict[int, Moments]]
     skip_refused: bool
 
-    def through(self, source: AttentionSource, read: AttentionLayer, upto: int | None = None) -> RewrittenLayer:
+    def through(
+        self, source: AttentionSource, read: AttentionLayer, upto: int | None = None
+    ) -> RewrittenLayer:
         """A layer through the steps, or the first so many."""
         return rewrite_layer(
             read,
@@ -171,7 +173,6 @@ def costs_of(read: AttentionLayer, done: RewrittenLayer) -> tuple[Cost, Cost]:
     )
 
 
-
 def local_folder(checkpoint: str) -> Path:
     """The folder of a checkpoint; one of the Hub is fetched first, whole.
 
@@ -183,7 +184,9 @@ def local_folder(checkpoint: str) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
-        raise UsageError(f"{path} is one file of a checkpoint: give its folder, which is rewritten as a whole")
+        raise UsageError(
+            f"{path} is one file of a checkpoint: give its folder, which is rewritten as a whole"
+        )
     if is_hub_id(checkpoint):
         return fetch_folder(checkpoint)
     raise DataError(f"{path}: there is no such folder")
@@ -473,7 +476,10 @@ class _FolderRewriting(_Rewriting):
         if self._ready:
             raise AssertionError(f"{next(iter(self._ready))} was rewritten and never asked for")
         written = Checkpoint(
-            str(folder), self.checkpoint.family, Settings(read_json(folder / CONFIG), CONFIG), open_tensors(folder)
+            str(folder),
+            self.checkpoint.family,
+            Settings(read_json(folder / CONFIG), CONFIG),
+            open_tensors(folder),
         )
         sites = {site.module: site for site in written.sites}
         for number, site in enumerate(self.checkpoint.sites):
@@ -500,8 +506,8 @@ def _owners(source: Checkpoint) -> dict[str, Site]:
         for name in source.read_names(site):
             if name in found:
                 raise DataError(
-                    f"{source.name}: {name} belongs to {found[name].name} and to {site.name}: a change for one "
-                    "would change the other"
+                    f"{source.name}: {name} belongs to {found[name].name} and to {site.name}: a change for "
+                    "one would change the other"
                 )
             found[name] = site
     return found

@@ -2,20 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from functools import reduce
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from triptych.algebra.bounds import output_bound, score_bound
-from triptych.algebra.function import Scoring, attend
+from triptych.algebra.function import attend
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites import FORMS, Form, RewriteRefusedError, fold_norm
 from triptych.algebra.rewrites.channels import move
 from triptych.algebra.rewrites.legality import require_finite
 from triptych.algebra.slices import groups_of, heads_of, joined, scoring_of, separable
 from triptych.algebra.weights import SIDES, AttentionWeights, Norm
-from triptych.certificates import Measured, Probes, StepRecord
+from triptych.certificates import Cost, Measured, Probes, StepRecord
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewrite_steps import Layer, Step
 
@@ -69,7 +70,9 @@ def rewrite_layer(
         RewriteRefusedError: a step would change what the layer computes, with the reason and the layer.
     """
     weights = read.weights
-    mine = [(n, step) for n, step in enumerate(steps) if step.layers is None or read.site.layer in step.layers]
+    mine = [
+        (n, step) for n, step in enumerate(steps) if step.layers is None or read.site.layer in step.layers
+    ]
     try:
         require_finite("rewrite", weights)
     except RewriteRefusedError as refused:
@@ -93,7 +96,7 @@ def rewrite_layer(
         parts.append(done if whole else done.to(weights.dtype))
         records.append(found)
     return RewrittenLayer(
-        parts[0] if len(parts) == 1 else joined(parts), kept, _together(records, weights, parts)
+        parts[0] if len(parts) == 1 else joined(parts), kept, _together(records, weights.o[-1].d_out)
     )
 
 
@@ -104,14 +107,22 @@ def with_same_heads(layer: Layer, kept: Sequence[int] | None) -> Layer:
     return replace(layer, scoring=replace(layer.scoring, sinks=layer.scoring.sinks[list(kept)]))
 
 
+class _Done(NamedTuple):
+    """What a step did to a part of a layer, and whether there was an output bias in it."""
+
+    record: StepRecord
+    bias_before: bool
+    bias_after: bool
+
+
 def _through(
     layer: Layer,
     steps: Sequence[tuple[int, Step]],
     skip_refused: bool,
     moments: Mapping[int, Moments],
     number_bytes: int,
-) -> tuple[AttentionWeights, list[StepRecord], tuple[int, ...] | None]:
-    records: list[StepRecord] = []
+) -> tuple[AttentionWeights, list[_Done], tuple[int, ...] | None]:
+    records: list[_Done] = []
     kept: tuple[int, ...] | None = None
     for number, step in steps:
         layer = replace(layer, moments=moments.get(number))
@@ -121,48 +132,49 @@ def _through(
         except RewriteRefusedError as refused:
             if not skip_refused:
                 raise refused.at(layer.name) from None
-            records.append(StepRecord(rewrite=step.rewrite, refused=refused.reason))
+            records.append(_Done(StepRecord(rewrite=step.rewrite, refused=refused.reason), False, False))
             continue
         if order is not None:
             before = kept or tuple(range(layer.weights.num_heads))
             kept = tuple(before[head] for head in order)
+        record = StepRecord.of(step.rewrite, done.record, number_bytes)
+        biases = (weights.o_bias is not None for weights in (layer.weights, done.weights))
+        records.append(_Done(record, *biases))
         layer = with_same_heads(replace(layer, weights=done.weights), order)
-        records.append(StepRecord.of(step.rewrite, done.record, number_bytes))
     return layer.weights, records, kept
 
 
-def _together(
-    records: Sequence[Sequence[StepRecord]], weights: AttentionWeights, parts: Sequence[AttentionWeights]
-) -> tuple[StepRecord, ...]:
-    """The records of a layer that was taken in parts, as one for each step."""
+def _together(records: Sequence[Sequence[_Done]], width: int) -> tuple[StepRecord, ...]:
+    """The records of a layer that was taken in parts, as one for each step.
+
+    Args:
+        records: of each part.
+        width: of the output bias, which every part that has one counts.
+    """
     if len(records) == 1:
-        return tuple(records[0])
-    # The output bias is counted in the part that holds it; after a value bias went there, in every part.
-    width = parts[0].o[-1].d_out
+        return tuple(done.record for done in records[0])
     found = []
     for same in zip(*records, strict=True):
-        first = same[0]
-        if first.refused or any(record.refused for record in same):
-            found.append(next(record for record in same if record.refused))
+        refused = next((done.record for done in same if done.record.refused), None)
+        first = same[0].record
+        if refused is not None:
+            found.append(refused)
             continue
-        before, after = first.before, first.after
-        assert before is not None and after is not None
-        for other in same[1:]:
-            assert other.before is not None and other.after is not None
-            before, after = before.plus(other.before), after.plus(other.after)
-        bare = first.rewrite == "fold_value_bias" and all(part.o_bias is not None for part in parts)
-        spare = (len(same) - 1) * width if bare else 0
-        found.append(
-            first.model_copy(
-                update={
-                    "before": before,
-                    "after": after.model_copy(update={"parameters": after.parameters - spare}),
-                    "notes": tuple(dict.fromkeys(said for record in same for said in record.notes)),
-                    "bound": max(record.bound for record in same),
-                }
-            )
-        )
+        twice_before = max(0, sum(done.bias_before for done in same) - 1)
+        twice_after = max(0, sum(done.bias_after for done in same) - 1)
+        update = {
+            "before": _sum([done.record.before for done in same], twice_before * width),
+            "after": _sum([done.record.after for done in same], twice_after * width),
+            "notes": tuple(dict.fromkeys(said for done in same for said in done.record.notes)),
+            "bound": max(done.record.bound for done in same),
+        }
+        found.append(first.model_copy(update=update))
     return tuple(found)
+
+
+def _sum(costs: Sequence[Cost | None], counted_twice: int) -> Cost:
+    total = reduce(Cost.plus, [cost for cost in costs if cost is not None])
+    return total.model_copy(update={"parameters": total.parameters - counted_twice})
 
 
 def measure_change(
@@ -238,7 +250,9 @@ def _through_norm(x: Tensor, norm: Norm | None) -> Tensor:
     return x if norm.shift is None else x + norm.shift.double()
 
 
-def _bounds(before: AttentionLayer, after: AttentionLayer, most_numbers: int) -> tuple[float | None, float | None]:
+def _bounds(
+    before: AttentionLayer, after: AttentionLayer, most_numbers: int
+) -> tuple[float | None, float | None]:
     """Largest moves of a score and of a head's output that the weights allow; None where none is known."""
     one, other = before.weights, after.weights
     if one.num_heads != other.num_heads or sum(link.weight.numel() for link in one.links()) > most_numbers:
@@ -255,11 +269,20 @@ def move_of_forms(before: AttentionLayer, after: AttentionLayer) -> float | None
 
     Of rotary heads only W_OV is looked at: W_QK depends on the distance.
     """
-    one, other = _with_norm_folded(before.weights), _with_norm_folded(after.weights)
+    one, other = before.weights.to(torch.float64), after.weights.to(torch.float64)
     if one.num_heads != other.num_heads or before.scoring.between:
         return None
+    if not _is_same_norm(one.norm, other.norm) or not _is_same_norm(one.memory_norm, other.memory_norm):
+        one, other = _with_norm_folded(one), _with_norm_folded(other)
     forms: tuple[Form, ...] = ("ov",) if before.scoring.rotation is not None else FORMS
     return max(float(move(one, other, form).form.max()) for form in forms)
+
+
+def _is_same_norm(one: Norm | None, other: Norm | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    shifts = (norm.gain.new_zeros(1) if norm.shift is None else norm.shift for norm in (one, other))
+    return torch.equal(one.gain, other.gain) and torch.equal(*shifts)
 
 
 def _with_norm_folded(weights: AttentionWeights) -> AttentionWeights:
@@ -268,5 +291,7 @@ def _with_norm_folded(weights: AttentionWeights) -> AttentionWeights:
     if wide.norm is None and wide.memory_norm is None:
         return wide
     everything = frozenset(SIDES)
-    free = replace(wide, traits=replace(wide.traits, norm="pre", other_norm_readers="", bias_slots=everything))
+    free = replace(
+        wide, traits=replace(wide.traits, norm="pre", other_norm_readers="", bias_slots=everything)
+    )
     return fold_norm(free).weights

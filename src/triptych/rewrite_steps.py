@@ -6,8 +6,9 @@ than one layer before they begin (a budget is spread over all heads), some at wh
 
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, final
 
@@ -72,7 +73,7 @@ class Step(BaseModel, ABC):
         """Whether moments have to be there."""
         return False
 
-    def prepare(self, layers: Sequence[Layer]) -> "Step":
+    def prepare(self, layers: Iterable[Layer]) -> "Step":
         """The step with what only all layers together can tell."""
         return self
 
@@ -271,7 +272,7 @@ class Truncate(Step):
         """For the criteria that look at one."""
         return self.criterion != "free"
 
-    def prepare(self, layers: Sequence[Layer]) -> "Truncate":
+    def prepare(self, layers: Iterable[Layer]) -> "Truncate":
         """Ranks of every form of every layer."""
         if self.rank is not None:
             return self
@@ -282,7 +283,7 @@ class Truncate(Step):
                 for group, energies in enumerate(found):
                     places.append((layer.name, form, group))
                     spectra.append(energies)
-                    costs.append(_numbers_a_channel(layer.weights, form) * self._step(layer, form))
+                    costs.append(float(_numbers_a_channel(layer.weights, form) * self._step(layer, form)))
         chosen = allocate(spectra, costs, energy=self.energy, share=self.budget)
         ranks: dict[str, dict[Form, list[int]]] = {}
         for (name, form, _), rank, layer_energies in zip(places, chosen, spectra, strict=True):
@@ -436,7 +437,7 @@ AnyStep = Annotated[
     Field(discriminator="rewrite"),
 ]
 # Every exact rewrite that makes nothing larger.
-EXACT: tuple[Step, ...] = (
+EXACT: tuple[AnyStep, ...] = (
     FoldMaps(),
     FoldNorm(),
     DropKeyBias(),
@@ -486,13 +487,13 @@ def read_rewrite_recipe(path: Path) -> RewriteRecipe:
     return recipe
 
 
-def validated_step(record: dict[str, object]) -> Step:
+def validated_step(record: dict[str, object]) -> AnyStep:
     """A step from its record.
 
     Raises:
         UsageError: it says something that there is not.
     """
-    adapter: TypeAdapter[Step] = TypeAdapter(AnyStep)
+    adapter: TypeAdapter[AnyStep] = TypeAdapter(AnyStep)
     try:
         return adapter.validate_python(record)
     except ValidationError as error:
@@ -505,7 +506,7 @@ def require_order(steps: Sequence[Step]) -> None:
     Raises:
         UsageError: two steps in the wrong order, with the reason.
     """
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in pairwise(steps):
         if after.place < before.place:
             reason = _WHY_BEFORE.get(type(after), "what it does would undo that, or be undone by it")
             raise UsageError(f"{after.rewrite} must come before {before.rewrite}: {reason}")

@@ -45,7 +45,7 @@ class Window:
 @final
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What one attention layer is given: `x` for the queries, `memory` for keys and values if not the same."""
+    """What a layer is given: `x` for the queries, `memory` for keys and values if that is another."""
 
     x: Tensor
     memory: Tensor | None
@@ -140,8 +140,8 @@ class TransformersModel(RunnableModel):
     def __init__(self, path: Path) -> None:
         import transformers  # large, and only needed here
 
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self._path = path
         try:
             config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
@@ -170,7 +170,9 @@ class TransformersModel(RunnableModel):
             ids = self._tokens(text.read_text(encoding="utf-8"), special=False)
             return self._side_by_side(ids[: most_tokens + 1])
         lines = text.read_text(encoding="utf-8").splitlines()
-        return self._pairs(text, lines, most_tokens) if self.kind == "pairs" else self._lines(lines, most_tokens)
+        return (
+            self._pairs(text, lines, most_tokens) if self.kind == "pairs" else self._lines(lines, most_tokens)
+        )
 
     def random_windows(self, seed: int) -> Iterator[Window]:
         """Four windows."""
@@ -188,8 +190,8 @@ class TransformersModel(RunnableModel):
     def outputs(self, window: Window) -> Tensor:
         """One forward pass."""
         found = self.model(**window.inputs)
-        result = found.logits if "logits" in found else found.last_hidden_state
-        return result[0]
+        result: Tensor = (found.logits if "logits" in found else found.last_hidden_state)[0]
+        return result
 
     def watch(self, source: AttentionSource, sites: Sequence[Site]) -> contextlib.ExitStack:
         """Hooks on the maps of queries and keys."""
@@ -210,7 +212,9 @@ class TransformersModel(RunnableModel):
 
             for name, key in ((of_queries, False), (of_keys, True)):
                 if not key or site.kind == "cross":
-                    stack.callback(self._module(name).register_forward_pre_hook(partial(hear, key=key)).remove)
+                    stack.callback(
+                        self._module(name).register_forward_pre_hook(partial(hear, key=key)).remove
+                    )
         return stack
 
     def _module(self, name: str) -> nn.Module:
@@ -219,7 +223,7 @@ class TransformersModel(RunnableModel):
         Raises:
             DataError: there is none.
         """
-        modules = dict(self.model.named_modules())
+        modules: dict[str, nn.Module] = dict(self.model.named_modules())
         for candidate in _renamed(name):
             if candidate in modules:
                 return modules[candidate]
@@ -320,7 +324,10 @@ class OwnRunnable(RunnableModel):
             src = torch.randint(0, self.model.src_vocab_size, (1, 24), generator=generator)
             tgt = torch.randint(0, self.model.tgt_vocab_size, (1, 24), generator=generator)
             pad = self.model.pad_id
-            filled = {"src": src.masked_fill(src == pad, pad + 1), "tgt": tgt.masked_fill(tgt == pad, pad + 1)}
+            filled = {
+                "src": src.masked_fill(src == pad, pad + 1),
+                "tgt": tgt.masked_fill(tgt == pad, pad + 1),
+            }
             yield Window(filled, None)
 
     @torch.inference_mode()

@@ -82,7 +82,9 @@ class Checkpoint(AttentionSource):
             through = f"{site.module}.{spec.latent.q_down}.weight" in self.tensors.infos
             names = spec.latent.q_down if through else spec.q, spec.latent.kv_down
         if "*" in "".join(names):
-            raise DataError(f"{self.name}: {site.module} has no modules for its maps, whose input could be seen")
+            raise DataError(
+                f"{self.name}: {site.module} has no modules for its maps, whose input could be seen"
+            )
         return f"{site.module}.{names[0]}", f"{site.module}.{names[1]}"
 
     def broken(self, layer: AttentionLayer) -> dict[str, int]:

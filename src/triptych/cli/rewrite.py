@@ -16,7 +16,14 @@ from triptych.checkpoint_rewriting import Plan, plan_rewrite, rewrite_checkpoint
 from triptych.checkpoints.family import read_family
 from triptych.cli.selection import numbers
 from triptych.errors import UsageError
-from triptych.rewrite_steps import EXACT, RewriteRecipe, Step, read_rewrite_recipe, require_order, validated_step
+from triptych.rewrite_steps import (
+    EXACT,
+    AnyStep,
+    RewriteRecipe,
+    read_rewrite_recipe,
+    require_order,
+    validated_step,
+)
 
 _NO_OPTIONS = ("fold_maps", "expand", "fold_norm", "drop_key_bias", "fold_value_bias", "sort_heads")
 
@@ -30,7 +37,8 @@ def rewrite(
     do: Annotated[
         list[str] | None,
         typer.Option(
-            "--do", help=f"One rewrite by name, several times: {', '.join(_NO_OPTIONS)}, gauge_fix, to_latent …"
+            "--do",
+            help=f"One rewrite by name, several times: {', '.join(_NO_OPTIONS)}, gauge_fix, to_latent …",
         ),
     ] = None,
     recipe: Annotated[
@@ -57,11 +65,10 @@ def rewrite(
         int | None, typer.Option("--kv-heads", help="Merge (or repeat) to this many key-value heads.")
     ] = None,
     prune: Annotated[
-        int | None, typer.Option("--prune", help="Leave out this many heads of each layer, the least important.")
+        int | None,
+        typer.Option("--prune", help="Leave out this many heads of each layer, the least important."),
     ] = None,
-    layers: Annotated[
-        str | None, typer.Option("--layers", help="Only in these layers: 0,3 or 0-5.")
-    ] = None,
+    layers: Annotated[str | None, typer.Option("--layers", help="Only in these layers: 0,3 or 0-5.")] = None,
     skip_refused: Annotated[
         bool,
         typer.Option("--skip-refused", help="Leave a layer that refuses a step as it is, and say so."),
@@ -139,9 +146,7 @@ def _records(
     cut = {name: value for name, value in cut.items() if value is not None}
     if cut:
         wanted = criterion or ("free" if calibrate is None else "centred")
-        found.append(
-            {"rewrite": "truncate", "forms": tuple(forms.split(",")), "criterion": wanted, **cut}
-        )
+        found.append({"rewrite": "truncate", "forms": tuple(forms.split(",")), "criterion": wanted, **cut})
     elif criterion is not None:
         raise UsageError("--criterion is for a lower rank: give --rank, --energy or --budget with it")
     return found
@@ -169,7 +174,7 @@ def _recipe(
         if calibrate is not None:
             update["calibration"] = calibrate
         return found.model_copy(update=update)
-    steps: list[Step] = [*(EXACT if exact else ())]
+    steps: list[AnyStep] = [*(EXACT if exact else ())]
     steps += [validated_step({**record, "layers": layers}) for record in records]
     if exact:
         names = [step.rewrite for step in EXACT]
