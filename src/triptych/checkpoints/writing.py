@@ -18,7 +18,7 @@ from triptych.algebra.rewrites.norms import fold_norm
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.layer import AttentionLayer
+from triptych.checkpoints.layer import AttentionLayer, Site
 from triptych.checkpoints.reading import tensor_names
 from triptych.checkpoints.resizing import Sizes, resizing, sizes_of
 
@@ -378,7 +378,7 @@ def _refuse(reason: str, advice: str = "") -> NoReturn:
     raise RewriteRefusedError(_NAME, reason, advice)
 
 
-def _norms_of(checkpoint: Checkpoint, site: Any) -> list[str]:
+def _norms_of(checkpoint: Checkpoint, site: Site) -> list[str]:
     """The module of the norm that a layer reads, as the reader finds it; none without one."""
     place = checkpoint.place(site)
     for spec in place.spec.norm:
