@@ -132,7 +132,7 @@ def test_a_replaced_tensor_may_have_another_shape(
 ) -> None:
     source = make(tmp_path / "source")
     new = {name: torch.randn(rows, 4).to(TENSORS[name].dtype) for name in list(TENSORS)[:4]}
-    result, _ = copied(source, tmp_path / "target", new)
+    copied(source, tmp_path / "target", new)
     found: dict[str, Tensor] = {}
     for path in (tmp_path / "target").glob("*.safetensors"):
         found |= load_file(path)
@@ -142,7 +142,7 @@ def test_a_replaced_tensor_may_have_another_shape(
     for name, tensor in {**TENSORS, **new}.items():
         assert torch.equal(found[name], tensor)
     if make is sharded:
-        index = json.loads(result.weights.read_text())
+        index = json.loads((tmp_path / "target" / "model.safetensors.index.json").read_text())
         size = sum(t.numel() * t.element_size() for t in {**TENSORS, **new}.values())
         assert index["metadata"] == {"total_size": size, "other": 1}
 
@@ -168,18 +168,17 @@ def test_pickled_tensors_become_safetensors(tmp_path: Path) -> None:
     turned = {**TENSORS, "view": torch.randn(4, 6).mT}
     torch.save(turned, source / "pytorch_model.bin")
     new = {"layers.0.q.weight": torch.randn(2, 4)}
-    result, hashes = copied(source, tmp_path / "target", new)
+    _, hashes = copied(source, tmp_path / "target", new)
     assert_holds(tmp_path / "target" / "model.safetensors", {**turned, **new})
     assert not list((tmp_path / "target").glob("*.bin"))
-    assert result.weights.name == "model.safetensors"
     assert hashes["view"].read == tensor_hash(turned["view"])
 
 
 def test_pickled_shards_become_safetensors_with_an_index(tmp_path: Path) -> None:
     source = sharded(tmp_path / "source", torch.save, "bin")
     result, _ = copied(source, tmp_path / "target")
-    assert result.weights.name == "model.safetensors.index.json"
-    places = json.loads(result.weights.read_text())["weight_map"]
+    assert result.checkpoint == result.folder == tmp_path / "target"
+    places = json.loads((result.folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert list(places) == list(TENSORS)
     for name, shard in places.items():
         assert torch.equal(load_file(tmp_path / "target" / shard)[name], TENSORS[name])
@@ -195,7 +194,7 @@ def test_a_single_file_is_copied_with_what_is_beside_it(tmp_path: Path) -> None:
     source = whole(tmp_path / "source")
     (source / "model.safetensors").rename(source / "mine.safetensors")
     result, _ = copied(source / "mine.safetensors", tmp_path / "target")
-    assert result.weights == tmp_path / "target" / "mine.safetensors"
+    assert result.checkpoint == tmp_path / "target" / "mine.safetensors"
     assert content(result.folder) == content(source)
 
 

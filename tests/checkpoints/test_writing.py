@@ -28,6 +28,7 @@ from triptych.algebra.rewrites import (
     truncate,
 )
 from triptych.algebra.weights import AttentionWeights, Link
+from triptych.checkpoints import writing
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.copying import FolderCopy
 from triptych.checkpoints.layer import AttentionLayer
@@ -435,6 +436,38 @@ def test_what_a_format_cannot_hold_is_refused_with_the_reason(
     assert "do not fit float16" in refused(
         half, lambda w: replace(w.to(torch.float64), o=(Link(w.o[0].weight.double() * 1e9),))
     )
+
+
+def test_heads_whose_distances_share_their_maps_may_change_places(
+    saved: Callable[[str], tuple[Any, Path]], tmp_path: Path
+) -> None:
+    model, folder = saved("deberta-v2")
+    order = [3, 0, 2, 1]
+    written(folder, tmp_path / "new", all_with(partial(permute_heads, order=order), order))
+    assert_models_agree(model, loaded(model, tmp_path / "new"))
+    apart = opened(saved("deberta-v2, maps of its own")[1])
+    assert "disentangled positions" in refused(apart, lambda w: permute_heads(w, order).weights, kept=order)
+
+
+def test_a_norm_that_another_layer_reads_is_not_made_neutral(
+    saved: Callable[[str], tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = opened(saved("llama")[1])
+    monkeypatch.setattr(writing, "_norms_of", lambda checkpoint, site: ["model.norm"])
+    assert "decoder 1 reads it too" in refused(checkpoint, lambda w: fold_norm(w).weights)
+
+
+def test_layers_that_must_keep_their_sizes_do(saved: Callable[[str], tuple[Any, Path]]) -> None:
+    checkpoint = opened(saved("llama")[1])
+    layer = checkpoint.read(checkpoint.sites[0])
+    pruned = prune_heads(layer.weights, [1], bounded=True).weights
+    result = write_layer(checkpoint, layer, pruned, kept=[0, 2, 3], same_sizes=True)
+    assert result.settings == {}
+    assert {name: checkpoint.tensors.infos[name].shape for name in result.tensors} == {
+        name: tuple(tensor.shape) for name, tensor in result.tensors.items()
+    }
+    assert sorted(name.split(".")[-2] for name in result.tensors) == ["o_proj", "q_proj"]
+    assert "is to keep" in refused(checkpoint, lambda w: repeat_kv_heads(w).weights, same_sizes=True)
 
 
 def test_quantised_maps_are_refused_by_their_method(

@@ -58,12 +58,12 @@ class CopiedCheckpoint:
 
     Attributes:
         folder: where.
-        weights: its file of tensors or their index; what to open if the source was a single file.
+        checkpoint: what to open: the folder, or the file in it if the source was a file.
         left_out: what was in the source's folder and is not in the copy: other formats of the same weights.
     """
 
     folder: Path
-    weights: Path
+    checkpoint: Path
     left_out: tuple[str, ...]
 
 
@@ -74,7 +74,7 @@ class FolderCopy:
         with FolderCopy(source, target) as copy:
             hashes = copy.write_shards(lambda name: new.get(name))
             copy.write_beside({"num_key_value_heads": 4})
-            …                                   # look at copy.folder: it can be opened as a checkpoint
+            open_checkpoint(copy.checkpoint)    # look at what was written
             copied = copy.finish({"certificate.json": b"…"})
 
     The source is only read. Left without `finish`, nothing stays behind.
@@ -121,6 +121,11 @@ class FolderCopy:
             shutil.rmtree(self.folder, ignore_errors=True)
             os.close(self._held)
             self._held = None
+
+    @property
+    def checkpoint(self) -> Path:
+        """What to open of the copy: its folder, or the file in it if the source was a file."""
+        return self.folder / self._layout.weights if self._layout.single else self.folder
 
     def write_shards(
         self, replacement: Replacement, progress: Progress = lambda num_bytes: None
@@ -199,7 +204,7 @@ class FolderCopy:
         _sync_folder(self._target.parent)
         os.close(self._held)
         self.folder, self._held = self._target, None
-        return CopiedCheckpoint(self._target, self._target / self._layout.weights, self.left_out)
+        return CopiedCheckpoint(self._target, self.checkpoint, self.left_out)
 
     def _require_place(self) -> None:
         source, target = self._source.resolve(), self._target
@@ -285,6 +290,7 @@ class _Layout:
         shards: by file, its name in the copy.
         index: name of the index in the source; "" without one.
         weights: name of the whole file or of the index in the copy.
+        single: whether a file was given and not a folder.
     """
 
     folder: Path
@@ -292,6 +298,7 @@ class _Layout:
     shards: dict[Path, str]
     index: str
     weights: str
+    single: bool = False
 
 
 def _layout(source: Path) -> _Layout:
@@ -299,7 +306,7 @@ def _layout(source: Path) -> _Layout:
     tensors = open_tensors(source)
     if source.is_file():
         name = _in_safetensors(source.name)
-        return _Layout(source.parent, tensors, {source: name}, "", name)
+        return _Layout(source.parent, tensors, {source: name}, "", name, single=True)
     for whole in (SAFETENSORS, PICKLED):
         index = SAFETENSORS_INDEX if whole == SAFETENSORS else PICKLED_INDEX
         if (source / whole).is_file():

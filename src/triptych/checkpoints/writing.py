@@ -5,8 +5,9 @@ dtype in which each tensor is stored. What a format cannot hold is refused.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal, NoReturn, final
 
 import torch
@@ -18,7 +19,7 @@ from triptych.algebra.rewrites.norms import fold_norm
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.layer import AttentionLayer
+from triptych.checkpoints.layer import AttentionLayer, Site
 from triptych.checkpoints.reading import tensor_names
 from triptych.checkpoints.resizing import Sizes, resizing, sizes_of
 
@@ -113,15 +114,12 @@ class _LayerWriter:
         new = sizes_of(fitted)
         fitted = fitted.with_scale(self._scale_of_format(old, new))
         found = resizing(self.checkpoint, self.layer.site, new) if new != old else None
-        wanted = {**self._maps(fitted), **self._norm(), **self._sinks(new)}
-        return WrittenLayer(
-            {
-                name: stored
-                for name, full in wanted.items()
-                if (stored := self._changed(name, full)) is not None
-            },
-            found.settings if found else {},
-        )
+        tensors: dict[str, Tensor] = {}
+        for name, full in chain(self._maps(fitted), self._norm().items(), self._sinks(new).items()):
+            stored = self._changed(name, full)
+            if stored is not None:
+                tensors[name] = stored
+        return WrittenLayer(tensors, found.settings if found else {})
 
     # Heads, groups and widths that the file can have.
 
@@ -289,24 +287,20 @@ class _LayerWriter:
 
     # Tensors.
 
-    def _maps(self, fitted: AttentionWeights) -> dict[str, Tensor]:
-        """Weights and biases by name, in float64."""
-        links = {side: fitted.chain(side)[0] for side in _INPUTS}
-        rows = {side: link.weight.mT.flatten(0, 1) for side, link in links.items()}
-        biases = {side: None if (b := link.bias) is None else b.flatten() for side, link in links.items()}
-        spec, sizes = self.spec, sizes_of(fitted)
-        found = self._map(spec.o, fitted.o[0].weight.flatten(0, 1).mT, fitted.o_bias, "the output")
+    def _maps(self, fitted: AttentionWeights) -> Iterator[tuple[str, Tensor]]:
+        """Names, and weights and biases in float64, one after the other: a layer may be large."""
+        spec, links = self.spec, {side: fitted.chain(side)[0] for side in _INPUTS}
+        yield from self._map(spec.o, fitted.o[0].weight.flatten(0, 1).mT, fitted.o_bias, "the output")
         if not spec.qkv:
             for side, module in zip(_INPUTS, (spec.q, spec.k, spec.v), strict=True):
-                found |= self._map(module, rows[side], biases[side], side)
-            return found
-        joined_bias = None
-        if any(bias is not None for bias in biases.values()):
-            zeros = {side: rows[side].new_zeros(len(rows[side])) for side in _INPUTS}
-            joined_bias = self._joined([_or_zeros(biases[s], zeros[s]) for s in _INPUTS], sizes)
-        return found | self._map(
-            spec.qkv, self._joined(list(rows.values()), sizes), joined_bias, "q, k and v"
-        )
+                yield from self._map(module, _rows(links[side]), _flat(links[side].bias), side)
+            return
+        sizes, bias = sizes_of(fitted), None
+        if any(link.bias is not None for link in links.values()):
+            parts = [_or_zeros(link.bias, link.weight).flatten() for link in links.values()]
+            bias = self._joined(parts, sizes)
+        rows = self._joined([_rows(link) for link in links.values()], sizes)
+        yield from self._map(spec.qkv, rows, bias, "q, k and v")
 
     def _joined(self, parts: list[Tensor], sizes: Sizes) -> Tensor:
         """Queries, keys and values as the rows of one map."""
@@ -315,17 +309,18 @@ class _LayerWriter:
         by_group = [part.view(sizes.groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(by_group, dim=1).flatten(0, 1)
 
-    def _map(self, module: str, weight: Tensor, bias: Tensor | None, side: str) -> dict[str, Tensor]:
+    def _map(
+        self, module: str, weight: Tensor, bias: Tensor | None, side: str
+    ) -> Iterator[tuple[str, Tensor]]:
         weight_name, bias_name = tensor_names(f"{self.layer.site.module}.{module}")
-        found = {weight_name: weight.mT if self.spec.transposed else weight}
+        yield weight_name, weight.mT if self.spec.transposed else weight
         if bias_name in self.tensors.infos:
-            found[bias_name] = weight.new_zeros(len(weight)) if bias is None else bias
+            yield bias_name, weight.new_zeros(len(weight)) if bias is None else bias
         elif bias is not None and bool(bias.any()):
             _refuse(
                 f"the map of {side} has a bias now, and the format has no place for one",
                 "leave out the step that makes it",
             )
-        return found
 
     def _norm(self) -> dict[str, Tensor]:
         """The norm's tensors, if it was folded: gain 1 and shift 0."""
@@ -378,7 +373,7 @@ def _refuse(reason: str, advice: str = "") -> NoReturn:
     raise RewriteRefusedError(_NAME, reason, advice)
 
 
-def _norms_of(checkpoint: Checkpoint, site: Any) -> list[str]:
+def _norms_of(checkpoint: Checkpoint, site: Site) -> list[str]:
     """The module of the norm that a layer reads, as the reader finds it; none without one."""
     place = checkpoint.place(site)
     for spec in place.spec.norm:
@@ -430,11 +425,18 @@ def _widened(link: Link, more: int) -> Link:
     return Link(pad(link.weight, (0, more)), None if link.bias is None else pad(link.bias, (0, more)))
 
 
-def _or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
-    """A bias, or the zeros it stands for: `like`'s shape without its second last dimension."""
-    if bias is not None:
-        return bias
-    return torch.zeros_like(like if like.ndim == 1 else like[..., 0, :])
+def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
+    """The bias of a link, or the zeros that its absence stands for."""
+    return torch.zeros_like(weight[:, 0, :]) if bias is None else bias
+
+
+def _rows(link: Link) -> Tensor:
+    """A link as a stored map, `[copies · width, d_in]`."""
+    return link.weight.mT.flatten(0, 1)
+
+
+def _flat(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.flatten()
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
