@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def allocate(
-    spectra: Sequence[Float[Tensor, " channels"]],
+    spectra: Sequence[Float[Tensor, " _"]],
     costs: Sequence[float],
     *,
     energy: float | None = None,

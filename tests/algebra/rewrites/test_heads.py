@@ -1,4 +1,4 @@
-"""Heads permuted, left out, repeated and merged: what stays the same, by how much the rest moves."""
+"""Heads permuted, left out and repeated: what stays the same, by how much the rest moves."""
 
 import itertools
 from dataclasses import replace
@@ -18,15 +18,20 @@ from heads import (
     Untouched,
     assert_same_function,
     make_layer,
-    output_of,
     random_input,
 )
 from tolerances import assert_same
 from triptych.algebra.cost import writing_cost
-from triptych.algebra.rewrites.heads import permute_heads, prune_heads, repeat_kv_heads
-from triptych.algebra.rewrites.merging import merge_kv_heads
+from triptych.algebra.function import Scoring, attend
+from triptych.algebra.moments import MomentsGatherer
+from triptych.algebra.rewrites.heads import (
+    measure_importance,
+    permute_heads,
+    prune_heads,
+    repeat_kv_heads,
+)
 from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.weights import AttentionWeights, Link, Side
+from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import MultiHeadAttention
 from triptych.attention.projections import PARAMETERISATIONS
 
@@ -283,6 +288,45 @@ def test_numbers_of_heads_that_make_no_sense_are_refused() -> None:
     assert record.notes == ("no head was named",)
 
 
+# Importance.
+
+
+def without_head(weights: AttentionWeights, head: int) -> AttentionWeights:
+    return without_effect(weights, [head])
+
+
+@pytest.mark.parametrize("name", ["factored", "grouped", "stacked", "bilinear"])
+def test_importance_on_a_text_is_what_the_output_loses_with_the_head(name: str) -> None:
+    weights, gatherer = make(name), MomentsGatherer()
+    texts = [random_input(LENGTH), random_input(9) + 1.0]
+    for x in texts:
+        gatherer.add(weights, Scoring(), x)
+    found = measure_importance(weights, gatherer.result())
+    for head in range(NUM_HEADS):
+        lost = [
+            (attend(weights, Scoring(), x) - attend(without_head(weights, head), Scoring(), x)).flatten(0, 1)
+            for x in texts
+        ]
+        assert float(found[head]) == pytest.approx(float(torch.cat(lost).square().sum(-1).mean().sqrt()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_importance_without_a_text_is_the_bound_of_leaving_a_head_out(name: str) -> None:
+    weights = without_effect(make(name), [2])
+    found = measure_importance(weights)
+    bounds = [prune_heads(weights, [head], bounded=True).record.bound for head in range(NUM_HEADS)]
+    np.testing.assert_allclose(found.numpy(), bounds, rtol=1e-12)
+    assert float(found[2]) == 0.0
+
+
+def test_importance_by_the_moments_of_another_layer_is_refused() -> None:
+    gatherer = MomentsGatherer()
+    gatherer.add(make("factored", d_v=5), Scoring(), random_input(LENGTH))
+    reason = "the moments are of 4 × 5 channels of mixed values, the layer has 4 × 6; gather them"
+    with pytest.raises(RewriteRefusedError, match=f"^measure_importance refused: {reason}"):
+        measure_importance(make("factored"), gatherer.result())
+
+
 # Repeating.
 
 
@@ -322,235 +366,3 @@ def test_heads_that_weigh_one_key_map_are_multiplied_out() -> None:
     assert record.notes == ("1 maps of keys became 4", "the maps of queries were multiplied out")
     assert_same_function(weights, repeated)
     assert_layers_agree(weights, repeated)
-
-
-# Merging.
-
-
-def in_random_gauge(weights: AttentionWeights, *, rotary: bool = False) -> AttentionWeights:
-    """Every head in a gauge of its own, the same function. Keys and values have a copy a head."""
-    heads, d_k, d_v = weights.num_heads, weights.W_Q.shape[-1], weights.W_V.shape[-1]
-    G, M = (torch.randn(heads, d, d, dtype=torch.float64) for d in (d_k, d_v))
-    q, k, v = (
-        weights.multiplied(side).of_heads(heads).then(Link(change))
-        for side, change in (("q", G), ("k", torch.linalg.inv(G).mT.contiguous()), ("v", M))
-    )
-    return replace(weights, q=(q,), k=(k,), v=(v,), o=(Link(torch.linalg.inv(M) @ weights.W_O),))
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("groups", "to"), [(1, 1), (2, 2), (2, 1), (1, 2)])
-def test_heads_that_are_equal_up_to_gauge_are_merged(groups: int, to: int, kind: str, biased: bool) -> None:
-    original = make("grouped", kind, biased=biased, num_kv_heads=min(groups, to), d_k=5, d_v=7)
-    weights = in_random_gauge(original)
-    with Untouched(weights):
-        merged, record = merge_kv_heads(weights, to)
-    assert record.tier == "rounding-exact"
-    assert record.bound == 0.0
-    assert (merged.k[0].copies, merged.v[0].copies) == (to, to)
-    assert merged.W_Q.shape == weights.W_Q.shape
-    assert merged.W_V.shape == weights.W_V.shape
-    assert record.after.cached_numbers == to * 12
-    for form in ("qk", "ov"):
-        expected = dense(weights, form)
-        np.testing.assert_allclose(dense(merged, form), expected, atol=1e-10 * np.abs(expected).max())
-    x, memory = random_input(LENGTH), random_input(MEMORY_LENGTH) if kind == "cross" else None
-    expected = output_of(original, x, memory)
-    np.testing.assert_allclose(output_of(merged, x, memory), expected, atol=1e-10 * np.abs(expected).max())
-    assert_layers_agree(original, merged)
-    assert MultiHeadAttention.from_weights(merged).parameterisation.name == "grouped"
-    if biased:
-        # The value biases are one up to gauge as well: nothing goes into the output.
-        assert record.notes == ("the key bias was left out: the softmax is blind to it",)
-        assert merged.v[0].bias is not None
-        assert torch.equal(merged.o_bias, weights.o_bias)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "bilinear"])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("to", [1, 2])
-def test_the_nearest_shared_keys_and_values(name: str, biased: bool, to: int) -> None:
-    options = {"num_kv_heads": 4} if name == "grouped" else {}
-    weights = make(name, biased=biased, **options)
-    with Untouched(weights):
-        merged, record = merge_kv_heads(weights, to, bounded=True)
-    assert record.tier == "bounded"
-    assert (merged.num_key_heads, merged.num_value_heads) == (to, to)
-    moves: list[float] = []
-    for form in ("qk", "ov"):
-        old, new = dense(weights, form), dense(merged, form)
-        # Queries' sides stacked, keys' sides in common; values' sides in common, outputs' beside.
-        stack = old.swapaxes(1, 2) if form == "ov" else old
-        width = merged.W_K.shape[-1] if form == "qk" else merged.W_V.shape[-1]
-        for group in range(to):
-            block = slice(group * served(to), (group + 1) * served(to))
-            S = np.linalg.svd(np.concatenate(stack[block]), compute_uv=False)
-            optimum = np.sqrt((S[width:] ** 2).sum())
-            assert np.linalg.norm((old - new)[block]) == pytest.approx(optimum, rel=1e-9, abs=1e-11)
-        moves.extend(np.linalg.norm(old - new, axis=(1, 2)))
-    if not biased:
-        assert record.bound == pytest.approx(max(moves), rel=1e-10)
-    assert record.bound >= max(moves) * (1 - 1e-12)
-    layer = MultiHeadAttention.from_weights(merged)
-    expected = output_of(merged, x := random_input(LENGTH))
-    np.testing.assert_allclose(
-        layer(x).output.detach().numpy(), expected, atol=1e-10 * np.abs(expected).max()
-    )
-
-
-def test_heads_that_differ_are_refused_with_the_worst_group() -> None:
-    weights = in_random_gauge(make("grouped", num_kv_heads=2, biased=False))
-    (k,) = weights.k
-    weight = k.weight.clone()
-    weight[3] += 0.1 * torch.randn_like(weight[3])
-    weights = replace(weights, k=(replace(k, weight=weight),))
-    old = dense(weights, "qk")[2:]
-    S = np.linalg.svd(np.concatenate(old), compute_uv=False)
-    error, norm = np.sqrt((S[6:] ** 2).sum()), np.linalg.norm(old)
-    reason = (
-        rf"^merge_kv_heads refused: W_QK of group 1 \(heads 2 to 3\) moves by {error:.6g}, "
-        f"of a norm of {norm:.6g}; bounded=True merges"
-    )
-    with pytest.raises(RewriteRefusedError, match=reason):
-        merge_kv_heads(weights, 2)
-    record = merge_kv_heads(weights, 2, tolerance=0.5).record
-    assert (record.tier, record.bound) == ("rounding-exact", 0.0)
-    assert merge_kv_heads(weights, 2, bounded=True).record.choice.startswith("W_QK of group 1")
-
-
-def test_a_query_bias_counts_as_a_row_of_the_form() -> None:
-    weights = make("factored")
-    merged, record = merge_kv_heads(weights, 2, bounded=True)
-    moves = []
-    for form, side in (("qk", "q"), ("ov", "v")):
-        rows = [dense(w, form) for w in (weights, merged)]
-        for place, w in enumerate((weights, merged)):
-            bias, reader = w.head_bias(side), w.W_K.mT if form == "qk" else w.W_O
-            if bias is not None:
-                row = np.einsum("hc,hcd->hd", bias.numpy(), reader.numpy())[:, None]
-                rows[place] = np.concatenate((rows[place], row), axis=1)
-            elif form == "ov":
-                # It went into the output's, so the row is where it was.
-                rows[0] = rows[0][:, :D_MODEL]
-        moves.append(np.linalg.norm(rows[0] - rows[1], axis=(1, 2)).max())
-    assert record.bound == pytest.approx(max(moves), rel=1e-10)
-    assert merged.q[0].bias is not None
-
-
-def equal_maps(weights: AttentionWeights, *, sides: tuple[Side, ...] = ("k", "v")) -> AttentionWeights:
-    """Heads 0 and 1, 2 and 3 have the same maps."""
-    for side in sides:
-        (one,) = weights.chain(side)
-        first = [0, 0, 2, 2]
-        bias = None if one.bias is None else one.bias[first]
-        weights = replace(weights, **{side: (replace(one, weight=one.weight[first], bias=bias),)})
-    return weights
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_maps_that_are_the_same_are_kept_once_whatever_stands_between(biased: bool) -> None:
-    weights = with_traits(
-        equal_maps(make("factored", biased=biased)),
-        positions="rotary",
-        qk_norm=True,
-        value_gate=True,
-        sinks=True,
-    )
-    merged, record = merge_kv_heads(weights, 2)
-    assert record.tier == "bit-exact"
-    assert record.checked == (
-        "4 key-value heads can be shared out among 2",
-        "the heads of a group are equal up to gauge",
-    )
-    for side in ("W_Q", "W_K", "W_V", "W_O"):
-        assert torch.equal(getattr(merged, side), getattr(weights, side))
-    for side in ("q", "k", "v"):
-        one, other = merged.head_bias(side), weights.head_bias(side)
-        assert (one is None and other is None) or torch.equal(one, other)
-    assert_same_function(weights, merged)
-
-
-def test_one_side_may_be_the_same_and_the_other_mixed() -> None:
-    weights = with_traits(equal_maps(make("factored"), sides=("k",)), positions="rotary")
-    merged, record = merge_kv_heads(weights, 2, bounded=True)
-    assert torch.equal(merged.W_K, weights.W_K)
-    assert torch.equal(merged.W_Q, weights.W_Q)
-    assert record.choice.startswith("W_OV")
-    keyed = equal_maps(make("factored"), sides=("v",))
-    with pytest.raises(RewriteRefusedError, match="qk: the maps of keys differ, and under rotary positions"):
-        merge_kv_heads(with_traits(keyed, positions="rotary"), 2, bounded=True)
-    with pytest.raises(
-        RewriteRefusedError, match="qk: the maps of keys differ, and queries and keys are normal"
-    ):
-        merge_kv_heads(with_traits(keyed, qk_norm=True), 2, bounded=True)
-    with pytest.raises(RewriteRefusedError, match="ov: the maps of values differ, and a gate"):
-        merge_kv_heads(with_traits(weights, positions="none", value_gate=True), 2, bounded=True)
-
-
-def test_equal_maps_with_other_biases_are_not_the_same() -> None:
-    weights = equal_maps(make("factored"))
-    (k,) = weights.k
-    weights = replace(weights, k=(replace(k, bias=torch.randn_like(k.weight[:, 0])),))
-    merged, record = merge_kv_heads(weights, 2)
-    assert record.tier == "rounding-exact"
-    assert_same_function(weights, merged)
-    reason = "qk: the key biases of a group cannot be one, and something takes part in the softmax"
-    with pytest.raises(RewriteRefusedError, match=reason):
-        merge_kv_heads(with_traits(weights, sinks=True), 2)
-
-
-def test_value_biases_that_differ_go_into_the_output() -> None:
-    weights = equal_maps(make("factored"))
-    (v,) = weights.v
-    weights = replace(weights, v=(replace(v, bias=torch.randn_like(v.weight[:, 0])),))
-    merged, record = merge_kv_heads(weights, 2)
-    assert record.tier == "rounding-exact"
-    assert merged.head_bias("v") is None
-    assert any("value biases of a group cannot be one" in note for note in record.notes)
-    assert_same_function(weights, merged)
-    dropped = with_traits(weights, dropout=0.1)
-    reason = "ov: the value biases of a group cannot be one, and attention dropout of 0.1 is on"
-    with pytest.raises(RewriteRefusedError, match=reason):
-        merge_kv_heads(dropped, 2)
-    near, record = merge_kv_heads(dropped, 2, bounded=True)
-    assert near.head_bias("v") is not None
-    before, after = (
-        np.einsum("hc,hcd->hd", w.multiplied("v").of_heads(4).bias.numpy(), w.W_O.numpy())  # type: ignore[union-attr]
-        for w in (dropped, near)
-    )
-    assert record.bound == pytest.approx(np.linalg.norm(before - after, axis=1).max(), rel=1e-9)
-
-
-def test_numbers_that_do_not_divide_are_refused() -> None:
-    weights = make("factored")
-    with pytest.raises(RewriteRefusedError, match=r"3 key-value heads cannot serve 4 heads: .* divide 4"):
-        merge_kv_heads(weights, 3)
-    with pytest.raises(RewriteRefusedError, match="0 key-value heads cannot serve 4 heads"):
-        merge_kv_heads(weights, 0)
-    with pytest.raises(
-        RewriteRefusedError, match=r"there are 2 key-value heads, fewer than 4; repeat_kv_heads"
-    ):
-        merge_kv_heads(make("grouped"), 4)
-    with pytest.raises(RewriteRefusedError, match=r"no map makes keys: .*; factor it first"):
-        merge_kv_heads(make("bilinear"), 2)
-    same, record = merge_kv_heads(weights, 4)
-    assert same is weights
-    assert record.notes == ("there are 4 key-value heads",)
-
-
-def test_six_heads_in_three_groups_cannot_become_two() -> None:
-    q, k, v = (torch.randn(n, D_MODEL, 4, dtype=torch.float64) for n in (6, 3, 3))
-    o = torch.randn(6, 4, D_MODEL, dtype=torch.float64)
-    weights = AttentionWeights(D_MODEL, 6, 0.5, (Link(q),), (Link(k),), (Link(v),), (Link(o),))
-    with pytest.raises(
-        RewriteRefusedError, match="the present 3 cannot be shared out among 2 key-value heads"
-    ):
-        merge_kv_heads(weights, 2)
-
-
-def test_something_between_the_maps_of_a_chain_is_refused() -> None:
-    weights = make("stacked")
-    parted = replace(weights, k=(replace(weights.k[0], after="a norm"), weights.k[1]))
-    with pytest.raises(RewriteRefusedError, match=r"^merge_kv_heads refused: a norm stands after map 1 of k"):
-        merge_kv_heads(parted, 2, bounded=True)

@@ -329,6 +329,22 @@ def test_the_other_form_can_be_truncated() -> None:
     assert truncate(parted, qk_rank=3).weights.v is not None
 
 
+@pytest.mark.parametrize("form", ["qk", "ov"])
+def test_every_group_may_have_a_rank_of_its_own(form: Form) -> None:
+    weights, ranks = make("grouped", biased=False), [1, 4]
+    result, record = truncate(weights, **{f"{form}_rank": ranks})  # type: ignore[arg-type]
+    assert dense(result, form).shape == (NUM_HEADS, D_MODEL, D_MODEL)
+    assert (result.W_Q if form == "qk" else result.W_V).shape[-1] == 4
+    for group, rank in enumerate(ranks):
+        alone = nearest(weights, form, rank)[2 * group : 2 * group + 2]
+        np.testing.assert_allclose(dense(result, form)[2 * group : 2 * group + 2], alone, atol=1e-10)
+    assert record.choice.startswith(f"W_{form.upper()}: ranks 1, 4 of 6, ")
+    exact = truncate(weights, **{f"{form}_rank": [6, 6]}).record  # type: ignore[arg-type]
+    assert exact.tier == "rounding-exact"
+    with pytest.raises(RewriteRefusedError, match=f"{form}_rank names 3 ranks: there are 2 "):
+        truncate(weights, **{f"{form}_rank": [1, 2, 3]})  # type: ignore[arg-type]
+
+
 # To a latent.
 
 

@@ -127,7 +127,8 @@ def measure_energies(
     """What each channel of the best basis of a form carries, for every group of heads: descending, float64.
 
     Σ of those left out is what a rank loses: of Σ_i ‖W_QK,i‖² (‖W_OV,i‖²) without moments, of the mean
-    square scores q kᵀ (outputs) on the text with them. What `allocate` shares channels out by.
+    square scores q kᵀ (outputs) on the text with them; but of outputs of heads that read one value head, as
+    if they all mixed its values alike. What `allocate` shares channels out by.
 
     Args:
         weights: the layer.

@@ -83,7 +83,8 @@ def truncate_planes(
     lost, whole = torch.einsum("hf,hfg,hg->h", of_heads, scores, of_heads), scores.sum(dim=(-2, -1))
     error = float((lost / torch.where(whole > 0, whole, 1.0)).clamp(min=0.0).max())
     moved = rotary_move(working, result, rotation)
-    exact = not bool(moved.any())
+    rounding = 100 * weights.d_model * torch.finfo(working.dtype).eps
+    exact = bool((moved <= rounding * rotary_size(working, rotation)).all())
     numbers = str(kept[0]) if len(set(kept)) == 1 else ", ".join(map(str, kept))
     return rewritten(
         name,
@@ -94,7 +95,7 @@ def truncate_planes(
         choice=f"{numbers} of {count} planes, which leaves out at most {error:.3g} of the mean square of a "
         "head's scores in its planes",
         notes=(*notes, *newly_apart(weights, result)),
-        bound=float(moved.max()),
+        bound=0.0 if exact else float(moved.max()),
         error=None if moments is None else error,
     )
 

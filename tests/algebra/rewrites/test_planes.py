@@ -1,0 +1,185 @@
+"""Planes of rotary heads: what each carries, which are kept, what the others were worth."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from heads import NUM_HEADS, Untouched, make_layer, random_input
+from triptych.algebra.function import Rotation, Scoring, channels, of_heads
+from triptych.algebra.measures import Planes, measure_heads
+from triptych.algebra.moments import Moments, MomentsGatherer
+from triptych.algebra.rewrites.planes import measure_plane_energies, plane_scores, truncate_planes
+from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.weights import AttentionWeights
+
+PAIRINGS: tuple[Any, ...] = ("halves", "interleaved")
+
+
+def rotation_of(pairing: Any = "halves", start: int = 0, factor: float = 1.0) -> Rotation:
+    return Rotation(torch.tensor([1.0, 0.31, 0.002], dtype=torch.float64), pairing, start, factor)
+
+
+def rotary(width: int = 6, kind: Any = "self", *, groups: int = 4, biased: bool = True) -> AttentionWeights:
+    weights = make_layer("grouped", biased=biased, num_kv_heads=groups, d_k=width).weights(kind)
+    return replace(weights, traits=replace(weights.traits, positions="rotary"))
+
+
+def moments_of(weights: AttentionWeights, *texts: Tensor) -> Moments:
+    gatherer = MomentsGatherer()
+    for x in texts:
+        gatherer.add(weights, Scoring(rotation=rotation_of()), x)
+    return gatherer.result()
+
+
+def mean_square_scores(
+    weights: AttentionWeights, x: Tensor, rotation: Rotation, distances: range, only: list[int]
+) -> Tensor:
+    """Of all queries with all keys of a text, in some planes, over distances: turned one by one."""
+    q, k, _ = channels(weights, Scoring(), x)
+    q, k = (t.transpose(0, 1).flatten(1, 2) for t in (q, of_heads(k, weights.num_heads)))
+    first, second = rotation.pairs
+    kept = torch.zeros(q.shape[-1], dtype=torch.float64)
+    kept[[channel for plane in only for channel in (first[plane], second[plane])]] = 1.0
+    nowhere, total = torch.zeros(k.shape[1], dtype=torch.long), torch.zeros(NUM_HEADS, dtype=torch.float64)
+    for m in distances:
+        turned = rotation((q * kept)[None], torch.full((q.shape[1],), m))[0]
+        total += (turned @ rotation((k * kept)[None], nowhere)[0].mT).square().mean((1, 2))
+    return total / len(distances)
+
+
+@pytest.mark.parametrize("kind", ["self", "causal"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize(("start", "factor", "longest"), [(0, 1.0, 1), (0, 1.0, 9), (1, 1.3, 50)])
+def test_scores_of_planes_are_means_over_tokens_and_distances(
+    pairing: Any, start: int, factor: float, longest: int, kind: str
+) -> None:
+    weights, rotation, x = rotary(7, kind), rotation_of(pairing, start, factor), random_input(11) + 0.5
+    found = plane_scores(weights, rotation, moments_of(weights, x), longest)
+    distances = range(0 if kind == "causal" else 1 - longest, longest)
+    for only in ([0], [2], [0, 1], [0, 1, 2]):
+        expected = mean_square_scores(weights, x, rotation, distances, only)
+        torch.testing.assert_close(found[:, only][:, :, only].sum((1, 2)), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, found.mT, rtol=1e-12, atol=1e-12)
+
+
+def test_in_long_texts_planes_are_worth_their_energies() -> None:
+    weights, x, rotation = rotary(), random_input(11), rotation_of()
+    moments = moments_of(weights, x)
+    without_end = plane_scores(weights, rotation, moments)
+    torch.testing.assert_close(without_end, torch.diag_embed(without_end.diagonal(dim1=1, dim2=2)))
+    long = plane_scores(weights, rotation, moments, 10_000_000)
+    torch.testing.assert_close(long, without_end, rtol=0, atol=1e-4 * float(without_end.max()))
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_energies_without_a_text_are_those_that_are_measured(pairing: Any) -> None:
+    weights, rotation = rotary(biased=False), rotation_of(pairing, factor=1.2)
+    measured = measure_heads(weights, Planes.of(rotation, 10**9)).qk.values.square()
+    torch.testing.assert_close(measure_plane_energies(weights, rotation), measured, rtol=1e-10, atol=0)
+
+
+def test_a_plane_that_does_not_turn_has_the_singular_values_of_its_channels() -> None:
+    weights = rotary(2, biased=False)
+    still = Rotation(torch.zeros(1, dtype=torch.float64))
+    energy = plane_scores(weights, still)[:, 0, 0]
+    torch.testing.assert_close(energy, weights.qk.frobenius_norm().square(), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(("pairing", "start"), [("halves", 0), ("interleaved", 1)])
+def test_the_strongest_planes_stay_and_the_others_are_zero(
+    pairing: Any, start: int, groups: int, biased: bool
+) -> None:
+    weights, rotation = rotary(7, groups=groups, biased=biased), rotation_of(pairing, start)
+    with Untouched(weights):
+        result, record = truncate_planes(weights, rotation, planes=2)
+    assert record.tier == "bounded"
+    assert record.error is None
+    first, second = rotation.pairs
+    energies = plane_scores(weights, rotation).diagonal(dim1=1, dim2=2).view(groups, -1, 3).sum(1)
+    weakest = energies.argmin(1).repeat_interleave(NUM_HEADS // groups)
+    for head, plane in enumerate(weakest.tolist()):
+        gone = [first[plane], second[plane]]
+        kept = [channel for channel in range(7) if channel not in gone]
+        for side in ("q", "k"):
+            old, new = (one.multiplied(side).of_heads(NUM_HEADS) for one in (weights, result))  # type: ignore[arg-type]
+            assert torch.equal(new.weight[head][:, kept], old.weight[head][:, kept])
+            assert not bool(new.weight[head][:, gone].any())
+            if old.bias is not None and new.bias is not None:
+                assert torch.equal(new.bias[head][kept], old.bias[head][kept])
+                assert not bool(new.bias[head][gone].any())
+    lost = plane_scores(weights, rotation)[torch.arange(NUM_HEADS), weakest, weakest]
+    assert record.bound == pytest.approx(float(lost.max().sqrt()), rel=1e-10)
+    assert result.num_key_heads == groups
+
+
+@pytest.mark.parametrize("longest", [None, 6])
+def test_the_error_on_a_text_is_what_the_planes_left_out_were_worth(longest: int | None) -> None:
+    weights, x, rotation = rotary(), random_input(11) * torch.logspace(0, -2, 24), rotation_of()
+    moments = moments_of(weights, x)
+    result, record = truncate_planes(weights, rotation, planes=[1, 2, 3, 1], moments=moments, longest=longest)
+    distances = range(-5, 6) if longest else range(-3000, 3000, 29)
+    first, second = rotation.pairs
+    shares = []
+    for head in range(NUM_HEADS):
+        gone = [f for f in range(3) if not bool(result.W_Q[head][:, [first[f], second[f]]].any())]
+        lost, whole = (
+            mean_square_scores(weights, x, rotation, distances, only)[head] for only in (gone, [0, 1, 2])
+        )
+        shares.append(float(lost / whole))
+    assert record.error == pytest.approx(max(shares), rel=1e-9 if longest else 0.1)
+    assert shares[2] == 0.0
+    assert record.choice.startswith("1, 2, 3, 1 of 3 planes")
+
+
+def test_planes_that_carry_nothing_go_for_nothing() -> None:
+    weights = rotary()
+    (q,) = weights.q
+    weight, bias = q.weight.clone(), q.bias
+    assert bias is not None
+    bias = bias.clone()
+    weight[..., [1, 4]], bias[..., [1, 4]] = 0.0, 0.0
+    weights = replace(weights, q=(replace(q, weight=weight, bias=bias),))
+    record = truncate_planes(weights, rotation_of(), planes=2).record
+    assert (record.tier, record.bound) == ("rounding-exact", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"planes": 0}, "planes is 0: the rotation has 3, so 1 to 3"),
+        ({"planes": 4}, "planes is 4: the rotation has 3, so 1 to 3"),
+        ({"planes": True}, "planes is True: it must be a whole number"),
+        ({"planes": [1, 2]}, "planes names 2 numbers: there are 4 key heads, and each takes one"),
+        ({"rotation": rotation_of(start=1)}, "the rotation turns channels up to 7, of heads 6 wide"),
+        ({"traits": {"positions": "alibi"}}, "the layer has no planes: its positions are alibi, not rotary"),
+        ({"traits": {"qk_norm": True}}, "queries and keys are normalised"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:
+    weights = rotary()
+    weights = replace(weights, traits=replace(weights.traits, **options.pop("traits", {})))
+    arguments: dict[str, Any] = {"rotation": rotation_of(), "planes": 2, **options}
+    with pytest.raises(RewriteRefusedError, match=f"^truncate_planes refused: {reason}"):
+        truncate_planes(weights, **arguments)
+
+
+def test_moments_of_another_layer_are_refused() -> None:
+    moments = moments_of(rotary(8), random_input(4))
+    with pytest.raises(RewriteRefusedError, match="4 × 8 channels of queries, the layer has 4 × 6"):
+        truncate_planes(rotary(), rotation_of(), planes=2, moments=moments)
+
+
+def test_the_spread_of_energies_is_by_group() -> None:
+    weights = rotary(groups=2)
+    energies = measure_plane_energies(weights, rotation_of())
+    assert energies.shape == (2, 3)
+    assert bool((energies.diff() <= 0).all())
+    np.testing.assert_allclose(
+        energies.sum(1), plane_scores(weights, rotation_of()).sum((1, 2)).view(2, 2).sum(1), rtol=1e-12
+    )

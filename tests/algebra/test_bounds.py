@@ -1,0 +1,142 @@
+"""Bounds that need no data: they hold at the worst input, and are not far above it."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads import D_MODEL, NUM_HEADS, make_layer
+from triptych.algebra.bounds import output_bound, row_bound, score_bound
+from triptych.algebra.function import Rotation, Scoring, channels, of_heads
+from triptych.algebra.rewrites import drop_key_bias, gauge_fix, truncate, truncate_planes
+from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.weights import AttentionWeights
+
+
+def make(name: str, *, biased: bool, **options: int) -> AttentionWeights:
+    return make_layer(name, biased=biased, **options).weights("self")
+
+
+def normalised(count: int) -> Tensor:
+    x = torch.randn(1, count, D_MODEL, dtype=torch.float64)
+    return x / x.norm(dim=-1, keepdim=True) * math.sqrt(D_MODEL)
+
+
+def scores(weights: AttentionWeights, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+    q, k, _ = channels(weights, Scoring(), x)
+    k = of_heads(k, weights.num_heads)
+    if rotation is not None:
+        q, k = (rotation(t, torch.arange(t.shape[2])) for t in (q, k))
+    return (q @ k.mT)[0] * weights.scale
+
+
+def test_a_score_moves_by_the_bound_at_worst() -> None:
+    weights = make("factored", biased=False)
+    after = truncate(weights, qk_rank=3).weights
+    found = score_bound(weights, after)
+    moved = (scores(after, x := normalised(300)) - scores(weights, x)).abs().amax((1, 2))
+    assert bool((moved <= found).all())
+    for head in range(NUM_HEADS):
+        U, _, Vh = torch.linalg.svd(weights.qk.dense()[head] - after.qk.dense()[head])
+        worst = math.sqrt(D_MODEL) * torch.stack([U[:, 0], Vh[0]])[None]
+        reached = (scores(after, worst) - scores(weights, worst))[head, 0, 1].abs()
+        torch.testing.assert_close(reached, found[head], rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("name", ["factored", "grouped", "stacked"])
+def test_with_biases_rows_of_scores_stay_within_the_bound(name: str, sinks: bool) -> None:
+    weights = make(name, biased=True)
+    after = truncate(weights, qk_rank=4).weights
+    if sinks:
+        weights, after = (replace(one, traits=replace(one.traits, sinks=True)) for one in (weights, after))
+    x = normalised(300)
+    moved, found = scores(after, x) - scores(weights, x), score_bound(weights, after)
+    if sinks:
+        assert bool((moved.abs().amax((1, 2)) <= found).all())
+        return
+    spread = moved.amax(2) - moved.amin(2)
+    assert bool((spread.amax(1) <= 2 * found).all())
+    p, p_hat = (scores(one, x).softmax(-1) for one in (weights, after))
+    distance = (p - p_hat).abs().sum(-1) / 2
+    assert bool((distance <= row_bound(spread) + 1e-12).all())
+    assert bool((distance.amax(1) <= row_bound(2 * found)).all())
+
+
+def test_what_the_softmax_is_blind_to_is_not_counted() -> None:
+    weights = make("factored", biased=True)
+    bare = drop_key_bias(weights).weights
+    assert float(score_bound(weights, bare).max()) < 1e-10
+    seen = [replace(one, traits=replace(one.traits, sinks=True)) for one in (weights, bare)]
+    assert float(score_bound(*seen).min()) > 1.0
+
+
+def test_a_tiny_change_has_a_tiny_bound() -> None:
+    weights = make("grouped", biased=True)
+    (q,), (o,) = weights.q, weights.o
+    nudged = replace(
+        weights,
+        q=(replace(q, weight=q.weight * (1 + 1e-9)),),
+        o=(replace(o, weight=o.weight * (1 + 1e-9)),),
+    )
+    bounds = score_bound(weights, nudged), output_bound(weights, nudged)
+    for found, form in zip(bounds, (weights.qk, weights.ov), strict=True):
+        assert bool((found > 0).all())
+        assert bool((found <= 1e-8 * D_MODEL * form.spectral_norm()).all())
+    assert float(row_bound(2 * bounds[0]).max()) < 1e-6
+    same = gauge_fix(weights).weights
+    assert float(score_bound(weights, same).max()) < 1e-10
+    assert float(output_bound(weights, same).max()) < 1e-10
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_output_of_a_head_stays_within_the_bound(biased: bool) -> None:
+    weights = make("grouped", biased=biased)
+    after = truncate(weights, ov_rank=3).weights
+    after, found = replace(after, o_bias=weights.o_bias), output_bound(weights, after)
+    # A mixture of values is the value of a mixture of inputs.
+    x = normalised(300)
+    outs = [of_heads(channels(one, Scoring(), x).v, NUM_HEADS)[0] @ one.W_O for one in (weights, after)]
+    moved = (outs[0] - outs[1]).norm(dim=-1).amax(1)
+    assert bool((moved <= found).all())
+    if not biased:
+        worst = torch.linalg.svd(weights.ov.dense() - after.ov.dense()).U[:, :, 0] * math.sqrt(D_MODEL)
+        reached = (worst[:, None] @ (weights.ov.dense() - after.ov.dense())).norm(dim=-1)[:, 0]
+        torch.testing.assert_close(reached, found, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("start", [0, 1])
+def test_under_rotary_positions_the_bound_holds_at_every_distance(start: int, biased: bool) -> None:
+    rotation = Rotation(torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64), "interleaved", start, 1.1)
+    weights = make("grouped", biased=biased, d_k=7)
+    weights = replace(weights, traits=replace(weights.traits, positions="rotary"))
+    after = truncate_planes(weights, rotation, planes=2).weights
+    found = score_bound(weights, after, rotation)
+    x = normalised(400)
+    moved = (scores(after, x, rotation) - scores(weights, x, rotation)).abs().amax((1, 2))
+    assert bool((moved <= found).all())
+    assert bool((moved > 0.05 * found).all())
+    assert float(score_bound(weights, weights, rotation).max()) < 1e-10
+    with pytest.raises(RewriteRefusedError, match=r"under rotary positions .*; give the rotation$"):
+        score_bound(weights, after)
+
+
+def test_the_bound_of_rows_is_reached_by_two_keys() -> None:
+    for delta in (0.1, 1.0, 5.0):
+        found = row_bound(torch.tensor(delta, dtype=torch.float64))
+        ends = torch.tensor([[-delta / 4, delta / 4], [delta / 4, -delta / 4]], dtype=torch.float64).softmax(
+            -1
+        )
+        assert float((ends[0] - ends[1]).abs().sum() / 2) == pytest.approx(float(found), rel=1e-12)
+
+
+@pytest.mark.parametrize("traits", [{"qk_norm": True}, {"positions": "disentangled"}])
+def test_scores_that_are_no_form_have_no_bound(traits: dict[str, Any]) -> None:
+    weights = make("factored", biased=False)
+    weights = replace(weights, traits=replace(weights.traits, **traits))
+    with pytest.raises(RewriteRefusedError, match="no bound of the scores is known: "):
+        score_bound(weights, weights)

@@ -1,0 +1,120 @@
+"""Second moments of a text, streamed: means over its tokens of what the definition gives."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from heads import BATCH, LENGTH, MEMORY_LENGTH, NUM_HEADS, make_layer, random_input
+from triptych.algebra.function import HeadNorm, Rotation, Scoring
+from triptych.algebra.moments import Moments, MomentsGatherer
+from triptych.algebra.weights import AttentionWeights
+from triptych.errors import DataError
+
+
+def make(name: str, kind: Any = "self", **options: int) -> AttentionWeights:
+    return make_layer(name, biased=True, **options).weights(kind)
+
+
+def gathered(weights: AttentionWeights, *batches: Tensor, scoring: Scoring | None = None) -> Moments:
+    gatherer = MomentsGatherer()
+    for x in batches:
+        gatherer.add(weights, scoring or Scoring(), x)
+    return gatherer.result()
+
+
+def assert_alike(one: Moments, other: Moments) -> None:
+    assert (one.count, one.key_count) == (other.count, other.key_count)
+    for name in ("q", "k", "k_mean", "mixed", "mixed_mean"):
+        torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-12, atol=1e-12)
+    assert one.x_square == pytest.approx(other.x_square)
+    assert one.y_square == pytest.approx(other.y_square)
+
+
+@pytest.mark.parametrize("kind", ["self", "causal", "cross"])
+@pytest.mark.parametrize("name", ["factored", "grouped", "stacked", "bilinear", "shared"])
+def test_moments_are_means_over_all_tokens(name: str, kind: str) -> None:
+    weights = make(name, kind)
+    x, memory = random_input(LENGTH) + 0.5, random_input(MEMORY_LENGTH) if kind == "cross" else None
+    gatherer = MomentsGatherer()
+    gatherer.add(weights, Scoring(), x, memory)
+    found, y = gatherer.result(), x if memory is None else memory
+    assert (found.count, found.key_count) == (BATCH * LENGTH, BATCH * y.shape[1])
+
+    def of(side: Any, head: int, rows: Tensor) -> np.ndarray:
+        link = weights.multiplied(side).of_heads(NUM_HEADS)
+        made = rows.numpy() @ link.weight[head].numpy()
+        return made if link.bias is None else made + link.bias[head].numpy()
+
+    for head in range(NUM_HEADS):
+        queries, keys, mixed = [], [], []
+        for one, other in zip(x, y, strict=True):
+            q, k, v = of("q", head, one), of("k", head, other), of("v", head, other)
+            scores = weights.scale * q @ k.T
+            if kind == "causal":
+                scores[~np.tri(*scores.shape, dtype=bool)] = -np.inf
+            p = np.exp(scores - scores.max(1, keepdims=True))
+            queries.append(q)
+            keys.append(k)
+            mixed.append(p / p.sum(1, keepdims=True) @ v)
+        q, k, z = (np.concatenate(rows) for rows in (queries, keys, mixed))
+        copy = head * len(found.k) // NUM_HEADS
+        np.testing.assert_allclose(found.q[head], q.T @ q / len(q), rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(found.k[copy], k.T @ k / len(k), rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(found.k_centred[copy], np.cov(k.T, bias=True), rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(found.mixed[head], z.T @ z / len(z), rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(found.mixed_centred[head], np.cov(z.T, bias=True), rtol=1e-9, atol=1e-10)
+    assert found.x_square == pytest.approx(float(x.square().mean()))
+    assert found.y_square == pytest.approx(float(y.square().mean()))
+
+
+def test_a_text_in_parts_is_the_same_text() -> None:
+    weights, x = make("grouped"), torch.randn(6, LENGTH, 24, dtype=torch.float64)
+    assert_alike(gathered(weights, x[:1], x[1:4], x[4:]), gathered(weights, x))
+
+
+def test_padding_is_not_counted() -> None:
+    weights = make("grouped")
+    long, short = torch.randn(1, 7, 24, dtype=torch.float64), torch.randn(1, 4, 24, dtype=torch.float64)
+    padded = torch.cat([long, torch.cat([short, torch.full((1, 3, 24), 9.0, dtype=torch.float64)], dim=1)])
+    tokens = torch.ones(2, 7, dtype=torch.bool)
+    tokens[1, 4:] = False
+    gatherer = MomentsGatherer()
+    gatherer.add(weights, Scoring(), padded, mask=tokens[:, None, None, :], tokens=tokens)
+    assert_alike(gatherer.result(), gathered(weights, long, short))
+
+
+def test_queries_and_keys_are_those_before_positions_and_after_norms() -> None:
+    weights, x = make("factored"), random_input(LENGTH)
+    turned = Scoring(rotation=Rotation(torch.tensor([1.0, 0.3, 0.1], dtype=torch.float64)))
+    plain, rotary = gathered(weights, x), gathered(weights, x, scoring=turned)
+    torch.testing.assert_close(rotary.q, plain.q, rtol=0, atol=0)
+    assert not torch.allclose(rotary.mixed, plain.mixed)
+    normed = gathered(weights, x, scoring=Scoring(q_norm=HeadNorm(0.0)))
+    squares = normed.q.diagonal(dim1=-2, dim2=-1).sum(-1)
+    torch.testing.assert_close(squares, torch.full_like(squares, 6.0))
+
+
+def test_sums_are_kept_in_float64() -> None:
+    weights, x = make("factored"), random_input(LENGTH)
+    narrow = gathered(weights.to(torch.float32), x.float())
+    assert narrow.q.dtype == narrow.mixed.dtype == torch.float64
+    torch.testing.assert_close(narrow.q, gathered(weights, x).q, rtol=1e-5, atol=1e-5)
+
+
+def test_no_text_and_queries_that_see_nothing_are_said() -> None:
+    with pytest.raises(DataError, match="there are no tokens to take moments of"):
+        MomentsGatherer().result()
+    weights, x, gatherer = make("factored"), random_input(LENGTH), MomentsGatherer()
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    seen[2] = False
+    gatherer.add(weights, Scoring(), x, mask=seen)
+    with pytest.raises(DataError, match="are not finite: leave out tokens that see nothing"):
+        gatherer.result()
+    tokens = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    tokens[:, 2] = False
+    gatherer = MomentsGatherer()
+    gatherer.add(weights, Scoring(), x, mask=seen, tokens=tokens)
+    assert gatherer.result().count == BATCH * (LENGTH - 1)
