@@ -24,14 +24,15 @@ class OwnModel(AttentionSource):
 
     Args:
         folder: of the run, or of the model alone.
+        name: for reports; the folder if None.
 
     Raises:
         DataError: files missing or damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str | None = None) -> None:
         self._model = read_model(folder)
-        self.name, self.written_as, self.known_by = str(folder), "triptych", "its configuration"
+        self.name, self.written_as, self.known_by = name or str(folder), "triptych", "its configuration"
         self._weights = attention_weights(self._model)
         stacks = {"cross": "decoder"}
         found = {
@@ -65,8 +66,13 @@ class OwnModel(AttentionSource):
         return sum(tensor.numel() * tensor.element_size() for tensor in self.read(site).weights.tensors())
 
     def longest_text(self, site: Site) -> int:
-        """Positions there are."""
-        return self._model.config.positions.max_tokens
+        """Positions there are, or the longest source with its end where there may be any number."""
+        config = self._model.config
+        return (
+            config.positions.max_tokens
+            if config.positions.scheme == "learned"
+            else config.max_source_tokens + 1
+        )
 
     def broken(self, layer: AttentionLayer) -> dict[str, int]:
         """Of the layer's tensors together."""
