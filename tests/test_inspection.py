@@ -394,6 +394,13 @@ def test_a_map_that_all_heads_share_counts_once() -> None:
     assert inspect_checkpoint(OneLayer(mixed)).layers[0].maps == {"q": HEADS, "k": 1, "v": HEADS}
 
 
+def test_of_heads_that_share_keys_and_values_one_stands_among_the_outliers(tmp_path: Path) -> None:
+    rows = outliers(inspected(llama(tmp_path))).rows
+    heads = next(heads for title, heads in rows if title == "highest overlap of W_K and W_V over chance")
+    groups = [re.sub(r"head (\d): .*", lambda m: str(int(m[1]) // 2), of) for of in heads.split("; ")]
+    assert len(groups) == len(set(groups)) == 3
+
+
 def test_a_form_that_all_heads_share_is_no_near_copy_of_itself() -> None:
     torch.manual_seed(8)
     q, k = (Link(torch.randn(HEADS, D, WIDTH)) for _ in "qk")

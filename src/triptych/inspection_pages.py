@@ -286,7 +286,12 @@ def outliers(inspection: Inspection) -> Table:
         ("ov_copying", False),
         ("qk_spectral_norm", True),
     ):
-        found = sorted(values_of(inspection, measure), key=_size, reverse=largest)[:3]
+        pair, _, figure = measure.partition("_")
+        of_pairs = figure == "times_chance"
+        values = (
+            _distinct(inspection, pair, figure, "subspaces") if of_pairs else values_of(inspection, measure)
+        )
+        found = sorted(values, key=_size, reverse=largest)[:3]
         if found:
             title = next(m.title for m in MEASURES if m.name == measure)
             heads = "; ".join(f"{value.place}: {value.value:.3g}" for value in found)

@@ -76,7 +76,7 @@ function drawMaps() {
   });
   byId("maps").replaceChildren(...maps);
   byId("low").textContent = shown(finite.length ? range.low : null);
-  byId("high").textContent = shown(known.length ? known[known.length - 1] : null);
+  byId("high").textContent = shown(finite.length ? range.high : null) + (finite.length < known.length ? ", and ∞" : "");
   byId("middle").textContent = known.length ? `median ${shown(known[known.length >> 1])}` : "nothing to show";
   const bar = byId("bar");
   const pen = bar.getContext("2d");
