@@ -3,15 +3,21 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from small_checkpoints import HEADS, LAYERS, WIDTH, D, gpt2, llama
+from triptych.algebra.function import Scoring
+from triptych.algebra.weights import AttentionWeights, Link
+from triptych.attention import MultiHeadAttention
+from triptych.attention.projections import parameterisation
 from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
 from triptych.inspection_pages import (
@@ -23,6 +29,28 @@ from triptych.inspection_pages import (
     summary,
 )
 from triptych.reports.heads import render_heads_report
+
+
+@final
+class OneLayer(AttentionSource):
+    """A layer that is already there."""
+
+    def __init__(self, weights: AttentionWeights) -> None:
+        self.name, self.written_as, self.known_by = "a layer", "tests", "what it is"
+        self.sites, self.num_tensors = (Site("encoder", 0, "self", "layer"),), 0
+        self.left_over, self.unread, self._weights = (), {}, weights
+
+    def read(self, site: Site) -> AttentionLayer:
+        return AttentionLayer(site, self._weights, Scoring(), ())
+
+    def bytes_of(self, site: Site) -> int:
+        return 1
+
+    def longest_text(self, site: Site) -> int:
+        return 1
+
+    def broken(self, layer: AttentionLayer) -> dict[str, int]:
+        return {}
 
 
 def inspected(folder: Path, **options: Any) -> Inspection:
@@ -126,7 +154,7 @@ def test_a_norm_of_queries_that_is_not_finite_is_reported_too(tmp_path: Path) ->
             tensors[f"model.layers.{layer}.self_attn.{side}_norm.weight"] = torch.ones(WIDTH)
     tensors["model.layers.1.self_attn.q_norm.weight"][2] = math.nan
     save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "qwen3"}
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "qwen3", "head_dim": WIDTH}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = inspected(tmp_path)
     assert [layer.broken for layer in found.layers] == [
@@ -193,7 +221,10 @@ def test_what_stands_between_maps_and_heads_is_said(tmp_path: Path) -> None:
         at = f"model.layers.{layer}.self_attn"
         tensors |= {f"{at}.{side}_norm.weight": torch.ones(WIDTH) for side in "qk"}
     save_file(tensors, path)
-    config = json.loads((tmp_path / "llama" / "config.json").read_text()) | {"model_type": "qwen3"}
+    config = json.loads((tmp_path / "llama" / "config.json").read_text()) | {
+        "model_type": "qwen3",
+        "head_dim": WIDTH,
+    }
     (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
     said = " ".join(summary(inspected(tmp_path / "llama")))
     assert f"In {LAYERS} of {LAYERS} layers queries and keys are normalised before they meet" in said
@@ -310,3 +341,71 @@ def test_shares_of_more_directions_are_those_of_the_spectrum(tmp_path: Path) -> 
     for count in (2, 4, 8, 32):
         share = float(energies[:count].sum() / energies.sum())
         assert layer.figures[f"ov_top_{count}"][1] == pytest.approx(share)
+
+
+def rank_lost() -> dict[str, torch.Tensor]:
+    """Layer 1 of a GPT-2 whose head 2 has one value twice, and whose head 3 has no queries."""
+    joined = torch.randn(D, 3 * D)
+    values = 2 * D + 2 * WIDTH
+    joined[:, values] = joined[:, values + 1]
+    joined[:, 3 * WIDTH : 4 * WIDTH] = 0
+    return {"h.1.attn.c_attn.weight": joined}
+
+
+def test_the_condition_of_a_form_that_lacks_full_rank_is_infinite(tmp_path: Path) -> None:
+    found = inspected(gpt2(tmp_path, rank_lost()))
+    figures = found.layers[1].figures
+    assert [math.isinf(value or 0) for value in figures["ov_condition"]] == [False, False, True, False]
+    assert figures["ov_rank"][2] == WIDTH - 1
+    assert figures["qk_condition"][3] == math.inf
+    assert figures["qk_rank"][3] == 0
+    said = " ".join(summary(found))
+    of = f"lacks full rank (condition ∞) in 1 of {LAYERS * HEADS} heads, first in decoder 1"
+    assert f"W_QK {of}, head 3" in said
+    assert f"W_OV {of}, head 2" in said
+    assert "lacks full rank" not in " ".join(summary(inspected(gpt2(tmp_path / "whole"))))
+
+
+def test_an_infinite_condition_is_shown_in_tables_and_on_the_page(tmp_path: Path) -> None:
+    lost, whole = inspected(gpt2(tmp_path / "lost", rank_lost())), inspected(gpt2(tmp_path / "whole"))
+    row = next(row for row in side_by_side(whole, lost).rows if row[0] == "condition of W_OV")
+    assert row[2:] == ("∞", "+∞")
+    row = next(row for row in side_by_side(lost, lost).rows if row[0] == "condition of W_OV")
+    assert row[1:] == ("∞", "∞", "–")
+    assert sum("∞" in line for line in shaded_map(lost, "ov_condition")) == 1
+    data = render_heads_report(heads_page([lost], "")).split('id="report">')[1].split("</script>")[0]
+    layers = json.loads(data)["models"][0]["layers"]
+    assert layers[1]["figures"]["ov_condition"][2] == "Infinity"
+
+
+def counted_pairs(weights: AttentionWeights) -> tuple[str, ...]:
+    """What the summary says how many pairs of Q and K, Q and V, K and V there are."""
+    said = " ".join(summary(inspect_checkpoint(OneLayer(weights.to(torch.float64)))))
+    return tuple(re.findall(r"of (\d+ \w+) above chance", said))
+
+
+def test_a_map_that_all_heads_share_counts_once() -> None:
+    torch.manual_seed(7)
+    one_key = MultiHeadAttention(D, HEADS, parameterisation("grouped", num_kv_heads=1)).weights()
+    assert counted_pairs(one_key) == ("4 heads", "4 heads", "1 pair")
+    # What heads weigh differently is still the same subspace; their values are their own.
+    mixed = MultiHeadAttention(D, HEADS, parameterisation("collaborative", d_shared=12)).weights()
+    assert counted_pairs(mixed) == ("1 pair", "4 heads", "4 heads")
+    assert inspect_checkpoint(OneLayer(mixed)).layers[0].maps == {"q": HEADS, "k": 1, "v": HEADS}
+
+
+def test_of_heads_that_share_keys_and_values_one_stands_among_the_outliers(tmp_path: Path) -> None:
+    rows = outliers(inspected(llama(tmp_path))).rows
+    heads = next(heads for title, heads in rows if title == "highest overlap of W_K and W_V over chance")
+    groups = [re.sub(r"head (\d): .*", lambda m: str(int(m[1]) // 2), of) for of in heads.split("; ")]
+    assert len(groups) == len(set(groups)) == 3
+
+
+def test_a_form_that_all_heads_share_is_no_near_copy_of_itself() -> None:
+    torch.manual_seed(8)
+    q, k = (Link(torch.randn(HEADS, D, WIDTH)) for _ in "qk")
+    v, o = Link(torch.randn(1, D, WIDTH)), Link(torch.randn(1, WIDTH, D))
+    shared = AttentionWeights(d_model=D, num_heads=HEADS, scale=1.0, q=(q,), k=(k,), v=(v,), o=(o,))
+    assert inspect_checkpoint(OneLayer(shared)).copies == ()
+    written_out = replace(shared, v=(v.of_heads(HEADS),), o=(o.of_heads(HEADS),))
+    assert len(inspect_checkpoint(OneLayer(written_out)).copies) == HEADS * (HEADS - 1) // 2

@@ -1,7 +1,6 @@
 """Inspection: bytes of attention a second beside a plain read and others' ways; memory on a large one."""
 
 import json
-import os
 import shutil
 import statistics
 import struct
@@ -23,6 +22,19 @@ WAYS = ("triptych", "plain read", "WeightWatcher", "dense")
 LAYERS, HEADS, KEY_HEADS, D_K = 24, 16, 16, 128
 # One whose files are holes: 20 GB that take no room.
 _LARGE = {"layers": 80, "heads": 64, "key_heads": 8, "d_k": 128}
+# The whole command, and the most memory that it had.
+_INSPECT = """
+import sys
+from pathlib import Path
+from triptych.cli.main import run
+folder, peak = sys.argv[1:]
+sys.argv = ["triptych", "inspect", folder, "--json"]
+try:
+    run()
+finally:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    Path(peak).write_text(next(line for line in lines if "VmHWM" in line))
+"""
 
 
 def measure(command: Command) -> Page:
@@ -150,17 +162,17 @@ def _large(command: Command) -> dict[str, Any]:
     config = _config(sizes["layers"], sizes["heads"], sizes["key_heads"], sizes["d_k"])
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     started = time.perf_counter()
-    child = subprocess.Popen(
-        [str(command.python), "-m", "triptych.cli", "inspect", str(folder), "--json"],
+    peak_file = command.work / "peak"
+    child = subprocess.run(
+        [str(command.python), "-c", _INSPECT, str(folder), str(peak_file)],
         stdout=subprocess.DEVNULL,
+        check=False,
     )
-    _, status, usage = os.wait4(child.pid, 0)  # of this child alone
-    child.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.perf_counter() - started
     shutil.rmtree(folder)
     if child.returncode:
         raise RuntimeError(f"inspect of the large checkpoint ended with {child.returncode}")
-    peak = usage.ru_maxrss / 1024
+    peak = int(peak_file.read_text(encoding="utf-8").split()[1]) / 2**10
     return {**sizes, "shards": sizes["layers"], "bytes": total, "seconds": seconds, "peak_mb": peak}
 
 

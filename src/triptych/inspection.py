@@ -22,7 +22,7 @@ from triptych.algebra.rewrites import (
     fold_value_bias,
 )
 from triptych.algebra.similarity import MapSimilarity, alike, cosine_of_forms, sketches
-from triptych.algebra.weights import SIDES, AttentionWeights
+from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Side
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 
@@ -98,7 +98,11 @@ def _of_form(form: str, title: str, group: str) -> Iterator[Measure]:
         ),
         ("spectral_norm", "spectral norm", "σ₁: the most it can stretch an input."),
         ("frobenius_norm", "Frobenius norm", "√Σσ²: its size over all inputs."),
-        ("condition", "condition", "σ₁ over the smallest singular value."),
+        (
+            "condition",
+            "condition",
+            "σ₁ over the smallest singular value; infinite where the form lacks full rank (above 10¹²).",
+        ),
     ):
         if form == "qk":
             meaning += " Of rotary heads: of the planes, σ² being their energies."
@@ -203,6 +207,9 @@ class InspectedLayer:
         heads: numbers of those looked at.
         num_heads: query heads there are.
         num_key_heads: different key maps.
+        maps: how many different ones there are to "q", "k" and "v"; heads share them consecutively.
+        subspaces: how many different ones these read: fewer where heads only weigh or widen what a map that
+            they share reads.
         d_model: width of the input.
         d_k: of queries and keys.
         d_v: of values.
@@ -210,7 +217,8 @@ class InspectedLayer:
         turns: whether queries and keys turn with the position.
         planes: rotary planes that turn, and those too slow to; None without a rotation, or if it was ignored.
         caveats: what else stands between the maps and what the heads do.
-        figures: by measure, one number a head, None where there is nothing to say.
+        figures: by measure, one number a head, None where there is nothing to say; a condition may be
+            infinite.
         spectra: singular values of "qk" and "ov", a list a head.
         angles: principal angles in degrees of "qk", "qv", "kv", a list a head.
         cut: parameters that the nearest forms of lower rank would take away, by form ("qk", "ov"), if each
@@ -229,6 +237,8 @@ class InspectedLayer:
     heads: tuple[int, ...]
     num_heads: int
     num_key_heads: int
+    maps: dict[str, int]
+    subspaces: dict[str, int]
     d_model: int
     d_k: int
     d_v: int
@@ -261,7 +271,7 @@ class InspectedLayer:
 @final
 @dataclass(frozen=True)
 class NearCopy:
-    """Two heads that look, or move, nearly the same.
+    """Two heads that look, or move, nearly the same, with a map of their own that makes the form.
 
     Attributes:
         form: "qk" or "ov".
@@ -414,7 +424,7 @@ class _Sketches:
             rows = sketches(left, right)
             self._found.setdefault(size, []).extend(
                 (rows[head], layer.site, inspected.name, head)
-                for head in inspected.heads
+                for head in _first_of_each(form, maps, inspected.heads)
                 if bool(rows[head].isfinite().all())
             )
 
@@ -456,6 +466,17 @@ class _Sketches:
         return self._kept[site]
 
 
+def _first_of_each(form: str, maps: AttentionWeights, heads: Collection[int]) -> Iterator[int]:
+    """Heads, of those that share both maps of a form the first."""
+    sides: tuple[Side, Side] = ("q", "k") if form == "qk" else ("v", "o")
+    seen = set[tuple[int, ...]]()
+    for head in heads:
+        copies = tuple(head * maps.chain(side)[0].copies // maps.num_heads for side in sides)
+        if copies not in seen:
+            seen.add(copies)
+            yield head
+
+
 def _inspected(
     checkpoint: AttentionSource,
     layer: AttentionLayer,
@@ -479,6 +500,8 @@ def _inspected(
         heads=tuple(chosen),
         num_heads=weights.num_heads,
         num_key_heads=weights.num_key_heads,
+        maps={side: maps.chain(side)[0].copies for side in ("q", "k", "v")},
+        subspaces={side: _subspaces(weights.chain(side)) for side in ("q", "k", "v")},
         d_model=weights.d_model,
         d_k=maps.q[0].d_out,
         d_v=maps.v[0].d_out,
@@ -506,6 +529,11 @@ def _inspected(
         broken=dict(checkpoint.broken(layer)) if _is_broken(layer, measured) else {},
         num_bytes=checkpoint.bytes_of(site),
     )
+
+
+def _subspaces(chain: Chain) -> int:
+    """How many different ones the maps of a chain read: only a link that narrows chooses among channels."""
+    return max((link.copies for link in chain if link.d_out < link.d_in), default=1)
 
 
 def _is_broken(layer: AttentionLayer, measured: HeadMeasures) -> bool:
@@ -609,7 +637,7 @@ def _of_similarity(pair: str, found: MapSimilarity | None) -> dict[str, Tensor |
 
 def _numbers(values: Tensor | None, chosen: Sequence[int], num_heads: int) -> list[float | None]:
     numbers = [math.nan] * num_heads if values is None else values.double().tolist()
-    return [numbers[head] if math.isfinite(numbers[head]) else None for head in chosen]
+    return [None if math.isnan(numbers[head]) else numbers[head] for head in chosen]
 
 
 def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:

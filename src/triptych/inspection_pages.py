@@ -1,8 +1,9 @@
 """An inspection for people: a summary in words, a map and outliers for the terminal, and the page."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from triptych.algebra.chance import random_closeness, random_copying_spread, random_spectrum
 from triptych.inspection import FOLD, LOOKS, LOSSES, MEASURES, NEAR, InspectedLayer, Inspection
@@ -82,22 +83,23 @@ def _what_it_is(inspection: Inspection) -> Iterator[str]:
 def _likeness(inspection: Inspection) -> Iterator[str]:
     parts = []
     for pair, both in _PAIRS.items():
-        times = _distinct(inspection, pair, "times_chance")
+        times = _distinct(inspection, pair, "times_chance", "subspaces")
         if not times:
             continue
-        overlap = _mean(_distinct(inspection, pair, "overlap"))
-        rare = sum(v.value < _RARE / len(times) for v in _distinct(inspection, pair, "p_value"))
-        grouped = pair == "kv" and any(layer.num_heads != layer.num_key_heads for layer in inspection.layers)
+        overlap = _mean(_distinct(inspection, pair, "overlap", "subspaces"))
+        p_values = _distinct(inspection, pair, "p_value", "subspaces")
+        rare = sum(v.value < _RARE / len(times) for v in p_values)
+        grouped = len(times) < len(values_of(inspection, f"{pair}_times_chance"))
         parts.append(
             f"{both} {_mean(times):.2f} times chance (mean squared cosine {overlap:.3f}; "
-            f"{rare} of {len(times)} {'pairs' if grouped else 'heads'} above chance)"
+            f"{rare} of {_counted(len(times), 'pair' if grouped else 'head')} above chance)"
         )
     if parts:
         yield (
             f"How alike what the maps of a head read is: {'; '.join(parts)}. Chance is what random subspaces "
             f"of these sizes have, and a head counts as above it at p < {_RARE} shared among all."
         )
-    cosines = {pair: values_of(inspection, f"{pair}_cosine") for pair in _PAIRS}
+    cosines = {pair: _distinct(inspection, pair, "cosine", "maps") for pair in _PAIRS}
     said = [f"{_PAIRS[pair]} {_mean(found):+.3f}" for pair, found in cosines.items() if found]
     if said:
         yield (
@@ -114,12 +116,16 @@ def _likeness(inspection: Inspection) -> Iterator[str]:
         )
 
 
-def _distinct(inspection: Inspection, pair: str, measure: str) -> list[Value]:
-    """A figure of a pair of maps; of keys and values that several heads read, once."""
-    found, seen = [], set[tuple[str, int]]()
+def _distinct(
+    inspection: Inspection, pair: str, measure: str, of: Literal["maps", "subspaces"]
+) -> list[Value]:
+    """A figure of a pair of maps, or of what they read; of a pair that several heads share, once."""
+    found, seen = [], set[tuple[str, int, int]]()
     for value in values_of(inspection, f"{pair}_{measure}"):
-        members = value.layer.num_heads // value.layer.num_key_heads if pair == "kv" else 1
-        key = value.layer.module, value.head // members
+        layer = value.layer
+        copies = layer.maps if of == "maps" else layer.subspaces
+        one, other = (value.head * copies[side] // layer.num_heads for side in pair)
+        key = layer.module, one, other
         if key not in seen:
             seen.add(key)
             found.append(value)
@@ -161,6 +167,17 @@ def _rank_of(form: str, title: str, full: int, found: Sequence[Value], *, turns:
         f"{title} uses {_mean(found):.1f} of {full} {what} on average (effective rank{random}), least in "
         f"{least.place} ({least.value:.1f}); in half of the heads rank {kept:.0f} keeps 95 %{of_kept}."
     )
+
+
+def _lost(inspection: Inspection) -> Iterator[str]:
+    for form, title in (("qk", "W_QK"), ("ov", "W_OV")):
+        conditions = values_of(inspection, f"{form}_condition")
+        lost = [value for value in conditions if math.isinf(value.value)]
+        if lost:
+            yield (
+                f"{title} lacks full rank (condition ∞) in {len(lost)} of "
+                f"{_counted(len(conditions), 'head')}, first in {lost[0].place}."
+            )
 
 
 def _symmetry(inspection: Inspection) -> Iterator[str]:
@@ -246,6 +263,7 @@ _SENTENCES: tuple[Callable[[Inspection], Iterator[str]], ...] = (
     _broken,
     _likeness,
     _ranks,
+    _lost,
     _symmetry,
     _copying,
     _copies,
@@ -268,7 +286,12 @@ def outliers(inspection: Inspection) -> Table:
         ("ov_copying", False),
         ("qk_spectral_norm", True),
     ):
-        found = sorted(values_of(inspection, measure), key=_size, reverse=largest)[:3]
+        pair, _, figure = measure.partition("_")
+        of_pairs = figure == "times_chance"
+        values = (
+            _distinct(inspection, pair, figure, "subspaces") if of_pairs else values_of(inspection, measure)
+        )
+        found = sorted(values, key=_size, reverse=largest)[:3]
         if found:
             title = next(m.title for m in MEASURES if m.name == measure)
             heads = "; ".join(f"{value.place}: {value.value:.3g}" for value in found)
@@ -300,17 +323,19 @@ def side_by_side(one: Inspection, other: Inspection) -> Table:
         found = [values_of(inspection, measure.name) for inspection in (one, other)]
         if all(found):
             first, second = map(_mean, found)
-            rows.append((measure.title, f"{first:.4g}", f"{second:.4g}", f"{second - first:+.3g}"))
+            apart = "–" if math.isinf(first) and math.isinf(second) else _shown(second - first, "+.3g")
+            rows.append((measure.title, _shown(first, ".4g"), _shown(second, ".4g"), apart))
     columns = ("mean over the heads", one.name, other.name, "difference")
     return Table(title="Side by side", columns=columns, rows=tuple(rows))
 
 
 def shaded_map(inspection: Inspection, measure: str) -> list[str]:
-    """Layers × heads in shades, from the lowest to the highest value; a dot where there is none."""
+    """Layers × heads in shades, from the lowest to the highest finite value; a dot where there is none."""
     found = [value.value for value in values_of(inspection, measure)]
     if not found:
         return []
-    low, high = min(found), max(found)
+    finite = [value for value in found if math.isfinite(value)] or [0.0]
+    low, high = min(finite), max(finite)
     title = next(m.title for m in MEASURES if m.name == measure)
     width = max(len(layer.name) for layer in inspection.layers)
     chosen = {layer.heads for layer in inspection.layers if len(layer.heads) < layer.num_heads}
@@ -325,6 +350,8 @@ def shaded_map(inspection: Inspection, measure: str) -> list[str]:
 def _shade(value: float | None, low: float, high: float) -> str:
     if value is None:
         return "·"
+    if math.isinf(value):
+        return "∞"
     share = (value - low) / (high - low) if high > low else 0.5
     return _SHADES[min(len(_SHADES) - 1, int(share * len(_SHADES)))]
 
@@ -367,6 +394,10 @@ def _layer(layer: InspectedLayer) -> HeadLayer:
         spectra=layer.spectra,
         angles=layer.angles,
     )
+
+
+def _shown(number: float, form: str) -> str:
+    return format(number, form).replace("inf", "∞")
 
 
 def _size(value: Value) -> float:

@@ -115,7 +115,7 @@ def open_model(path: Path) -> RunnableModel:
     Raises:
         UsageError: `transformers` is not installed, or has no such model.
     """
-    if is_own(read_json(path / "config.json")):
+    if _is_run_by_us(path):
         return OwnRunnable(path)
     if find_spec("transformers") is None:
         raise UsageError(
@@ -128,9 +128,15 @@ def can_run(path: Path) -> str:
     """Why a model cannot be run here; "" if it can."""
     if not path.is_dir():
         return "it is not a folder"
-    if not is_own(read_json(path / "config.json")) and find_spec("transformers") is None:
+    if not _is_run_by_us(path) and find_spec("transformers") is None:
         return "transformers, which would run it, is not installed"
     return ""
+
+
+def _is_run_by_us(path: Path) -> bool:
+    """Whether a model is one of ours, or a Marian translator, which becomes one."""
+    record = read_json(path / "config.json")
+    return is_own(record) or record.get("model_type") == "marian"
 
 
 @final
@@ -152,8 +158,7 @@ class TransformersModel(RunnableModel):
             ).eval()
         # Whatever a model's own code says of a checkpoint, it comes in many classes.
         except Exception as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-            raise DataError(f"{path}: transformers cannot load it: {reason}") from error
+            raise DataError(f"{path}: transformers cannot load it: {_said(error)}") from error
         self.by = f"transformers {transformers.__version__}"
         self._config: Any = config
         self.kind = (
@@ -246,8 +251,7 @@ class TransformersModel(RunnableModel):
                     self._path, local_files_only=True
                 )
             except Exception as error:
-                reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-                raise DataError(f"{self._path}: its tokenizer cannot be loaded: {reason}") from error
+                raise DataError(f"{self._path}: its tokenizer cannot be loaded: {_said(error)}") from error
         return self._cached
 
     def _side_by_side(self, ids: Tensor) -> Iterator[Window]:
@@ -287,18 +291,15 @@ class TransformersModel(RunnableModel):
 
 @final
 class OwnRunnable(RunnableModel):
-    """A run of ours."""
+    """A run of ours, or a Marian translator."""
 
     def __init__(self, path: Path) -> None:
-        self._run = Run.open(path, "cpu") if (path / "recipe.toml").exists() else None
-        if self._run is None:
-            raise DataError(f"{path}: only a whole run can be run, and it has no recipe.toml")
+        self._run = Run.open(path, "cpu")
         self.model: EncoderDecoder = self._run.model.eval()
         self.by, self.kind = "triptych", "pairs"
 
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
         """A line with a tab is a pair."""
-        assert self._run is not None
         tokenizers = self._run.tokenizers
         done = 0
         for number, line in enumerate(text.read_text(encoding="utf-8").splitlines(), start=1):
@@ -340,7 +341,7 @@ class OwnRunnable(RunnableModel):
         """Hooks on the attention layers."""
         stack = contextlib.ExitStack()
         self.seen = {}
-        layers = {site.name: site.layer for site in attention_sites(self.model)}
+        layers = {(str(site.stack), site.block): site.layer for site in attention_sites(self.model)}
         for site in sites:
 
             def hear(
@@ -349,9 +350,18 @@ class OwnRunnable(RunnableModel):
                 memory = by_name.get("memory") if site.kind == "cross" else None
                 self.seen[site.name] = Seen(given[0].detach(), memory)
 
-            hook = layers[site.module].register_forward_pre_hook(hear, with_kwargs=True)
-            stack.callback(hook.remove)
+            stack_name = (
+                "cross" if site.kind == "cross" else "encoder" if site.stack == "encoder" else "decoder"
+            )
+            layer = layers[stack_name, site.layer]
+            stack.callback(layer.register_forward_pre_hook(hear, with_kwargs=True).remove)
         return stack
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200]
 
 
 def _renamed(name: str) -> Iterator[str]:

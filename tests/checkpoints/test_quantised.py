@@ -1,13 +1,15 @@
 """Quantised maps: unpacked as their formats say, or refused by name."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from triptych.checkpoints import quantised
 from triptych.checkpoints.quantised import dequantised
 from triptych.checkpoints.settings import Settings
 from triptych.checkpoints.tensors import open_tensors
@@ -94,6 +96,39 @@ def test_parts_that_do_not_fit_are_named(tmp_path: Path, changed: dict[str, Tens
     assert "\n" not in str(error.value)
 
 
+@final
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            self.num_bytes = max(self.num_bytes, found.untyped_storage().nbytes())
+        return found
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_nothing_larger_than_the_map_is_made_when_it_is_unpacked(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised, "_NUMBERS_AT_A_TIME", 1 << 12)
+    d_out, d_in = 256, 512
+    packed_in, packed_out = (d_in // 8, d_out) if method == "gptq" else (d_in, d_out // 8)
+    tensors = {
+        "a.qweight": words(packed_in, packed_out),
+        "a.qzeros": words(d_in // GROUP, d_out // 8),
+        "a.scales": torch.ones(d_in // GROUP, d_out),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"quant_method": method, "bits": 4, "group_size": GROUP}
+    found = dequantised(open_tensors(tmp_path), Settings({"quantization_config": config}, "config.json"))
+    with Largest() as largest:
+        weight = found.read("a.weight")
+    assert largest.num_bytes == weight.nbytes == 4 * d_out * d_in
+
+
 def test_eight_bits_of_bitsandbytes(tmp_path: Path) -> None:
     whole = torch.randn(D_OUT, D_IN)
     largest = whole.abs().amax(dim=1)
@@ -102,10 +137,19 @@ def test_eight_bits_of_bitsandbytes(tmp_path: Path) -> None:
     assert float((found - whole).abs().max()) <= float(largest.max()) / 127
 
 
+@pytest.mark.parametrize("at_a_time", [1, 3 * D_OUT * 16, 1 << 20])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_gptq(tmp_path: Path, bits: int, version: str, ordered: bool) -> None:
+def test_gptq(
+    tmp_path: Path,
+    bits: int,
+    version: str,
+    ordered: bool,
+    at_a_time: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantised, "_NUMBERS_AT_A_TIME", at_a_time)
     most = (1 << bits) - 1
     numbers = torch.randint(0, most + 1, (D_IN, D_OUT))
     zeros = torch.randint(1, most + 1, (D_IN // GROUP, D_OUT))
@@ -126,7 +170,9 @@ def test_gptq(tmp_path: Path, bits: int, version: str, ordered: bool) -> None:
     assert torch.equal(unpacked(tmp_path, tensors, config), expected)
 
 
-def test_awq(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_a_time", [1, 5 * D_OUT, 1 << 20])
+def test_awq(tmp_path: Path, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised, "_NUMBERS_AT_A_TIME", at_a_time)
     numbers, zeros = torch.randint(0, 16, (D_IN, D_OUT)), torch.randint(0, 16, (D_IN // GROUP, D_OUT))
     scales = torch.rand(D_IN // GROUP, D_OUT).half()
     groups = torch.arange(D_IN) // GROUP

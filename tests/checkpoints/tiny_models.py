@@ -99,6 +99,12 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0],
+}
 
 TINY: dict[str, Tiny] = {
     "bert": Tiny("BertModel", "BertConfig", _COMMON),
@@ -150,6 +156,12 @@ TINY: dict[str, Tiny] = {
     "gpt2": Tiny("GPT2LMHeadModel", "GPT2Config", _GPT),
     "gpt2, scaled by layer": Tiny(
         "GPT2LMHeadModel", "GPT2Config", {**_GPT, "scale_attn_by_inverse_layer_idx": True}
+    ),
+    "gpt2, not scaled": Tiny("GPT2LMHeadModel", "GPT2Config", {**_GPT, "scale_attn_weights": False}),
+    "gpt2, scaled by layer alone": Tiny(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {**_GPT, "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True},
     ),
     "gpt_neo": Tiny(
         "GPTNeoForCausalLM",
@@ -211,6 +223,18 @@ TINY: dict[str, Tiny] = {
             "attn_config": {"clip_qkv": 0.05},
         },
     ),
+    "mpt, a scale of its own": Tiny(
+        "MptForCausalLM",
+        "MptConfig",
+        {
+            "d_model": 24,
+            "n_heads": 4,
+            "n_layers": 2,
+            "vocab_size": 40,
+            "max_seq_len": 64,
+            "attn_config": {"softmax_scale": 0.7},
+        },
+    ),
     "llama": Tiny("LlamaForCausalLM", "LlamaConfig", _NARROW),
     "llama 3": Tiny("LlamaForCausalLM", "LlamaConfig", {**_GROUPED, "rope_parameters": _LLAMA3}),
     "llama, biases": Tiny("LlamaForCausalLM", "LlamaConfig", {**_GROUPED, "attention_bias": True}),
@@ -238,6 +262,11 @@ TINY: dict[str, Tiny] = {
         "PhiForCausalLM", "PhiConfig", {**_GROUPED, "partial_rotary_factor": 0.67, "qk_layernorm": True}
     ),
     "phi3": Tiny("Phi3ForCausalLM", "Phi3Config", _GROUPED),
+    "phi3, stretched": Tiny(
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {**_GROUPED, "original_max_position_embeddings": 16, "rope_parameters": _LONGROPE},
+    ),
     "stablelm": Tiny(
         "StableLmForCausalLM",
         "StableLmConfig",

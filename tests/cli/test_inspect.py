@@ -3,14 +3,16 @@
 import csv
 import io
 import json
+import math
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from command import Command
-from small_checkpoints import gpt2
+from small_checkpoints import WIDTH, D, gpt2
 from triptych.inspection import MEASURES
 
 
@@ -141,3 +143,17 @@ def test_a_checkpoint_that_is_not_there_is_one_line(triptych: Command, tmp_path:
     assert answer.code == 1
     assert answer.err.count("\n") == 1
     assert "no such file or folder" in answer.err
+
+
+def test_what_is_infinite_and_what_is_not_measured_are_told_apart(triptych: Command, tmp_path: Path) -> None:
+    joined = torch.randn(D, 3 * D)
+    joined[:, 2 * D] = 0  # a value of head 0
+    joined[0, 2 * D + WIDTH] = math.nan  # one of head 1
+    folder = gpt2(tmp_path / "model", {"h.0.attn.c_attn.weight": joined})
+    as_csv, as_parquet = tmp_path / "heads.csv", tmp_path / "heads.parquet"
+    answer = triptych("inspect", folder, "--json", "--csv", as_csv, "--parquet", as_parquet)
+    figures = json.loads(answer.out, parse_constant=pytest.fail)["layers"][0]["figures"]
+    assert figures["ov_condition"][:2] == ["Infinity", None]
+    rows = list(csv.DictReader(io.StringIO(as_csv.read_text())))
+    assert [row["ov_condition"] for row in rows[:2]] == ["inf", ""]
+    assert pyarrow.parquet.read_table(as_parquet)["ov_condition"][:2].to_pylist() == [math.inf, None]

@@ -32,8 +32,10 @@ class Spectrum:
 
     @property
     def condition(self) -> Float[Tensor, "*batch"]:
-        """σ₁ over the smallest; infinite where that is 0."""
-        return self.values[..., 0] / self.values[..., -1]
+        """σ₁ over the smallest; infinite where that is 0, but for rounding, or all are."""
+        largest, smallest = self.values[..., 0], self.values[..., -1]
+        lost = smallest <= largest * _ROUNDING
+        return torch.where(lost, math.inf, largest / or_one(smallest))
 
     @property
     def effective_rank(self) -> Float[Tensor, "*batch"]:
@@ -83,7 +85,7 @@ class Spectrum:
         return self.values[..., 0] > 0
 
 
-# A share that is reached but for rounding is reached.
+# A share that is reached but for rounding is reached, and what is 0 but for rounding is 0.
 _ROUNDING = 1e-12
 
 

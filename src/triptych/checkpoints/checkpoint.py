@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import final
 
 from triptych.checkpoints.family import AttentionSpec, Family, family_of
-from triptych.checkpoints.hub import is_hub_id, open_hub
+from triptych.checkpoints.hub import download_model, is_hub_id, open_hub
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel, is_own
 from triptych.checkpoints.quantised import dequantised
@@ -104,6 +104,8 @@ class Checkpoint(AttentionSource):
                 self._require_no_stack(spec)
                 continue
             present.add(spec.stack)
+            if spec.needs and settings.value(spec.needs) is None:
+                raise DataError(f"{settings.where}: {spec.needs} is missing, and nothing else tells")
             inner, layers = settings.count(spec.inner), settings.count(spec.layers)
             for layer in range(layers + self._more_layers(spec, settings)):
                 if layer >= layers and not self.tensors.below(prefix + spec.at.format(layer=layer, inner=0)):
@@ -133,9 +135,10 @@ class Checkpoint(AttentionSource):
     def _settings_of(self, spec: AttentionSpec) -> Settings | None:
         for path in spec.settings.split("|"):
             try:
-                return self.settings.below(path.strip())
+                found = self.settings.below(path.strip())
             except DataError:
                 continue
+            return found.over(spec.defaults.get(str(self.settings.value("model_type")), {}))
         return None
 
     def _prefix(self, spec: AttentionSpec) -> str | None:
@@ -212,8 +215,8 @@ def open_checkpoint(path: Path | str, family: Family | None = None) -> Attention
     """Open a checkpoint: a folder, a tensor file beside its `config.json`, a run of ours, or one of the Hub.
 
     Args:
-        path: the folder or the file; or, if nothing of that name is here, `owner/name` or
-            `owner/name@revision` on the Hub, of which only what is asked for is fetched.
+        path: the folder or the file; or, if nothing of that name is here, `owner/name` (`gpt2`) on the Hub,
+            with `@revision` or without, of which only what is asked for is fetched; runs of ours whole.
         family: how it is written; if None the one that knows its `model_type`, or else what names and shapes
             leave as the only way.
 
@@ -222,6 +225,9 @@ def open_checkpoint(path: Path | str, family: Family | None = None) -> Attention
     """
     if not Path(path).exists() and is_hub_id(str(path)):
         record, where, tensors = open_hub(str(path))
+        if is_own(record):
+            _require_no_family(path, family)
+            return OwnModel(download_model(str(path)), str(path))
     else:
         path = Path(path)
         config = (path if path.is_dir() else path.parent) / "config.json"
@@ -232,10 +238,7 @@ def open_checkpoint(path: Path | str, family: Family | None = None) -> Attention
         tensors = open_tensors(path)
         record, where = read_json(config), str(config)
         if is_own(record):
-            if family is not None:
-                raise UsageError(
-                    f"{path} is a run of ours and says itself how it is written: leave --family out"
-                )
+            _require_no_family(path, family)
             if path.is_file() and path.name != SAFETENSORS:
                 raise UsageError(
                     f"{path}: of a run of ours the weights are in {SAFETENSORS}: give its folder"
@@ -250,3 +253,13 @@ def open_checkpoint(path: Path | str, family: Family | None = None) -> Attention
     if family is None:
         family, how_known = work_out_family(settings, tensors, str(path)), "names and shapes"
     return Checkpoint(str(path), family, settings, tensors, how_known)
+
+
+def _require_no_family(path: Path | str, family: Family | None) -> None:
+    """Of a run of ours.
+
+    Raises:
+        UsageError: one is given.
+    """
+    if family is not None:
+        raise UsageError(f"{path} is a run of ours and says itself how it is written: leave --family out")

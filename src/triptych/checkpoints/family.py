@@ -106,7 +106,7 @@ class PositionSpec(_Spec):
     start: str = "0"
     share: str = "rope_parameters.partial_rotary_factor | partial_rotary_factor | 1.0"
     base: str = "rope_parameters.rope_theta | rope_theta | 10000.0"
-    scaling: tuple[str, ...] = ("rope_parameters", "rope_scaling")
+    scaling: tuple[str, ...] = ("rope_scaling", "rope_parameters")
     slopes: Literal["authors", "mpt"] = "authors"
     times: str = "1.0"
     table: str = ""
@@ -156,6 +156,8 @@ class AttentionSpec(_Spec):
         kind: where queries and keys come from.
         when: on what condition of the configuration such layers exist.
         settings: path of the record in the configuration that this stack has for itself.
+        defaults: by `model_type`, what a configuration that leaves a field out has, as its class has it.
+        needs: a field that has to be there, since no default can be told.
         layers: how many there are; `inner` how many there are within each, one after the other.
         more_layers: how many more there may be after them, where the file has them.
         uses: how often the model applies each of them, one time after the other.
@@ -172,7 +174,8 @@ class AttentionSpec(_Spec):
         transposed: whether maps are stored `[in, out]`.
         heads: number of query heads; `groups` of key heads.
         width: of queries and keys; `value_width` of values, if it is another.
-        scale: the scores are multiplied by 1/√ of this; "1" for nothing.
+        scale: the scores are multiplied by 1/√ of this, the width of queries if no choice holds; "1" for
+            nothing.
         scale_times: what they are multiplied by besides.
         norm: what is read; None without any.
         head_norm: of queries and keys.
@@ -189,6 +192,8 @@ class AttentionSpec(_Spec):
     kind: Literal["self", "causal", "cross"] = "causal"
     when: str = ""
     settings: str = ""
+    defaults: dict[str, dict[str, Any]] = {}
+    needs: str = ""
     layers: str = "num_hidden_layers"
     inner: str = "1"
     more_layers: str = ""
@@ -209,7 +214,7 @@ class AttentionSpec(_Spec):
     groups: tuple[Choice, ...] = (Choice(value="num_key_value_heads | num_attention_heads"),)
     width: str = "head_dim | hidden_size / num_attention_heads"
     value_width: str = ""
-    scale: str = ""
+    scale: str | tuple[Choice, ...] = ()
     scale_times: tuple[Choice, ...] = ()
     norm: tuple[NormSpec, ...] = ()
     head_norm: HeadNormSpec | None = None

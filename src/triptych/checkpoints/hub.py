@@ -28,8 +28,12 @@ from triptych.checkpoints.tensors import (
 )
 from triptych.errors import DataError
 
-# `owner/name`, or `owner/name@revision`.
-_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+# `owner/name`, or `name` alone for some of the first; `@revision` may follow. A tensor file is none.
+_ID = re.compile(
+    r"(?P<repo>(?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?<!\.safetensors)(?<!\.bin)(?<!\.pt)(?<!\.pth)(?<!\.json)"
+    r"(?:@(?P<revision>[\w./-]+))?",
+    re.ASCII,
+)
 # Fetched at once from the start of a file: most headers are shorter.
 _FIRST = 1 << 18
 _PARTIAL = 206
@@ -47,17 +51,14 @@ def open_hub(hub_id: str, endpoint: str | None = None) -> tuple[dict[str, Any], 
     `hf auth login` or HF_TOKEN gives.
 
     Args:
-        hub_id: `owner/name`, or `owner/name@revision`.
+        hub_id: `owner/name` or `name`, with `@revision` or without.
         endpoint: of the Hub; as HF_ENDPOINT says if None.
 
     Raises:
         DataError: there is no such repository or it has no safetensors, access is refused, or the network
             fails.
     """
-    match = _ID.fullmatch(hub_id)
-    if match is None:
-        raise DataError(f"{hub_id} is neither a path nor an id on the Hub, which is owner/name")
-    repo = _Repository(match["repo"], match["revision"], endpoint)
+    repo = _repository(hub_id, endpoint)
     config = repo.download("config.json")
     assert config is not None  # asked for before
     settings = read_json(config)
@@ -85,6 +86,30 @@ def fetch_folder(hub_id: str, endpoint: str | None = None) -> Path:
         raise DataError(f"{hub_id} is neither a path nor an id on the Hub, which is owner/name")
     with _explained(match["repo"]):
         return Path(snapshot_download(match["repo"], revision=match["revision"], endpoint=endpoint))
+
+
+def download_model(hub_id: str, endpoint: str | None = None) -> Path:
+    """A folder with the configuration and the weights of a repository, whole, of one commit.
+
+    Args:
+        hub_id: `owner/name` or `name`, with `@revision` or without.
+        endpoint: of the Hub; as HF_ENDPOINT says if None.
+
+    Raises:
+        DataError: there is no such repository or file, access is refused, or the network fails.
+    """
+    repo = _repository(hub_id, endpoint)
+    found = [repo.download(file) for file in ("config.json", SAFETENSORS)]
+    if found[0] is None or found[1] is None:
+        raise DataError(f"{hub_id}: it has no {SAFETENSORS}, which a run of ours has its weights in")
+    return found[0].parent
+
+
+def _repository(hub_id: str, endpoint: str | None) -> "_Repository":
+    match = _ID.fullmatch(hub_id)
+    if match is None:
+        raise DataError(f"{hub_id} is neither a path nor an id on the Hub, which is owner/name")
+    return _Repository(match["repo"], match["revision"], endpoint)
 
 
 @final

@@ -27,14 +27,15 @@ class OwnModel(AttentionSource):
 
     Args:
         folder: of the run, or of the model alone.
+        name: for reports; the folder if None.
 
     Raises:
         DataError: files missing or damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str | None = None) -> None:
         self.model = read_model(folder)
-        self.name, self.written_as, self.known_by = str(folder), "triptych", "its configuration"
+        self.name, self.written_as, self.known_by = name or str(folder), "triptych", "its configuration"
         self._weights = attention_weights(self.model)
         stacks = {"cross": "decoder"}
         found = {
@@ -68,8 +69,13 @@ class OwnModel(AttentionSource):
         return sum(tensor.numel() * tensor.element_size() for tensor in self.read(site).weights.tensors())
 
     def longest_text(self, site: Site) -> int:
-        """Positions there are."""
-        return self.model.config.positions.max_tokens
+        """Positions there are, or the longest source with its end where there may be any number."""
+        config = self.model.config
+        return (
+            config.positions.max_tokens
+            if config.positions.scheme == "learned"
+            else config.max_source_tokens + 1
+        )
 
     def input_modules(self, site: Site) -> tuple[str, str]:
         """The layer itself."""

@@ -5,6 +5,7 @@ github.com/neuralmagic/compressed-tensors, github.com/AutoGPTQ/AutoGPTQ, github.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import ClassVar, final
@@ -20,6 +21,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # In which nibbles of 32 bits AWQ keeps eight columns.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _LARGEST_GROUP = 1 << 30
+_NUMBERS_AT_A_TIME = 1 << 20
 
 
 class Packed(ABC):
@@ -80,11 +82,11 @@ class Gptq(Packed):
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
         """(q − z) · s of each group of inputs."""
         packed, zeros, scales = parts[:3]
-        d_in = self.shape[1]
-        numbers = _unpacked(packed.mT, self.bits).mT
         offsets = _unpacked(zeros, self.bits) + self.zero_offset
-        groups = parts[3].long() if len(parts) > 3 else torch.arange(d_in) // self.group
-        return ((numbers - offsets[groups]).float() * scales.float()[groups]).mT
+        groups = parts[3].long() if len(parts) > 3 else torch.arange(self.shape[1]) // self.group
+        return _block_by_block(
+            packed, self.shape, offsets, scales, groups, lambda words: _unpacked(words.mT, self.bits).mT
+        )
 
 
 @final
@@ -102,10 +104,36 @@ class Awq(Packed):
         """(q − z) · s of each group of inputs."""
         packed, zeros, scales = parts
         groups = torch.arange(self.shape[1]) // self.group
-        numbers, offsets = (
-            _unpacked(p, 4).view(len(p), -1, 8)[..., _AWQ_ORDER].flatten(1) for p in (packed, zeros)
-        )
-        return ((numbers - offsets[groups]).float() * scales.float()[groups]).mT
+
+        def numbers(words: Tensor) -> Tensor:
+            return _unpacked(words, 4).view(len(words), -1, 8)[..., _AWQ_ORDER].flatten(1)
+
+        return _block_by_block(packed, self.shape, numbers(zeros), scales, groups, numbers)
+
+
+def _block_by_block(
+    packed: Tensor,
+    shape: tuple[int, int],
+    offsets: Tensor,
+    scales: Tensor,
+    groups: Tensor,
+    numbers_of: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """(q − z) · s as `[out, in]`, a few rows of the packed map at a time: whole, its numbers take far more.
+
+    Raises:
+        ValueError: there are not as many inputs as groups are said for.
+    """
+    d_out, d_in = shape
+    if len(groups) != d_in:
+        raise ValueError(f"{len(groups)} inputs have a group, and there are {d_in}")
+    weight, per_row = torch.empty(shape), d_in // max(1, len(packed))
+    rows = max(1, _NUMBERS_AT_A_TIME // max(1, d_out * per_row))
+    for start in range(0, len(packed), rows):
+        inputs = slice(start * per_row, (start + rows) * per_row)
+        block = numbers_of(packed[start : start + rows]) - offsets[groups[inputs]]
+        weight[:, inputs] = (block.float() * scales.float()[groups[inputs]]).mT
+    return weight
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:

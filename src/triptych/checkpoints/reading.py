@@ -4,7 +4,7 @@ import fnmatch
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -76,8 +76,10 @@ class LayerReader:
         q, k, v, o, o_bias, scoring = self._latent(heads) if spec.latent else self._maps(heads)
         width = q[-1].d_out
         position = self._position()
-        scale = 1 / math.sqrt(settings.number(spec.scale, layer) if spec.scale else width)
-        scale *= self._chosen_number(spec.scale_times, 1.0)
+        choices = (Choice(value=spec.scale),) if isinstance(spec.scale, str) else spec.scale
+        scale = self._chosen_number(spec.scale_times, 1.0) / math.sqrt(
+            self._chosen_number(choices, float(width))
+        )
         if position.kind == "disentangled":
             scale /= math.sqrt(1 + len(self._distance_parts()))
         norm_spec, norm = self._norm()
@@ -320,16 +322,20 @@ class LayerReader:
             raise DataError(
                 f"{settings.where}: rotary positions would turn more than the {width} channels of a head"
             )
-        scaling = next((s for path in spec.scaling if isinstance(s := settings.value(path, layer), dict)), {})
+        scaling = self._rope_scaling(spec)
         first = settings.value("original_max_position_embeddings", layer)
-        if scaling and first is not None:  # some have it beside the record
-            scaling = {"original_max_position_embeddings": first, **scaling}
+        if scaling and first is not None:  # some have it beside the record, which counts for more
+            scaling = {**scaling, "original_max_position_embeddings": first}
         longest = settings.number("max_position_embeddings | 2048", layer)
         try:
             found = frequencies(scaling, turned, settings.number(spec.base, layer), longest)
         except (ValueError, TypeError, ArithmeticError) as error:
             raise DataError(f"{settings.where}: rotary positions cannot be scaled so: {error}") from None
         return Rotation(found.per_position, spec.pairing, start, found.factor)
+
+    def _rope_scaling(self, spec: PositionSpec) -> dict[str, Any]:
+        found = (self.settings.value(path, self.layer) for path in spec.scaling)
+        return next((record for record in found if record and isinstance(record, dict)), {})
 
     def _bias(self, spec: PositionSpec, heads: int, scale: float, q: Link, k: Link) -> ScoreBias | None:
         match spec.kind:
@@ -410,14 +416,10 @@ class LayerReader:
         return otherwise
 
     def _yarn_scale(self) -> float:
-        scaling = self.settings.value("rope_parameters | rope_scaling") or {}
-        all_dim, kind = (
-            scaling.get("mscale_all_dim"),
-            scaling.get("rope_type", scaling.get("type", "default")),
-        )
-        if not all_dim or kind == "default":
+        scaling = Settings(self._rope_scaling(self._position()), f"{self.settings.where}, scaling of rope")
+        if not scaling.value("mscale_all_dim") or scaling.value("rope_type | type") in (None, "default"):
             return 1.0
-        return yarn_magnitude(float(scaling["factor"]), float(all_dim)) ** 2
+        return yarn_magnitude(scaling.number("factor"), scaling.number("mscale_all_dim")) ** 2
 
     def _chosen_text(self, choices: Sequence[Choice]) -> str:
         return next((c.value for c in choices if self.settings.holds(c.when, self.layer)), "")

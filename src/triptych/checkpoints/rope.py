@@ -47,9 +47,9 @@ def frequencies(scaling: Mapping[str, Any], width: int, base: float, max_positio
             return Frequencies(plain / _number(scaling, "factor"), 1.0)
         case "llama3":
             return Frequencies(_llama3(scaling, plain), 1.0)
-        case "yarn":
+        case "yarn" if "short_factor" not in scaling:  # the first Phi-3 called LongRoPE so
             return _yarn(scaling, plain, base, max_positions)
-        case "longrope" | "su":
+        case "longrope" | "su" | "yarn":
             return _longrope(scaling, plain, max_positions)
     raise ValueError(f"{str(kind)[:80]!r} is not known here")
 

@@ -5,7 +5,9 @@ rope_parameters.rope_theta | 10000       the first alternative that is there and
 hidden_size / num_attention_heads        a product or quotient
 layer_types[]                            the entry of this layer in a list
 layer_types[] == sliding_attention       a condition; also !=, <, >=, a bare field (true?), !field
-layer % 2 == 1                           a condition on the layer's number
+attn_config.softmax_scale != null        whether a field is there and not null
+layer % 2 == 1                           a condition on the layer's number; also (layer + 1) % 2, a field
+                                         in place of 2 (pattern | 6), layer >= max_window_layers
 """
 
 import operator
@@ -50,6 +52,15 @@ class Settings:
             raise DataError(f"{self.where}: {path} is not a record")
         return Settings(found, f"{self.where}, {path}")
 
+    def over(self, defaults: Mapping[str, Any]) -> "Settings":
+        """The same, with what a configuration has that leaves a field out; a record may be null as well."""
+        missing = {
+            name: value
+            for name, value in defaults.items()
+            if name not in self.record or (isinstance(value, dict) and self.record[name] is None)
+        }
+        return Settings({**self.record, **missing}, self.where) if missing else self
+
     def value(self, expression: str, layer: int = 0) -> Any:
         """What an expression gives, None if no alternative gives anything."""
         for alternative in expression.split("|"):
@@ -93,9 +104,13 @@ class Settings:
             return True
         if found := re.fullmatch(r"(.+?)\s*(==|!=|>=|<)\s*(.+)", condition):
             left, sign, right = found.groups()
-            value = layer_number(left, layer)
+            value = self._of_number(left, layer)
             value = self.value(left, layer) if value is None else value
+            if right.strip() == "null" and sign in ("==", "!="):
+                return (value is None) == (sign == "==")
             wanted: Any = _literal(right)
+            if isinstance(wanted, str) and sign in ("<", ">="):
+                wanted = self.value(wanted, layer)
             if value is None or (isinstance(wanted, int) and not isinstance(value, int | float)):
                 return sign == "!="
             try:
@@ -105,6 +120,17 @@ class Settings:
         if condition.startswith("!"):
             return not self.value(condition[1:].strip(), layer)
         return bool(self.value(condition, layer))
+
+    def _of_number(self, expression: str, layer: int) -> int | None:
+        """`layer`, `layer % N` or `(layer + 1) % N`, N an expression; None if not one of these."""
+        found = re.fullmatch(r"(layer|\(layer \+ 1\))(?:\s*%\s*(.+))?", expression)
+        if found is None:
+            return None
+        number = layer if found[1] == "layer" else layer + 1
+        if found[2] is None:
+            return number
+        of = self.value(found[2], layer)
+        return number % of if isinstance(of, int) and of > 0 else None
 
     def _product(self, expression: str, layer: int) -> Any:
         parts = re.split(r"\s+([*/])\s+", expression)
@@ -141,15 +167,6 @@ class Settings:
                     return _MISSING
                 found = found[layer]
         return found
-
-
-def layer_number(expression: str, layer: int) -> int | None:
-    """`layer` or `layer % N`, for a layer; None if the expression is another."""
-    if expression == "layer":
-        return layer
-    if found := re.fullmatch(r"layer\s*%\s*([1-9]\d*)", expression):
-        return layer % int(found[1])
-    return None
 
 
 def _literal(text: str) -> Any:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import shlex
 import sys
@@ -31,7 +32,7 @@ def inspect(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            help="A folder, a tensor file beside its config.json, a run, or owner/name of the Hub."
+            help="A folder, a tensor file beside its config.json, a run, or owner/name (gpt2) of the Hub."
         ),
     ],
     layers: Annotated[
@@ -75,7 +76,8 @@ def inspect(
     if parquet is not None:
         write_parquet(_rows(found), parquet, [measure.name for measure in MEASURES])
     if as_json:
-        print(json.dumps([_record(i) for i in found] if compare is not None else _record(found[0])))
+        record = [_record(i) for i in found] if compare is not None else _record(found[0])
+        print(json.dumps(record, allow_nan=False))
         return
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for inspection in found:
@@ -156,11 +158,19 @@ def _as_csv(found: Sequence[Inspection]) -> str:
 
 
 def _record(inspection: Inspection) -> dict[str, object]:
+    record = asdict(inspection)
+    for layer in record["layers"]:
+        layer["figures"] = {name: [*map(_plain, values)] for name, values in layer["figures"].items()}
     return {
-        **asdict(inspection),
+        **record,
         "summary": summary(inspection),
         "measures": {measure.name: measure.meaning for measure in MEASURES},
     }
+
+
+def _plain(figure: float | None) -> float | str | None:
+    """JSON has no number for what is infinite."""
+    return "Infinity" if figure == math.inf else figure
 
 
 def _print(inspection: Inspection, console: Console) -> None:

@@ -1,4 +1,9 @@
 const report = JSON.parse(document.getElementById("report").textContent);
+for (const layer of report.models.flatMap((model) => model.layers)) {
+  for (const values of Object.values(layer.figures)) {
+    values.forEach((value, h) => { if (value === "Infinity") values[h] = Infinity; });
+  }
+}
 const byId = (id) => document.getElementById(id);
 const make = (tag, attributes = {}, ...children) => {
   const node = document.createElement(tag);
@@ -9,6 +14,7 @@ const make = (tag, attributes = {}, ...children) => {
 const measures = new Map(report.measures.map((measure) => [measure.name, measure]));
 const shown = (value) => {
   if (value === null || value === undefined) return "–";
+  if (value === Infinity) return "∞";
   if (Number.isInteger(value) && Math.abs(value) < 100000) return String(value);
   const size = Math.abs(value);
   if (size !== 0 && (size < 0.001 || size >= 100000)) return value.toExponential(1);
@@ -33,6 +39,7 @@ const painter = () => {
   const reach = Math.max(Math.abs(range.low), Math.abs(range.high)) || 1;
   return (value) => {
     if (value === null) return none;
+    if (value === Infinity) return high;
     if (!isSigned(measure)) return mix(low, high, (value - range.low) / width);
     return mix(low, value < 0 ? below : high, Math.min(1, Math.abs(value) / reach));
   };
@@ -41,7 +48,8 @@ const painter = () => {
 function drawMaps() {
   const all = report.models.flatMap((model) => model.layers.flatMap((layer) => layer.figures[measure]));
   const known = all.filter((value) => value !== null).sort((a, b) => a - b);
-  range = known.length ? { low: known[0], high: known[known.length - 1] } : { low: 0, high: 1 };
+  const finite = known.filter(Number.isFinite);
+  range = finite.length ? { low: finite[0], high: finite[finite.length - 1] } : { low: 0, high: 1 };
   const about = measures.get(measure);
   byId("meaning").textContent = about.meaning + (about.of_basis ? " Depends on the basis." : "");
   const paint = painter();
@@ -67,8 +75,8 @@ function drawMaps() {
     return make("div", { class: "map" }, ...(report.models.length > 1 ? [make("h3", {}, model.name)] : []), grid);
   });
   byId("maps").replaceChildren(...maps);
-  byId("low").textContent = shown(known.length ? range.low : null);
-  byId("high").textContent = shown(known.length ? range.high : null);
+  byId("low").textContent = shown(finite.length ? range.low : null);
+  byId("high").textContent = shown(finite.length ? range.high : null) + (finite.length < known.length ? ", and ∞" : "");
   byId("middle").textContent = known.length ? `median ${shown(known[known.length >> 1])}` : "nothing to show";
   const bar = byId("bar");
   const pen = bar.getContext("2d");
@@ -81,7 +89,10 @@ function drawMaps() {
 
 function mark() {
   const cells = [...document.querySelectorAll("[data-at]")];
-  for (const cell of cells) cell.setAttribute("aria-selected", String(cell.dataset.at === chosen));
+  for (const cell of cells) {
+    cell.setAttribute("aria-selected", String(cell.dataset.at === chosen));
+    cell.tabIndex = -1;
+  }
   const current = cells.find((cell) => cell.dataset.at === chosen) ?? cells[0];
   if (current) current.tabIndex = 0;
 }

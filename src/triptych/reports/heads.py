@@ -4,6 +4,7 @@ The page needs no network and no drawing library: its script is in `heads.js`.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -34,7 +35,7 @@ class HeadLayer:
         about: sizes and the like, in a line.
         num_heads: there are.
         heads: numbers of those shown.
-        figures: by measure, a number of each, None where there is none.
+        figures: by measure, a number of each, None where there is none; one may be infinite.
         spectra: by name, for each head singular values, descending; shown relative to the first.
         angles: by name, for each head angles in degrees, ascending.
     """
@@ -141,10 +142,7 @@ def _layer(layer: HeadLayer) -> dict[str, Any]:
         "about": layer.about,
         "num_heads": layer.num_heads,
         "heads": layer.heads,
-        "figures": {
-            name: [None if value is None else float(f"{value:.4g}") for value in values]
-            for name, values in layer.figures.items()
-        },
+        "figures": {name: [*map(_plain, values)] for name, values in layer.figures.items()},
         "spectra": {
             name: [[round(1000 * value / (of[0] or 1)) for value in of] for of in heads]
             for name, heads in layer.spectra.items()
@@ -153,6 +151,13 @@ def _layer(layer: HeadLayer) -> dict[str, Any]:
             name: [[round(10 * a) for a in of] for of in heads] for name, heads in layer.angles.items()
         },
     }
+
+
+def _plain(value: float | None) -> float | str | None:
+    """Four digits; JSON has no number for what is infinite."""
+    if value is None:
+        return None
+    return "Infinity" if math.isinf(value) else float(f"{value:.4g}")
 
 
 def _resource(name: str) -> str:

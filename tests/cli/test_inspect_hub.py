@@ -1,0 +1,113 @@
+"""`triptych inspect owner/name`: a repository on the Hub, played by a server on this machine."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from command import Command
+from hub_server import Hub, served, settled
+from small_checkpoints import HEADS, LAYERS, D, gpt2
+
+# What is fetched of the weights at once, for their header.
+FIRST = 1 << 18
+ATTENTION = 4 * LAYERS * (3 * D * D + 3 * D + D * D + D + 2 * D)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """With a GPT-2 whose attention lies behind a large table."""
+    gpt2(tmp_path / "repository", {"embedding.weight": torch.randn(20_000, D)})
+    monkeypatch.chdir(tmp_path)
+    with served(tmp_path / "repository") as server:
+        constants = "huggingface_hub.constants"
+        monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(f"{constants}.ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield server
+
+
+@pytest.mark.parametrize("name", ["someone/model", "someone/model@main", "model"])
+def test_a_repository_is_inspected_and_only_its_attention_is_fetched(
+    triptych: Command, hub: Hub, name: str
+) -> None:
+    answer = triptych("inspect", name, "--json")
+    assert answer.code == 0, answer.err
+    record = json.loads(answer.out)
+    assert record["name"] == name
+    assert [len(layer["heads"]) for layer in record["layers"]] == [HEADS] * LAYERS
+    config = (hub.folder / "config.json").stat().st_size
+    assert ATTENTION < settled(hub) <= FIRST + ATTENTION + config
+    assert hub.sent < (hub.folder / "model.safetensors").stat().st_size / 5
+
+
+def test_the_figures_are_those_of_the_same_files_here(triptych: Command, hub: Hub) -> None:
+    there, here = (
+        json.loads(triptych("inspect", name, "--json").out) for name in ("someone/model", hub.folder)
+    )
+    assert there["layers"] == here["layers"]
+
+
+def test_what_lies_here_under_a_name_comes_first(triptych: Command, hub: Hub) -> None:
+    shutil.copytree(hub.folder, "model")
+    assert triptych("inspect", "model").code == 0
+    assert hub.sent == 0
+
+
+def test_a_run_of_ours_is_fetched_whole(triptych: Command, hub: Hub, small_run: Path) -> None:
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(small_run / file, hub.folder)
+    there, here = (json.loads(triptych("inspect", n, "--json").out) for n in ("someone/model", small_run))
+    assert (there["name"], there["family"]) == ("someone/model", "triptych")
+    assert there["layers"] == here["layers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "code", "reason"),
+    [
+        ("someone/else", None, "", "no such repository for you on the Hub"),
+        ("someone", None, "", "no such repository for you on the Hub"),
+        ("someone/model@other", None, "", "the repository has no such revision"),
+        ("someone/model", 401, "RepoNotFound", "no such repository for you on the Hub"),
+        ("someone/model", 401, "GatedRepo", "access must be asked for on its page, then `hf auth login`"),
+        ("someone/model", 403, "GatedRepo", "access must be asked for on its page, then `hf auth login`"),
+        ("someone/model", 403, "", "the Hub could not be asked: "),
+        ("no/such/folder", None, "", "no/such/folder: there is no such file or folder"),
+        ("model.safetensors", None, "", "model.safetensors: there is no such file or folder"),
+    ],
+)
+def test_what_is_refused_there_is_one_line(
+    triptych: Command, hub: Hub, name: str, status: int | None, code: str, reason: str
+) -> None:
+    hub.status, hub.code = status, code
+    answer = triptych("inspect", name)
+    assert answer.code == 1
+    assert reason in answer.err
+    assert answer.err.count("\n") == 1
+    assert answer.out == ""
+
+
+def test_a_network_that_fails_on_the_way_is_one_line(triptych: Command, hub: Hub) -> None:
+    hub.cut_short = True
+    answer = triptych("inspect", "someone/model")
+    assert answer.code == 1
+    assert "came: try again" in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_a_network_that_is_not_there_is_one_line(
+    triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = "huggingface_hub.constants"
+    monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(f"{constants}.ENDPOINT", "http://127.0.0.1:9")
+    template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    answer = triptych("inspect", "someone/model")
+    assert answer.code == 1
+    assert "someone/model: there is no such path here, and the Hub could not be asked: " in answer.err
+    assert answer.err.count("\n") == 1

@@ -1,0 +1,96 @@
+"""The page of heads at its full size, and in a browser."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from browser import Page, found_browser, page_in
+from triptych.inspection import MEASURES
+from triptych.reports import HeadLayer, HeadMeasure, HeadsReport
+from triptych.reports.heads import render_heads_report
+
+LAYERS, HEADS, WIDTH = 25, 40, 128
+LARGEST = 5_000_000
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    """Of 1,000 heads, as wide as those of Llama."""
+    torch.manual_seed(1)
+
+    def rows(largest: float) -> list[list[float]]:
+        return (largest * torch.rand(HEADS, WIDTH)).sort(descending=True).values.tolist()
+
+    layers = [
+        HeadLayer(
+            name=f"decoder {layer}",
+            about=f"model.layers.{layer}.self_attn: d_model 5120, d_k 128, d_v 128",
+            num_heads=HEADS,
+            heads=tuple(range(HEADS)),
+            figures={m.name: [None, float("inf"), *torch.randn(HEADS - 2).tolist()] for m in MEASURES},
+            spectra={form: rows(30.0) for form in ("qk", "ov")},
+            angles={pair: [row[::-1] for row in rows(90.0)] for pair in ("qk", "qv", "kv")},
+        )
+        for layer in range(LAYERS)
+    ]
+    report = HeadsReport(
+        title="a thousand heads",
+        summary=(("", ("Made up.",)),),
+        facts=(("heads", "1,000"),),
+        measures=tuple(
+            HeadMeasure(m.name, m.title, m.meaning, m.group, of_basis=m.of_basis) for m in MEASURES
+        ),
+        models=(("a thousand heads", tuple(layers)),),
+    )
+    return render_heads_report(report)
+
+
+def test_a_thousand_heads_make_a_page_below_five_megabytes(page: str) -> None:
+    assert 1_000_000 < len(page.encode()) < LARGEST
+
+
+@pytest.fixture
+def shown(page: str, tmp_path: Path) -> Iterator[Page]:
+    """The page in a browser, and how long it took."""
+    browser = found_browser()
+    if browser is None:
+        pytest.skip("no Chromium or Chrome is on the PATH")
+    file = tmp_path / "page.html"
+    file.write_text(page, encoding="utf-8")
+    with page_in(browser, tmp_path / "profile") as opened:
+        print(f"{len(page):,} bytes shown after {opened.open(file):.2f} s")
+        yield opened
+
+
+HEADING = "document.querySelector('#detail h3').textContent"
+FOCUS = "document.activeElement.dataset.at ?? document.activeElement.id"
+
+
+def test_a_browser_shows_the_page_without_complaint_and_asks_for_nothing(shown: Page) -> None:
+    assert shown.value("document.querySelectorAll('[role=gridcell]').length") == LAYERS * HEADS
+    assert shown.value("document.querySelectorAll('#detail svg path').length") == 5
+    assert shown.value("[...document.querySelectorAll('#detail td')].some((td) => td.textContent === '–')")
+    assert {url.split(":")[0] for url in shown.requests} <= {"file", "data"}
+    assert shown.complaints == []
+
+
+def test_a_head_is_chosen_by_the_keyboard_alone(shown: Page) -> None:
+    places = []
+    for _ in range(3):
+        shown.press("Tab")
+        places.append(shown.value(FOCUS))
+    assert places == ["theme", "measure", "0 0 0"]
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowDown", "ArrowLeft", "ArrowUp"):
+        shown.press(key)
+    assert shown.value(HEADING) == "decoder 0, head 0"
+    shown.press("Enter")
+    assert shown.value(HEADING) == "decoder 1, head 1"
+    assert shown.value("[...document.querySelectorAll('#detail td')].some((td) => td.textContent === '∞')")
+    assert shown.value("document.querySelectorAll('[aria-selected=true]').length") == 1
+    assert shown.value("document.querySelectorAll('[role=gridcell][tabindex=\"0\"]').length") == 1
+    # The map is one stop: the next is behind it, and the way back leads to the head.
+    shown.press("Tab")
+    assert shown.value(FOCUS) not in ("1 1 1", "0 0 0")
+    assert shown.complaints == []
