@@ -366,6 +366,18 @@ def test_the_condition_of_a_form_that_lacks_full_rank_is_infinite(tmp_path: Path
     assert "lacks full rank" not in " ".join(summary(inspected(gpt2(tmp_path / "whole"))))
 
 
+def test_a_form_that_a_narrow_map_makes_lacks_full_rank_whatever_rounding_leaves() -> None:
+    torch.manual_seed(9)
+    narrow = Link(torch.randn(1, D, 5)), Link(torch.randn(HEADS, 5, WIDTH))
+    k, v = (Link(torch.randn(HEADS, D, WIDTH)) for _ in "kv")
+    o = Link(torch.randn(HEADS, WIDTH, D))
+    weights = AttentionWeights(d_model=D, num_heads=HEADS, scale=1.0, q=narrow, k=(k,), v=(v,), o=(o,))
+    figures = inspect_checkpoint(OneLayer(weights)).layers[0].figures
+    assert figures["qk_rank"] == [5.0] * HEADS
+    assert figures["qk_condition"] == [math.inf] * HEADS
+    assert all(1 < (condition or 0) < 1e4 for condition in figures["ov_condition"])
+
+
 def test_an_infinite_condition_is_shown_in_tables_and_on_the_page(tmp_path: Path) -> None:
     lost, whole = inspected(gpt2(tmp_path / "lost", rank_lost())), inspected(gpt2(tmp_path / "whole"))
     row = next(row for row in side_by_side(whole, lost).rows if row[0] == "condition of W_OV")

@@ -32,6 +32,8 @@ LOSSES = (0.01, 0.05, 0.10)
 NEAR = 0.9
 # A rewrite of `InspectedLayer.foldable`.
 FOLD = "fold stacked maps"
+# What is below this share of the largest singular value may be rounding of maps multiplied in float32.
+_NO_RANK = 1e-6
 # Pairs of each form that may be worked out: each takes two layers to be read again.
 _MOST_PAIRS = 200
 
@@ -101,7 +103,7 @@ def _of_form(form: str, title: str, group: str) -> Iterator[Measure]:
         (
             "condition",
             "condition",
-            "σ₁ over the smallest singular value; infinite where the form lacks full rank (above 10¹²).",
+            "σ₁ over the smallest singular value; infinite where the numerical rank is not full.",
         ),
     ):
         if form == "qk":
@@ -581,7 +583,7 @@ def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:
             f"{form}_effective_rank": spectrum.effective_rank,
             f"{form}_stable_rank": spectrum.stable_rank,
             f"{form}_participation": spectrum.participation_ratio,
-            f"{form}_rank": spectrum.rank(1e-6),
+            f"{form}_rank": (rank := spectrum.rank(_NO_RANK)),
             **{f"{form}_rank_{100 - round(100 * loss)}": spectrum.rank_within(loss) for loss in LOSSES},
             f"{form}_top": spectrum.kept[:, 0],
             **{
@@ -590,7 +592,7 @@ def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:
             },
             f"{form}_spectral_norm": spectrum.spectral_norm,
             f"{form}_frobenius_norm": spectrum.frobenius_norm,
-            f"{form}_condition": spectrum.condition,
+            f"{form}_condition": spectrum.condition.where(rank == spectrum.values.shape[-1], math.inf),
         }
     for pair, similarity in measured.similarity.items():
         found |= _of_similarity(pair, similarity)
