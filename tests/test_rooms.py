@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 FOUNDATION = {"errors", "files"}
 ABOVE_ALL = {"cli"}
-OPTIONAL = {"datasets", "pyarrow", "tensorboard", "torch.utils.tensorboard"}
+OPTIONAL = {"datasets", "pyarrow", "tensorboard", "torch.utils.tensorboard", "transformers"}
 
 
 def room_of(path: Path) -> str | None:

@@ -109,7 +109,7 @@ def _layers(certificate: Certificate, original: AttentionSource, written: Attent
         if layer.measured is None:
             continue
         one, other = original.read(before[layer.module]), written.read(after[layer.module])
-        found = measure_change(one, other, certificate.probes)
+        found = measure_change(one, other, certificate.probes, bounded=layer.tier == "bounded")
         counted += 1
         worst = max(worst, found.relative)
         if not _alike(layer.measured, found):

@@ -71,6 +71,7 @@ class StepRecord(_Record):
         choice: what was decided, with the numbers.
         notes: what else a reader must know.
         bound: the largest Frobenius norm by which a form of a head moves; 0 if exact.
+        error: largest mean square error of what a head does on the calibration text, relative; None without.
         refused: why the step was left out here; "" if it was done.
     """
 
@@ -82,6 +83,7 @@ class StepRecord(_Record):
     choice: str = ""
     notes: tuple[str, ...] = ()
     bound: float = 0.0
+    error: float | None = None
     refused: str = ""
 
     @classmethod
@@ -96,6 +98,7 @@ class StepRecord(_Record):
             choice=record.choice,
             notes=record.notes,
             bound=record.bound,
+            error=record.error,
         )
 
 
@@ -110,8 +113,9 @@ class Measured(_Record):
         relative: norm of the difference over that of the output.
         error_ratio: error of the rewritten layer in the checkpoint's dtype over that of the original in it,
             both against the original in float64.
-        score_bound: largest move of a score that the weights allow for normalised inputs, without data.
-        output_bound: largest move of a head's output that they allow.
+        score_bound: largest move of a score that the weights allow for normalised inputs, without data; None
+            where nothing but rounding moves.
+        output_bound: largest move of a head's output that they allow, likewise.
     """
 
     worst_absolute: float

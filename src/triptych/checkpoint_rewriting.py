@@ -249,6 +249,7 @@ def rewrite_checkpoint(
     *,
     family: Family | None = None,
     text: Path | None = None,
+    compare: bool = True,
     progress: Progress | None = None,
 ) -> Certificate:
     """Write a checkpoint's attention another way, beside the original, with a certificate.
@@ -259,6 +260,7 @@ def rewrite_checkpoint(
         recipe: the steps.
         family: how the checkpoint is written, if it does not say.
         text: both models are compared on it afterwards; on random tokens if None.
+        compare: whether they are.
         progress: is told what is done, how far, and of how much.
 
     Raises:
@@ -269,7 +271,7 @@ def rewrite_checkpoint(
     folder = local_folder(checkpoint)
     source = open_checkpoint(folder, family)
     prepared = prepare(source, folder, recipe)
-    request = _Request(checkpoint, folder, target, recipe, text, progress or _tell_nobody)
+    request = _Request(checkpoint, folder, target, recipe, text, compare, progress or _tell_nobody)
     if isinstance(source, OwnModel):
         return _RunRewriting(source, prepared, request).write()
     assert isinstance(source, Checkpoint)
@@ -286,6 +288,7 @@ class _Request:
     target: Path
     recipe: RewriteRecipe
     text: Path | None
+    compare: bool
     progress: Progress
 
 
@@ -337,6 +340,8 @@ class _Rewriting(ABC):
     def _compared(self, written: Path) -> tuple[EndToEnd | None, str]:
         """Both whole models on the text, or on random tokens; or why not."""
         request = self.request
+        if not request.compare:
+            return None, "it was not asked for"
         if request.text is None:
             if reason := can_run(request.folder):
                 return None, reason
@@ -396,7 +401,11 @@ class _RunRewriting(_Rewriting):
             written = OwnModel(folder)
             sites = {site.name: site for site in written.sites}
             for name, (read, done) in done_by_site.items():
-                measured = measure_change(read, written.read(sites[name])) if done.changed else None
+                measured = (
+                    measure_change(read, written.read(sites[name]), bounded=done.bounded)
+                    if done.changed
+                    else None
+                )
                 self.note(read, done, measured)
             tensors = _hashes(open_tensors(request.folder), open_tensors(folder))
             certificate = self.certificate(folder, {}, tensors, left_out)
@@ -486,7 +495,9 @@ class _FolderRewriting(_Rewriting):
             self.request.progress(f"measuring {site.name}", number, len(self.checkpoint.sites))
             done, measured = self._done[site.name], None
             if done.changed:
-                measured = measure_change(self.checkpoint.read(site), written.read(sites[site.module]))
+                measured = measure_change(
+                    self.checkpoint.read(site), written.read(sites[site.module]), bounded=done.bounded
+                )
             self.layers[site.name] = LayerRecord(module=site.module, steps=done.records, measured=measured)
 
 

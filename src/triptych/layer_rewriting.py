@@ -45,6 +45,11 @@ class RewrittenLayer:
         """Whether any step was done."""
         return any(not record.refused for record in self.records)
 
+    @property
+    def bounded(self) -> bool:
+        """Whether more than rounding has moved."""
+        return any(record.tier == "bounded" for record in self.records)
+
 
 def rewrite_layer(
     read: AttentionLayer,
@@ -181,6 +186,8 @@ def measure_change(
     before: AttentionLayer,
     after: AttentionLayer,
     probes: Probes = PROBES,
+    *,
+    bounded: bool = False,
     most_numbers: int = _MOST_NUMBERS,
 ) -> Measured:
     """How far the output of a layer moves on random inputs, both as saved.
@@ -190,6 +197,7 @@ def measure_change(
         after: the rewritten one, read back from what was saved.
         probes: the inputs: normal numbers, standardised at every position as a norm without gain leaves them;
             each layer gets them through the gain and shift of its own norm.
+        bounded: whether to look as well for what the weights allow on other inputs.
         most_numbers: larger layers are measured a few groups of heads at a time.
     """
     x, memory = _probes(before, probes)
@@ -199,7 +207,7 @@ def measure_change(
     own = before.weights.dtype
     own_error = (_output(before, x, memory, own, most_numbers).double() - reference).norm()
     new_error = (_output(after, x, memory, own, most_numbers).double() - reference).norm()
-    scores, outputs = _bounds(before, after, most_numbers)
+    scores, outputs = _bounds(before, after, most_numbers) if bounded else (None, None)
     return Measured(
         worst_absolute=float(difference.abs().max()),
         relative=float(difference.norm() / reference.norm().clamp(min=torch.finfo(torch.float64).tiny)),
