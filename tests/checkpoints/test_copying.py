@@ -289,22 +289,40 @@ def test_a_target_that_comes_into_being_meanwhile_is_left_alone(tmp_path: Path) 
     assert not list((tmp_path / "target").iterdir())
 
 
-@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize("after", [0, 1, 3, 6])
 def test_a_full_disk_leaves_nothing(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = sharded(tmp_path / "source")
-    written, write = 0, os.pwrite
+    written = 0
 
-    def full(handle: int, content: bytes, at: int) -> int:
-        nonlocal written
-        written += 1
-        if written > after:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(handle, content, at)
+    def until_full(write: Callable[..., int]) -> Callable[..., int]:
+        def full(*arguments: object) -> int:
+            nonlocal written
+            written += 1
+            if written > after:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(*arguments)
 
-    monkeypatch.setattr(shards.os, "pwrite", full)
+        return full
+
+    for name in ("pwrite", "copy_file_range"):
+        monkeypatch.setattr(shards.os, name, until_full(getattr(os, name)))
     with pytest.raises(OSError, match="No space left"):
         copied(source, tmp_path / "target")
+    assert written > after
     assert names_in(tmp_path) == ["source"]
+
+
+def test_a_system_that_does_not_copy_from_file_to_file_is_helped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sharded(tmp_path / "source")
+
+    def cannot(*arguments: object) -> int:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(shards.os, "copy_file_range", cannot)
+    copied(source, tmp_path / "target")
+    assert content(tmp_path / "target") == content(source)
 
 
 def test_a_copy_that_does_not_fit_is_refused_before_it_begins(
