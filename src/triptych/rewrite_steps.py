@@ -244,7 +244,7 @@ class Truncate(Step):
         energy: share of each form's energy that is kept at least; or
         budget: share of all channels that are kept, spread over layers and heads by what they are worth.
         criterion: what is kept: "free" of data, the forms themselves; "uncentred" or "centred", what they do
-            on the calibration text, the mean of the keys counted or not.
+            on the calibration text, means of keys and of values counted, or taken off where that is free.
     """
 
     place = 6
@@ -312,17 +312,21 @@ class Truncate(Step):
                 weights, rotation, planes=ranks, moments=moments, longest=layer.longest_text
             )
         if moments is not None:
-            centred = self.criterion == "centred"
             return (
-                rewrites.truncate_on_data(weights, moments, qk_rank=ranks, centred=centred)
+                rewrites.truncate_on_data(weights, moments, qk_rank=ranks, centred=self._centred)
                 if form == "qk"
-                else rewrites.truncate_on_data(weights, moments, ov_rank=ranks, centred=centred)
+                else rewrites.truncate_on_data(weights, moments, ov_rank=ranks, centred=self._centred)
             )
         return (
             rewrites.truncate(weights, qk_rank=ranks)
             if form == "qk"
             else rewrites.truncate(weights, ov_rank=ranks)
         )
+
+    @property
+    def _centred(self) -> bool | None:
+        """None: wherever the layer allows, as the record then says."""
+        return None if self.criterion == "centred" else False
 
     def _ranks(self, layer: Layer, form: Form) -> list[int]:
         """One a group of heads; planes for rotary ones."""
@@ -342,7 +346,7 @@ class Truncate(Step):
         rotation = layer.scoring.rotation if form == "qk" else None
         if rotation is not None:
             return rewrites.measure_plane_energies(layer.weights, rotation, moments, layer.longest_text)
-        centred = self.criterion == "centred" if moments is not None else None
+        centred = self._centred if moments is not None else None
         return rewrites.measure_energies(layer.weights, form, moments, centred=centred)
 
 
