@@ -1,6 +1,8 @@
 """Writing files so that a reader, or the next run, never meets half of one."""
 
+import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +37,37 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary neighbour of `path`, flush all of it to the disk, then rename it.
+
+    Whatever goes wrong, the temporary folder is removed and `path` is not there.
+
+    Args:
+        path: the folder to make; it must not exist, and the folder it lies in must.
+        write: called with the temporary folder, to fill it.
+
+    Raises:
+        OSError: the disk is full, the folder cannot be written, or `path` exists.
+    """
+    path = path.absolute()
+    if path.exists() or path.is_symlink():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    try:
+        write(temporary)
+        for folder, _, names in os.walk(temporary):
+            for name in names:
+                with (Path(folder) / name).open("rb") as file:
+                    os.fsync(file.fileno())
+            _sync_folder(Path(folder))
+        # mkdtemp makes a private folder; give it the mode that mkdir() would have given.
+        temporary.chmod(0o777 & ~_umask())
+        temporary.rename(path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     _sync_folder(path.parent)
 
 
