@@ -111,15 +111,15 @@ def apart() -> TokenizerPair:
 def _tokenizers(joint: bool) -> TokenizerPair:
     pairs = generate_pairs(150, "train", seed=1)
     sides = [german for german, _ in pairs], [english for _, english in pairs]
-    return train_tokenizers(TokenizerSpec(vocab_size=280, joint=joint), *sides)
+    pair = train_tokenizers(TokenizerSpec(vocab_size=280, joint=joint), *sides)
+    if joint:
+        return pair
+    return TokenizerPair(pair.source, train_tokenizers(TokenizerSpec(vocab_size=270), *sides).target)
 
 
 def make_run(tokenizers: TokenizerPair, site: dict[str, Any] | None = None, **changes: Any) -> Run:
     sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
     model = make_model(site or {"projections": "factored"}, *sizes, **changes)
-    # An output that ends before the limit here and there.
-    with torch.no_grad():
-        model.output.weight *= 3
     decoding = DecodingConfig(beam_size=4, alpha=0.0, max_extra_tokens=6)
     return Run(Path("a run"), model, tokenizers, None, decoding)
 
@@ -195,7 +195,9 @@ def test_wide_heads_of_low_rank_fit_exactly(dtype: torch.dtype, allowed: float) 
 def test_transformers_computes_the_same_and_searches_the_same(
     name: str, joint: TokenizerPair, tmp_path: Path
 ) -> None:
-    run = make_run(joint, {"projections": "grouped", "num_kv_heads": 2, **BIASES}, **MODELS[name])
+    site = {"projections": "grouped", "num_kv_heads": 2, **BIASES}
+    run = make_run(joint, site, output_bias=True, **MODELS[name])
+    make_it_end(run)
     conversion = convert_to(run, tmp_path / "out", "hf")
     assert all(check.tried for check in conversion.checks)
     assert "repeat_kv_heads: encoder.0, decoder.0, cross.0, decoder.1, cross.1" in conversion.folded
@@ -206,11 +208,23 @@ def test_transformers_computes_the_same_and_searches_the_same(
     with torch.no_grad():
         found = theirs(input_ids=src, attention_mask=(src != 0).long(), decoder_input_ids=tgt_in).logits
         assert difference(found, run.model(src, tgt_in)) < 1e-5
-    for text, expected in zip(SENTENCES, translations(run, SENTENCES), strict=True):
-        batch = tokenizer([text], return_tensors="pt")
-        most = batch["input_ids"].shape[1] + run.decoding.max_extra_tokens
-        (ids,) = theirs.generate(**batch, max_new_tokens=most).tolist()
-        assert tokenizer.decode(ids, skip_special_tokens=True) == expected
+    for text, expected in zip(SENTENCES, run.translator().translate(SENTENCES), strict=True):
+        ids = theirs.generate(**tokenizer([text], return_tensors="pt"))[0].tolist()
+        assert len(ids) < 14
+        assert tokenizer.decode(ids, skip_special_tokens=True) == expected.text
+        assert run.tokenizers.target.pieces(ids[1:-1]) == list(expected.candidates[0].pieces)
+
+
+@torch.no_grad()
+def make_it_end(run: Run) -> None:
+    """Raise the bias of the end of the sentence until outputs end before their limit."""
+    for _ in range(200):
+        found = [translation.candidates[0].pieces for translation in run.translator().translate(SENTENCES)]
+        if max(map(len, found)) < 12:
+            assert max(map(len, found)) > 1
+            return
+        run.model.output.bias[run.tokenizers.target.eos_id] += 0.05
+    raise AssertionError("it never ends")
 
 
 def translations(run: Run, lines: list[str]) -> list[str]:

@@ -55,7 +55,7 @@ def write_ctranslate2(run: Run, folder: Path, quantization: Quantization) -> Wri
     spec.optimize(quantization=quantization)
     spec.save(str(folder))
     write_tokenizers(run.tokenizers, run.model.config.max_source_tokens + 1, folder)
-    (folder / "README.md").write_text(_readme(run), encoding="utf-8")
+    (folder / "README.md").write_text(_readme(run, length), encoding="utf-8")
     parameters = sum(parameter.numel() for parameter in plain.model.parameters())
     check = _check(run, folder, quantization)
     return Written(f"Transformer, {quantization}", parameters, plain.done, (check,))
@@ -169,7 +169,7 @@ def _log_probs(model: EncoderDecoder, pairs: Pairs, eos_id: int) -> Tensor:
     return log_probs.gather(2, following[:, :, None])[:, :, 0].float()
 
 
-def _readme(run: Run) -> str:
+def _readme(run: Run, length: int) -> str:
     pieces = isinstance(run.tokenizers.source, SentencePieceTokenizer)
     target = run.tokenizers.target
     alpha, beam = run.decoding.alpha, run.decoding.beam_size
@@ -197,11 +197,16 @@ import ctranslate2
 {setup}
 translator = ctranslate2.Translator("path/to/this/folder")
 found = translator.translate_batch(
-    [tokens], beam_size={beam}, length_penalty={alpha}, suppress_sequences={never}
+    [tokens],
+    beam_size={beam},
+    length_penalty={alpha},
+    suppress_sequences={never},
+    max_decoding_length={length},
 )
 print({text})
 ```
 
-Sources have at most {run.model.config.max_source_tokens} tokens. triptych divides log-probabilities by
-((5 + n) / 6)^α, CTranslate2 by n^α: with the length penalty off (0) both search alike.
+Sources have at most {run.model.config.max_source_tokens} tokens, and there are {length} positions.
+triptych divides log-probabilities by ((5 + n) / 6)^α, CTranslate2 by n^α: with the length penalty off (0)
+both search alike.
 """
