@@ -95,6 +95,8 @@ def train(recipe: Recipe, folder: Path, display: Display | None = None) -> Summa
         raise UsageError(
             f"{folder} already holds a run: go on with it (--resume {folder}) or name another folder (--out)"
         )
+    if (folder / _DECODING).exists():
+        raise UsageError(f"{folder} holds a model that was converted: name another folder (--out)")
     base, display = Path.cwd(), display or LineDisplay()
     _prepare(recipe)
     train_text, valid_text = _read_texts(recipe, base, display)
@@ -159,7 +161,7 @@ def remove(folder: Path) -> None:
 
 @final
 class Run:
-    """A finished run, opened; or a checkpoint of others, which has no recipe."""
+    """A finished run, opened; or a converted model or a checkpoint of others, which have no recipe."""
 
     def __init__(
         self,
@@ -177,7 +179,7 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path, device: str = "auto") -> "Run":
-        """Read a run folder, or that of a Marian model in Hugging Face's format.
+        """Read a run folder, that of a converted model, or a Marian model in Hugging Face's format.
 
         Args:
             folder: where it is.
