@@ -30,7 +30,15 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 FOUNDATION = {"errors", "files"}
 ABOVE_ALL = {"cli"}
-OPTIONAL = {"datasets", "pyarrow", "tensorboard", "torch.utils.tensorboard", "transformers"}
+OPTIONAL = {
+    "ctranslate2",
+    "datasets",
+    "onnxruntime",
+    "pyarrow",
+    "tensorboard",
+    "torch.utils.tensorboard",
+    "transformers",
+}
 
 
 def room_of(path: Path) -> str | None:

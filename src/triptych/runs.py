@@ -1,23 +1,27 @@
 """Runs: a recipe becomes a folder, a folder becomes a translator.
 
 A run folder holds `config.json`, `model.safetensors`, `tokenizer.json` (and `tokenizer.target.json` if
-the two sides have one each), `recipe.toml`, `metrics.jsonl`, `README.md` and `state/`.
+the two sides have one each), `recipe.toml`, `metrics.jsonl`, `README.md` and `state/`. A model that was
+converted has no recipe: `decoding.toml` says how it is searched.
 """
 
 import hashlib
 import shutil
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+import tomli_w
 import torch
+from pydantic import ValidationError
 
 from triptych.checkpoints import model_type, read_marian
 from triptych.decoding import Precision, SearchOptions, Stop, Translator, measure_bleu
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
-from triptych.models import EncoderDecoder, read_model
+from triptych.models import EncoderDecoder, read_model, write_model
 from triptych.models.storage import write_config
 from triptych.text import (
     EncodedCorpus,
@@ -34,7 +38,7 @@ from triptych.training.memory import keep_freed_memory, limit_kernel_cache
 from triptych.training.progress import Display, LineDisplay
 from triptych.training.state import Counters, read_counters
 
-_RECIPE = "recipe.toml"
+_RECIPE, _DECODING = "recipe.toml", "decoding.toml"
 _FILES = (
     "config.json",
     "model.safetensors",
@@ -91,6 +95,8 @@ def train(recipe: Recipe, folder: Path, display: Display | None = None) -> Summa
         raise UsageError(
             f"{folder} already holds a run: go on with it (--resume {folder}) or name another folder (--out)"
         )
+    if (folder / _DECODING).exists():
+        raise UsageError(f"{folder} holds a model that was converted: name another folder (--out)")
     base, display = Path.cwd(), display or LineDisplay()
     _prepare(recipe)
     train_text, valid_text = _read_texts(recipe, base, display)
@@ -155,7 +161,7 @@ def remove(folder: Path) -> None:
 
 @final
 class Run:
-    """A finished run, opened; or a checkpoint of others, which has no recipe."""
+    """A finished run, opened; or a converted model or a checkpoint of others, which have no recipe."""
 
     def __init__(
         self,
@@ -173,7 +179,7 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path, device: str = "auto") -> "Run":
-        """Read a run folder, or that of a Marian model in Hugging Face's format.
+        """Read a run folder, that of a converted model, or a Marian model in Hugging Face's format.
 
         Args:
             folder: where it is.
@@ -185,19 +191,25 @@ class Run:
         """
         if not folder.is_dir():
             raise UsageError(f"there is no run folder {folder}")
-        if not (folder / _RECIPE).exists():
+        recipe = None
+        if (folder / _RECIPE).exists():
+            recipe = read_recipe(folder / _RECIPE)
+            decoding = recipe.decoding
+        elif (folder / _DECODING).exists():
+            decoding = _read_decoding(folder / _DECODING)
+        else:
             return cls._open_checkpoint(folder, device)
-        recipe = read_recipe(folder / _RECIPE)
         model = read_model(folder).to(_device(device))
         tokenizers = TokenizerPair.load(folder)
-        _check_tokenizers(tokenizers, recipe, folder)
+        if recipe is not None:
+            _check_tokenizers(tokenizers, recipe, folder)
         sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
         if sizes != (model.src_vocab_size, model.tgt_vocab_size):
             raise DataError(
                 f"{folder}: the tokenizers have {sizes[0]} and {sizes[1]} tokens, the model "
                 f"{model.src_vocab_size} and {model.tgt_vocab_size}: the files come from different runs"
             )
-        return cls(folder, model, tokenizers, recipe, recipe.decoding)
+        return cls(folder, model, tokenizers, recipe, decoding)
 
     @classmethod
     def _open_checkpoint(cls, folder: Path, device: str) -> "Run":
@@ -212,6 +224,12 @@ class Run:
         beams = {} if checkpoint.num_beams is None else {"beam_size": checkpoint.num_beams}
         decoding = DecodingConfig.model_validate({**beams, "alpha": checkpoint.length_penalty})
         return cls(folder, checkpoint.model.to(_device(device)), checkpoint.tokenizers, None, decoding)
+
+    def save(self, folder: Path) -> None:
+        """Write model, tokenizers and the way to search, without a recipe; `open` reads them again."""
+        write_model(self.model, folder)
+        self.tokenizers.save(folder)
+        write_text(folder / _DECODING, tomli_w.dumps(self.decoding.model_dump()))
 
     def search_options(
         self,
@@ -252,6 +270,22 @@ def load(folder: str | Path, device: str = "auto") -> Translator:
     The folder may also be a Marian model in Hugging Face's format.
     """
     return Run.open(Path(folder), device).translator()
+
+
+def _read_decoding(path: Path) -> DecodingConfig:
+    """How a converted model is searched.
+
+    Raises:
+        DataError: not TOML, or not such settings.
+    """
+    try:
+        return DecodingConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{path}: {where}: {first['msg']}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
 
 
 def _check_tokenizers(tokenizers: TokenizerPair, recipe: Recipe, folder: Path) -> None:

@@ -73,6 +73,23 @@ def test_a_configuration_survives_its_json(config: ModelConfig) -> None:
     assert ModelConfig.model_validate(json.loads(json.dumps(config.model_dump()))) == config
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_a_model_of_another_dtype_keeps_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = EncoderDecoder(CONFIG, 11, 13, pad_id=2).to(dtype)
+    write_model(model, tmp_path)
+    read = dict(read_model(tmp_path).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert_same(read[name], parameter, kind="exact")
+
+
+def test_a_dtype_that_is_none_is_refused_and_one_left_out_is_float32(saved: Path) -> None:
+    change_settings(saved, dtype="float8")
+    assert "dtype is 'float8': known are float32" in refusal(saved)
+    record = json.loads((saved / SETTINGS).read_text())
+    (saved / SETTINGS).write_text(json.dumps({key: record[key] for key in record if key != "dtype"}))
+    assert {parameter.dtype for parameter in read_model(saved).parameters()} == {torch.float32}
+
+
 def test_tied_tables_are_stored_once(tmp_path: Path) -> None:
     model = EncoderDecoder(CONFIG.model_copy(update={"tie_embeddings": "all"}), 13, 13)
     write_model(model, tmp_path)

@@ -2,27 +2,37 @@
 
 Of the folder are read `config.json`, `generation_config.json`, `tokenizer_config.json`,
 `special_tokens_map.json`, the weights (`tensors.open_tensors`), `source.spm`, `target.spm`,
-`vocab.json` and `target_vocab.json`, as far as they are there. Nothing is cast: the model has the dtype
+`vocab.json` and `target_vocab.json`, as far as they are there; in place of the last four, tokenizers of
+ours as `marian_writing` leaves them. Nothing is cast: the model has the dtype
 of the file.
 
 Source: Junczys-Dowmunt et al. 2018, arXiv 1804.00344; `modeling_marian.py` and `tokenization_marian.py`
 of github.com/huggingface/transformers, version 5.23.0.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from triptych.attention import sinusoidal
+from triptych.checkpoints.marian_names import (
+    OUTPUT,
+    OUTPUT_BIAS,
+    POSITIONS,
+    SHARED,
+    SOURCE,
+    TARGET,
+    layer_tensors,
+)
 from triptych.checkpoints.marian_settings import (
     ACTIVATIONS,
     MarianSettings,
     read_generation,
+    read_tokenizer_settings,
     validated,
 )
 from triptych.checkpoints.marian_tokenizers import read_tokenizers
@@ -40,38 +50,6 @@ from triptych.models.storage import load_tensors
 from triptych.text import TokenizerPair
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-# The maps and norms of a layer: their names, and ours.
-_SELF_ATTENTION = {
-    **{f"self_attn.{p}_proj": f"self_attention.projections.{p}_proj" for p in ("q", "k", "v")},
-    "self_attn.out_proj": "self_attention.projections.o_proj",
-    "self_attn_layer_norm": "self_residual.norm",
-}
-_CROSS_ATTENTION = {
-    **{f"encoder_attn.{p}_proj": f"cross_attention.projections.{p}_proj" for p in ("q", "k", "v")},
-    "encoder_attn.out_proj": "cross_attention.projections.o_proj",
-    "encoder_attn_layer_norm": "cross_residual.norm",
-}
-_FEED_FORWARD = {
-    "fc1": "feed_forward.inner",
-    "fc2": "feed_forward.outer",
-    "final_layer_norm": "feed_forward_residual.norm",
-}
-_ENCODER_LAYER = {**_SELF_ATTENTION, **_FEED_FORWARD}
-_DECODER_LAYER = {**_SELF_ATTENTION, **_CROSS_ATTENTION, **_FEED_FORWARD}
-
-_SHARED = "model.shared.weight"
-_SOURCE, _TARGET = "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"
-_OUTPUT, _OUTPUT_BIAS = "lm_head.weight", "final_logits_bias"
-_POSITIONS = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight")
-
-
-class _Expected(NamedTuple):
-    """A tensor that the configuration calls for: its name there, its name here, its shape."""
-
-    theirs: str
-    ours: str
-    shape: tuple[int, ...]
 
 
 @final
@@ -115,14 +93,23 @@ def read_marian(folder: Path) -> MarianCheckpoint:
     generation = read_generation(folder, record, settings)
     tokenizers = read_tokenizers(folder, settings)
     return MarianCheckpoint(
-        _model(settings, open_tensors(folder), config_path),
+        _model(settings, _max_source_tokens(folder, settings), open_tensors(folder), config_path),
         tokenizers,
         generation.num_beams,
         generation.length_penalty,
     )
 
 
-def _model(settings: MarianSettings, tensors: Tensors, config_path: Path) -> EncoderDecoder:
+def _max_source_tokens(folder: Path, settings: MarianSettings) -> int:
+    """The longest source: the end of the sentence takes a position too."""
+    longest = read_tokenizer_settings(folder).model_max_length
+    positions = settings.max_position_embeddings
+    return (positions if longest is None else int(min(positions, longest))) - 1
+
+
+def _model(
+    settings: MarianSettings, max_source_tokens: int, tensors: Tensors, config_path: Path
+) -> EncoderDecoder:
     """The model; every tensor of the file is in it, or known to say nothing new.
 
     Raises:
@@ -132,7 +119,7 @@ def _model(settings: MarianSettings, tensors: Tensors, config_path: Path) -> Enc
     ours: dict[str, Tensor] = {}
     # In the order of the layers, and before a model is made: a number of layers that is far too large
     # ends at the first that is not there.
-    for expected in _expected(settings):
+    for expected in layer_tensors(settings):
         ours[expected.ours] = left.take(expected.theirs, expected.shape)
     source, target, output = _tables(settings, left)
     ours["tgt_embedding.weight"] = target
@@ -140,13 +127,13 @@ def _model(settings: MarianSettings, tensors: Tensors, config_path: Path) -> Enc
         ours["src_embedding.weight"] = source
     if not settings.tie_word_embeddings:
         ours["output.weight"] = output
-    bias = left.take_if_there(_OUTPUT_BIAS, (1, settings.tgt_vocab_size))
+    bias = left.take_if_there(OUTPUT_BIAS, (1, settings.tgt_vocab_size))
     if bias is not None and bias.any():
         ours["output.bias"] = bias[0]
     _check_positions(settings, left)
     left.check_empty()
     try:
-        config = _model_config(settings, "output.bias" in ours)
+        config = _model_config(settings, max_source_tokens, "output.bias" in ours)
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise DataError(f"{config_path}: {message}") from None
@@ -157,7 +144,7 @@ def _model(settings: MarianSettings, tensors: Tensors, config_path: Path) -> Enc
     return model.eval()
 
 
-def _model_config(settings: MarianSettings, output_bias: bool) -> ModelConfig:
+def _model_config(settings: MarianSettings, max_source_tokens: int, output_bias: bool) -> ModelConfig:
     """Our configuration of the same model.
 
     Raises:
@@ -183,8 +170,7 @@ def _model_config(settings: MarianSettings, output_bias: bool) -> ModelConfig:
             "norm": "post",
             "tie_embeddings": tie if settings.tie_word_embeddings else "none",
             "output_bias": output_bias,
-            # The end of the sentence takes a position too.
-            "max_source_tokens": settings.max_position_embeddings - 1,
+            "max_source_tokens": max_source_tokens,
             "positions": PositionsConfig(scheme="sinusoidal", sinusoidal_layout="halves"),
             "encoder": EncoderConfig(num_layers=settings.encoder_layers, attention=of_encoder),
             "decoder": DecoderConfig(
@@ -192,27 +178,6 @@ def _model_config(settings: MarianSettings, output_bias: bool) -> ModelConfig:
             ),
         }
     )
-
-
-def _expected(settings: MarianSettings) -> Iterator[_Expected]:
-    """The tensors of the layers."""
-    d_model, d_ff = settings.d_model, settings.encoder_ffn_dim
-    stacks = (
-        ("encoder", settings.encoder_layers, _ENCODER_LAYER),
-        ("decoder", settings.decoder_layers, _DECODER_LAYER),
-    )
-    for stack, num_layers, names in stacks:
-        for i in range(num_layers):
-            for theirs, ours in names.items():
-                weight: tuple[int, ...] = (d_model, d_model)
-                if theirs.endswith("layer_norm"):
-                    weight = (d_model,)
-                elif theirs in ("fc1", "fc2"):
-                    weight = (d_ff, d_model) if theirs == "fc1" else (d_model, d_ff)
-                for kind, shape in (("weight", weight), ("bias", weight[:1])):
-                    yield _Expected(
-                        f"model.{stack}.layers.{i}.{theirs}.{kind}", f"{stack}.{i}.{ours}.{kind}", shape
-                    )
 
 
 def _tables(settings: MarianSettings, left: "_Tensors") -> tuple[Tensor, Tensor, Tensor]:
@@ -225,13 +190,13 @@ def _tables(settings: MarianSettings, left: "_Tensors") -> tuple[Tensor, Tensor,
     """
     of_source = settings.vocab_size, settings.d_model
     of_target = settings.tgt_vocab_size, settings.d_model
-    of_output = [_OUTPUT] if settings.tie_word_embeddings else []
+    of_output = [OUTPUT] if settings.tie_word_embeddings else []
     if settings.share_encoder_decoder_embeddings:
-        source = target = left.take_one_of([_SHARED, _SOURCE, _TARGET, *of_output], of_source)
+        source = target = left.take_one_of([SHARED, SOURCE, TARGET, *of_output], of_source)
     else:
-        source = left.take(_SOURCE, of_source)
-        target = left.take_one_of([_TARGET, *of_output], of_target)
-    return source, target, target if of_output else left.take(_OUTPUT, of_target)
+        source = left.take(SOURCE, of_source)
+        target = left.take_one_of([TARGET, *of_output], of_target)
+    return source, target, target if of_output else left.take(OUTPUT, of_target)
 
 
 def _check_positions(settings: MarianSettings, left: "_Tensors") -> None:
@@ -241,7 +206,7 @@ def _check_positions(settings: MarianSettings, left: "_Tensors") -> None:
         DataError: they are not.
     """
     shape = settings.max_position_embeddings, settings.d_model
-    for name in _POSITIONS:
+    for name in POSITIONS:
         table = left.take_if_there(name, shape)
         if table is None:
             continue

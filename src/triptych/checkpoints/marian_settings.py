@@ -83,6 +83,7 @@ class TokenizerSettings(BaseModel):
     eos_token: str | dict[str, Any] = "</s>"
     pad_token: str | dict[str, Any] = "<pad>"
     separate_vocabs: bool = False
+    model_max_length: int | float | None = Field(None, ge=2)
     clean_up_tokenization_spaces: bool | None = None
     sp_model_kwargs: dict[str, Any] | None = None
     additional_special_tokens: list[Any] | None = None
@@ -98,6 +99,20 @@ class GenerationSettings(BaseModel):
     num_beams: int | None = Field(None, ge=1)
     length_penalty: float = Field(1.0, ge=0)
     bad_words_ids: list[list[int]] | None = None
+
+
+def read_tokenizer_settings(folder: Path) -> TokenizerSettings:
+    """What the two files say together, the newer one first.
+
+    Raises:
+        DataError: a file is damaged, or a field not what it should be.
+    """
+    path, legacy = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    record = {
+        **(read_json(legacy) if legacy.exists() else {}),
+        **(read_json(path) if path.exists() else {}),
+    }
+    return validated(TokenizerSettings, record, path)
 
 
 def read_generation(folder: Path, config: dict[str, Any], settings: MarianSettings) -> GenerationSettings:

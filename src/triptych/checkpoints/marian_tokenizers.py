@@ -1,4 +1,7 @@
-"""The tokenizers of a Marian checkpoint: two SentencePiece models over a vocabulary of its own."""
+"""The tokenizers of a Marian checkpoint: two SentencePiece models over a vocabulary of its own.
+
+One that we wrote may have a tokenizer of ours instead, in `tokenizer.json`.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,11 +9,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from triptych.checkpoints.marian_settings import MarianSettings, TokenizerSettings, validated
+from triptych.checkpoints.marian_settings import MarianSettings, read_tokenizer_settings
+from triptych.checkpoints.marian_tokenizer_writing import TARGET_FOLDER
 from triptych.checkpoints.sentencepiece import read_sentencepiece
 from triptych.checkpoints.tensors import read_json
 from triptych.errors import DataError
-from triptych.text import SentencePieceRecord, SentencePieceTokenizer, TokenizerPair
+from triptych.text import SentencePieceRecord, SentencePieceTokenizer, Tokenizer, TokenizerPair
 
 
 def read_tokenizers(folder: Path, settings: MarianSettings) -> TokenizerPair:
@@ -22,13 +26,10 @@ def read_tokenizers(folder: Path, settings: MarianSettings) -> TokenizerPair:
     Raises:
         DataError: files that are missing, damaged or contradict each other.
     """
+    if (folder / "tokenizer.json").exists() and not (folder / "source.spm").exists():
+        return _of_ours(folder, settings)
     path = folder / "tokenizer_config.json"
-    legacy = folder / "special_tokens_map.json"
-    record = {
-        **(read_json(legacy) if legacy.exists() else {}),
-        **(read_json(path) if path.exists() else {}),
-    }
-    found = validated(TokenizerSettings, record, path)
+    found = read_tokenizer_settings(folder)
     tokens = {name: _text(getattr(found, name)) for name in ("unk_token", "eos_token", "pad_token")}
     added = {_text(token) for token in found.added_tokens_decoder.values()}
     if further := sorted(added - set(tokens.values())) or found.additional_special_tokens:
@@ -62,6 +63,30 @@ def read_tokenizers(folder: Path, settings: MarianSettings) -> TokenizerPair:
     )
     if source.to_json() == target.to_json():
         return TokenizerPair(source, source)
+    return TokenizerPair(source, target)
+
+
+def _of_ours(folder: Path, settings: MarianSettings) -> TokenizerPair:
+    """Tokenizers that were trained here.
+
+    Raises:
+        DataError: damaged, of another make, or not those of `config.json`.
+    """
+    source = target = Tokenizer.load(folder / "tokenizer.json")
+    if (folder / TARGET_FOLDER).is_dir():
+        target = Tokenizer.load(folder / TARGET_FOLDER / "tokenizer.json")
+    for name, found, wanted in (
+        ("vocab_size", source.vocab_size, settings.vocab_size),
+        ("decoder_vocab_size", target.vocab_size, settings.tgt_vocab_size),
+        ("pad_token_id", target.pad_id, settings.pad_token_id),
+        ("eos_token_id", target.eos_id, settings.eos_token_id),
+        ("decoder_start_token_id", target.bos_id, settings.decoder_start_token_id),
+    ):
+        if found != wanted:
+            raise DataError(
+                f"{folder / 'tokenizer.json'}: {name} is {found} here and {wanted} in config.json: the files "
+                "come from different models"
+            )
     return TokenizerPair(source, target)
 
 

@@ -10,7 +10,7 @@ import typer
 from triptych.errors import TriptychError
 
 # Each is a function of the module of its name, in this room.
-COMMANDS = ("demo", "train", "translate", "evaluate", "inspect", "rewrite", "verify", "cost")
+COMMANDS = ("demo", "train", "translate", "evaluate", "inspect", "rewrite", "verify", "convert", "cost")
 _ABOUT = "Train, run and look into Transformers, with the matrices of every head in your hands."
 
 

@@ -14,6 +14,10 @@ from triptych.models.configuration import ModelConfig
 from triptych.models.encoder_decoder import EncoderDecoder
 
 _FORMAT = 1
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+}
 
 
 def model_tensors(model: EncoderDecoder) -> dict[str, torch.Tensor]:
@@ -29,6 +33,7 @@ def write_config(model: EncoderDecoder, folder: Path) -> None:
         "src_vocab_size": model.src_vocab_size,
         "tgt_vocab_size": model.tgt_vocab_size,
         "pad_id": model.pad_id,
+        "dtype": str(model.tgt_embedding.weight.dtype).removeprefix("torch."),
         "model": model.config.model_dump(),
     }
     write_text(folder / "config.json", json.dumps(record, indent=2) + "\n")
@@ -46,7 +51,7 @@ def write_model(model: EncoderDecoder, folder: Path) -> None:
 
 
 def read_config(folder: Path) -> EncoderDecoder:
-    """A model of the folder's architecture, with fresh weights.
+    """A model of the folder's architecture and dtype (float32 if it names none), with fresh weights.
 
     Raises:
         DataError: `config.json` is missing or not one of ours.
@@ -64,9 +69,13 @@ def read_config(folder: Path) -> EncoderDecoder:
             raise DataError(
                 f"{path}: pad_id {record['pad_id']} is no token of vocabularies of {src_size} and {tgt_size}"
             )
-        return EncoderDecoder(
+        dtype = record.get("dtype", "float32")
+        if dtype not in _DTYPES:
+            raise DataError(f"{path}: dtype is {dtype!r}: known are {', '.join(_DTYPES)}")
+        model = EncoderDecoder(
             ModelConfig.model_validate(record["model"]), src_size, tgt_size, record["pad_id"]
         )
+        return model.to(_DTYPES[dtype])
     except FileNotFoundError:
         raise DataError(f"{folder} holds no config.json: give the folder of a finished run") from None
     except KeyError as error:

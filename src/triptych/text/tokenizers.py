@@ -85,6 +85,11 @@ class Tokenizer(ABC):
     def vocab_size(self) -> int:
         """Number of tokens, specials included."""
 
+    @property
+    @abstractmethod
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every token by id, as its file has it; no two are the same."""
+
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without beginning and end."""
@@ -154,6 +159,11 @@ class ByteLevelTokenizer(Tokenizer):
     def vocab_size(self) -> int:
         """Number of tokens, bytes and specials included."""
         return int(self._inner.get_vocab_size())
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every token by id, its bytes in the characters that stand for them."""
+        return tuple(str(self._inner.id_to_token(token)) for token in range(self.vocab_size))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without `<bos>` and `<eos>`."""
@@ -263,9 +273,19 @@ class SentencePieceTokenizer(Tokenizer):
         self._ids = {piece: token for token, piece in enumerate(record.vocab) if piece not in never}
 
     @property
+    def record(self) -> SentencePieceRecord:
+        """All that it is made of."""
+        return self._record
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens, specials included."""
         return len(self._record.vocab)
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """The pieces by id."""
+        return self._record.vocab
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without beginning and end."""

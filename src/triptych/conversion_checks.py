@@ -1,0 +1,150 @@
+"""What is tried on a model that was written in another format, and the records of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from triptych.errors import DataError
+from triptych.models import EncoderDecoder
+from triptych.text import SentencePieceTokenizer, Tokenizer
+
+# How far logits may be from the model's, relative to the largest of them if that is above 1.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+# What a tokenizer may stumble over.
+_SAMPLES = (
+    "Zwei junge Männer sind im Freien.",
+    "A little girl, 3 years old, isn't afraid: it costs $12.50 (or 10%)!",
+    "  two  spaces\tand a tab ",
+    "e\u0301 and é, ﬁne, ½, ｆｕｌｌ",
+    "snake_case, CamelCase, http://example.org/?a=1&b=2",
+    "Привет, мир. 你好，世界。 안녕 🙂",
+    "…—–„“”‚‘’ \u00a0 \u200b",
+    "1234567890 12,345.67",
+    "",
+)
+_SPELLED_OUT = ("an <eos> in the <bos> middle<pad>", "</s> <unk>")
+
+
+@final
+@dataclass(frozen=True)
+class Check:
+    """Something that was to be tried on what was written; what fails is not written at all.
+
+    Attributes:
+        what: in words.
+        tried: False if it could not be.
+        largest_difference: of the logits, where those were compared.
+        note: why it was not tried, or with how much.
+    """
+
+    what: str
+    tried: bool
+    largest_difference: float | None = None
+    note: str = ""
+
+
+class Written(NamedTuple):
+    """What the writer of a format tells of the folder that it filled.
+
+    Attributes:
+        architecture: in the format's own words.
+        parameters: numbers that the folder holds, quantised ones included.
+        folded: what was done to the model to make it fit, in words.
+        checks: what was tried.
+    """
+
+    architecture: str
+    parameters: int
+    folded: tuple[str, ...]
+    checks: tuple[Check, ...]
+
+
+class Pairs(NamedTuple):
+    """Sentence pairs of random tokens.
+
+    Attributes:
+        src: `[batch, src_len]`, each with its end and filled up with padding.
+        tgt_in: `[batch, tgt_len]`, each with the token that outputs begin with.
+    """
+
+    src: Tensor
+    tgt_in: Tensor
+
+    def mask(self, pad_id: int) -> Tensor:
+        """True where there is a source token."""
+        return self.src != pad_id
+
+
+def random_pairs(
+    model: EncoderDecoder, bos_id: int, eos_id: int, src_len: int = 12, tgt_len: int = 9
+) -> Pairs:
+    """Three sentence pairs, the sources of unequal length; the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    src_len = min(src_len, model.config.max_source_tokens + 1)
+
+    def draw(size: int, count: int, never: set[int]) -> Tensor:
+        allowed = torch.tensor([token for token in range(size) if token not in never])
+        return allowed[torch.randint(len(allowed), (3, count), generator=generator)]
+
+    src = draw(model.src_vocab_size, src_len, {model.pad_id, eos_id})
+    for row, length in enumerate((src_len, max(1, src_len // 2), max(1, src_len - 1))):
+        src[row, length - 1] = eos_id
+        src[row, length:] = model.pad_id
+    tgt_in = draw(model.tgt_vocab_size, tgt_len, {model.pad_id, eos_id, bos_id})
+    tgt_in[:, 0] = bos_id
+    return Pairs(src, tgt_in)
+
+
+@torch.no_grad()
+def logits_of(model: EncoderDecoder, pairs: Pairs) -> Tensor:
+    """The model's own, in evaluation mode, on the CPU."""
+    device = next(model.parameters()).device
+    logits: Tensor = model.eval()(pairs.src.to(device), pairs.tgt_in.to(device))
+    return logits.cpu()
+
+
+def compare_logits(what: str, expected: Tensor, found: Tensor, tolerance: float, note: str = "") -> Check:
+    """Compare logits.
+
+    Raises:
+        DataError: they are too far from each other, with how far.
+    """
+    difference = float((found.double() - expected.double()).abs().max())
+    allowed = tolerance * max(1.0, float(expected.double().abs().max()))
+    if not difference <= allowed:
+        raise DataError(
+            f"{what}: they are off by {difference:.3g}, and {allowed:.3g} is allowed: nothing was written"
+        )
+    return Check(what, True, difference, note)
+
+
+def compare_tokenizers(
+    what: str,
+    tokenizer: Tokenizer,
+    encode: Callable[[str], list[int]],
+    decode: Callable[[list[int]], str] | None = None,
+) -> Check:
+    """Compare ids, with the end of the sentence, and the texts made of them on sample sentences.
+
+    Raises:
+        DataError: they differ, with the first sentence that does.
+    """
+    # MarianTokenizer takes special tokens that a text spells out for special ones, its own do not.
+    spelled_out = () if isinstance(tokenizer, SentencePieceTokenizer) else _SPELLED_OUT
+    samples = [*_SAMPLES, *spelled_out]
+    for text, ids in zip(samples, tokenizer.encode(samples), strict=True):
+        found = encode(text)
+        if found != [*ids, tokenizer.eos_id]:
+            raise DataError(
+                f"{what}: {text!r} is {found} there and {[*ids, tokenizer.eos_id]} here: nothing was written"
+            )
+        (wanted,) = tokenizer.decode([ids])
+        if decode is not None and decode(ids) != wanted:
+            raise DataError(
+                f"{what}: {ids} is {decode(ids)!r} there and {wanted!r} here: nothing was written"
+            )
+    return Check(what, True, note=f"{len(samples)} texts")

@@ -1,0 +1,138 @@
+"""Models from one library to another: ours to Hugging Face, CTranslate2 and ONNX, and Marian's to ours.
+
+What is written goes to a temporary folder, is read again and tried beside the model that it came from, and
+only then gets its name.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+
+from triptych.checkpoints import model_type
+from triptych.conversion_checks import Check, Written
+from triptych.ctranslate2_folders import Quantization, write_ctranslate2
+from triptych.errors import DataError, UsageError
+from triptych.files import write_folder
+from triptych.hf_folders import write_hf
+from triptych.models import read_model
+from triptych.onnx_folders import write_onnx
+from triptych.runs import Run
+from triptych.text import TokenizerPair
+
+Format = Literal["hf", "ctranslate2", "onnx"]
+
+
+@final
+@dataclass(frozen=True)
+class Conversion:
+    """What was written.
+
+    Attributes:
+        source: the folder it came from.
+        target: the folder written.
+        format: of the target; "run" for ours.
+        architecture: in the target's own words.
+        parameters: numbers that the target holds.
+        folded: what was done to the model to make it fit, in words.
+        checks: what was tried.
+    """
+
+    source: str
+    target: str
+    format: str
+    architecture: str
+    parameters: int
+    folded: tuple[str, ...]
+    checks: tuple[Check, ...]
+
+    def record(self) -> dict[str, Any]:
+        """For a machine to read."""
+        return asdict(self)
+
+
+def convert_to(run: Run, target: Path, form: Format, quantization: Quantization = "float32") -> Conversion:
+    """Write a model in another library's format.
+
+    Args:
+        run: a run, or a checkpoint that `Run.open` reads.
+        target: a folder that is not there yet.
+        form: which library's.
+        quantization: of the matrices, for CTranslate2.
+
+    Raises:
+        UsageError: the model does not fit, with what would; the target exists; a library is missing.
+        DataError: what was written does not compute the same. Nothing is left behind.
+    """
+    if quantization != "float32" and form != "ctranslate2":
+        raise UsageError(f"--quantization {quantization} goes with --to ctranslate2, not with --to {form}")
+    writers: dict[Format, Callable[[Path], Written]] = {
+        "hf": lambda folder: write_hf(run, folder),
+        "ctranslate2": lambda folder: write_ctranslate2(run, folder, quantization),
+        "onnx": lambda folder: write_onnx(run, folder),
+    }
+    return _converted(str(run.folder), target, form, writers[form])
+
+
+def convert_from_hf(source: Path, target: Path) -> Conversion:
+    """Read a Marian checkpoint and write it as a folder of ours, which `translate` and `evaluate` take.
+
+    Args:
+        source: the checkpoint's folder.
+        target: a folder that is not there yet.
+
+    Raises:
+        UsageError: there is no such folder, it is one of ours already, or the target exists.
+        DataError: the checkpoint cannot be read.
+    """
+    run = Run.open(source, "cpu")
+    if model_type(source) is None:
+        raise UsageError(f"{source} is a folder of ours already: give one in Hugging Face's format")
+
+    def write(folder: Path) -> Written:
+        run.save(folder)
+        (folder / "README.md").write_text(_readme(source), encoding="utf-8")
+        again, tokenizers = dict(read_model(folder).named_parameters()), TokenizerPair.load(folder)
+        same = all(torch.equal(again[name], tensor) for name, tensor in run.model.named_parameters())
+        for ours, theirs in (
+            (tokenizers.source, run.tokenizers.source),
+            (tokenizers.target, run.tokenizers.target),
+        ):
+            same = same and ours.to_json() == theirs.to_json()
+        if not same:
+            raise DataError(f"{folder} does not read as it was written: is the disk sound?")
+        check = Check("every tensor and both tokenizers are read again bit for bit", True)
+        parameters = sum(tensor.numel() for tensor in again.values())
+        return Written("encoder-decoder", parameters, (), (check,))
+
+    return _converted(str(source), target, "run", write)
+
+
+def _converted(source: str, target: Path, form: str, write: Callable[[Path], Written]) -> Conversion:
+    if target.exists() or target.is_symlink():
+        raise UsageError(f"{target} exists: choose another name for the output, nothing is overwritten")
+    if not target.absolute().parent.is_dir():
+        raise UsageError(f"the folder of {target} does not exist: make it first")
+    written: list[Written] = []
+    write_folder(target, lambda folder: written.append(write(folder)))
+    return Conversion(source, str(target), form, *written[0])
+
+
+def _readme(source: Path) -> str:
+    return f"""---
+library_name: triptych
+tags: [translation]
+---
+
+# A translation model, converted with triptych
+
+It came from `{source.name}`, a Marian checkpoint in Hugging Face's format.
+
+```sh
+echo "A sentence." | triptych translate path/to/this/folder
+```
+
+`decoding.toml` says how it is searched.
+"""

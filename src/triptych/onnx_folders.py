@@ -1,0 +1,257 @@
+"""A model of ours as a folder of two ONNX graphs with their tokenizer."""
+
+import copy
+import importlib.util
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from triptych.checkpoints.marian_tokenizer_writing import TARGET_FOLDER, write_tokenizers
+from triptych.checkpoints.marian_writing import max_positions, position_table
+from triptych.conversion_checks import Check, Pairs, Written, compare_logits, logits_of, random_pairs
+from triptych.errors import UsageError
+from triptych.onnx_graphs import DecoderGraph, EncoderGraph
+from triptych.runs import Run
+from triptych.text import SentencePieceTokenizer
+
+ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
+_OPSET = 18
+_TOLERANCE = 1e-4
+
+
+def write_onnx(run: Run, folder: Path) -> Written:
+    """Fill a folder with `encoder.onnx` and `decoder.onnx`.
+
+    Raises:
+        UsageError: a library is missing.
+        DataError: what was written does not compute the same.
+    """
+    if missing := [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"--to onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    model = copy.deepcopy(run.model).cpu().float().eval()
+    length = max_positions(model, run.decoding.max_extra_tokens)
+    target = run.tokenizers.target
+    added = model.config.positions.scheme in ("sinusoidal", "learned")
+    places = [position_table(model, side, length) if added else None for side in ("src", "tgt")]
+    graphs = EncoderGraph(model, places[0], length), DecoderGraph(model, places[1], length)
+    for graph in graphs:
+        graph.eval().requires_grad_(False)
+    pairs = random_pairs(model, target.bos_id, target.eos_id, src_len=7, tgt_len=5)
+    _export(*graphs, pairs, folder)
+    write_tokenizers(run.tokenizers, model.config.max_source_tokens + 1, folder)
+    (folder / "README.md").write_text(_readme(run, length), encoding="utf-8")
+    parameters = sum(parameter.numel() for graph in graphs for parameter in graph.parameters())
+    parameters += model.src_embedding.weight.numel()
+    if model.src_embedding is not model.tgt_embedding:
+        parameters += model.tgt_embedding.weight.numel()
+    done = ("every head multiplied out: W_Q, W_K, W_V and W_O",)
+    check = _check(run, folder)
+    return Written("encoder.onnx and decoder.onnx, float32", parameters, done, (check,))
+
+
+def _export(encoder: EncoderGraph, decoder: DecoderGraph, pairs: Pairs, folder: Path) -> None:
+    with torch.no_grad():
+        mask, *memory = encoder(pairs.src)
+    names = [f"{kind}.{i}" for i in range(len(memory) // 2) for kind in ("keys", "values")]
+    rows, src_len, new, before = Dim.AUTO, Dim.AUTO, Dim.AUTO, Dim.AUTO
+    of_memory = {0: rows, 2: src_len}
+    _save(
+        encoder,
+        (pairs.src,),
+        folder / ENCODER,
+        ["src_ids"],
+        ["mask", *(f"memory.{name}" for name in names)],
+        {"src_ids": {0: rows, 1: src_len}},
+    )
+    own = [tensor[:, :, :2].clone() for tensor in _own_shapes(decoder, pairs, mask, memory)]
+    _save(
+        decoder,
+        (pairs.tgt_in, mask, own, memory),
+        folder / DECODER,
+        ["tgt_ids", "mask", *(f"before.{name}" for name in names), *(f"memory.{name}" for name in names)],
+        ["logits", *(f"now.{name}" for name in names)],
+        {
+            "tgt_ids": {0: rows, 1: new},
+            "mask": {0: rows, 1: src_len},
+            "own": [{0: rows, 2: before} for _ in own],
+            "memory": [of_memory for _ in memory],
+        },
+    )
+
+
+@torch.no_grad()
+def _own_shapes(decoder: DecoderGraph, pairs: Pairs, mask: Tensor, memory: list[Tensor]) -> list[Tensor]:
+    """Keys and values as the decoder keeps them, of a few tokens."""
+    nothing = [torch.zeros(pairs.src.shape[0], heads, 0, width) for heads, width in decoder.kept_sizes()]
+    _, *own = decoder(pairs.tgt_in, mask, nothing, memory)
+    return list(own)
+
+
+def _save(
+    graph: nn.Module,
+    inputs: tuple[Any, ...],
+    path: Path,
+    input_names: list[str],
+    output_names: list[str],
+    dynamic_shapes: dict[str, Any],
+) -> None:
+    with _without_remarks():
+        torch.onnx.export(
+            graph,
+            inputs,
+            str(path),
+            input_names=input_names,
+            output_names=output_names,
+            dynamic_shapes=dynamic_shapes,
+            opset_version=_OPSET,
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+
+
+@contextmanager
+def _without_remarks() -> Iterator[None]:
+    """What the exporter warns and logs is about itself."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _check(run: Run, folder: Path) -> Check:
+    """The graphs in onnxruntime: a whole output at once, and token by token, at lengths of their own."""
+    what = "logits of the graphs, run by onnxruntime, and of the model"
+    if importlib.util.find_spec("onnxruntime") is None:
+        return Check(what, False, note="onnxruntime is not installed: pip install onnxruntime")
+    target = run.tokenizers.target
+    pairs = random_pairs(run.model, target.bos_id, target.eos_id, src_len=13, tgt_len=9)
+    expected = logits_of(run.model, pairs)
+    graphs = OnnxGraphs(folder)
+    compare_logits(
+        what, expected, graphs.logits(pairs.src, pairs.tgt_in, step=pairs.tgt_in.shape[1]), _TOLERANCE
+    )
+    return compare_logits(
+        what, expected, graphs.logits(pairs.src, pairs.tgt_in, step=1), _TOLERANCE, "token by token too"
+    )
+
+
+@final
+class OnnxGraphs:
+    """The two graphs of a folder, run by onnxruntime on the CPU, in one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        self._encoder, self._decoder = (
+            onnxruntime.InferenceSession(str(folder / name), options, providers=["CPUExecutionProvider"])
+            for name in (ENCODER, DECODER)
+        )
+
+    def logits(self, src: Tensor, tgt_in: Tensor, step: int) -> Tensor:
+        """Logits `[batch, tgt_len, tgt_vocab_size]`, so many target tokens at a time."""
+        mask, *memory = self._encoder.run(None, {"src_ids": src.numpy()})
+        inputs = self._decoder.get_inputs()
+        kept = [
+            np.zeros((len(src), given.shape[1], 0, given.shape[3]), np.float32)
+            for given in inputs
+            if given.name.startswith("before.")
+        ]
+        found = list[Tensor]()
+        names = [given.name for given in inputs]
+        for start in range(0, tgt_in.shape[1], step):
+            new = tgt_in[:, start : start + step].contiguous().numpy()
+            logits, *kept = self._decoder.run(
+                None, dict(zip(names, (new, mask, *kept, *memory), strict=True))
+            )
+            found.append(torch.from_numpy(logits))
+        return torch.cat(found, dim=1)
+
+
+def _readme(run: Run, length: int) -> str:
+    target = run.tokenizers.target
+    if isinstance(run.tokenizers.source, SentencePieceTokenizer):
+        setup = """import json
+import sentencepiece
+
+source = sentencepiece.SentencePieceProcessor(model_file=f"{folder}/source.spm")
+target = sentencepiece.SentencePieceProcessor(model_file=f"{folder}/target.spm")
+ids = json.load(open(f"{folder}/vocab.json", encoding="utf-8"))
+unknown = ids[json.load(open(f"{folder}/tokenizer_config.json", encoding="utf-8"))["unk_token"]]
+
+
+def encode(text):
+    return [ids.get(piece, unknown) for piece in source.encode(text, out_type=str)]
+
+
+def decode(tokens):
+    pieces = {token: piece for piece, token in TARGET_IDS.items()}
+    return target.decode([pieces[token] for token in tokens])
+"""
+        apart = run.tokenizers.source.vocabulary != target.vocabulary
+        of_target = 'json.load(open(f"{folder}/target_vocab.json", encoding="utf-8"))' if apart else "ids"
+        setup = setup.replace("TARGET_IDS", of_target)
+    else:
+        file = "tokenizer.json" if run.tokenizers.joint else f"{TARGET_FOLDER}/tokenizer.json"
+        setup = f"""from tokenizers import Tokenizer
+
+source = Tokenizer.from_file(f"{{folder}}/tokenizer.json")
+source.encode_special_tokens = True
+target = Tokenizer.from_file(f"{{folder}}/{file}")
+
+
+def encode(text):
+    return source.encode(text, add_special_tokens=False).ids
+
+
+def decode(tokens):
+    return target.decode(tokens)
+"""
+    extra, never = run.decoding.max_extra_tokens, sorted({target.pad_id, target.bos_id})
+    return f"""# A translation model as ONNX graphs, converted with triptych
+
+`encoder.onnx` reads a sentence once; `decoder.onnx` takes the next tokens of its translation with the keys
+and values of those before (none at first), and gives logits and the longer keys and values. Greedy search:
+
+```python
+import numpy as np
+import onnxruntime
+{setup}
+
+encoder = onnxruntime.InferenceSession(f"{{folder}}/encoder.onnx")
+decoder = onnxruntime.InferenceSession(f"{{folder}}/decoder.onnx")
+inputs = decoder.get_inputs()
+
+
+def translate(text):
+    ids = encode(text)
+    mask, *memory = encoder.run(None, {{"src_ids": np.array([[*ids, {run.tokenizers.source.eos_id}]])}})
+    kept = [np.zeros((1, i.shape[1], 0, i.shape[3]), np.float32) for i in inputs if "before" in i.name]
+    output = [{target.bos_id}]
+    while len(output) <= len(ids) + {extra}:
+        values = (np.array([output[-1:]]), mask, *kept, *memory)
+        logits, *kept = decoder.run(None, {{i.name: value for i, value in zip(inputs, values)}})
+        logits[..., {never}] = -np.inf
+        output.append(int(logits[0, -1].argmax()))
+        if output[-1] == {target.eos_id}:
+            break
+    return decode([token for token in output[1:] if token != {target.eos_id}])
+```
+
+`folder` is the path to this folder. Rows and lengths are free, up to {length} tokens a side; a short source
+is filled up with token {run.model.pad_id}.
+"""
