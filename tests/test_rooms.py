@@ -33,6 +33,7 @@ ABOVE_ALL = {"cli"}
 OPTIONAL = {
     "ctranslate2",
     "datasets",
+    "onnx",
     "onnxruntime",
     "pyarrow",
     "tensorboard",
