@@ -305,7 +305,7 @@ def _why_written_out(
     copied = _copied(q, k, v)
     if not copied:
         if trains:
-            return "short" if k.shape[2] <= _max_keys(q) and not _wide_or_many(q, k) else None
+            return "short" if k.shape[2] <= _max_keys(q.dtype) and not _wide_or_many(q, k) else None
         heads = k.shape[0] * k.shape[1]
         enough = heads >= _MIN_HEADS_OF_A_BATCH and heads * k.shape[2] >= _MIN_KEYS_OF_ALL_HEADS
         return "one query" if q.shape[2] == 1 and q.dtype == torch.bfloat16 and enough else None
@@ -315,7 +315,7 @@ def _why_written_out(
     # counts: with 512 and 64 the kernel takes 1.4 times as long, but holds no weights.
     if q.shape[1] * q.shape[2] <= copied:
         return "few queries"
-    return "short, unlike" if k.shape[2] <= _max_keys(q) else None
+    return "short, unlike" if k.shape[2] <= _max_keys(q.dtype) else None
 
 
 def _wide_or_many(q: Tensor, k: Tensor) -> bool:
@@ -358,15 +358,15 @@ def _common_heads(q: Tensor, k: Tensor, v: Tensor) -> int:
     return more if more % fewer == 0 else q.shape[1]
 
 
-def _max_keys(q: Tensor) -> int:
-    return _MAX_KEYS_WRITTEN_OUT_ON_CPU.get(q.dtype, _MAX_KEYS_WRITTEN_OUT_ON_CPU_OTHERWISE)
+def _max_keys(dtype: torch.dtype) -> int:
+    return _MAX_KEYS_WRITTEN_OUT_ON_CPU.get(dtype, _MAX_KEYS_WRITTEN_OUT_ON_CPU_OTHERWISE)
 
 
 def _reason(plan: _Plan, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> str:
     batch, num_heads, query_len, d_k = q.shape
     num_keys, d_v = v.shape[2:]
     held = f"{batch} × {num_heads} × {query_len} × {num_keys} weights"
-    limit = f"{_max_keys(q)} keys in {str(q.dtype).removeprefix('torch.')}"
+    limit = f"{_max_keys(q.dtype)} keys in {str(q.dtype).removeprefix('torch.')}"
     because = {
         "asked": "the path was asked for",
         "weights": "the weights were asked for, and no kernel of torch returns them",
