@@ -69,8 +69,8 @@ def measure(command: Command) -> Page:
         notes=(
             "All layers at one rank, the other form whole. Rotary W_QK keeps planes, two channels each; "
             "a mean is taken off where the softmax or an output bias lets it. Calibrated on the first "
-            f"{_CALIBRATION_CHARACTERS:,} characters of tinyshakespeare, or {_PAIRS} pairs of Multi30k's; judged on the held-out "
-            "part (as the checkpoints' own scores), or on test_2016_flickr, greedy.",
+            f"{_CALIBRATION_CHARACTERS:,} characters of tinyshakespeare, or {_PAIRS} pairs of Multi30k's; "
+            "judged on the held-out part (as the checkpoints' own scores), or on test_2016_flickr, greedy.",
         ),
         record={"rows": record},
         num_texts=2,
