@@ -1,4 +1,5 @@
 # make demo: install into .venv and run the main job. make test: install and run lint, types and tests.
+# Tests run in as many processes as there are cores, of one thread each.
 # make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ demo: $(STAMP)
 
 test: lint types
 	@echo "== tests"
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 lint: $(STAMP)
 	@echo "== lint"
