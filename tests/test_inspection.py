@@ -46,6 +46,9 @@ class OneLayer(AttentionSource):
     def bytes_of(self, site: Site) -> int:
         return 1
 
+    def input_modules(self, site: Site) -> tuple[str, str]:
+        return site.module, site.module
+
     def longest_text(self, site: Site) -> int:
         return 1
 

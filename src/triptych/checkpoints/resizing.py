@@ -81,9 +81,10 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: Sizes) -> Resizing | No
     if configured_sizes(place, changed) != wanted:
         return None
     resized = []
+    path = _path_of_record(checkpoint, place)
     for other in checkpoint.sites:
         at = checkpoint.place(other)
-        if at.settings.record is not place.settings.record or at.spec.latent:
+        if _path_of_record(checkpoint, at) != path or at.spec.latent:
             continue
         old, new = configured_sizes(at, at.settings), configured_sizes(at, changed)
         if old == new:
@@ -91,7 +92,6 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: Sizes) -> Resizing | No
         if not (_follows(old, new, here, wanted) and _is_free(at, old, new, checkpoint.tensors)):
             return None
         resized.append(other)
-    path = _path_of_record(checkpoint, place)
     return Resizing({f"{path}{name}": value for name, value in entries.items()}, tuple(resized))
 
 
@@ -185,8 +185,8 @@ def _path_of_record(checkpoint: Checkpoint, place: Place) -> str:
     """What stands before the fields of a layer's configuration: "text_config." or nothing."""
     for path in _alternatives(place.spec.settings):
         try:
-            if checkpoint.settings.below(path).record is place.settings.record:
-                return f"{path}." if path else ""
+            checkpoint.settings.below(path)
         except DataError:
             continue
+        return f"{path}." if path else ""
     raise AssertionError(f"the record of {place.site.name} is not in its configuration")
