@@ -1,5 +1,6 @@
 """Compression: perplexity or BLEU against the rank of W_QK or W_OV, for each way to choose what is kept."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +41,7 @@ class Model(NamedTuple):
 
 def measure(command: Command) -> Page:
     """Every model, form, way and rank; the picture beside."""
-    record = []
+    record = _of_others(command)
     for model in _models(command):
         folder = command.shared / "checkpoints" / model.name
         whole = model.judge(folder)
@@ -75,6 +76,15 @@ def measure(command: Command) -> Page:
         record={"rows": record},
         num_texts=2,
     )
+
+
+def _of_others(command: Command) -> list[dict[str, Any]]:
+    """What was measured before of models that are not asked for now."""
+    path = command.results / "compression.json"
+    if not command.only or not path.exists():
+        return []
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return [row for row in rows if row["model"] not in command.only]
 
 
 def _models(command: Command) -> list[Model]:
@@ -193,7 +203,7 @@ def _bleu(folder: Path, pairs: Path, sentences: int) -> float:
     ]
     run = Run.open(folder, "cpu")
     translated = run.translator(run.search_options(beam_size=1)).translate(lines[0])
-    return float(sacrebleu.corpus_bleu(list(translated), [lines[1]]).score)
+    return float(sacrebleu.corpus_bleu([found.text for found in translated], [lines[1]]).score)
 
 
 def _rows(record: list[dict[str, Any]]) -> Iterator[list[str]]:
