@@ -60,3 +60,29 @@ def llama(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def gpt2_that_runs(folder: Path) -> Path:
+    """A GPT-2 of `transformers` with a tokenizer of bytes: it can be run on text."""
+    import transformers  # heavy, and only needed here
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as Decoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    torch.manual_seed(5)
+    letters = sorted(ByteLevel.alphabet())
+    config = transformers.GPT2Config(
+        n_embd=D, n_head=HEADS, n_layer=LAYERS, vocab_size=len(letters), n_positions=64
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = Decoder()  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder

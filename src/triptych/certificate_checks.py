@@ -16,7 +16,7 @@ from triptych.checkpoints.shards import tensor_hash
 from triptych.checkpoints.tensors import Tensors, open_tensors
 from triptych.errors import TriptychError, UsageError
 from triptych.layer_rewriting import measure_change, move_of_forms
-from triptych.running import compared, open_model
+from triptych.running import compared, open_model, read_whole_text
 
 # Measured again on another machine, float64 sums come out in another order, and products of the checkpoint's
 # own dtype by another kernel.
@@ -39,16 +39,19 @@ def verify_certificate(
     """Try the claims of the certificate in a folder again.
 
     Args:
-        folder: of the rewritten checkpoint.
+        folder: of the rewritten checkpoint, or the certificate in it.
         against: the original; the folder that the certificate names, if it is there, if None.
         text: what both models were compared on, to compare them again.
         family: how both are written, for a family that was given by hand.
 
     Raises:
         DataError: there is no certificate, or it was changed since it was written.
-        UsageError: `text` without an original.
+        UsageError: `text` without an original, or none that can be read.
     """
+    if text is not None:
+        read_whole_text(text)
     certificate = read_certificate(folder)
+    folder = folder.parent if folder.is_file() else folder
     checks = [Check("the certificate is as it was written", True, f"sha256 {certificate.sha256[:16]}…")]
     checks += _files(certificate, folder)
     checks.append(_hashes(certificate, open_tensors(folder), "written", "tensors as written"))

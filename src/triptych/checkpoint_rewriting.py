@@ -28,7 +28,7 @@ from triptych.certificates import (
     card,
 )
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.copying import CONFIG, FolderCopy
+from triptych.checkpoints.copying import CONFIG, FolderCopy, require_place
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.hub import fetch_folder, is_hub_id
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
@@ -44,15 +44,15 @@ from triptych.layer_rewriting import PROBES, RewrittenLayer, measure_change, rew
 from triptych.models.storage import write_model
 from triptych.rewrite_steps import Layer, RewriteRecipe, Step
 from triptych.rewriting import with_rewritten
-from triptych.running import can_run, compared, open_model
+from triptych.running import can_run, compared, open_model, read_whole_text
 
 Progress = Callable[[str, int, int], None]
 _MODEL_CARD = "README.md"
 # Models up to this size are run, original and rewritten, without being asked for: both are held in float32.
 _LARGEST_COMPARED = 2_000_000_000
 _KEEPS_SHAPES = (
-    "the format has one shape for all heads, or none for other widths: what is left is multiplied back into "
-    "it, and the file stays as large"
+    "the format keeps its shapes: biases that are gone, and what heads have less than before, are filled up "
+    "with zeros, and the file stays as large"
 )
 
 
@@ -97,8 +97,13 @@ def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Pre
         if recipe.calibration is None:
             name = next(step.rewrite for step in recipe.step if step.needs_text)
             raise UsageError(f"{name} looks at a text: give one with --calibrate, or criterion free")
+        read_whole_text(recipe.calibration)
         moments = gather_moments(
             source, folder, recipe.step, recipe.calibration, skip_refused=recipe.skip_refused
+        )
+    elif recipe.calibration is not None:
+        raise UsageError(
+            "no step looks at the calibration text: leave it out, or choose a criterion that does"
         )
     prepared = Prepared(recipe.step, moments, recipe.skip_refused)
     for number, step in enumerate(recipe.step):
@@ -269,6 +274,9 @@ def rewrite_checkpoint(
         UsageError: `target` is there already, or something asked for is not.
     """
     folder = local_folder(checkpoint)
+    require_place(folder, target)
+    if text is not None:
+        read_whole_text(text)
     source = open_checkpoint(folder, family)
     prepared = prepare(source, folder, recipe)
     request = _Request(checkpoint, folder, target, recipe, text, compare, progress or _tell_nobody)
@@ -413,8 +421,6 @@ class _RunRewriting(_Rewriting):
             write_bytes(folder / CERTIFICATE, certificate.as_json())
             result.append(certificate)
 
-        if request.target.exists():
-            raise UsageError(f"{request.target} is there already: choose another name, or remove it")
         write_folder(request.target, fill)
         return result[0]
 

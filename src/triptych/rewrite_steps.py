@@ -20,6 +20,7 @@ from triptych.algebra.budget import allocate
 from triptych.algebra.function import Scoring
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites import Form, RewriteRefusedError, Rewritten
+from triptych.algebra.rewrites.channels import newly_apart
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.errors import UsageError
 
@@ -140,7 +141,7 @@ class DropKeyBias(Step):
 
     def apply(self, layer: Layer) -> Rewritten:
         """Drop."""
-        return rewrites.drop_key_bias(layer.weights)
+        return _still_tied(layer, rewrites.drop_key_bias(layer.weights))
 
 
 @final
@@ -153,7 +154,7 @@ class FoldValueBias(Step):
 
     def apply(self, layer: Layer) -> Rewritten:
         """Fold."""
-        return rewrites.fold_value_bias(layer.weights)
+        return _still_tied(layer, rewrites.fold_value_bias(layer.weights))
 
 
 @final
@@ -263,8 +264,8 @@ class Truncate(Step):
         if len(given) != 1:
             said = " and ".join(given) or "none"
             raise ValueError(f"give one of rank, energy and budget (given: {said})")
-        if not self.forms:
-            raise ValueError("forms is empty: qk, ov or both")
+        if not self.forms or len(set(self.forms)) < len(self.forms):
+            raise ValueError(f"forms is {','.join(self.forms) or 'empty'}: give qk, ov or both")
         return self
 
     @property
@@ -273,8 +274,13 @@ class Truncate(Step):
         return self.criterion != "free"
 
     def prepare(self, layers: Iterable[Layer]) -> "Truncate":
-        """Ranks of every form of every layer."""
+        """Ranks of every form of every layer.
+
+        Raises:
+            UsageError: a rank that no head has.
+        """
         if self.rank is not None:
+            self._require_rank(layers)
             return self
         places, spectra, costs = [], [], []
         for layer in layers:
@@ -302,6 +308,20 @@ class Truncate(Step):
             results.append(self._cut(replace(layer, weights=weights), form))
             weights = results[-1].weights
         return results[0] if len(results) == 1 else _as_one("truncate", layer.weights, results)
+
+    def _require_rank(self, layers: Iterable[Layer]) -> None:
+        """Some layer has heads as wide; those that are narrower stay as they are.
+
+        Raises:
+            UsageError: none has.
+        """
+        assert self.rank is not None
+        widest = 0
+        for layer in layers:
+            widest = max(widest, *(_width(layer.weights, form) for form in self.forms))
+            if widest >= self.rank:
+                return
+        raise UsageError(f"truncate: rank is {self.rank}, and the widest head has {widest} channels")
 
     def _cut(self, layer: Layer, form: Form) -> Rewritten:
         ranks = self._ranks(layer, form)
@@ -333,7 +353,7 @@ class Truncate(Step):
         if self.rank is None:
             return list(self.ranks[layer.name][form])
         copies = _groups(layer.weights, form)
-        rank = min(self.rank, layer.weights.chain("q" if form == "qk" else "v")[-1].d_out)
+        rank = min(self.rank, _width(layer.weights, form))
         return [max(1, rank // self._step(layer, form))] * copies
 
     def _step(self, layer: Layer, form: Form) -> int:
@@ -361,6 +381,9 @@ class GaugeFix(Step):
 
     def apply(self, layer: Layer) -> Rewritten:
         """Fix."""
+        return _still_tied(layer, self._fixed(layer))
+
+    def _fixed(self, layer: Layer) -> Rewritten:
         if self.forms is not None:
             return rewrites.gauge_fix(layer.weights, forms=self.forms)
         try:
@@ -440,6 +463,7 @@ AnyStep = Annotated[
     | ToLatent,
     Field(discriminator="rewrite"),
 ]
+_NAMES = tuple(step.model_fields["rewrite"].default for step in Step.__subclasses__())
 # Every exact rewrite that makes nothing larger.
 EXACT: tuple[AnyStep, ...] = (
     FoldMaps(),
@@ -532,9 +556,23 @@ _WHY_BEFORE: dict[type[Step], str] = {
 
 def _first_problem(error: ValidationError) -> str:
     first = error.errors()[0]
+    if first["type"] == "union_tag_invalid":
+        return f"there is no rewrite {first['ctx']['tag']}: there are {', '.join(_NAMES)}"
     where = ".".join(str(part) for part in first["loc"] if part not in ("function-after",))
     what = first["msg"].removeprefix("Value error, ")
     return f"{where}: {what}" if where else what
+
+
+def _still_tied(layer: Layer, done: Rewritten) -> Rewritten:
+    """The result, if maps that were one still are.
+
+    Raises:
+        RewriteRefusedError: they are not, and the layer would have become larger on the way.
+    """
+    if apart := newly_apart(layer.weights, done.weights):
+        name = done.record.name
+        raise RewriteRefusedError(name, f"it takes shared maps apart: {apart[0]}", "expand the layer first")
+    return done
 
 
 def _as_one(name: str, before: AttentionWeights, results: Sequence[Rewritten]) -> Rewritten:
@@ -550,8 +588,13 @@ def _as_one(name: str, before: AttentionWeights, results: Sequence[Rewritten]) -
         choice="; ".join(record.choice for record in records if record.choice),
         notes=tuple(dict.fromkeys(said for record in records for said in record.notes)),
         bound=max(record.bound for record in records),
+        error=max((record.error for record in records if record.error is not None), default=None),
     )
     return Rewritten(results[-1].weights, record)
+
+
+def _width(weights: AttentionWeights, form: Form) -> int:
+    return weights.multiplied("q" if form == "qk" else "v").d_out
 
 
 def _groups(weights: AttentionWeights, form: Form) -> int:

@@ -124,6 +124,20 @@ def open_model(path: Path) -> RunnableModel:
     return TransformersModel(path)
 
 
+def read_whole_text(path: Path) -> str:
+    """A text to run on.
+
+    Raises:
+        UsageError: it cannot be read, or is no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: it is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
 def can_run(path: Path) -> str:
     """Why a model cannot be run here; "" if it can."""
     if not path.is_dir():
@@ -172,9 +186,9 @@ class TransformersModel(RunnableModel):
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
         """Windows of 128 tokens side by side; for pairs a line with a tab is one, for encoders a line."""
         if self.kind == "causal":
-            ids = self._tokens(text.read_text(encoding="utf-8"), special=False)
+            ids = self._tokens(read_whole_text(text), special=False)
             return self._side_by_side(ids[: most_tokens + 1])
-        lines = text.read_text(encoding="utf-8").splitlines()
+        lines = read_whole_text(text).splitlines()
         return (
             self._pairs(text, lines, most_tokens) if self.kind == "pairs" else self._lines(lines, most_tokens)
         )
@@ -183,7 +197,7 @@ class TransformersModel(RunnableModel):
         """Four windows."""
         generator = torch.Generator().manual_seed(seed)
         size = int(self._config.get_text_config().vocab_size)
-        length = min(32, int(getattr(self._config, "max_position_embeddings", 32) or 32) - 4)
+        length = self._at_most(32) - 4
         for _ in range(_RANDOM_WINDOWS):
             ids = torch.randint(0, size, (1, max(4, length)), generator=generator)
             inputs = {"input_ids": ids}
@@ -254,9 +268,15 @@ class TransformersModel(RunnableModel):
                 raise DataError(f"{self._path}: its tokenizer cannot be loaded: {_said(error)}") from error
         return self._cached
 
+    def _at_most(self, tokens: int) -> int:
+        """So many tokens, or as many as the model has positions for."""
+        config = self._config.get_text_config()
+        return min(tokens, int(getattr(config, "max_position_embeddings", None) or tokens))
+
     def _side_by_side(self, ids: Tensor) -> Iterator[Window]:
-        for start in range(0, len(ids) - 1, WINDOW_TOKENS):
-            piece = ids[start : start + WINDOW_TOKENS + 1]
+        length = self._at_most(WINDOW_TOKENS)
+        for start in range(0, len(ids) - 1, length):
+            piece = ids[start : start + length + 1]
             yield Window({"input_ids": piece[None, :-1]}, piece[1:])
 
     def _pairs(self, text: Path, lines: list[str], most_tokens: int) -> Iterator[Window]:
@@ -266,10 +286,10 @@ class TransformersModel(RunnableModel):
             source, tab, target = line.partition("\t")
             if not tab:
                 raise UsageError(f"{text}, line {number}: a source, a tab and a target are needed here")
-            wanted = self._tokens(target, special=True, target=True)[:WINDOW_TOKENS]
+            wanted = self._tokens(target, special=True, target=True)[: self._at_most(WINDOW_TOKENS)]
             given = torch.cat([torch.tensor([start_id]), wanted[:-1]])
             inputs = {
-                "input_ids": self._tokens(source, special=True)[None, : 4 * WINDOW_TOKENS],
+                "input_ids": self._tokens(source, special=True)[None, : self._at_most(4 * WINDOW_TOKENS)],
                 "decoder_input_ids": given[None],
             }
             yield Window(inputs, wanted)
@@ -282,7 +302,7 @@ class TransformersModel(RunnableModel):
         for line in lines:
             if not line.strip():
                 continue
-            ids = self._tokens(line, special=True)[:WINDOW_TOKENS]
+            ids = self._tokens(line, special=True)[: self._at_most(WINDOW_TOKENS)]
             yield Window({"input_ids": ids[None]}, None)
             done += len(ids)
             if done >= most_tokens:
@@ -302,7 +322,7 @@ class OwnRunnable(RunnableModel):
         """A line with a tab is a pair."""
         tokenizers = self._run.tokenizers
         done = 0
-        for number, line in enumerate(text.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(read_whole_text(text).splitlines(), start=1):
             source, tab, target = line.partition("\t")
             if not tab:
                 raise UsageError(f"{text}, line {number}: a source, a tab and a target are needed here")

@@ -17,6 +17,7 @@ import tomli_w
 import torch
 from pydantic import ValidationError
 
+from triptych.certificates import CERTIFICATE
 from triptych.checkpoints import model_type, read_marian
 from triptych.decoding import Precision, SearchOptions, Stop, Translator, measure_bleu
 from triptych.errors import DataError, UsageError
@@ -126,6 +127,8 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
     """
     if not (folder / _RECIPE).exists():
         raise UsageError(f"{folder} holds no run to resume: it has no {_RECIPE}")
+    if (folder / CERTIFICATE).exists():
+        raise UsageError(f"{folder} was rewritten: training goes on in the run that it was made from")
     allowed = {"training.max_steps", "training.max_epochs", "training.patience"}
     for override in overrides:
         if override.partition("=")[0].strip() not in allowed:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from command import Command
+from small_checkpoints import gpt2_that_runs
 from tolerances import assert_same
 from triptych.attention import PARAMETERISATIONS
 from triptych.text import generate_pairs
@@ -82,6 +83,21 @@ def test_the_rewrites_shown_do_what_is_said_beside_them(capsys: pytest.CaptureFi
 def test_the_ways_to_write_a_head_are_those_there_are() -> None:
     named = re.findall(r"^\| `(\w+)`", README.read_text(), flags=re.MULTILINE)
     assert named == list(PARAMETERISATIONS)
+
+
+def test_the_checkpoint_shown_is_rewritten_and_verified(
+    triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", reason="it comes with the extra [dev]")
+    monkeypatch.chdir(tmp_path)
+    gpt2_that_runs(tmp_path / "gpt2")
+    for name in ("train.txt", "test.txt"):
+        (tmp_path / name).write_text("What a piece of work is a man!\n" * 8)
+    lines = [line for line in _block("sh", "triptych rewrite").splitlines() if line]
+    assert len(lines) == 3
+    for line in lines:
+        answer = triptych(*shlex.split(line, comments=True)[1:])
+        assert answer.code == 0, f"{line}: {answer.err}"
 
 
 def test_the_costs_shown_can_be_asked_for(triptych: Command) -> None:

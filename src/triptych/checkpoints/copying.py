@@ -100,7 +100,7 @@ class FolderCopy:
             raise UsageError("checkpoints are rewritten on POSIX systems only")
         self._layout = _layout(source)
         self._source, self._target = self._layout.folder, target.absolute()
-        self._require_place()
+        require_place(self._source, self._target)
         self.left_out, self._beside = self._sorted_out()
         self.num_bytes = sum(info.num_bytes for info in self._layout.tensors.infos.values())
         needed = self.num_bytes + sum((self._source / name).stat().st_size for name in self._beside)
@@ -206,16 +206,6 @@ class FolderCopy:
         self.folder, self._held = self._target, None
         return CopiedCheckpoint(self._target, self.checkpoint, self.left_out)
 
-    def _require_place(self) -> None:
-        source, target = self._source.resolve(), self._target
-        if os.path.lexists(target):
-            raise UsageError(f"{target} exists: give the name of a folder that is to be made")
-        if not target.parent.is_dir():
-            raise UsageError(f"{target}: there is no folder {target.parent}")
-        resolved = target.parent.resolve() / target.name
-        if resolved.is_relative_to(source):
-            raise UsageError(f"{target} lies within {source}, which is to be copied: give a place outside")
-
     def _sorted_out(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of what is left out, and of what is copied beside the tensors."""
         left_out: list[str] = []
@@ -268,6 +258,22 @@ class FolderCopy:
             if "total_parameters" in metadata:
                 metadata["total_parameters"] = sum(numbers.values())
         (self.folder / layout.weights).write_bytes(_as_json(record))
+
+
+def require_place(source: Path, target: Path) -> None:
+    """A folder can be made there, outside of the one that is copied.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    target = target.absolute()
+    if os.path.lexists(target):
+        raise UsageError(f"{target} exists: give the name of a folder that is to be made")
+    if not target.parent.is_dir():
+        raise UsageError(f"{target}: there is no folder {target.parent}")
+    resolved = target.parent.resolve() / target.name
+    if resolved.is_relative_to(source.resolve()):
+        raise UsageError(f"{target} lies within {source}, which is to be copied: give a place outside")
 
 
 def remove_leftovers(target: Path) -> None:

@@ -78,7 +78,7 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: Sizes) -> Resizing | No
     if entries is None:
         return None
     changed = Settings({**place.settings.record, **entries}, place.settings.where)
-    if configured_sizes(place, changed) != wanted:
+    if _sizes_or_none(place, changed) != wanted:
         return None
     resized = []
     path = _path_of_record(checkpoint, place)
@@ -86,10 +86,12 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: Sizes) -> Resizing | No
         at = checkpoint.place(other)
         if _path_of_record(checkpoint, at) != path or at.spec.latent:
             continue
-        old, new = configured_sizes(at, at.settings), configured_sizes(at, changed)
+        old, new = configured_sizes(at, at.settings), _sizes_or_none(at, changed)
         if old == new:
             continue
-        if not (_follows(old, new, here, wanted) and _is_free(at, old, new, checkpoint.tensors)):
+        if new is None or not (
+            _follows(old, new, here, wanted) and _is_free(at, old, new, checkpoint.tensors)
+        ):
             return None
         resized.append(other)
     return Resizing({f"{path}{name}": value for name, value in entries.items()}, tuple(resized))
@@ -106,6 +108,14 @@ def configured_sizes(place: Place, settings: Settings) -> Sizes:
     groups = next((c.value for c in spec.groups if settings.holds(c.when, layer)), spec.heads)
     value_width = settings.count(spec.value_width, layer) if spec.value_width else width
     return Sizes(heads, settings.count(groups, layer), width, value_width)
+
+
+def _sizes_or_none(place: Place, settings: Settings) -> Sizes | None:
+    """None for a configuration that gives none: a width that heads do not divide, say."""
+    try:
+        return configured_sizes(place, settings)
+    except DataError:
+        return None
 
 
 def _entries(place: Place, here: Sizes, wanted: Sizes) -> dict[str, int] | None:

@@ -10,11 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from triptych.certificate_checks import verify_certificate
+from triptych.checkpoints.family import read_family
 from triptych.errors import DataError
 
 
 def verify(
-    rewritten: Annotated[Path, typer.Argument(help="The folder of a rewritten checkpoint.")],
+    rewritten: Annotated[
+        Path, typer.Argument(help="A rewritten checkpoint: its folder, or certificate.json.")
+    ],
     against: Annotated[
         Path | None, typer.Option("--against", help="The original; without it only what is here is checked.")
     ] = None,
@@ -22,10 +25,14 @@ def verify(
         Path | None,
         typer.Option("--text", help="The text that both models were compared on, to compare again."),
     ] = None,
+    family: Annotated[
+        Path | None, typer.Option("--family", help="A file that says how attention is written, in both.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
 ) -> None:
     """Try the claims of a certificate again; exit code 1 if one does not hold."""
-    checks = verify_certificate(rewritten, against, text)
+    own = None if family is None else read_family(family)
+    checks = verify_certificate(rewritten, against, text, own)
     failed = [check for check in checks if not check.held]
     if as_json:
         print(json.dumps({"held": not failed, "checks": [check._asdict() for check in checks]}))

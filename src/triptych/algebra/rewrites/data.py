@@ -79,7 +79,7 @@ def truncate_on_data(
     """
     name = "truncate_on_data"
     ranks = require_ranks(name, weights, qk_rank, ov_rank)
-    require_moments_of(name, weights, moments)
+    require_moments_of(name, weights, moments, [*ranks])
     means_off = {form: _centred(name, weights, form, centred) for form in ranks}
     notes: list[str] = []
     learned = with_learned_maps(weights.to(torch.float64), notes)
@@ -145,7 +145,7 @@ def measure_energies(
     require_ranks(name, weights, 1 if form == "qk" else None, 1 if form == "ov" else None)
     wide = weights.to(torch.float64)
     if moments is not None:
-        require_moments_of(name, weights, moments)
+        require_moments_of(name, weights, moments, [form])
         return _basis(wide, moments, form, _centred(name, weights, form, centred), prior).S.square()
     k, v = wide.multiplied("k"), wide.multiplied("v")
     if form == "ov":
@@ -154,19 +154,19 @@ def measure_energies(
     return joint_basis(_own(wide.W_Q, k.copies), k.weight[:, None], "own").S.square()
 
 
-def require_moments_of(name: str, weights: AttentionWeights, moments: Moments) -> None:
-    """Refuse moments of a layer with other heads or channels.
+def require_moments_of(name: str, weights: AttentionWeights, moments: Moments, forms: Sequence[Form]) -> None:
+    """Refuse moments of a layer with other heads or channels, where those of some forms are looked at.
 
     Raises:
         RewriteRefusedError: both sizes.
     """
     q, k, v = (weights.multiplied(side) for side in ("q", "k", "v"))
-    for what, found, wanted in (
-        ("queries", moments.q, (weights.num_heads, q.d_out)),
-        ("keys", moments.k, (k.copies, k.d_out)),
-        ("mixed values", moments.mixed, (weights.num_heads, v.d_out)),
+    for form, what, found, wanted in (
+        ("qk", "queries", moments.q, (weights.num_heads, q.d_out)),
+        ("qk", "keys", moments.k, (k.copies, k.d_out)),
+        ("ov", "mixed values", moments.mixed, (weights.num_heads, v.d_out)),
     ):
-        if found.shape[:2] != wanted:
+        if form in forms and found.shape[:2] != wanted:
             raise RewriteRefusedError(
                 name,
                 f"the moments are of {found.shape[0]} × {found.shape[1]} channels of {what}, the layer has "

@@ -171,7 +171,7 @@ def measure_importance(
     """
     if moments is None:
         return _done_by(weights.to(torch.float64), list(range(weights.num_heads))).whole
-    require_moments_of("measure_importance", weights, moments)
+    require_moments_of("measure_importance", weights, moments, ["ov"])
     W_O = weights.to(torch.float64).W_O
     squares: Tensor = ((moments.mixed @ W_O) * W_O).sum(dim=(-2, -1))
     return squares.clamp(min=0.0).sqrt()

@@ -319,7 +319,7 @@ def _channel_moments(weights: AttentionWeights, moments: Moments | None) -> tupl
     if moments is None:
         q, k = (_with_row(weights.multiplied(side).of_heads(heads)).double() for side in _QK)
         return q.mT @ q, k.mT @ k
-    require_moments_of("plane_scores", weights, moments)
+    require_moments_of("plane_scores", weights, moments, ["qk"])
     return moments.q, moments.k.repeat_interleave(heads // len(moments.k), dim=0)
 
 

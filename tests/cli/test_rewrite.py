@@ -1,0 +1,538 @@
+"""`triptych rewrite`: what it writes, what it prints, what it refuses."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoints.tiny_marian import write_marian
+from command import Command
+from small_checkpoints import D, gpt2, gpt2_that_runs, llama
+from triptych import runs
+from triptych.certificates import CERTIFICATE, Certificate, read_certificate
+from triptych.cli import rewrite as command
+from triptych.rewrite_steps import Step
+from triptych.training import resolve
+from triptych.training.progress import LineDisplay
+
+TEXT = "The quick brown fox jumps over the lazy dog.\n" * 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 that can be run on text."""
+    pytest.importorskip("transformers", reason="it comes with the extra [dev]")
+    return gpt2_that_runs(tmp_path_factory.mktemp("runs") / "model")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+def certified(out: Path) -> Certificate:
+    return read_certificate(out)
+
+
+def names(certificate: Certificate) -> list[str]:
+    return [step.rewrite for step in certificate.layers[0].steps]
+
+
+# What it does.
+
+
+def test_exact_rewrites_are_told_written_and_certified(triptych: Command, tmp_path: Path) -> None:
+    source, out = gpt2(tmp_path / "source"), tmp_path / "out"
+    answer = triptych("rewrite", source, "-o", out, "--exact")
+    assert answer.code == 0, answer.err
+    assert answer.err == ""
+    for said in ("fold_norm", "drop_key_bias", "rounding-exact", "parameters", "at most", f"written: {out}"):
+        assert said in answer.out
+    found = certified(out)
+    assert names(found) == [
+        *("fold_maps", "fold_norm", "drop_key_bias", "fold_value_bias", "prune_heads", "gauge_fix"),
+        "sort_heads",
+    ]
+    assert found.tier == "rounding-exact"
+    after = load_file(out / "model.safetensors")
+    assert after.keys() == load_file(source / "model.safetensors").keys()
+    assert not after["h.0.attn.c_attn.bias"][D:].any()
+    assert triptych("verify", out, "--against", source).code == 0
+    assert triptych("inspect", out).code == 0
+
+
+def test_rewrites_by_name_are_done_in_the_order_given(triptych: Command, tmp_path: Path) -> None:
+    source, out = gpt2(tmp_path / "source"), tmp_path / "out"
+    options = ("--do", "fold_norm", "--do", "fold_value_bias", "--layers", "0,2", "--json")
+    answer = triptych("rewrite", source, "-o", out, *options)
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out) == json.loads((out / CERTIFICATE).read_text())
+    found = certified(out)
+    assert [[step.rewrite for step in layer.steps] for layer in found.layers] == [
+        ["fold_norm", "fold_value_bias"],
+        [],
+        ["fold_norm", "fold_value_bias"],
+    ]
+    assert [layer.measured is None for layer in found.layers] == [False, True, False]
+
+
+@pytest.mark.parametrize("options", [["--rank", "3"], ["--energy", "0.8"], ["--budget", "0.6"]])
+def test_lower_ranks_are_bounded_and_hold_when_tried_again(
+    triptych: Command, tmp_path: Path, options: list[str]
+) -> None:
+    source, out = gpt2(tmp_path / "source"), tmp_path / "out"
+    answer = triptych("rewrite", source, "-o", out, *options)
+    assert answer.code == 0, answer.err
+    assert "bounded" in answer.out
+    found = certified(out)
+    assert found.tier == "bounded"
+    assert found.after.parameters < found.before.parameters
+    assert all(layer.steps[0].bound > 0 for layer in found.layers)
+    assert triptych("verify", out, "--against", source).code == 0
+
+
+def test_only_the_forms_named_are_cut(triptych: Command, tmp_path: Path) -> None:
+    source, out = gpt2(tmp_path / "source"), tmp_path / "out"
+    assert triptych("rewrite", source, "-o", out, "--rank", "3", "--forms", "ov").code == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
+    changed = before["h.0.attn.c_attn.weight"] != after["h.0.attn.c_attn.weight"]
+    assert not changed[:, : 2 * D].any()
+    assert changed[:, 2 * D :].any()
+
+
+@pytest.mark.parametrize("criterion", ["uncentred", "centred"])
+def test_what_is_kept_may_be_what_counts_on_a_text(
+    triptych: Command, model: Path, text: Path, tmp_path: Path, criterion: str
+) -> None:
+    for name, options in (("free", ()), ("on-text", ("--criterion", criterion, "--calibrate", text))):
+        out = tmp_path / name
+        answer = triptych("rewrite", model, "-o", out, "--rank", "4", *options, "--text", text)
+        assert answer.code == 0, answer.err
+    free, on_text = certified(tmp_path / "free"), certified(tmp_path / "on-text")
+    assert free.calibration is None
+    assert on_text.calibration is not None
+    assert all(layer.steps[0].error is not None for layer in on_text.layers)
+    divergences = [found.end_to_end.divergence_nats for found in (on_text, free) if found.end_to_end]
+    assert divergences[0] < divergences[1]
+    assert triptych("verify", tmp_path / "on-text", "--against", model, "--text", text).code == 0
+
+
+def test_the_criterion_is_centred_where_a_text_is_given(
+    triptych: Command, model: Path, text: Path, tmp_path: Path
+) -> None:
+    assert triptych("rewrite", model, "-o", tmp_path / "out", "--rank", "4", "--calibrate", text).code == 0
+    assert certified(tmp_path / "out").recipe[0]["criterion"] == "centred"
+
+
+def test_whole_models_are_compared_on_the_text_given(
+    triptych: Command, model: Path, text: Path, tmp_path: Path
+) -> None:
+    answer = triptych("rewrite", model, "-o", tmp_path / "out", "--exact", "--text", text)
+    assert answer.code == 0, answer.err
+    found = certified(tmp_path / "out").end_to_end
+    assert found is not None
+    assert (found.text, found.tokens) == ("text.txt", len(TEXT) - 1)
+    assert found.worst_logit < 1e-3
+    assert found.loss_before_nats == pytest.approx(found.loss_after_nats, abs=1e-4)
+    assert "Whole models on text.txt" in answer.out
+
+
+def test_a_model_that_cannot_be_run_is_certified_without_and_says_so(
+    triptych: Command, tmp_path: Path
+) -> None:
+    source, out = gpt2(tmp_path / "source"), tmp_path / "out"
+    answer = triptych("rewrite", source, "-o", out, "--exact")
+    assert "Whole models were not compared: " in answer.out
+    assert certified(out).not_compared
+
+
+def test_key_value_heads_are_merged(triptych: Command, tmp_path: Path) -> None:
+    source, out = llama(tmp_path / "source"), tmp_path / "out"
+    answer = triptych("rewrite", source, "-o", out, "--kv-heads", "1")
+    assert answer.code == 0, answer.err
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
+    assert load_file(out / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"].shape == (8, D)
+    assert certified(out).after.kv_bytes_per_token == certified(out).before.kv_bytes_per_token / 2
+
+
+def test_heads_that_do_least_are_left_out(triptych: Command, tmp_path: Path) -> None:
+    tensors = load_file(gpt2(tmp_path / "source") / "model.safetensors")
+    weak = tensors["h.1.attn.c_proj.weight"].clone()
+    weak[16:24] /= 100
+    source, out = gpt2(tmp_path / "source", {"h.1.attn.c_proj.weight": weak}), tmp_path / "out"
+    answer = triptych("rewrite", source, "-o", out, "--prune", "1")
+    assert answer.code == 0, answer.err
+    assert "1 of 4 heads left out: 2" in certified(out).layers[1].steps[0].choice
+    assert not load_file(out / "model.safetensors")["h.1.attn.c_proj.weight"][16:24].any()
+    assert triptych("verify", out, "--against", source).code == 0
+
+
+def test_what_heads_do_may_be_measured_on_a_text(
+    triptych: Command, model: Path, text: Path, tmp_path: Path
+) -> None:
+    answer = triptych("rewrite", model, "-o", tmp_path / "out", "--prune", "2", "--calibrate", text)
+    assert answer.code == 0, answer.err
+    assert certified(tmp_path / "out").recipe[0]["on_text"] is True
+
+
+# A plan.
+
+
+def test_a_plan_is_printed_and_nothing_written(triptych: Command, tmp_path: Path) -> None:
+    source = gpt2(tmp_path / "source")
+    answer = triptych("rewrite", source, "--exact", "--rank", "3", "--plan", "-o", tmp_path / "out")
+    assert answer.code == 0, answer.err
+    assert "3 attention layers" in answer.out
+    assert "truncate" in answer.out
+    assert "bytes now" in answer.out
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_plan_is_json_on_request(triptych: Command, tmp_path: Path) -> None:
+    plan = json.loads(
+        triptych("rewrite", llama(tmp_path / "source"), "--kv-heads", "1", "--plan", "--json").out
+    )
+    assert set(plan) == {
+        *("source", "family", "layers", "before", "after", "settings", "bytes_before", "bytes_after"),
+        "notes",
+    }
+    assert plan["settings"] == {"num_key_value_heads": 1}
+    assert plan["bytes_after"] < plan["bytes_before"]
+    assert [step["rewrite"] for step in plan["layers"][2]["steps"]] == ["merge_kv_heads"]
+    assert plan["after"]["kv_bytes_per_token"] < plan["before"]["kv_bytes_per_token"]
+
+
+# Refusals.
+
+
+def test_a_refused_step_is_one_line_and_leaves_nothing(triptych: Command, tmp_path: Path) -> None:
+    tensors = load_file(llama(tmp_path / "source") / "model.safetensors")
+    assert "model.layers.0.self_attn.k_proj.bias" not in tensors
+    answer = triptych("rewrite", tmp_path / "source", "-o", tmp_path / "out", "--do", "to_latent")
+    assert answer.code == 1
+    assert "to_latent at decoder 0 refused: " in answer.err
+    assert answer.err.count("\n") == 1
+    assert answer.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_what_a_layer_refuses_is_skipped_on_request(triptych: Command, tmp_path: Path) -> None:
+    source, out = llama(tmp_path / "source"), tmp_path / "out"
+    options = ("--do", "fold_norm", "--do", "to_latent", "--skip-refused")
+    answer = triptych("rewrite", source, "-o", out, *options)
+    assert answer.code == 0, answer.err
+    assert "refused" in answer.out
+    fold, latent = certified(out).layers[0].steps
+    assert not fold.refused
+    assert latent.refused
+    assert latent.tier is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([], "nothing to do: give --exact, --do REWRITE"),
+        (["--exact", "NO OUT"], "say where the result goes: --out FOLDER"),
+        (["--rank", "3", "--energy", "0.5"], "give one of rank, energy and budget (given: rank and energy)"),
+        (["--exact", "--do", "fold_norm"], "--exact does fold_norm already"),
+        (["--recipe", "RECIPE", "--exact"], "--recipe has the steps"),
+        (["--recipe", "RECIPE", "--layers", "0"], "--recipe has the steps"),
+        (["--recipe", "nothing.toml"], "nothing.toml: No such file"),
+        (["--do", "melt"], "there is no rewrite melt: there are fold_maps, expand"),
+        (["--do", "truncate"], "truncate: give one of rank, energy and budget"),
+        (["--do", "merge_kv_heads"], "merge_kv_heads.num_kv_heads: Field required"),
+        (["--do", "gauge_fix", "--do", "fold_norm"], "fold_norm must come before gauge_fix"),
+        (["--rank", "0"], "truncate.rank: Input should be greater than or equal to 1"),
+        (["--rank", "9"], "truncate: rank is 9, and the widest head has 8 channels"),
+        (["--energy", "1.5"], "truncate.energy: Input should be less than or equal to 1"),
+        (["--budget", "0"], "truncate.budget: Input should be greater than 0"),
+        (["--rank", "3", "--forms", "qk,vo"], "truncate.forms.1: Input should be 'qk' or 'ov'"),
+        (["--rank", "3", "--forms", ""], "truncate.forms.0: Input should be 'qk' or 'ov'"),
+        (["--rank", "3", "--forms", "qk,qk"], "truncate: forms is qk,qk: give qk, ov or both"),
+        (["--kv-heads", "0"], "merge_kv_heads.num_kv_heads: Input should be greater than or equal to 1"),
+        (["--prune", "0"], "prune_heads.number: Input should be greater than or equal to 1"),
+        (["--criterion", "centred"], "--criterion is for a lower rank"),
+        (["--rank", "3", "--criterion", "centred"], "truncate looks at a text: give one with --calibrate"),
+        (["--rank", "3", "--calibrate", "no.txt"], "no.txt: No such file"),
+        (["--rank", "3", "--calibrate", "."], "Is a directory"),
+        (["--rank", "3", "--calibrate", "BINARY"], "not UTF-8"),
+        (["--exact", "--calibrate", "TEXT"], "no step looks at the calibration text"),
+        (["--exact", "--text", "no.txt"], "no.txt: No such file"),
+        (["--exact", "--text", "BINARY"], "not UTF-8"),
+        (["--exact", "--layers", "7"], "has no layer 7; they go from 0 to 2"),
+        (["--exact", "--layers", "x"], "--layers x: write numbers from 0"),
+        (["--exact", "--family", "no.toml"], "no.toml: No such file"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_one_line(
+    triptych: Command, tmp_path: Path, text: Path, options: list[str], reason: str
+) -> None:
+    source, out = gpt2(tmp_path / "source"), tmp_path / "out"
+    (tmp_path / "rewrite.toml").write_text('[[step]]\nrewrite = "fold_norm"\n')
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    places = {"RECIPE": tmp_path / "rewrite.toml", "TEXT": text, "BINARY": tmp_path / "binary"}
+    target = [] if "NO OUT" in options else ["-o", out]
+    answer = triptych("rewrite", source, *target, *(places.get(o, o) for o in options if o != "NO OUT"))
+    assert answer.code == 2, answer
+    assert reason in answer.err
+    assert answer.err.count("\n") == 1
+    assert answer.out == ""
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "run"])
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("there", "exists"),
+        ("link", "exists"),
+        ("source/inside", "lies within"),
+        ("no/such/out", "there is no folder"),
+    ],
+)
+def test_a_place_that_will_not_do_is_one_line_before_anything_is_done(
+    triptych: Command, small_run: Path, tmp_path: Path, kind: str, target: str, reason: str
+) -> None:
+    source = tmp_path / "source"
+    gpt2(source) if kind == "checkpoint" else shutil.copytree(small_run, source)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    answer = triptych("rewrite", source, "-o", tmp_path / target, "--exact")
+    assert answer.code == 2
+    assert reason in answer.err
+    assert answer.err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "source", "there"]
+    assert not any((tmp_path / "there").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [("checkpoint", "writing"), ("checkpoint", "measuring"), ("run", "rewriting"), ("run", "comparing")],
+)
+def test_an_interruption_leaves_nothing_behind(
+    triptych: Command,
+    small_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    at: str,
+) -> None:
+    source = gpt2(tmp_path / "source") if kind == "checkpoint" else small_run
+    before = sorted(tmp_path.iterdir())
+
+    def stopped(*arguments: Any, progress: Any, **options: Any) -> Certificate:
+        def interrupt(what: str, done: int, total: int) -> None:
+            if what.startswith(at):
+                raise KeyboardInterrupt
+
+        return rewrite_checkpoint(*arguments, progress=interrupt, **options)
+
+    rewrite_checkpoint = command.rewrite_checkpoint
+    monkeypatch.setattr(command, "rewrite_checkpoint", stopped)
+    answer = triptych("rewrite", source, "-o", tmp_path / "out", "--exact")
+    assert answer.code == 130
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# Runs of ours, and Marian.
+
+SENTENCES = b"Um halb vier kommt der Zug an.\neinundzwanzig\nDas kostet drei Euro.\nam 3. Mai 1999\n"
+
+
+@pytest.fixture(scope="module")
+def mixed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose heads are written in three ways."""
+    folder = tmp_path_factory.mktemp("mixed") / "run"
+    recipe = resolve(
+        {
+            "data": {
+                "train": {"generated": 200, "generated_part": "train"},
+                "valid": {"generated": 5, "generated_part": "valid"},
+                "cache": "",
+            },
+            "tokenizer": {"vocab_size": 400},
+            "model": {
+                "preset": "tiny",
+                "d_model": 32,
+                "d_ff": 64,
+                "num_heads": 2,
+                "dropout": 0.0,
+                "norm": "pre",
+                "max_source_tokens": 40,
+                "encoder": {"num_layers": 1, "attention": {"projections": "stacked"}},
+                "decoder": {
+                    "num_layers": 1,
+                    "attention": {"projections": "four_matrix"},
+                    "cross_attention": {"projections": "key_value"},
+                },
+            },
+            "training": {"max_steps": 15, "batch_tokens": 400, "learning_rate": 0.01, "warmup_steps": 5},
+            "validation": {"every_steps": 15, "bleu": False, "metric": "loss"},
+            "decoding": {"beam_size": 2, "max_extra_tokens": 8},
+        }
+    )
+    runs.train(recipe, folder, LineDisplay())
+    return folder
+
+
+def projections(run: Path) -> list[str]:
+    """As config.json names them: encoder, decoder, cross-attention."""
+    model = json.loads((run / "config.json").read_text())["model"]
+    found = (
+        model["encoder"]["attention"],
+        model["decoder"]["attention"],
+        model["decoder"]["cross_attention"],
+    )
+    kinds = [attention["projections"] for attention in found]
+    return [kind if isinstance(kind, str) else kind["kind"] for kind in kinds]
+
+
+def test_a_run_written_in_other_ways_translates_as_before(
+    triptych: Command, mixed_run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    answer = triptych("rewrite", mixed_run, "-o", out, "--exact")
+    assert answer.code == 0, answer.err
+    assert projections(mixed_run) == ["stacked", "four_matrix", "key_value"]
+    assert projections(out) == ["factored", "factored", "key_value"]
+    before, after = (triptych("translate", run, stdin=SENTENCES) for run in (mixed_run, out))
+    assert before.code == 0, before.err
+    assert after.out == before.out
+    assert before.out.strip()
+    found = certified(out)
+    assert found.end_to_end is not None
+    assert found.end_to_end.by == "triptych"
+    assert found.end_to_end.worst_logit < 1e-4
+    assert found.after.parameters < found.before.parameters
+    assert triptych("verify", out, "--against", mixed_run).code == 0
+
+
+def test_shared_maps_of_a_run_are_expanded(triptych: Command, mixed_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    answer = triptych("rewrite", mixed_run, "-o", out, "--do", "fold_maps", "--do", "expand")
+    assert answer.code == 0, answer.err
+    assert projections(out) == ["factored", "factored", "factored"]
+    assert (
+        triptych("translate", out, stdin=SENTENCES).out
+        == triptych("translate", mixed_run, stdin=SENTENCES).out
+    )
+    assert triptych("verify", out, "--against", mixed_run).code == 0
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gauge_fix", "factored"), ("to_latent", "latent")])
+def test_a_run_is_written_another_way_by_name(
+    triptych: Command, small_run: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    out = tmp_path / "out"
+    answer = triptych("rewrite", small_run, "-o", out, "--do", name)
+    assert answer.code == 0, answer.err
+    assert projections(out) == [kind] * 3
+    assert (
+        triptych("translate", out, stdin=SENTENCES).out
+        == triptych("translate", small_run, stdin=SENTENCES).out
+    )
+    assert triptych("verify", out, "--against", small_run).code == 0
+
+
+def test_a_rewritten_run_keeps_all_but_what_training_goes_on_from(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert triptych("rewrite", small_run, "-o", out, "--rank", "4").code == 0
+    assert {path.name for path in out.iterdir()} == {
+        *(path.name for path in small_run.iterdir() if path.is_file()),
+        CERTIFICATE,
+    }
+    assert "state/" in certified(out).left_out
+    assert certified(out).tier == "bounded"
+    sizes = [(run / "model.safetensors").stat().st_size for run in (small_run, out)]
+    assert sizes[1] < sizes[0]
+    assert (out / "README.md").read_text().count("## Rewritten attention") == 1
+    answer = triptych("train", "--resume", out)
+    assert answer.code == 2
+    assert "was rewritten: training goes on in the run that it was made from" in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_a_run_is_compared_and_calibrated_on_pairs(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("halb vier\thalf past three\neinundzwanzig\ttwenty-one\n" * 5)
+    out = tmp_path / "out"
+    answer = triptych("rewrite", small_run, "-o", out, "--rank", "8", "--calibrate", pairs, "--text", pairs)
+    assert answer.code == 0, answer.err
+    found = certified(out).end_to_end
+    assert found is not None
+    assert found.loss_before_nats is not None
+    assert triptych("verify", out, "--against", small_run, "--text", pairs).code == 0
+    pairs.write_text("no tab in here\n")
+    answer = triptych("rewrite", small_run, "-o", tmp_path / "other", "--exact", "--text", pairs)
+    assert answer.code == 2
+    assert "line 1: a source, a tab and a target are needed here" in answer.err
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_marian_translator_stays_one(triptych: Command, tmp_path: Path) -> None:
+    source, out, pairs = tmp_path / "source", tmp_path / "out", tmp_path / "pairs.tsv"
+    source.mkdir()
+    torch.manual_seed(7)
+    write_marian(source, dtype=torch.float32)
+    pairs.write_text("a b c\tc b a\nb\ta\n" * 3)
+    answer = triptych("rewrite", source, "-o", out, "--exact", "--text", pairs)
+    assert answer.code == 0, answer.err
+    found = certified(out)
+    assert found.family == "Marian"
+    assert found.end_to_end is not None
+    assert found.end_to_end.worst_logit < 1e-4
+    assert found.end_to_end.loss_before_nats is not None
+    assert (out / "source.spm").is_file()
+    # Post-norm: the gain stays where it is, and that is said.
+    assert all(layer.steps[1].refused for layer in found.layers)
+    assert triptych("verify", out, "--against", source, "--text", pairs).code == 0
+    for run in (source, out):
+        assert triptych("translate", run, stdin=b"a b c\n").code == 0
+
+
+# The page about it.
+
+STEPS = Step.__subclasses__()
+DOCS = Path(__file__).parents[2] / "docs" / "rewriting.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", DOCS.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_page_has_every_rewrite_in_order() -> None:
+    named = re.findall(r"^\| `(\w+)`", DOCS.read_text(), flags=re.MULTILINE)
+    assert named == [step.model_fields["rewrite"].default for step in STEPS]
+
+
+def test_the_commands_and_the_recipe_of_the_page_run(
+    triptych: Command, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "gpt2")
+    for name in ("train.txt", "test.txt"):
+        Path(name).write_text(TEXT)
+    (recipe,) = blocks("toml")
+    Path("rewrite.toml").write_text(recipe)
+    lines = [line for block in blocks("sh") for line in block.splitlines() if line]
+    assert len(lines) > 5
+    for line in lines:
+        answer = triptych(*shlex.split(line, comments=True)[1:])
+        assert answer.code == 0, f"{line}: {answer.err}"
+
+
+def test_the_keys_of_the_page_are_those_there_are() -> None:
+    fields = {name for step in STEPS for name in step.model_fields} - {"ranks", "rewrite"}
+    text = DOCS.read_text()
+    assert [name for name in fields if f"`{name}`" not in text] == []
