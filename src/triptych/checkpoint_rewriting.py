@@ -430,6 +430,7 @@ class _FolderRewriting(_Rewriting):
         self._ready: dict[str, Tensor] = {}
         self._left: dict[str, set[str]] = {}
         self._done: dict[str, RewrittenLayer] = {}
+        self._measured: dict[str, Measured] = {}
         self._settings: dict[str, Any] = {}
         self._fixed_sizes = (
             _sizes_that_stay(source, prepared) if any(step.resizes for step in prepared.steps) else set()
@@ -471,11 +472,16 @@ class _FolderRewriting(_Rewriting):
         return self._ready.pop(name, None)
 
     def _rewrite(self, site: Site) -> None:
-        read = self.checkpoint.read(site)
-        done = self.prepared.through(self.checkpoint, read)
+        names = self.checkpoint.read_names(site)
+        held = self.checkpoint.holding({name: self.checkpoint.tensors.read(name) for name in names})
+        read = held.read(site)
+        done = self.prepared.through(held, read)
         written = write_layer(
-            self.checkpoint, read, done.weights, kept=done.kept, same_sizes=site.name in self._fixed_sizes
+            held, read, done.weights, kept=done.kept, same_sizes=site.name in self._fixed_sizes
         )
+        if done.changed and not written.settings:
+            saved = held.holding(written.tensors).read(site)
+            self._measured[site.name] = measure_change(read, saved, bounded=done.bounded)
         self._ready |= written.tensors
         self._settings |= written.settings
         self.costs.append(costs_of(read, done))
@@ -492,9 +498,9 @@ class _FolderRewriting(_Rewriting):
         )
         sites = {site.module: site for site in written.sites}
         for number, site in enumerate(self.checkpoint.sites):
-            self.request.progress(f"measuring {site.name}", number, len(self.checkpoint.sites))
-            done, measured = self._done[site.name], None
-            if done.changed:
+            done, measured = self._done[site.name], self._measured.get(site.name)
+            if done.changed and (measured is None or self._settings):
+                self.request.progress(f"measuring {site.name}", number, len(self.checkpoint.sites))
                 measured = measure_change(
                     self.checkpoint.read(site), written.read(sites[site.module]), bounded=done.bounded
                 )
