@@ -4,6 +4,7 @@ import hashlib
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import reduce
 from importlib.metadata import version
@@ -427,7 +428,11 @@ class _RunRewriting(_Rewriting):
 
 @final
 class _FolderRewriting(_Rewriting):
-    """Of a checkpoint in Hugging Face's layout: shard by shard, one layer in memory at a time."""
+    """Of a checkpoint in Hugging Face's layout: shard by shard, a layer in memory, and the one before it.
+
+    A layer is measured as soon as it is rewritten, from the numbers that are saved, while the next one is
+    read: nothing is read twice. Where the configuration changes, it is measured from the disk at the end.
+    """
 
     def __init__(self, source: Checkpoint, prepared: Prepared, request: _Request) -> None:
         super().__init__(source, prepared, request)
@@ -436,6 +441,8 @@ class _FolderRewriting(_Rewriting):
         self._ready: dict[str, Tensor] = {}
         self._left: dict[str, set[str]] = {}
         self._done: dict[str, RewrittenLayer] = {}
+        self._beside = ThreadPoolExecutor(1, "measuring")
+        self._measured: dict[str, Future[Measured]] = {}
         self._settings: dict[str, Any] = {}
         self._fixed_sizes = (
             _sizes_that_stay(source, prepared) if any(step.resizes for step in prepared.steps) else set()
@@ -444,7 +451,7 @@ class _FolderRewriting(_Rewriting):
     def write(self) -> Certificate:
         """Copy, replace, measure what was saved, certify."""
         request = self.request
-        with FolderCopy(request.folder, request.target) as copy:
+        with FolderCopy(request.folder, request.target) as copy, self._beside:
             written_bytes = 0
 
             def progress(num_bytes: int) -> None:
@@ -477,11 +484,17 @@ class _FolderRewriting(_Rewriting):
         return self._ready.pop(name, None)
 
     def _rewrite(self, site: Site) -> None:
-        read = self.checkpoint.read(site)
-        done = self.prepared.through(self.checkpoint, read)
+        names = self.checkpoint.read_names(site)
+        held = self.checkpoint.holding({name: self.checkpoint.tensors.read(name) for name in names})
+        read = held.read(site)
+        done = self.prepared.through(held, read)
         written = write_layer(
-            self.checkpoint, read, done.weights, kept=done.kept, same_sizes=site.name in self._fixed_sizes
+            held, read, done.weights, kept=done.kept, same_sizes=site.name in self._fixed_sizes
         )
+        if done.changed and not written.settings:
+            wait(self._measured.values())  # one beside this thread, so that two layers are in memory
+            saved = held.holding(written.tensors).read(site)
+            self._measured[site.name] = self._beside.submit(measure_change, read, saved, bounded=done.bounded)
         self._ready |= written.tensors
         self._settings |= written.settings
         self.costs.append(costs_of(read, done))
@@ -498,9 +511,10 @@ class _FolderRewriting(_Rewriting):
         )
         sites = {site.module: site for site in written.sites}
         for number, site in enumerate(self.checkpoint.sites):
-            self.request.progress(f"measuring {site.name}", number, len(self.checkpoint.sites))
-            done, measured = self._done[site.name], None
-            if done.changed:
+            done, found = self._done[site.name], self._measured.get(site.name)
+            measured = None if found is None else found.result()
+            if done.changed and (measured is None or self._settings):
+                self.request.progress(f"measuring {site.name}", number, len(self.checkpoint.sites))
                 measured = measure_change(
                     self.checkpoint.read(site), written.read(sites[site.module]), bounded=done.bounded
                 )

@@ -13,16 +13,17 @@ from triptych.algebra.function import attend
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites import FORMS, Form, RewriteRefusedError, fold_norm
 from triptych.algebra.rewrites.channels import move
-from triptych.algebra.rewrites.legality import require_finite
+from triptych.algebra.rewrites.legality import require_finite, with_chains
 from triptych.algebra.slices import groups_of, heads_of, joined, scoring_of, separable
-from triptych.algebra.weights import SIDES, AttentionWeights, Norm
+from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Norm, Side
 from triptych.certificates import Cost, Measured, Probes, StepRecord
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewrite_steps import Layer, Step
 
 PROBES = Probes(count=2, length=16, seed=2017)
-# Above so many numbers in a layer's maps, groups of heads are taken one after the other: 128 MiB in float64.
-_MOST_NUMBERS = 1 << 24
+# Above so many numbers in a layer's maps, groups of heads are taken one after the other: 32 MiB in float64,
+# and less than that for a map. Larger pieces are slower: the system hands out fresh memory for each.
+_MOST_NUMBERS = 1 << 22
 
 
 @final
@@ -82,27 +83,53 @@ def rewrite_layer(
         require_finite("rewrite", weights)
     except RewriteRefusedError as refused:
         raise refused.at(read.site.name) from None
+    number_bytes = weights.dtype.itemsize
     runs = [(0, weights.num_heads)]
     size = sum(link.weight.numel() for link in weights.links())
     by_groups = size > most_numbers and all(step.by_groups for _, step in mine)
     if by_groups and separable(weights, read.scoring):
         runs = groups_of(weights, most_numbers)
-    parts, records, kept = [], [], None
+    if len(runs) == 1:
+        layer = Layer(read.site.name, weights.to(torch.float64), read.scoring, longest_text)
+        done, found, kept = _through(layer, mine, skip_refused, moments or {}, number_bytes)
+        return RewrittenLayer(done, kept, _together([found], weights.o[-1].d_out))
+    parts, records = _Parts(weights), []
     for start, stop in runs:
-        whole = len(runs) == 1
-        part = weights if whole else heads_of(weights, start, stop)
-        layer = Layer(
-            read.site.name,
-            part.to(torch.float64),
-            read.scoring if whole else scoring_of(read.scoring, start, stop),
-            longest_text,
-        )
-        done, found, kept = _through(layer, mine, skip_refused, moments or {}, weights.dtype.itemsize)
-        parts.append(done if whole else done.to(weights.dtype))
+        part = heads_of(weights, start, stop).to(torch.float64)
+        layer = Layer(read.site.name, part, scoring_of(read.scoring, start, stop), longest_text)
+        done, found, kept = _through(layer, mine, skip_refused, moments or {}, number_bytes)
+        parts.add(start, stop, part, done)
         records.append(found)
-    return RewrittenLayer(
-        parts[0] if len(parts) == 1 else joined(parts), kept, _together(records, weights.o[-1].d_out)
-    )
+    return RewrittenLayer(parts.together(), kept, _together(records, weights.o[-1].d_out))
+
+
+class _Parts:
+    """Groups of heads after the steps, in the dtype that was read; maps left alone are not copied."""
+
+    def __init__(self, weights: AttentionWeights) -> None:
+        self._weights = weights
+        self._parts: list[AttentionWeights] = []
+        self._alone: set[Side] = set(SIDES)
+        self._o_bias: Tensor | None = None
+
+    def add(self, start: int, stop: int, before: AttentionWeights, after: AttentionWeights) -> None:
+        """The heads from `start` to `stop`, in float64, before and after."""
+        alone = {side for side in SIDES if after.chain(side) is before.chain(side)}
+        self._alone &= alone
+        if after.o_bias is not None:  # cast once, when all have added to it
+            self._o_bias = after.o_bias if self._o_bias is None else self._o_bias + after.o_bias
+        as_read = heads_of(self._weights, start, stop)
+        changed = with_chains(replace(after, o_bias=None), dict.fromkeys(alone, ())).to(self._weights.dtype)
+        self._parts.append(with_chains(changed, {side: as_read.chain(side) for side in alone}))
+
+    def together(self) -> AttentionWeights:
+        """All of them."""
+        empty: dict[Side, Chain] = dict.fromkeys(self._alone, ())
+        whole = joined([with_chains(part, empty) for part in self._parts])
+        o_bias = None if self._o_bias is None else self._o_bias.to(self._weights.dtype)
+        return with_chains(
+            replace(whole, o_bias=o_bias), {side: self._weights.chain(side) for side in self._alone}
+        )
 
 
 def with_same_heads(layer: Layer, kept: Sequence[int] | None) -> Layer:
@@ -242,12 +269,10 @@ def _output(
     size = sum(link.weight.numel() for link in weights.links())
     if size <= most_numbers or not separable(weights, scoring):
         return attend(weights.to(dtype), scoring, x, memory)
-    total: Tensor | None = None
+    total = torch.zeros((), dtype=torch.float64)  # each head rounds in its dtype, their sum does not
     for start, stop in groups_of(weights, most_numbers):
         part = heads_of(weights, start, stop).to(dtype)
-        out = attend(part, scoring_of(scoring, start, stop), x, memory)
-        total = out if total is None else total + out
-    assert total is not None
+        total = total + attend(part, scoring_of(scoring, start, stop), x, memory).double()
     return total
 
 

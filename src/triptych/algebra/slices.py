@@ -114,9 +114,16 @@ def _together(links: Sequence[Link]) -> Link:
     biases = [link.bias for link in links if link.bias is not None]
     return replace(
         links[0],
-        weight=torch.cat([link.weight for link in links]),
+        weight=_stacked([link.weight for link in links]),
         bias=torch.cat(biases) if biases else None,
     )
+
+
+def _stacked(weights: Sequence[Tensor]) -> Tensor:
+    """All copies one after the other, in memory as the first has them: in rows or in columns."""
+    if weights[0].ndim == 3 and weights[0].mT.is_contiguous():
+        return torch.cat([weight.mT for weight in weights]).mT
+    return torch.cat(list(weights))
 
 
 def _bias_of(bias: ScoreBias | None, start: int, stop: int) -> ScoreBias | None:

@@ -103,7 +103,12 @@ class Link:
 
     def __call__(self, x: Float[Tensor, "batch copies length d_in"]) -> Tensor:
         """Apply copy i to slice i (or the only slice to every copy): `[batch, copies, length, d_out]`."""
-        y = x * self.weight[:, None, :] if self.diagonal else x @ self.weight
+        if self.diagonal:
+            y = x * self.weight[:, None, :]
+        else:
+            # The batch beside the length: otherwise there would be a copy of every map for each of the batch.
+            rows = x.transpose(0, 1).flatten(1, 2)
+            y = (rows @ self.weight).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias[:, None, :]
 
 

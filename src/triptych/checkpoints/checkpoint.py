@@ -4,11 +4,14 @@ Nothing is guessed: every tensor of an attention layer is read or known, one tha
 another shape than the configuration says is an error that names it.
 """
 
+import copy
 import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import final
+
+from torch import Tensor
 
 from triptych.checkpoints.family import AttentionSpec, Family, family_of
 from triptych.checkpoints.hub import download_model, is_hub_id, open_hub
@@ -55,6 +58,12 @@ class Checkpoint(AttentionSource):
     def read(self, site: Site) -> AttentionLayer:
         """Read one attention layer."""
         return LayerReader(self._places[site], self.tensors).read()
+
+    def holding(self, tensors: Mapping[str, Tensor]) -> "Checkpoint":
+        """The same checkpoint with some of its tensors in memory, or others in their place."""
+        found = copy.copy(self)
+        found.tensors = self.tensors.holding(tensors)
+        return found
 
     def place(self, site: Site) -> Place:
         """Where a layer lies, and how it is written there."""

@@ -282,6 +282,31 @@ class Pickled(TensorFile):
 
 
 @final
+class _Held(TensorFile):
+    """Some tensors of a file that are in memory."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self.name, self._file = file.name, file
+        self.infos: dict[str, TensorInfo] = {}
+        self._tensors: dict[str, Tensor] = {}
+
+    def hold(self, name: str, tensor: Tensor) -> None:
+        """One more."""
+        self._tensors[name] = tensor
+        self.infos[name] = TensorInfo(
+            tensor.dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size()
+        )
+
+    def read(self, name: str) -> Tensor:
+        """The one that is held."""
+        return self._tensors[name]
+
+    def packed_as(self, name: str) -> str:
+        """As in the file."""
+        return self._file.packed_as(name)
+
+
+@final
 class Tensors:
     """All tensors of a checkpoint, in one file or several.
 
@@ -295,6 +320,17 @@ class Tensors:
         self._files = dict(files)
         self.infos = {tensor: file.infos[tensor] for tensor, file in self._files.items()}
         self._names = sorted(self.infos)
+
+    def holding(self, tensors: Mapping[str, Tensor]) -> "Tensors":
+        """The same tensors, some of which are here already, or others in their place."""
+        held: dict[int, _Held] = {}
+        files = dict(self._files)
+        for name, tensor in tensors.items():
+            file = self._files[name]
+            found = held.setdefault(id(file), _Held(file))
+            found.hold(name, tensor)
+            files[name] = found
+        return Tensors(self.name, files)
 
     def below(self, module: str) -> list[str]:
         """Names of the tensors of a module and of those within it."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from triptych.algebra.function import Disentangled, HeadNorm
-from triptych.algebra.rewrites.legality import require_nothing_between
+from triptych.algebra.rewrites.legality import are_finite, require_nothing_between
 from triptych.algebra.rewrites.norms import fold_norm
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
@@ -112,7 +112,9 @@ class _LayerWriter:
         self._require_channels_of_old(whole)
         fitted = self._in_widths(self._in_groups(self._in_heads(whole, old), old), old)
         new = sizes_of(fitted)
-        fitted = fitted.with_scale(self._scale_of_format(old, new))
+        scale = self._scale_of_format(old, new)
+        if not math.isclose(scale, fitted.scale, rel_tol=1e-12):
+            fitted = fitted.to(torch.float64).with_scale(scale)
         found = resizing(self.checkpoint, self.layer.site, new) if new != old else None
         tensors: dict[str, Tensor] = {}
         for name, full in chain(self._maps(fitted), self._norm().items(), self._sinks(new).items()):
@@ -137,19 +139,15 @@ class _LayerWriter:
             require_nothing_between(_NAME, side, self.after.chain(side)[:-1])
         links = {}
         for side in SIDES:
-            link = self.after.multiplied(side)
-            bias = None if link.bias is None else link.bias.double()
-            links[side] = replace(link, weight=link.weight.double(), bias=bias, learned=True, after=None)
+            links[side] = replace(self.after.multiplied(side), learned=True, after=None)
         heads = self.after.num_heads
         groups = math.lcm(links["k"].copies, links["v"].copies)
-        o_bias = self.after.o_bias
         return replace(
             self.after,
             q=(links["q"].of_heads(heads),),
             k=(links["k"].of_heads(groups),),
             v=(links["v"].of_heads(groups),),
             o=(links["o"].of_heads(heads),),
-            o_bias=None if o_bias is None else o_bias.double(),
             norm=None,
             memory_norm=None,
         )
@@ -288,7 +286,7 @@ class _LayerWriter:
     # Tensors.
 
     def _maps(self, fitted: AttentionWeights) -> Iterator[tuple[str, Tensor]]:
-        """Names, and weights and biases in float64, one after the other: a layer may be large."""
+        """Names, and weights and biases, one after the other: a layer may be large."""
         spec, links = self.spec, {side: fitted.chain(side)[0] for side in _INPUTS}
         yield from self._map(spec.o, fitted.o[0].weight.flatten(0, 1).mT, fitted.o_bias, "the output")
         if not spec.qkv:
@@ -359,11 +357,10 @@ class _LayerWriter:
                 f"tensor {name} is stored as {how}, which cannot take other numbers",
                 "rewrite the checkpoint it was made from",
             )
-        if bool(full.isfinite().all()) and not bool(new.isfinite().all()):
+        if not are_finite(new) and are_finite(old):
+            largest = f"up to {float(full.abs().max()):.3g}" if are_finite(full) else "now"
             _refuse(
-                f"tensor {name}: numbers up to {float(full.abs().max()):.3g} do not fit {dtype}".replace(
-                    "torch.", ""
-                ),
+                f"tensor {name}: numbers {largest} do not fit {dtype}".replace("torch.", ""),
                 "store the checkpoint in bfloat16 or float32 first",
             )
         return new
@@ -392,9 +389,14 @@ def _are_the_same(one: AttentionWeights, other: AttentionWeights) -> bool:
     if not alike or any(len(one.chain(side)) != len(other.chain(side)) for side in SIDES):
         return False
     mine, theirs = list(one.tensors()), list(other.tensors())
-    return len(mine) == len(theirs) and all(
-        a.shape == b.shape and torch.equal(a.double(), b.double()) for a, b in zip(mine, theirs, strict=True)
-    )
+    return len(mine) == len(theirs) and all(map(_are_equal, mine, theirs))
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; in at least float64 where their dtypes differ."""
+    if one.dtype == other.dtype or one.shape != other.shape:
+        return torch.equal(one, other)
+    return all(torch.equal(a.double(), b.double()) for a, b in zip(one, other, strict=True))
 
 
 def _spread(link: Link, places: Tensor, copies: int) -> Link:

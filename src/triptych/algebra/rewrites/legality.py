@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Side, Traits
 
@@ -44,6 +46,15 @@ def require_whole_number(name: str, what: str, value: object) -> None:
         raise RewriteRefusedError(name, f"{what} is {value!r}: it must be a whole number")
 
 
+def are_finite(numbers: Tensor) -> bool:
+    """Whether there is no NaN and no infinity; reads the numbers once, in the order of the memory."""
+    if not numbers.numel():
+        return True
+    by_stride = sorted(range(numbers.ndim), key=numbers.stride, reverse=True)
+    least, most = numbers.permute(by_stride).aminmax()
+    return bool(least.isfinite() and most.isfinite())
+
+
 def require_finite(name: str, weights: AttentionWeights) -> None:
     """Refuse maps that hold NaN or infinity.
 
@@ -53,8 +64,8 @@ def require_finite(name: str, weights: AttentionWeights) -> None:
     for side in SIDES:
         for link in weights.chain(side):
             for what, numbers in (("map", link.weight), ("bias", link.bias)):
-                bad = 0 if numbers is None else int((~numbers.isfinite()).sum())
-                if numbers is not None and bad:
+                if numbers is not None and not are_finite(numbers):
+                    bad = int((~numbers.isfinite()).sum())
                     raise RewriteRefusedError(
                         name,
                         f"{bad:,} of {numbers.numel():,} numbers in a {what} of {side} are NaN or infinite",
