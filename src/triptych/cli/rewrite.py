@@ -61,8 +61,8 @@ def rewrite(
         Literal["maps", "planes"] | None,
         typer.Option(
             "--rotary",
-            help="Rotary W_QK: maps, a lower rank of W_Q and W_K before they are turned; planes, whole planes "
-            "are left out, so keys could be cached narrower.",
+            help="Rotary W_QK: maps, a lower rank of W_Q and W_K before they are turned; planes, whole "
+            "planes are left out, so keys could be cached narrower.",
         ),
     ] = None,
     calibrate: Annotated[

@@ -47,8 +47,8 @@ def truncate_rotary_maps(
 
     Keys are cut for the queries as they are, then queries for those keys, and so on in turn, which never
     makes the error of a group of heads larger. The first cut of the keys is the best there is; that of both
-    need not be. Planes are left as they are: their choice is a far narrower one (`truncate_planes`), made
-    for fewer channels and not for a lower rank.
+    need not be, so this is also done from the strongest planes, and the better end is taken. Planes by
+    themselves (`truncate_planes`) save channels, and are a far narrower choice.
 
     Args:
         weights: the layer, written as when the moments were gathered.
@@ -74,7 +74,7 @@ def truncate_rotary_maps(
     ranks = _require_ranks(name, weights, qk_rank)
     working = weights.to(torch.float64)
     scores = _Scores.of(name, working, rotation, moments, longest, PRIOR)
-    maps = _fitted_in_turn(scores, ranks)
+    maps = _fitted(scores, rotation, ranks)
     notes: list[str] = []
     result = replace(
         working,
@@ -236,6 +236,17 @@ class _Scores:
             c = torch.where(whole, c, mean @ (best.into @ best.back - P))
         return maps._replace(**{side: torch.cat([P, c], dim=-2)})
 
+    def with_keys(self, P: Float[Tensor, "groups 1 d d"]) -> _Maps:
+        """Keys through a projection, their mean whole where a bias holds it; queries as they are."""
+        mean = self.k[..., -1:, :-1]
+        c = mean - mean @ P if "k" in self.free else torch.zeros_like(mean)
+        return self.identity._replace(k=torch.cat([P, c], dim=-2))
+
+    def plane_energies(self, first: list[int], second: list[int]) -> Float[Tensor, "groups planes"]:
+        """½ E|q_f|² E|k_f|² of every plane, of all heads of a group."""
+        q, k = (gram.diagonal(dim1=-2, dim2=-1) for gram in (self.q, self.k))
+        return ((q[..., first] + q[..., second]) * (k[..., first] + k[..., second])).sum(dim=1) / 2
+
     def error(self, maps: _Maps) -> Float[Tensor, "groups members"]:
         """Mean square of what the scores of every head lose."""
         q, k = self.q, self.k
@@ -265,16 +276,39 @@ class _Scores:
         return gram[..., :-1, :-1] - mean.mT @ mean if side in self.free else gram[..., :-1, :-1]
 
 
-def _fitted_in_turn(scores: _Scores, ranks: Sequence[int]) -> _Maps:
-    kept = (
-        torch.arange(scores.width, device=scores.q.device)
-        < torch.tensor(ranks, device=scores.q.device)[:, None]
-    )
-    maps = scores.identity
+def _fitted(scores: _Scores, rotation: Rotation, ranks: Sequence[int]) -> _Maps:
+    """Both sides fitted in turn, from the best keys and from planes; of each group the better end."""
+    kept = _first(scores, ranks)
+    planes = _strongest_planes(scores, rotation, ranks)
+    ends = [scores.cut("k", scores.identity, kept), scores.with_keys(planes[:, None])]
     for _ in range(_ROUNDS):
-        for side in ("k", "q"):
-            maps = scores.cut(side, maps, kept.to(scores.q.dtype))
-    return maps
+        ends = [scores.cut("k", scores.cut("q", maps, kept), kept) for maps in ends]
+    ends = [scores.cut("q", maps, kept) for maps in ends]
+    errors = torch.stack([scores.error(maps).sum(dim=1) for maps in ends])
+    best = errors.argmin(dim=0)
+    groups = torch.arange(len(best), device=best.device)
+    return _Maps(*(torch.stack(side)[best, groups] for side in zip(*ends, strict=True)))
+
+
+def _first(scores: _Scores, ranks: Sequence[int]) -> Float[Tensor, "groups d"]:
+    """1 for the first channels of each group, as many as its rank; 0 for the others."""
+    of_groups = torch.tensor(ranks, device=scores.q.device)[:, None]
+    return (torch.arange(scores.width, device=scores.q.device) < of_groups).to(scores.q.dtype)
+
+
+def _strongest_planes(
+    scores: _Scores, rotation: Rotation, ranks: Sequence[int]
+) -> Float[Tensor, "groups d d"]:
+    """The projection on as many planes of a group as a rank has room for, then on channels that stay."""
+    first, second = rotation.pairs
+    order = scores.plane_energies(first, second).argsort(dim=-1, descending=True, stable=True)
+    stays = sorted(set(range(scores.width)) - {*first, *second})
+    kept = torch.zeros(len(ranks), scores.width, dtype=order.dtype, device=order.device)
+    for group, rank in enumerate(ranks):
+        strongest = order[group, : rank // 2].tolist()
+        turned = [channel for plane in strongest for channel in (first[plane], second[plane])]
+        kept[group, (turned + stays)[:rank]] = 1
+    return torch.diag_embed(kept.to(scores.q.dtype))
 
 
 def _require_ranks(name: str, weights: AttentionWeights, given: Ranks) -> list[int]:
