@@ -89,6 +89,14 @@ def saved(model: Any, folder: Path) -> Path:
     return folder
 
 
+def with_tokenizer(folder: Path) -> None:
+    """Words w0 to w59."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(60)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+
 MODELS: dict[str, Callable[[Path], Path]] = {"gpt2": small_gpt2, "llama": small_llama, "t5": small_t5}
 
 

@@ -96,6 +96,7 @@ def test_the_error_on_a_text_is_the_measured_one(
     assert record.error == pytest.approx(float((lost / whole).max()), rel=1e-9)
     assert record.tier == "bounded"
     assert record.bound == pytest.approx(float(rotary_move(weights, result, rotation).max()), rel=1e-10)
+    assert any(note.startswith("no mean was taken off: under rotary positions") for note in record.notes)
     assert "rank 3 of 7, written back into 7 channels" in record.choice
     assert set(ranks_of(result, "q") + ranks_of(result, "k")) == {3}
     assert result.num_key_heads == groups

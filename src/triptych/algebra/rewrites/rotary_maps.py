@@ -24,7 +24,7 @@ from triptych.algebra.function import Rotation
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.channels import newly_apart, times
 from triptych.algebra.rewrites.data import PRIOR, require_moments_of
-from triptych.algebra.rewrites.legality import require_whole_number
+from triptych.algebra.rewrites.legality import require_whole_number, why_key_bias_counts
 from triptych.algebra.rewrites.planes import mean_turn, require_rotary, rotary_move, rotary_size
 from triptych.algebra.rewrites.rank import Ranks, said
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
@@ -81,6 +81,8 @@ def truncate_rotary_maps(
         q=_through(working, "q", maps.q.flatten(0, 1), notes),
         k=_through(working, "k", maps.k.flatten(0, 1), notes),
     )
+    if moments is not None:
+        notes.append(f"no mean was taken off: {why_key_bias_counts(weights.traits)}")
     true = _Scores.of(name, working, rotation, moments, longest, 0.0)
     whole = true.mean_square()
     error = float((true.error(maps) / torch.where(whole > 0, whole, 1.0)).max())
