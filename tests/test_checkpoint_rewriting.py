@@ -89,6 +89,14 @@ def saved(model: Any, folder: Path) -> Path:
     return folder
 
 
+def with_tokenizer(folder: Path) -> None:
+    """Words w0 to w59."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(60)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+
 MODELS: dict[str, Callable[[Path], Path]] = {"gpt2": small_gpt2, "llama": small_llama, "t5": small_t5}
 
 
@@ -182,6 +190,45 @@ def test_a_lower_rank_moves_the_model_within_what_is_certified(name: str, tmp_pa
     assert found.end_to_end.worst_logit > 1e-4
     assert found.after.parameters <= found.before.parameters
     assert all(check.held for check in verify_certificate(tmp_path / "out", source))
+
+
+@pytest.mark.parametrize("criterion", ["free", "uncentred"])
+@pytest.mark.parametrize("rotary", ["maps", "planes"])
+@pytest.mark.parametrize("spread", [{"rank": 4}, {"budget": 0.5}, {"energy": 0.8}])
+def test_rotary_heads_lose_rank_of_maps_or_whole_planes(
+    spread: dict[str, Any], rotary: Any, criterion: Any, tmp_path: Path
+) -> None:
+    source = small_llama(tmp_path / "source", attention_bias=True)
+    text = None
+    if criterion != "free":
+        with_tokenizer(source)
+        text = tmp_path / "text.txt"
+        text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
+    step = Truncate(forms=("qk",), rotary=rotary, criterion=criterion, **spread)
+    found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(step, calibration=text))
+    assert found.tier == "bounded"
+    said = "planes" if rotary == "planes" else "written back into 8 channels"
+    assert all(said in layer.steps[0].choice for layer in found.layers)
+    assert all(check.held for check in verify_certificate(tmp_path / "out", source))
+
+
+def test_a_bound_of_rotary_scores_that_is_too_low_is_noticed(tmp_path: Path) -> None:
+    source = small_llama(tmp_path / "source")
+    rewrite_checkpoint(str(source), tmp_path / "out", recipe(Truncate(forms=("qk",), rank=4)))
+    certificate = read_certificate(tmp_path / "out")
+    layers = [
+        layer.model_copy(
+            update={
+                "steps": tuple(step.model_copy(update={"bound": 0.9 * step.bound}) for step in layer.steps)
+            }
+        )
+        for layer in certificate.layers
+    ]
+    forged = certificate.model_copy(update={"layers": tuple(layers)}).sealed()
+    (tmp_path / "out" / CERTIFICATE).write_bytes(forged.as_json())
+    failed = [check for check in verify_certificate(tmp_path / "out", source) if not check.held]
+    assert [check.claim for check in failed] == ["what was done is of its tier, and within its bounds"]
+    assert "a form moves by" in failed[0].found
 
 
 def test_a_budget_is_spread_by_what_directions_are_worth(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ from triptych.runs import Run
 
 _NAIVE = "each matrix by itself"
 _WAYS = (_NAIVE, "free", "uncentred", "centred")
+_Form = Literal["qk", "qk planes", "ov"]
 _SHARES = (0.75, 0.5, 0.25, 0.125)
+_NAMES = {"qk": "W_QK", "qk planes": "W_QK, planes", "ov": "W_OV"}
 _BATCH = 32
 _PAIRS = 400
 _CALIBRATION_CHARACTERS = 50_000  # some 16,000 tokens
@@ -68,10 +70,11 @@ def measure(command: Command) -> Page:
         columns=("model", "form", "rank", *_WAYS),
         rows=list(_rows(record)),
         notes=(
-            "All layers at one rank, the other form whole. Rotary W_QK keeps planes, two channels each; "
-            "a mean is taken off where the softmax or an output bias lets it. Calibrated on the first "
-            f"{_CALIBRATION_CHARACTERS:,} characters of tinyshakespeare, or {_PAIRS} pairs of Multi30k's; "
-            "judged on the held-out part (as the checkpoints' own scores), or on test_2016_flickr, greedy.",
+            "All layers at one rank, the other form whole. Rotary W_QK is that of the maps before they are "
+            "turned, or as many channels in whole planes; a mean is taken off where the softmax or an output "
+            f"bias lets it. Calibrated on the first {_CALIBRATION_CHARACTERS:,} characters of tinyshakespeare, or "
+            f"{_PAIRS} pairs of Multi30k's; judged on the held-out part (as the checkpoints' own scores), or "
+            "on test_2016_flickr, greedy.",
         ),
         record={"rows": record},
         num_texts=2,
@@ -118,30 +121,37 @@ def _models(command: Command) -> list[Model]:
     return [model for model in models if not command.only or model.name in command.only]
 
 
-def _settings(folder: Path, quick: bool) -> Iterator[tuple[Literal["qk", "ov"], str, int, int]]:
+def _settings(folder: Path, quick: bool) -> Iterator[tuple[_Form, str, int, int]]:
     source = open_checkpoint(folder)
     layer = source.read(source.sites[0])
-    forms: tuple[tuple[Literal["qk", "ov"], int], ...] = (
-        ("qk", layer.weights.q[-1].d_out),
-        ("ov", layer.weights.v[-1].d_out),
-    )
+    d_k, d_v = (layer.weights.chain(side)[-1].d_out for side in ("q", "v"))
+    forms: list[tuple[_Form, int]] = [("qk", d_k), ("ov", d_v)]
+    if layer.scoring.rotation is not None:
+        forms.insert(1, ("qk planes", d_k))
     for form, full in forms:
         for share in _SHARES[1::2] if quick else _SHARES:
             for way in _WAYS:
+                if form == "qk planes" and way == _NAIVE:
+                    continue
                 if not (way == "centred" and _stays_uncentred(layer, form)):
                     yield form, way, max(2, int(full * share) // 2 * 2), full
 
 
-def _stays_uncentred(layer: AttentionLayer, form: str) -> bool:
+def _stays_uncentred(layer: AttentionLayer, form: _Form) -> bool:
     """Whether no mean may be taken off: `centred` would be `uncentred`."""
-    return layer.scoring.rotation is not None if form == "qk" else "o" not in layer.weights.traits.bias_slots
+    if form == "ov":
+        return "o" not in layer.weights.traits.bias_slots
+    return layer.scoring.rotation is not None
 
 
-def _judged(command: Command, folder: Path, model: Model, form: str, way: str, rank: int) -> float:
+def _judged(command: Command, folder: Path, model: Model, form: _Form, way: str, rank: int) -> float:
+    cut = {"forms": (form[:2],), "rank": rank}
     step: Step = (
-        EachMatrix(forms=(form,), rank=rank)
+        EachMatrix.model_validate(cut)
         if way == _NAIVE
-        else Truncate.model_validate({"forms": (form,), "rank": rank, "criterion": way})
+        else Truncate.model_validate(
+            {**cut, "criterion": way, "rotary": "planes" if form == "qk planes" else "maps"}
+        )
     )
     recipe = RewriteRecipe.model_construct(
         step=(step,), skip_refused=False, calibration=model.calibration if step.needs_text else None
@@ -214,12 +224,12 @@ def _rows(record: list[dict[str, Any]]) -> Iterator[list[str]]:
         for form, rank in dict.fromkeys((row["form"], row["rank"]) for row in mine):
             found = {row["way"]: row for row in mine if (row["form"], row["rank"]) == (form, rank)}
             cells = [f"{found[way]['figure']:.2f}" if way in found else "–" for way in _WAYS]
-            yield [model, f"W_{form.upper()}", f"{rank} of {next(iter(found.values()))['of']}", *cells]
+            yield [model, _NAMES[form], f"{rank} of {next(iter(found.values()))['of']}", *cells]
 
 
 def _draw(record: list[dict[str, Any]], path: Path) -> None:
     """A panel for each model and form: the figure against the rank, a line for each way."""
-    rows = [{**row, "panel": f"{row['model']}, W_{row['form'].upper()}"} for row in record if row["form"]]
+    rows = [{**row, "panel": f"{row['model']}, {_NAMES[row['form']]}"} for row in record if row["form"]]
     charts = []
     for panel in dict.fromkeys(row["panel"] for row in rows):
         mine = [row for row in rows if row["panel"] == panel]

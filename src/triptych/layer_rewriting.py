@@ -11,9 +11,10 @@ from torch import Tensor
 from triptych.algebra.bounds import output_bound, score_bound
 from triptych.algebra.function import attend
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import FORMS, Form, RewriteRefusedError, fold_norm
+from triptych.algebra.rewrites import FORMS, RewriteRefusedError, fold_norm
 from triptych.algebra.rewrites.channels import move
 from triptych.algebra.rewrites.legality import require_finite, with_chains
+from triptych.algebra.rewrites.planes import rotary_move
 from triptych.algebra.slices import groups_of, heads_of, joined, scoring_of, separable
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Norm, Side
 from triptych.certificates import Cost, Measured, Probes, StepRecord
@@ -300,15 +301,17 @@ def _bounds(
 def move_of_forms(before: AttentionLayer, after: AttentionLayer) -> float | None:
     """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared.
 
-    Of rotary heads only W_OV is looked at: W_QK depends on the distance.
+    W_QK of rotary heads moves as its root mean square over long distances, biases as rows (`rotary_move`).
     """
     one, other = before.weights.to(torch.float64), after.weights.to(torch.float64)
     if one.num_heads != other.num_heads or before.scoring.between:
         return None
     if not _is_same_norm(one.norm, other.norm) or not _is_same_norm(one.memory_norm, other.memory_norm):
         one, other = _with_norm_folded(one), _with_norm_folded(other)
-    forms: tuple[Form, ...] = ("ov",) if before.scoring.rotation is not None else FORMS
-    return max(float(move(one, other, form).form.max()) for form in forms)
+    if before.scoring.rotation is None:
+        return max(float(move(one, other, form).form.max()) for form in FORMS)
+    of_scores = rotary_move(one, other, before.scoring.rotation)
+    return max(float(of_scores.max()), float(move(one, other, "ov").form.max()))
 
 
 def _is_same_norm(one: Norm | None, other: Norm | None) -> bool:

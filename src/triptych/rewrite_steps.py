@@ -25,6 +25,7 @@ from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.errors import UsageError
 
 Criterion = Literal["free", "uncentred", "centred"]
+Rotary = Literal["maps", "planes"]
 
 
 @final
@@ -237,7 +238,7 @@ class MergeKVHeads(Step):
 
 @final
 class Truncate(Step):
-    """Lower rank of W_QK and W_OV; rotary heads keep the strongest planes.
+    """Lower rank of W_QK and W_OV; of rotary heads, of W_Q and W_K before they are turned.
 
     Attributes:
         forms: which of the two.
@@ -246,6 +247,8 @@ class Truncate(Step):
         budget: share of all channels that are kept, spread over layers and heads by what they are worth.
         criterion: what is kept: "free" of data, the forms themselves; "uncentred" or "centred", what they do
             on the calibration text, means of keys and of values counted, or taken off where that is free.
+        rotary: what rotary heads lose of W_QK: rank of their "maps", which stay as wide; or whole "planes",
+            a much narrower choice, which could leave keys fewer channels.
     """
 
     place = 6
@@ -256,6 +259,7 @@ class Truncate(Step):
     energy: float | None = Field(None, gt=0, le=1)
     budget: float | None = Field(None, gt=0, le=1)
     criterion: Criterion = "free"
+    rotary: Rotary = "maps"
     ranks: dict[str, dict[Form, tuple[int, ...]]] = Field(default_factory=dict, exclude=True)
 
     @model_validator(mode="after")
@@ -328,8 +332,13 @@ class Truncate(Step):
         moments = layer.moments if self.needs_text else None
         weights, rotation = layer.weights, layer.scoring.rotation
         if form == "qk" and rotation is not None:
-            return rewrites.truncate_planes(
-                weights, rotation, planes=ranks, moments=moments, longest=layer.longest_text
+            longest = _longest(layer, moments)
+            if self.rotary == "planes":
+                return rewrites.truncate_planes(
+                    weights, rotation, planes=ranks, moments=moments, longest=longest
+                )
+            return rewrites.truncate_rotary_maps(
+                weights, rotation, qk_rank=ranks, moments=moments, longest=longest
             )
         if moments is not None:
             return (
@@ -358,14 +367,20 @@ class Truncate(Step):
 
     def _step(self, layer: Layer, form: Form) -> int:
         """Channels that go together."""
-        return 2 if form == "qk" and layer.scoring.rotation is not None else 1
+        planes = form == "qk" and layer.scoring.rotation is not None and self.rotary == "planes"
+        return 2 if planes else 1
 
     def _spectrum(self, layer: Layer, form: Form) -> Tensor:
         """Energy of each direction (plane) of each group, largest first, `[groups, directions]`."""
         moments = layer.moments if self.needs_text else None
         rotation = layer.scoring.rotation if form == "qk" else None
         if rotation is not None:
-            return rewrites.measure_plane_energies(layer.weights, rotation, moments, layer.longest_text)
+            measure = (
+                rewrites.measure_plane_energies
+                if self.rotary == "planes"
+                else rewrites.measure_rotary_energies
+            )
+            return measure(layer.weights, rotation, moments, _longest(layer, moments))
         centred = self._centred if moments is not None else None
         return rewrites.measure_energies(layer.weights, form, moments, centred=centred)
 
@@ -595,6 +610,11 @@ def _as_one(name: str, before: AttentionWeights, results: Sequence[Rewritten]) -
 
 def _width(weights: AttentionWeights, form: Form) -> int:
     return weights.multiplied("q" if form == "qk" else "v").d_out
+
+
+def _longest(layer: Layer, moments: Moments | None) -> int:
+    """How far apart tokens come: in the text if there is one, else in what the model is made for."""
+    return layer.longest_text if moments is None else moments.longest
 
 
 def _groups(weights: AttentionWeights, form: Form) -> int:

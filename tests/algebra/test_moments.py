@@ -27,7 +27,8 @@ def gathered(weights: AttentionWeights, *batches: Tensor, scoring: Scoring | Non
 
 def assert_alike(one: Moments, other: Moments) -> None:
     assert (one.count, one.key_count) == (other.count, other.key_count)
-    for name in ("q", "k", "k_mean", "mixed", "mixed_mean"):
+    assert one.longest == other.longest
+    for name in ("q", "k", "q_mean", "k_mean", "mixed", "mixed_mean"):
         torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-12, atol=1e-12)
     assert one.x_square == pytest.approx(other.x_square)
     assert one.y_square == pytest.approx(other.y_square)
@@ -63,9 +64,11 @@ def test_moments_are_means_over_all_tokens(name: str, kind: str) -> None:
         copy = head * len(found.k) // NUM_HEADS
         np.testing.assert_allclose(found.q[head], q.T @ q / len(q), rtol=1e-10, atol=1e-10)
         np.testing.assert_allclose(found.k[copy], k.T @ k / len(k), rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(found.q_mean[head], q.mean(0), rtol=1e-10, atol=1e-10)
         np.testing.assert_allclose(found.k_centred[copy], np.cov(k.T, bias=True), rtol=1e-10, atol=1e-10)
         np.testing.assert_allclose(found.mixed[head], z.T @ z / len(z), rtol=1e-10, atol=1e-10)
         np.testing.assert_allclose(found.mixed_centred[head], np.cov(z.T, bias=True), rtol=1e-9, atol=1e-10)
+    assert found.longest == max(LENGTH, y.shape[1])
     assert found.x_square == pytest.approx(float(x.square().mean()))
     assert found.y_square == pytest.approx(float(y.square().mean()))
 

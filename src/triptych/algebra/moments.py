@@ -26,8 +26,9 @@ class Moments:
 
     Attributes:
         count: tokens that ask; `key_count`: tokens that are asked.
+        longest: tokens of the longest sequence, padding included.
         q: `[num_heads, d_k, d_k]`, E[qᵀq] of every head; `k`: `[key_heads, d_k, d_k]`, likewise, uncentred.
-        k_mean: `[key_heads, d_k]`, E[k].
+        q_mean: `[num_heads, d_k]`, E[q]; `k_mean`: `[key_heads, d_k]`, E[k].
         mixed: `[num_heads, d_v, d_v]`, E[zᵀz] of every head's mixed values z = p v, before W_O.
         mixed_mean: `[num_heads, d_v]`, E[z].
         x_square: mean square of a number of the queries' input; `y_square` of the keys'.
@@ -35,8 +36,10 @@ class Moments:
 
     count: int
     key_count: int
+    longest: int
     q: Float[Tensor, "num_heads d_k d_k"]
     k: Float[Tensor, "key_heads d_k d_k"]
+    q_mean: Float[Tensor, "num_heads d_k"]
     k_mean: Float[Tensor, "key_heads d_k"]
     mixed: Float[Tensor, "num_heads d_v d_v"]
     mixed_mean: Float[Tensor, "num_heads d_v"]
@@ -60,6 +63,7 @@ class MomentsGatherer:
 
     def __init__(self) -> None:
         self._counts = [0, 0]
+        self._longest = 0
         self._sums: list[Tensor] = []
 
     def add(
@@ -94,12 +98,14 @@ class MomentsGatherer:
         sums = [
             q.mT @ q,
             k.mT @ k,
+            q.sum(dim=1),
             k.sum(dim=1),
             mixed.mT @ mixed,
             mixed.sum(dim=1),
             inputs.square().mean(dim=-1).sum(),
             asked.square().mean(dim=-1).sum(),
         ]
+        self._longest = max(self._longest, x.shape[1], 0 if memory is None else memory.shape[1])
         self._counts = [self._counts[0] + q.shape[1], self._counts[1] + k.shape[1]]
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
 
@@ -117,12 +123,14 @@ class MomentsGatherer:
                 "queries, keys or mixed values of the text are not finite: leave out tokens that see nothing"
             )
         count, key_count = self._counts
-        q, k, k_sum, mixed, mixed_sum, x_square, y_square = self._sums
+        q, k, q_sum, k_sum, mixed, mixed_sum, x_square, y_square = self._sums
         return Moments(
             count=count,
             key_count=key_count,
+            longest=self._longest,
             q=q / count,
             k=k / key_count,
+            q_mean=q_sum / count,
             k_mean=k_sum / key_count,
             mixed=mixed / count,
             mixed_mean=mixed_sum / count,

@@ -59,6 +59,14 @@ def rewrite(
         Literal["free", "uncentred", "centred"] | None,
         typer.Option("--criterion", help="What is kept: the forms, or what they do on the calibration text."),
     ] = None,
+    rotary: Annotated[
+        Literal["maps", "planes"] | None,
+        typer.Option(
+            "--rotary",
+            help="Rotary W_QK: maps, a lower rank of W_Q and W_K before they are turned; planes, whole "
+            "planes are left out, so keys could be cached narrower.",
+        ),
+    ] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option("--calibrate", help="A text the model is run on first (pairs: source, tab, target)."),
@@ -89,7 +97,9 @@ def rewrite(
     chosen = _recipe(
         recipe=recipe,
         exact=exact,
-        records=_records(do or [], rank, energy, budget, forms, criterion, calibrate, kv_heads, prune),
+        records=_records(
+            do or [], rank, energy, budget, forms, criterion, rotary, calibrate, kv_heads, prune
+        ),
         layers=None if layers is None else tuple(numbers(layers, "--layers")),
         skip_refused=skip_refused,
         calibrate=calibrate,
@@ -134,6 +144,7 @@ def _records(
     budget: float | None,
     forms: str,
     criterion: str | None,
+    rotary: str | None,
     calibrate: Path | None,
     kv_heads: int | None,
     prune: int | None,
@@ -148,7 +159,10 @@ def _records(
     cut = {name: value for name, value in cut.items() if value is not None}
     if cut:
         wanted = criterion or ("free" if calibrate is None else "centred")
-        found.append({"rewrite": "truncate", "forms": tuple(forms.split(",")), "criterion": wanted, **cut})
+        how = {"forms": tuple(forms.split(",")), "criterion": wanted, "rotary": rotary or "maps"}
+        found.append({"rewrite": "truncate", **how, **cut})
+    elif rotary is not None:
+        raise UsageError("--rotary is for a lower rank: give --rank, --energy or --budget with it")
     elif criterion is not None:
         raise UsageError("--criterion is for a lower rank: give --rank, --energy or --budget with it")
     return found

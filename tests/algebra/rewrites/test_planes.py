@@ -38,17 +38,22 @@ def moments_of(weights: AttentionWeights, *texts: Tensor) -> Moments:
 def mean_square_scores(
     weights: AttentionWeights, x: Tensor, rotation: Rotation, distances: range, only: list[int]
 ) -> Tensor:
-    """Of all queries with all keys of a text, in some planes, over distances: turned one by one."""
+    """Of all queries with all keys, in some planes, over the distances in a text: turned one by one.
+
+    Of L tokens, L − |m| pairs are m apart.
+    """
     q, k, _ = channels(weights, Scoring(), x)
     q, k = (t.transpose(0, 1).flatten(1, 2) for t in (q, of_heads(k, weights.num_heads)))
     first, second = rotation.pairs
     kept = torch.zeros(q.shape[-1], dtype=torch.float64)
     kept[[channel for plane in only for channel in (first[plane], second[plane])]] = 1.0
     nowhere, total = torch.zeros(k.shape[1], dtype=torch.long), torch.zeros(NUM_HEADS, dtype=torch.float64)
+    longest = max(distances) + 1
     for m in distances:
         turned = rotation((q * kept)[None], torch.full((q.shape[1],), m))[0]
-        total += (turned @ rotation((k * kept)[None], nowhere)[0].mT).square().mean((1, 2))
-    return total / len(distances)
+        found = turned @ rotation((k * kept)[None], nowhere)[0].mT
+        total += (longest - abs(m)) * found.square().mean((1, 2))
+    return total / sum(longest - abs(m) for m in distances)
 
 
 @pytest.mark.parametrize("kind", ["self", "causal"])

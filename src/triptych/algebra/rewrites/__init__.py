@@ -11,6 +11,7 @@ from triptych.algebra.rewrites.norms import fold_norm
 from triptych.algebra.rewrites.planes import measure_plane_energies, plane_scores, truncate_planes
 from triptych.algebra.rewrites.rank import to_latent, truncate
 from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten
+from triptych.algebra.rewrites.rotary_maps import measure_rotary_energies, truncate_rotary_maps
 
 __all__ = [
     "FORMS",
@@ -31,6 +32,7 @@ __all__ = [
     "measure_energies",
     "measure_importance",
     "measure_plane_energies",
+    "measure_rotary_energies",
     "merge_kv_heads",
     "merge_rotary_kv_heads",
     "permute_heads",
@@ -41,4 +43,5 @@ __all__ = [
     "truncate",
     "truncate_on_data",
     "truncate_planes",
+    "truncate_rotary_maps",
 ]

@@ -44,7 +44,7 @@ def truncate_planes(
         rotation: what turns its queries and keys.
         planes: how many to keep, or how many for each key head.
         moments: of a text; for inputs without preferred direction, as large as a norm makes them, if None.
-        longest: tokens of the longest text that counts; None for texts long against the beat of any two
+        longest: tokens of the text whose pairs count; None for texts long against the beat of any two
             planes. It tells planes that hardly turn from those that do (see `plane_scores`).
 
     Returns:
@@ -112,15 +112,16 @@ def plane_scores(
 
         E[s_f s_g] = ½ Re(E[q_f q_g*] E[k_f k_g*]* φ(θ_f − θ_g) + E[q_f q_g] E[k_f k_g]* φ(θ_f + θ_g))
 
-    with φ(θ) the mean of e^{imθ} over distances. In texts long against the beat of any two planes that is 0
-    but for θ = 0, which leaves the energies ½ E|q_f|² E|k_f|² on the diagonal. A plane that hardly turns
+    with φ(θ) the mean of e^{imθ} over pairs of tokens. In texts long against the beat of any two planes it is
+    0 but for θ = 0, which leaves the energies ½ E|q_f|² E|k_f|² on the diagonal. A plane that hardly turns
     within `longest` has φ near 1, and counts as channels that have no position.
 
     Args:
         weights: the layer.
         rotation: what turns it.
         moments: of a text; for inputs without preferred direction and of mean square 1 if None.
-        longest: distances below that count alike, to both sides unless the layer is causal; None for no end.
+        longest: tokens of a text, all pairs of which count, those behind if the layer is causal; None for no
+            end.
 
     Returns:
         Symmetric, its sum the mean square of the scores in all planes; the energies are its diagonal. In
@@ -131,8 +132,8 @@ def plane_scores(
     P_k, N_k = _complex_moments(G_k, rotation)
     theta = rotation.frequencies.double().to(weights.device)
     causal = weights.traits.kind == "causal"
-    minus = _mean_turn(theta[:, None] - theta, longest, causal)
-    plus = _mean_turn(theta[:, None] + theta, longest, causal)
+    minus = mean_turn(theta[:, None] - theta, longest, causal)
+    plus = mean_turn(theta[:, None] + theta, longest, causal)
     return ((P_q * P_k.conj() * minus + N_q * N_k.conj() * plus) / 2).real * rotation.factor**4
 
 
@@ -332,17 +333,23 @@ def _complex_moments(
     return torch.complex(aa + bb, ba - ab), torch.complex(aa - bb, ba + ab)
 
 
-def _mean_turn(
+def mean_turn(
     theta: Float[Tensor, "planes planes"], longest: int | None, causal: bool
 ) -> Complex[Tensor, "planes planes"]:
-    """Mean of e^{imθ} over the distances 0 ≤ m < longest, or over those and their opposites."""
+    """Mean of e^{imθ} over the distances m of all pairs of a text of L tokens, L − |m| at each.
+
+    Both ways it is Fejér's kernel, (sin ½Lθ / sin ½θ)² / L²; of one way, that is twice the real part less L,
+    and (L sin θ − sin Lθ) / (2 sin ½θ)² the imaginary one, over ½ L (L + 1).
+    """
     if longest is None:
         return (theta == 0).to(torch.complex128)
-    count = longest if causal else 2 * longest - 1
-    # Σ of `count` powers about their middle: sin(count θ/2) / sin(θ/2), which is `count` where e^{iθ} is 1.
-    half = theta / 2
-    sines = half.sin()
-    whole_turn = sines.abs() < 1e-9
-    mean = torch.where(whole_turn, 1.0, (count * half).sin() / (count * torch.where(whole_turn, 1.0, sines)))
-    middle = torch.where(whole_turn, 0.0, (longest - 1) * half) if causal else torch.zeros_like(half)
-    return torch.polar(torch.ones_like(middle), middle) * mean
+    L, sines = longest, (theta / 2).sin()
+    still = sines == 0
+    sines = torch.where(still, 1.0, sines)
+    both = torch.where(still, float(L * L), ((L * theta / 2).sin() / sines).square())
+    if not causal:
+        return (both / L**2).to(torch.complex128)
+    ahead = (L * theta.sin() - (L * theta).sin()) / (4 * sines.square())
+    # Where that is a difference of two numbers nearly alike, the first term of its series.
+    ahead = torch.where((L * theta).abs() < 1e-4, theta * L * (L**2 - 1) / 6, ahead)
+    return torch.complex((both + L) / 2, ahead) / (L * (L + 1) / 2)

@@ -1,0 +1,360 @@
+"""Rotary heads with maps of a lower rank: W_Q and W_K cut before the rotation, by what the scores see.
+
+A key k becomes k̂ = k P_K + c_K with P_K of rank r, before positions turn it, and a query q̂ = q P_Q + c_Q.
+Of a key the scores q R(m) kᵀ, over all queries and distances m, see what M lets through:
+
+    M = mean over m of R(m)ᵀ E[qᵀq] R(m),     E |q R(m) (k − k̂)ᵀ|² = tr(M E[(k − k̂)ᵀ(k − k̂)])
+
+so the best k̂ of a rank is a truncated SVD in the metric M. To queries the keys turn the other way, and each
+side in its turn gets the best there is for the other as it has become.
+
+No mean can be taken off: under rotary positions the softmax sees a key bias. But what all tokens have in
+common takes no rank where a bias is there to hold it (c, else 0), and only what varies is cut.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, final
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+from triptych.algebra.function import Rotation
+from triptych.algebra.moments import Moments
+from triptych.algebra.rewrites.channels import newly_apart, times
+from triptych.algebra.rewrites.data import PRIOR, require_moments_of
+from triptych.algebra.rewrites.legality import require_whole_number, why_key_bias_counts
+from triptych.algebra.rewrites.planes import mean_turn, require_rotary, rotary_move, rotary_size
+from triptych.algebra.rewrites.rank import Ranks, said
+from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.weights import AttentionWeights, Chain
+
+_Turned = Literal["q", "k"]
+# How often both sides are fitted to each other: most is won by the first, next to nothing by the last.
+_ROUNDS = 5
+
+
+def truncate_rotary_maps(
+    weights: AttentionWeights,
+    rotation: Rotation,
+    *,
+    qk_rank: Ranks,
+    moments: Moments | None = None,
+    longest: int | None = None,
+) -> Rewritten:
+    """Lower the rank of rotary heads' W_Q and W_K, with the least mean square error of the scores.
+
+    Keys are cut for the queries as they are, then queries for those keys, and so on in turn, which never
+    makes the error of a group of heads larger. The first cut of the keys is the best there is; that of both
+    need not be, so this is also done from the strongest planes, and the better end is taken. Planes by
+    themselves (`truncate_planes`) save channels, and are a far narrower choice.
+
+    Args:
+        weights: the layer, written as when the moments were gathered.
+        rotation: what turns its queries and keys; channels that are not turned are cut with the others.
+        qk_rank: 1 ≤ rank ≤ width of the queries, or one for each key head. The key head and every query
+            head that reads it get it.
+        moments: of a text; for inputs without preferred direction and of mean square 1 if None.
+        longest: tokens of the text whose pairs count, L − m of them at distance m; None for texts long
+            against the beat of any two planes.
+
+    Returns:
+        Maps of the same widths, written back into all channels. The record's `error` is the largest mean
+        square of what a head's scores lose, over distances, relative to that of all its scores. Its bound is
+        the largest root mean square, over long distances m, of the Frobenius norm by which W_Q R(m) W_Kᵀ
+        moves (biases are rows of it). On a text, a bias may move far to save what a text sees.
+
+    Raises:
+        RewriteRefusedError: the layer has no rotary positions, or norms between its maps and the rotation;
+            ranks out of range; moments of another writing.
+    """
+    name = "truncate_rotary_maps"
+    require_rotary(name, weights, rotation)
+    ranks = _require_ranks(name, weights, qk_rank)
+    working = weights.to(torch.float64)
+    scores = _Scores.of(name, working, rotation, moments, longest, PRIOR)
+    maps = _fitted(scores, rotation, ranks)
+    notes: list[str] = []
+    result = replace(
+        working,
+        q=_through(working, "q", maps.q.flatten(0, 1), notes),
+        k=_through(working, "k", maps.k.flatten(0, 1), notes),
+    )
+    if moments is not None:
+        notes.append(f"no mean was taken off: {why_key_bias_counts(weights.traits)}")
+    true = _Scores.of(name, working, rotation, moments, longest, 0.0)
+    whole = true.mean_square()
+    error = float((true.error(maps) / torch.where(whole > 0, whole, 1.0)).max())
+    moved = rotary_move(working, result, rotation)
+    rounding = 100 * weights.d_model * torch.finfo(working.dtype).eps
+    exact = bool((moved <= rounding * rotary_size(working, rotation)).all())
+    width = scores.width
+    return rewritten(
+        name,
+        "rounding-exact" if exact else "bounded",
+        weights,
+        result.to(weights.dtype),
+        checked=("rotary positions", "no QK-norm: nothing stands between the maps and the rotation"),
+        choice=f"W_Q and W_K: {said(ranks)} of {width}, written back into {width} channels, which leaves out "
+        f"at most {error:.3g} of the mean square of a head's scores",
+        notes=(*notes, *newly_apart(weights, result)),
+        bound=0.0 if exact else float(moved.max()),
+        error=None if moments is None else error,
+    )
+
+
+def measure_rotary_energies(
+    weights: AttentionWeights,
+    rotation: Rotation,
+    moments: Moments | None = None,
+    longest: int | None = None,
+) -> Float[Tensor, "groups d_k"]:
+    """What each direction of the keys of a group carries of its heads' scores: descending, float64.
+
+    Σ of those left out is the mean square of the scores that keys of a rank lose, queries whole. What
+    `allocate` shares ranks out by. Arguments as those of `truncate_rotary_maps`.
+    """
+    name = "measure_rotary_energies"
+    require_rotary(name, weights, rotation)
+    scores = _Scores.of(name, weights.to(torch.float64), rotation, moments, longest, PRIOR)
+    return scores.best("k", scores.identity).energies[:, 0]
+
+
+class _Maps(NamedTuple):
+    """[P; c] of both sides, which takes (q, 1) to q̂ and (k, 1) to k̂."""
+
+    q: Float[Tensor, "groups members e d"]
+    k: Float[Tensor, "groups 1 e d"]
+
+
+class _Best(NamedTuple):
+    """What is needed for the best maps of a side at any rank.
+
+    Attributes:
+        energies: `[groups, members, d]`, of the directions, descending.
+        directions: `[groups, members, d, d]`, in columns.
+        into: `[groups, members, d, d]`, takes y to the coordinates in which its best ŷ at full rank is seen.
+        back: takes these to channels.
+    """
+
+    energies: Float[Tensor, "groups members d"]
+    directions: Float[Tensor, "groups members d d"]
+    into: Float[Tensor, "groups members d d"]
+    back: Float[Tensor, "groups members d d"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Scores:
+    """Second moments of queries and keys, and how turning mixes them.
+
+    Attributes:
+        q: `[groups, members, d + 1, d + 1]`, E[(q, 1)ᵀ(q, 1)] of the query heads of every key head; likewise
+            `k`, with one member.
+        free: the sides whose bias may become another.
+        basis: `[d, d]`, in columns, combinations of channels that R(m) multiplies by e^{imω}.
+        phases: `[d, d]`, mean of e^{im(ω_y − ω_x)}.
+        factor: `[d]`, the square of what the rotation multiplies each channel by besides.
+    """
+
+    q: Float[Tensor, "groups members e e"]
+    k: Float[Tensor, "groups 1 e e"]
+    free: frozenset[str]
+    basis: Complex[Tensor, "d d"]
+    phases: Complex[Tensor, "d d"]
+    factor: Float[Tensor, " d"]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        weights: AttentionWeights,
+        rotation: Rotation,
+        moments: Moments | None,
+        longest: int | None,
+        prior: float,
+    ) -> "_Scores":
+        """Of a layer in float64."""
+        if moments is not None:
+            require_moments_of(name, weights, moments)
+        q, k = (_grams(weights, side, moments, prior) for side in ("q", "k"))
+        first, second = rotation.pairs
+        factor = torch.ones(q.shape[-1] - 1, dtype=q.dtype, device=q.device)
+        factor[first + second] = rotation.factor**2
+        turns = torch.zeros_like(factor)
+        turns[first], turns[second] = rotation.frequencies.to(turns), -rotation.frequencies.to(turns)
+        basis = torch.eye(len(factor), dtype=torch.complex128, device=q.device)
+        half = 0.5**0.5
+        basis[first, first], basis[second, first] = half, 1j * half
+        basis[first, second], basis[second, second] = half, -1j * half
+        return cls(
+            q=q.unflatten(0, (weights.num_key_heads, -1)),  # type: ignore[no-untyped-call]
+            k=k[:, None],
+            free=frozenset(side for side in ("q", "k") if _holds_bias(weights.chain(side))),
+            basis=basis,
+            phases=mean_turn(turns - turns[:, None], longest, weights.traits.kind == "causal"),
+            factor=factor,
+        )
+
+    @property
+    def width(self) -> int:
+        """Channels of a head."""
+        return len(self.factor)
+
+    @property
+    def identity(self) -> _Maps:
+        """Both sides as they are."""
+        eye = torch.eye(self.width + 1, self.width, dtype=self.q.dtype, device=self.q.device)
+        return _Maps(*(eye.expand(*gram.shape[:2], -1, -1) for gram in (self.q, self.k)))
+
+    def best(self, side: _Turned, maps: _Maps) -> _Best:
+        """What maps of a side lose least, with those of the other side as they are now.
+
+        The error is E‖(y X − ŷ) A^½‖² and a constant, with A what is seen of the other side's new moments
+        and y X the best ŷ of full rank.
+        """
+        other, new = (self.k, maps.k) if side == "q" else (self.q, maps.q)
+        moments, cross = new.mT @ other @ new, other[..., :-1, :] @ new
+        if side == "k":
+            moments, cross = moments.sum(dim=1, keepdim=True), cross.sum(dim=1, keepdim=True)
+        values, vectors = torch.linalg.eigh(self.seen(side, moments))
+        alive = values > values[..., -1:] * self.width * torch.finfo(values.dtype).eps
+        back = (vectors * (torch.where(alive, values, 1.0).rsqrt() * alive)[..., None, :]).mT
+        into = self.seen(side, cross) @ back.mT
+        energies, directions = torch.linalg.eigh(into.mT @ self._varying(side) @ into)
+        return _Best(energies.clamp(min=0.0).flip(-1), directions.flip(-1), into, back)
+
+    def cut(self, side: _Turned, maps: _Maps, kept: Float[Tensor, "groups d"]) -> _Maps:
+        """The best maps of a side: of every group the directions that are kept, marked by 1."""
+        best = self.best(side, maps)
+        directions = best.directions * kept[:, None, None, :]
+        P = best.into @ directions @ directions.mT @ best.back
+        whole = kept.bool().all(dim=-1)[:, None, None, None]
+        P = torch.where(whole, torch.eye(self.width, dtype=P.dtype, device=P.device), P)
+        mean = (self.q if side == "q" else self.k)[..., -1:, :-1]
+        c = torch.zeros_like(mean)
+        if side in self.free:
+            c = torch.where(whole, c, mean @ (best.into @ best.back - P))
+        return maps._replace(**{side: torch.cat([P, c], dim=-2)})
+
+    def with_keys(self, P: Float[Tensor, "groups 1 d d"]) -> _Maps:
+        """Keys through a projection, their mean whole where a bias holds it; queries as they are."""
+        mean = self.k[..., -1:, :-1]
+        c = mean - mean @ P if "k" in self.free else torch.zeros_like(mean)
+        return self.identity._replace(k=torch.cat([P, c], dim=-2))
+
+    def plane_energies(self, first: list[int], second: list[int]) -> Float[Tensor, "groups planes"]:
+        """½ E|q_f|² E|k_f|² of every plane, of all heads of a group."""
+        q, k = (gram.diagonal(dim1=-2, dim2=-1) for gram in (self.q, self.k))
+        return ((q[..., first] + q[..., second]) * (k[..., first] + k[..., second])).sum(dim=1) / 2
+
+    def error(self, maps: _Maps) -> Float[Tensor, "groups members"]:
+        """Mean square of what the scores of every head lose."""
+        q, k = self.q, self.k
+        crossed = self._product(q[..., :-1, :] @ maps.q, k[..., :-1, :] @ maps.k)
+        after = self._product(maps.q.mT @ q @ maps.q, maps.k.mT @ k @ maps.k)
+        return (self.mean_square() - 2 * crossed + after).clamp(min=0.0)
+
+    def mean_square(self) -> Float[Tensor, "groups members"]:
+        """Of the scores of every head."""
+        return self._product(self.q[..., :-1, :-1], self.k[..., :-1, :-1])
+
+    def seen(self, by: _Turned, gram: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
+        """Mean of R(m)ᵀ G R(m), as keys see moments of queries; of R(m) G R(m)ᵀ, as queries see keys."""
+        phases = self.phases if by == "k" else self.phases.conj()
+        turned = (self.basis.mH @ gram.to(self.basis.dtype) @ self.basis) * phases
+        seen: Tensor = (self.basis @ turned @ self.basis.mH).real
+        return self.factor[:, None] * seen * self.factor
+
+    def _product(self, q: Tensor, k: Tensor) -> Float[Tensor, "groups members"]:
+        """E[(q R(m) kᵀ)(q' R(m) k'ᵀ)], from E[qᵀq'] and E[kᵀk']."""
+        return (q * self.seen("q", k)).sum(dim=(-2, -1))
+
+    def _varying(self, side: _Turned) -> Float[Tensor, "groups members d d"]:
+        """What has to be cut: about the mean where a bias may hold that."""
+        gram = self.q if side == "q" else self.k
+        mean = gram[..., -1:, :-1]
+        return gram[..., :-1, :-1] - mean.mT @ mean if side in self.free else gram[..., :-1, :-1]
+
+
+def _fitted(scores: _Scores, rotation: Rotation, ranks: Sequence[int]) -> _Maps:
+    """Both sides fitted in turn, from the best keys and from planes; of each group the better end."""
+    kept = _first(scores, ranks)
+    planes = _strongest_planes(scores, rotation, ranks)
+    ends = [scores.cut("k", scores.identity, kept), scores.with_keys(planes[:, None])]
+    for _ in range(_ROUNDS):
+        ends = [scores.cut("k", scores.cut("q", maps, kept), kept) for maps in ends]
+    ends = [scores.cut("q", maps, kept) for maps in ends]
+    errors = torch.stack([scores.error(maps).sum(dim=1) for maps in ends])
+    best = errors.argmin(dim=0)
+    groups = torch.arange(len(best), device=best.device)
+    return _Maps(*(torch.stack(side)[best, groups] for side in zip(*ends, strict=True)))
+
+
+def _first(scores: _Scores, ranks: Sequence[int]) -> Float[Tensor, "groups d"]:
+    """1 for the first channels of each group, as many as its rank; 0 for the others."""
+    of_groups = torch.tensor(ranks, device=scores.q.device)[:, None]
+    return (torch.arange(scores.width, device=scores.q.device) < of_groups).to(scores.q.dtype)
+
+
+def _strongest_planes(
+    scores: _Scores, rotation: Rotation, ranks: Sequence[int]
+) -> Float[Tensor, "groups d d"]:
+    """The projection on as many planes of a group as a rank has room for, then on channels that stay."""
+    first, second = rotation.pairs
+    order = scores.plane_energies(first, second).argsort(dim=-1, descending=True, stable=True)
+    stays = sorted(set(range(scores.width)) - {*first, *second})
+    kept = torch.zeros(len(ranks), scores.width, dtype=order.dtype, device=order.device)
+    for group, rank in enumerate(ranks):
+        strongest = order[group, : rank // 2].tolist()
+        turned = [channel for plane in strongest for channel in (first[plane], second[plane])]
+        kept[group, (turned + stays)[:rank]] = 1
+    return torch.diag_embed(kept.to(scores.q.dtype))
+
+
+def _require_ranks(name: str, weights: AttentionWeights, given: Ranks) -> list[int]:
+    groups, width = weights.num_key_heads, weights.multiplied("q").d_out
+    ranks = list(given) if isinstance(given, Sequence) else [given] * groups
+    if len(ranks) != groups:
+        raise RewriteRefusedError(
+            name, f"qk_rank names {len(ranks)} ranks: there are {groups} key heads, and each takes one"
+        )
+    for rank in ranks:
+        require_whole_number(name, "qk_rank", rank)
+        if not 1 <= rank <= width:
+            raise RewriteRefusedError(
+                name, f"qk_rank is {rank}: maps into {width} channels take 1 to {width}"
+            )
+    return ranks
+
+
+def _holds_bias(chain: Chain) -> bool:
+    return bool(chain) and chain[-1].bias is not None
+
+
+def _grams(
+    weights: AttentionWeights, side: _Turned, moments: Moments | None, prior: float
+) -> Float[Tensor, "copies e e"]:
+    """E[(y, 1)ᵀ(y, 1)] of queries or keys."""
+    link = weights.multiplied(side).of_heads(weights.num_heads if side == "q" else weights.num_key_heads)
+    W, bias = link.weight, torch.zeros_like(link.weight[:, :1]) if link.bias is None else link.bias[:, None]
+    if moments is None:
+        gram, mean = W.mT @ W + bias.mT @ bias, bias
+    else:
+        square = moments.x_square if side == "q" else moments.y_square
+        own, mean = (moments.q, moments.q_mean) if side == "q" else (moments.k, moments.k_mean)
+        gram, mean = own + prior * square * W.mT @ W, mean[:, None]
+    one = torch.ones_like(mean[..., :1])
+    return torch.cat([torch.cat([gram, mean.mT], dim=-1), torch.cat([mean, one], dim=-1)], dim=-2)
+
+
+def _through(
+    weights: AttentionWeights, side: _Turned, maps: Float[Tensor, "copies e d"], notes: list[str]
+) -> Chain:
+    """The chain of a side with [P; c] after it."""
+    *before, last = times(weights, side, maps[:, :-1], notes)
+    if _holds_bias(weights.chain(side)):
+        assert last.bias is not None
+        last = replace(last, bias=last.bias + maps[:, -1])
+    return (*before, last)
