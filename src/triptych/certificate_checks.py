@@ -120,11 +120,10 @@ def _layers(certificate: Certificate, original: AttentionSource, written: Attent
                 f"{layer.module}: {found.relative:.3g} of the output, certified {layer.measured.relative:.3g}"
             )
         outside += _outside(layer, found, one.weights.dtype)
-        moved = move_of_forms(one, other)
-        allowed = sum(step.bound for step in layer.steps)
-        if moved is None or layer.tier != "bounded" or not _same_order(layer):
+        if layer.tier != "bounded" or not _same_order(layer):
             continue
-        if moved > allowed * (1 + 1e-3) + _slack(one.weights.dtype):
+        moved, allowed = move_of_forms(one, other), sum(step.bound for step in layer.steps)
+        if moved is not None and moved > allowed * (1 + 1e-3) + _slack(one.weights.dtype):
             outside.append(f"{layer.module}: a form moves by {moved:.4g}, bounded by {allowed:.4g}")
     yield _listed(
         "errors measured on the probes", off, f"{counted} layers, at most {worst:.3g} of the output"
