@@ -72,7 +72,7 @@ def measure(command: Command) -> Page:
         notes=(
             "All layers at one rank, the other form whole. Rotary W_QK is that of the maps before they are "
             "turned, or as many channels in whole planes; a mean is taken off where the softmax or an output "
-            f"bias lets it. Calibrated on the first {_CALIBRATION_CHARACTERS:,} characters of tinyshakespeare, or "
+            f"bias lets it. Calibrated on {_CALIBRATION_CHARACTERS:,} characters of tinyshakespeare, or "
             f"{_PAIRS} pairs of Multi30k's; judged on the held-out part (as the checkpoints' own scores), or "
             "on test_2016_flickr, greedy.",
         ),

@@ -177,7 +177,7 @@ class _Scores:
     ) -> "_Scores":
         """Of a layer in float64."""
         if moments is not None:
-            require_moments_of(name, weights, moments)
+            require_moments_of(name, weights, moments, ("qk",))
         q, k = (_grams(weights, side, moments, prior) for side in ("q", "k"))
         first, second = rotation.pairs
         factor = torch.ones(q.shape[-1] - 1, dtype=q.dtype, device=q.device)
