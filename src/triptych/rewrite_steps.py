@@ -280,6 +280,9 @@ class Truncate(Step):
     def prepare(self, layers: Iterable[Layer]) -> "Truncate":
         """Ranks of every form of every layer.
 
+        Scores and outputs have different units: what a channel carries counts as its share of what all forms
+        of its kind carry.
+
         Raises:
             UsageError: a rank that no head has.
         """
@@ -294,10 +297,15 @@ class Truncate(Step):
                     places.append((layer.name, form, group))
                     spectra.append(energies)
                     costs.append(float(_numbers_a_channel(layer.weights, form) * self._step(layer, form)))
-        chosen = allocate(spectra, costs, energy=self.energy, share=self.budget)
+        of_kind = dict.fromkeys(self.forms, 0.0)
+        for (_, form, _), energies in zip(places, spectra, strict=True):
+            of_kind[form] += float(energies.sum())
+        shares = [
+            energies / (of_kind[form] or 1.0) for (_, form, _), energies in zip(places, spectra, strict=True)
+        ]
+        chosen = allocate(shares, costs, energy=self.energy, share=self.budget)
         ranks: dict[str, dict[Form, list[int]]] = {}
-        for (name, form, _), rank, layer_energies in zip(places, chosen, spectra, strict=True):
-            del layer_energies
+        for (name, form, _), rank in zip(places, chosen, strict=True):
             ranks.setdefault(name, {}).setdefault(form, []).append(rank)
         fixed = {
             name: {form: tuple(values) for form, values in found.items()} for name, found in ranks.items()
