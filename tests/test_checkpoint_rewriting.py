@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.certificate_checks import verify_certificate
 from triptych.certificates import CERTIFICATE, Certificate, read_certificate
 from triptych.checkpoint_rewriting import plan_rewrite, prepare, rewrite_checkpoint
-from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.writing import write_layer
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.layer_rewriting import measure_change, rewrite_layer
 from triptych.rewrite_steps import (
@@ -167,6 +169,41 @@ def test_a_layer_in_parts_is_rewritten_and_recorded_as_in_one(tmp_path: Path) ->
         assert parts.records == whole.records
         for one, other in zip(parts.weights.tensors(), whole.weights.tensors(), strict=True):
             torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=1e-6)
+
+
+def test_maps_that_no_step_touches_are_those_that_were_read(tmp_path: Path) -> None:
+    source = open_checkpoint(small_gpt2(tmp_path / "source"))
+    read = source.read(source.sites[0])
+    parts = rewrite_layer(read, (FoldValueBias(),), skip_refused=False, most_numbers=24 * 6 * 4)
+    for side in ("q", "k", "o"):
+        assert parts.weights.chain(side) is read.weights.chain(side)
+    assert parts.weights.v[0].bias is None
+
+
+def test_an_output_bias_in_parts_is_cast_once(tmp_path: Path) -> None:
+    source = open_checkpoint(small_gpt2(tmp_path / "source"))
+    read = source.read(source.sites[0])
+    read = replace(read, weights=read.weights.to(torch.float16))
+    whole = rewrite_layer(read, (FoldValueBias(),), skip_refused=False)
+    parts = rewrite_layer(read, (FoldValueBias(),), skip_refused=False, most_numbers=24 * 6 * 4)
+    assert whole.weights.o_bias is not None
+    assert parts.weights.o_bias is not None
+    assert torch.equal(parts.weights.o_bias, whole.weights.o_bias.half())
+
+
+def test_numbers_that_do_not_fit_are_refused_for_a_layer_in_parts_as_well(tmp_path: Path) -> None:
+    folder = small_gpt2(tmp_path / "source")
+    tensors = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors["transformer.h.0.ln_1.weight"].fill_(6e4)
+    tensors["transformer.h.0.attn.c_attn.weight"].fill_(2.0)
+    save_file(tensors, folder / "model.safetensors")
+    source = open_checkpoint(folder)
+    assert isinstance(source, Checkpoint)
+    read = source.read(source.sites[0])
+    for most_numbers in (24 * 6 * 4, 1 << 22):
+        done = rewrite_layer(read, (FoldNorm(),), skip_refused=False, most_numbers=most_numbers)
+        with pytest.raises(RewriteRefusedError, match=r"c_attn.weight: numbers .* do not fit float16"):
+            write_layer(source, read, done.weights)
 
 
 def test_a_layer_measured_in_parts_has_moved_as_far_as_in_one(tmp_path: Path) -> None:
