@@ -439,7 +439,6 @@ class _FolderRewriting(_Rewriting):
         self.checkpoint = source
         self._site_of = _owners(source)
         self._ready: dict[str, Tensor] = {}
-        self._left: dict[str, set[str]] = {}
         self._done: dict[str, RewrittenLayer] = {}
         self._beside = ThreadPoolExecutor(1, "measuring")
         self._measured: dict[str, Future[Measured]] = {}
