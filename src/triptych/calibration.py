@@ -1,6 +1,7 @@
 """What attention layers do on a text: second moments for the rewrites that look at data."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -10,9 +11,9 @@ from torch import Tensor
 from triptych.algebra.function import Scoring
 from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.weights import AttentionWeights, Norm
-from triptych.checkpoints.layer import AttentionSource
-from triptych.layer_rewriting import rewrite_layer
-from triptych.rewrite_steps import Step
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.errors import UsageError
+from triptych.layer_rewriting import RewrittenLayer
 from triptych.running import Seen, open_model
 
 MOST_TOKENS = 1 << 16
@@ -21,13 +22,13 @@ MOST_TOKENS = 1 << 16
 def gather_moments(
     source: AttentionSource,
     folder: Path,
-    steps: Sequence[Step],
+    sites: Sequence[Site],
+    before: Callable[[AttentionLayer], RewrittenLayer],
     text: Path,
     *,
-    skip_refused: bool,
     most_tokens: int = MOST_TOKENS,
-) -> dict[str, dict[int, Moments]]:
-    """Moments of every layer as it is before each step that needs them, in one pass over a text.
+) -> dict[str, Moments]:
+    """Moments of layers as they are before a step, in one pass over a text.
 
     The model's own forward makes the inputs of every layer; the layer as the steps before have left it makes
     queries, keys and outputs of them.
@@ -35,47 +36,63 @@ def gather_moments(
     Args:
         source: the checkpoint.
         folder: that it lies in.
-        steps: all of the recipe, in order.
+        sites: of the layers.
+        before: a layer through all steps before this one.
         text: to run on.
-        skip_refused: as for the steps themselves.
         most_tokens: where to stop.
 
     Returns:
-        By the name of the layer and the number of the step.
+        By the name of the layer.
 
     Raises:
-        UsageError: the model cannot be run, or the text is not of its kind.
+        UsageError: the model cannot be run, or the text is not of its kind; a layer that the model applies
+            several times, or that has lost heads with norms of their own.
     """
-    wanted = [number for number, step in enumerate(steps) if step.needs_text]
-    listeners: dict[str, list[_Listener]] = {}
-    for site in source.sites:
+    listeners: dict[str, _Listener] = {}
+    for site in sites:
         read = source.read(site)
-        for number in wanted:
-            if steps[number].layers is not None and site.layer not in (steps[number].layers or ()):
-                continue
-            now = rewrite_layer(read, steps[:number], skip_refused=skip_refused)
-            listener = _Listener(number, now.weights.to(torch.float64), read.scoring, read.weights)
-            listeners.setdefault(site.name, []).append(listener)
+        if read.uses > 1:
+            raise UsageError(
+                f"{source.name}: {site.name} is applied {read.uses} times, to other inputs each "
+                "time: what it does on a text is not one thing; choose the criterion free"
+            )
+        now = before(read)
+        listeners[site.name] = _Listener(
+            now.weights.to(torch.float64), scoring_of_kept(read, now), read.weights
+        )
     model = open_model(folder)
-    with model.watch(source, [site for site in source.sites if site.name in listeners]):
+    with model.watch(source, sites):
         for window in model.windows(text, most_tokens):
             model.outputs(window)
-            for name, heard in listeners.items():
-                for listener in heard:
-                    listener.hear(model.seen[name])
-    return {
-        name: {listener.step: listener.result() for listener in heard} for name, heard in listeners.items()
-    }
+            for name, listener in listeners.items():
+                listener.hear(model.seen[name])
+    return {name: listener.result() for name, listener in listeners.items()}
+
+
+def scoring_of_kept(read: AttentionLayer, now: RewrittenLayer) -> Scoring:
+    """What a layer does besides its maps, of the heads that are left.
+
+    Raises:
+        UsageError: heads are gone, and those that are left have norms of their own, or together.
+    """
+    scoring = read.scoring
+    if now.kept is None or list(now.kept) == list(range(read.weights.num_heads)):
+        return scoring
+    norms = [norm for norm in (scoring.q_norm, scoring.k_norm) if norm is not None]
+    if any(norm.over == "all heads" or (norm.gain is not None and norm.gain.ndim > 1) for norm in norms):
+        raise UsageError(
+            f"{read.site.name}: heads with norms of their own are gone or in another order: what the "
+            "others do on a text cannot be measured here; put the step that looks at the text first"
+        )
+    sinks = None if scoring.sinks is None else scoring.sinks[list(now.kept)]
+    return replace(scoring, sinks=sinks)
 
 
 @final
 class _Listener:
-    """Gathers the moments of one layer for one step."""
+    """Gathers the moments of one layer."""
 
-    def __init__(
-        self, step: int, weights: AttentionWeights, scoring: Scoring, read: AttentionWeights
-    ) -> None:
-        self.step = step
+    def __init__(self, weights: AttentionWeights, scoring: Scoring, read: AttentionWeights) -> None:
         self._weights, self._scoring = weights, scoring
         self._norm = read.norm if weights.norm is None else None
         self._memory_norm = read.memory_norm if weights.memory_norm is None else None

@@ -8,14 +8,23 @@ from typing import NamedTuple
 
 import torch
 
-from triptych.certificates import Certificate, LayerRecord, Measured, read_certificate
-from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.certificates import (
+    CERTIFICATE,
+    MODEL_CARD,
+    Certificate,
+    LayerRecord,
+    Measured,
+    card,
+    read_certificate,
+)
+from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.copying import CONFIG, set_entry
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionSource
 from triptych.checkpoints.shards import tensor_hash
-from triptych.checkpoints.tensors import Tensors, open_tensors
-from triptych.errors import TriptychError, UsageError
-from triptych.layer_rewriting import measure_change, move_of_forms
+from triptych.checkpoints.tensors import Tensors, open_tensors, read_json, shown, stays_in_folder
+from triptych.errors import DataError, TriptychError, UsageError
+from triptych.layer_rewriting import PROBES, measure_change, move_of_forms
 from triptych.running import compared, open_model, read_whole_text
 
 # Measured again on another machine, float64 sums come out in another order, and products of the checkpoint's
@@ -23,6 +32,10 @@ from triptych.running import compared, open_model, read_whole_text
 _SAME, _SAME_RATIO = 1e-6, 0.5
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _MOST_NAMED = 3
+# Sums of the same numbers in another order, in float64.
+_ONLY_ORDER = 1e-11
+# Of a rounding-exact rewrite: it stays near 1.
+_MOST_TIMES_ROUNDING = 20.0
 
 
 class Check(NamedTuple):
@@ -52,6 +65,11 @@ def verify_certificate(
         read_whole_text(text)
     certificate = read_certificate(folder)
     folder = folder.parent if folder.is_file() else folder
+    if certificate.probes != PROBES:
+        raise DataError(
+            f"{folder}: its probes are {certificate.probes}, and this triptych tries layers on {PROBES}: "
+            "verify it with the release that wrote it"
+        )
     checks = [Check("the certificate is as it was written", True, f"sha256 {certificate.sha256[:16]}…")]
     checks += _files(certificate, folder)
     checks.append(_hashes(certificate, open_tensors(folder), "written", "tensors as written"))
@@ -64,7 +82,8 @@ def verify_certificate(
         return checks
     checks.append(_hashes(certificate, open_tensors(original), "read", f"tensors of {original}"))
     if all(check.held for check in checks):
-        checks += _layers(certificate, open_checkpoint(original, family), open_checkpoint(folder, family))
+        one, other = open_checkpoint(original, family), open_checkpoint(folder, family)
+        checks += [*_nothing_else(certificate, original, folder, one), *_layers(certificate, one, other)]
     if text is not None:
         checks.append(_end_to_end(certificate, original, folder, text))
     return checks
@@ -74,11 +93,63 @@ def _files(certificate: Certificate, folder: Path) -> Iterator[Check]:
     wrong = []
     for name, wanted in certificate.files.items():
         path = folder / name
-        if not path.is_file():
-            wrong.append(f"{name} is missing")
+        if not stays_in_folder(name) or not path.resolve().is_relative_to(folder.resolve()):
+            wrong.append(f"{shown(name)} leads out of the folder")
+        elif not path.is_file():
+            wrong.append(f"{shown(name)} is missing")
         elif hashlib.sha256(path.read_bytes()).hexdigest() != wanted:
-            wrong.append(f"{name} was changed")
+            wrong.append(f"{shown(name)} was changed")
+    wrong += [
+        f"{shown(name)} is not in the certificate"
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and (name := path.relative_to(folder).as_posix()) not in certificate.files
+        and name not in (CERTIFICATE, MODEL_CARD)
+        and not (path.suffix == ".safetensors" and path.parent == folder)
+    ]
+    readme = folder / MODEL_CARD
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    if card(certificate).strip() not in text:
+        wrong.append(f"{MODEL_CARD} does not say what the certificate does")
     yield _listed("other files as written", wrong, f"{len(certificate.files)} files")
+
+
+def _nothing_else(
+    certificate: Certificate, original: Path, folder: Path, source: AttentionSource
+) -> Iterator[Check]:
+    """Nothing but the layers that were measured, and the settings that are named, is other than it was."""
+    measured = {layer.module for layer in certificate.layers if layer.measured is not None}
+    sites = {site.module: site for site in source.sites}
+    wrong = [
+        f"{module} is not in the certificate"
+        for module in sites
+        if module not in {layer.module for layer in certificate.layers}
+    ]
+    if isinstance(source, Checkpoint):
+        own = {name for module in measured & sites.keys() for name in source.read_names(sites[module])}
+        wrong += [
+            f"{shown(name)} was changed, and is in no layer that was measured"
+            for name, record in certificate.tensors.items()
+            if record.read != record.written and name not in own
+        ]
+        wanted = read_json(original / CONFIG)
+        for path, value in certificate.settings.items():
+            set_entry(wanted, path, value)
+        if read_json(folder / CONFIG) != wanted:
+            wrong.append(f"{CONFIG} is other than the original's with what was set")
+        wrong += [
+            f"{shown(name)} is other than the original's"
+            for name, digits in certificate.files.items()
+            if name != CONFIG
+            and stays_in_folder(name)
+            and not name.endswith(".index.json")
+            and _hash_of(original / name) != digits
+        ]
+    yield _listed("nothing else is other than it was", wrong, f"{len(measured)} layers were changed")
+
+
+def _hash_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def _hashes(certificate: Certificate, tensors: Tensors, which: str, claim: str) -> Check:
@@ -151,8 +222,13 @@ def _alike(certified: Measured, found: Measured) -> bool:
 
 
 def _outside(layer: LayerRecord, found: Measured, dtype: torch.dtype) -> Iterator[str]:
-    if layer.tier != "bounded" and found.relative > _slack(dtype):
-        yield f"{layer.module}: {found.relative:.3g} of the output is more than rounding"
+    if layer.tier == "bounded":
+        return
+    slack = _ONLY_ORDER if layer.tier == "bit-exact" else _slack(dtype)
+    if not found.relative <= slack:
+        yield f"{layer.module}: {found.relative:.3g} of the output is more than {layer.tier} allows"
+    if dtype != torch.float64 and not found.error_ratio <= _MOST_TIMES_ROUNDING:
+        yield f"{layer.module}: {found.error_ratio:.3g} times the rounding of the original"
 
 
 def _slack(dtype: torch.dtype) -> float:

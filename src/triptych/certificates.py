@@ -17,7 +17,7 @@ from triptych.algebra.rewrites import RewriteRecord
 from triptych.checkpoints.tensors import read_json
 from triptych.errors import DataError
 
-CERTIFICATE = "certificate.json"
+CERTIFICATE, MODEL_CARD = "certificate.json", "README.md"
 FORMAT = 1
 Tier = Literal["bit-exact", "rounding-exact", "bounded"]
 _TIERS: tuple[Tier, ...] = ("bit-exact", "rounding-exact", "bounded")

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, final
@@ -16,15 +16,18 @@ from torch import Tensor
 
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.moments import Moments
+from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights
-from triptych.calibration import MOST_TOKENS, gather_moments
+from triptych.calibration import MOST_TOKENS, gather_moments, scoring_of_kept
 from triptych.certificates import (
     CERTIFICATE,
+    MODEL_CARD,
     Certificate,
     Cost,
     EndToEnd,
     LayerRecord,
     Measured,
+    StepRecord,
     TensorRecord,
     card,
 )
@@ -34,11 +37,11 @@ from triptych.checkpoints.family import Family
 from triptych.checkpoints.hub import fetch_folder, is_hub_id
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel
-from triptych.checkpoints.resizing import Sizes, resizing, sizes_of
+from triptych.checkpoints.resizing import Sizes, path_of_record, resizing, sizes_of
 from triptych.checkpoints.settings import Settings
 from triptych.checkpoints.shards import tensor_hash
 from triptych.checkpoints.tensors import SAFETENSORS, Tensors, open_tensors, read_json
-from triptych.checkpoints.writing import write_layer
+from triptych.checkpoints.writing import WrittenLayer, write_layer
 from triptych.errors import DataError, UsageError
 from triptych.files import write_bytes, write_folder, write_text
 from triptych.layer_rewriting import PROBES, RewrittenLayer, measure_change, rewrite_layer
@@ -48,7 +51,6 @@ from triptych.rewriting import with_rewritten
 from triptych.running import can_run, compared, open_model, read_whole_text
 
 Progress = Callable[[str, int, int], None]
-_MODEL_CARD = "README.md"
 # Models up to this size are run, original and rewritten, without being asked for: both are held in float32.
 _LARGEST_COMPARED = 2_000_000_000
 _KEEPS_SHAPES = (
@@ -93,25 +95,35 @@ def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Pre
         RewriteRefusedError: a layer refuses one of the steps before, and that is not to be skipped.
     """
     _require_layers(source, recipe.step)
-    moments: dict[str, dict[int, Moments]] = {}
     if any(step.needs_text for step in recipe.step):
         if recipe.calibration is None:
             name = next(step.rewrite for step in recipe.step if step.needs_text)
             raise UsageError(f"{name} looks at a text: give one with --calibrate, or criterion free")
         read_whole_text(recipe.calibration)
-        moments = gather_moments(
-            source, folder, recipe.step, recipe.calibration, skip_refused=recipe.skip_refused
-        )
     elif recipe.calibration is not None:
         raise UsageError(
             "no step looks at the calibration text: leave it out, or choose a criterion that does"
         )
-    prepared = Prepared(recipe.step, moments, recipe.skip_refused)
+    prepared = Prepared(recipe.step, {}, recipe.skip_refused)
     for number, step in enumerate(recipe.step):
-        ready = step.prepare(_layers(source, prepared, number, step))
+        if step.needs_text and recipe.calibration is not None:
+            # As the layers are when it is this step's turn, so a pass for each such step.
+            sites = [site for site in source.sites if step.layers is None or site.layer in step.layers]
+            through = partial(_before, source, prepared, number)
+            found = gather_moments(source, folder, sites, through, recipe.calibration)
+            moments = {
+                site.name: {**prepared.moments.get(site.name, {}), number: found[site.name]} for site in sites
+            }
+            prepared = replace(prepared, moments={**prepared.moments, **moments})
+        ready = step.prepare(_layers(source, prepared, number, step), skip_refused=recipe.skip_refused)
         steps = (*prepared.steps[:number], ready, *prepared.steps[number + 1 :])
         prepared = replace(prepared, steps=steps)
     return prepared
+
+
+def _before(source: AttentionSource, prepared: Prepared, number: int, read: AttentionLayer) -> RewrittenLayer:
+    """A layer as the first steps leave it."""
+    return prepared.through(source, read, number)
 
 
 def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Step) -> Iterator[Layer]:
@@ -121,10 +133,11 @@ def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Step
             continue
         read = source.read(site)
         done = prepared.through(source, read, number)
+        scoring = scoring_of_kept(read, done) if step.needs_text else read.scoring
         yield Layer(
             site.name,
             done.weights.to(torch.float64),
-            read.scoring,
+            scoring,
             source.longest_text(site),
             prepared.moments.get(site.name, {}).get(number),
         )
@@ -210,15 +223,17 @@ def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | Non
     layers, before, after = [], [], []
     settings: dict[str, Any] = {}
     bytes_after, notes = 0, dict[str, None]()
+    stay = _fixed_sizes(source, prepared) if isinstance(source, Checkpoint) else set[str]()
     for site in source.sites:
         read = source.read(site)
         done = prepared.through(source, read)
+        if isinstance(source, Checkpoint):
+            done, written = _written(source, read, done, prepared.skip_refused, site.name in stay)
         layers.append(LayerRecord(module=site.module, steps=done.records))
         one, other = costs_of(read, done)
         before.append(one)
         after.append(other)
         if isinstance(source, Checkpoint):
-            written = write_layer(source, read, done.weights, kept=done.kept)
             settings |= written.settings
             bytes_after += _bytes_after(source, site, written.tensors)
             if other.parameters < one.parameters and not written.settings:
@@ -359,14 +374,19 @@ class _Rewriting(ABC):
                 return None, f"it has {size / 1e9:.1f} GB; --text FILE compares them nevertheless"
         request.progress("comparing both models", 0, 1)
         try:
-            one, other = open_model(request.folder), open_model(written)
-            random = request.text is None
-            windows = one.random_windows(PROBES.seed) if random else one.windows(request.text, MOST_TOKENS)  # type: ignore[arg-type]
-            tokens, worst, divergence, before, after = compared(one, other, windows)
-        except (DataError, UsageError) as error:
+            one = open_model(request.folder)
+            if request.text is None:
+                windows = list(one.random_windows(PROBES.seed))
+                one.outputs(windows[0])
+            else:
+                windows = list(one.windows(request.text, MOST_TOKENS))
+        # The original may be of a kind that takes no tokens: pictures, speech.
+        except Exception as error:
             if request.text is not None:
                 raise
-            return None, str(error)
+            return None, f"the original cannot be run on tokens: {str(error).splitlines()[:1]}"
+        other = open_model(written)
+        tokens, worst, divergence, before, after = compared(one, other, iter(windows))
         return EndToEnd(
             by=one.by,
             text="random tokens" if request.text is None else request.text.name,
@@ -418,7 +438,7 @@ class _RunRewriting(_Rewriting):
                 self.note(read, done, measured)
             tensors = _hashes(open_tensors(request.folder), open_tensors(folder))
             certificate = self.certificate(folder, {}, tensors, left_out)
-            write_text(folder / _MODEL_CARD, _with_card(folder / _MODEL_CARD, card(certificate)))
+            write_text(folder / MODEL_CARD, _with_card(folder / MODEL_CARD, card(certificate)))
             write_bytes(folder / CERTIFICATE, certificate.as_json())
             result.append(certificate)
 
@@ -443,9 +463,7 @@ class _FolderRewriting(_Rewriting):
         self._beside = ThreadPoolExecutor(1, "measuring")
         self._measured: dict[str, Future[Measured]] = {}
         self._settings: dict[str, Any] = {}
-        self._fixed_sizes = (
-            _sizes_that_stay(source, prepared) if any(step.resizes for step in prepared.steps) else set()
-        )
+        self._fixed_sizes = _fixed_sizes(source, prepared)
 
     def write(self) -> Certificate:
         """Copy, replace, measure what was saved, certify."""
@@ -462,13 +480,14 @@ class _FolderRewriting(_Rewriting):
             copy.write_beside(self._settings)
             self._measure(copy.folder)
             tensors = {
-                name: TensorRecord(read=found.read, written=found.written) for name, found in hashes.items()
+                name: TensorRecord(read=found.read, written=found.written)
+                for name, found in sorted(hashes.items())
             }
             certificate = self.certificate(copy.folder, self._settings, tensors, copy.left_out)
             copy.finish(
                 {
                     CERTIFICATE: certificate.as_json(),
-                    _MODEL_CARD: _with_card(copy.folder / _MODEL_CARD, card(certificate)).encode(),
+                    MODEL_CARD: _with_card(copy.folder / MODEL_CARD, card(certificate)).encode(),
                 }
             )
         return certificate
@@ -487,9 +506,7 @@ class _FolderRewriting(_Rewriting):
         held = self.checkpoint.holding({name: self.checkpoint.tensors.read(name) for name in names})
         read = held.read(site)
         done = self.prepared.through(held, read)
-        written = write_layer(
-            held, read, done.weights, kept=done.kept, same_sizes=site.name in self._fixed_sizes
-        )
+        done, written = _written(held, read, done, self.prepared.skip_refused, site.name in self._fixed_sizes)
         if done.changed and not written.settings:
             wait(self._measured.values())  # one beside this thread, so that two layers are in memory
             saved = held.holding(written.tensors).read(site)
@@ -511,6 +528,8 @@ class _FolderRewriting(_Rewriting):
         sites = {site.module: site for site in written.sites}
         for number, site in enumerate(self.checkpoint.sites):
             done, found = self._done[site.name], self._measured.get(site.name)
+            if self._settings:
+                written.read(sites[site.module])  # what the configuration says now fits all layers
             measured = None if found is None else found.result()
             if done.changed and (measured is None or self._settings):
                 self.request.progress(f"measuring {site.name}", number, len(self.checkpoint.sites))
@@ -518,6 +537,27 @@ class _FolderRewriting(_Rewriting):
                     self.checkpoint.read(site), written.read(sites[site.module]), bounded=done.bounded
                 )
             self.layers[site.name] = LayerRecord(module=site.module, steps=done.records, measured=measured)
+
+
+def _written(
+    source: Checkpoint, read: AttentionLayer, done: RewrittenLayer, skip_refused: bool, same_sizes: bool
+) -> tuple[RewrittenLayer, WrittenLayer]:
+    """A layer as its format has it; as it was, and said so, if the format refuses and that is skipped."""
+    try:
+        return done, write_layer(source, read, done.weights, kept=done.kept, same_sizes=same_sizes)
+    except RewriteRefusedError as refused:
+        if not skip_refused:
+            raise
+        records = tuple(
+            record if record.refused else StepRecord(rewrite=record.rewrite, refused=refused.reason)
+            for record in done.records
+        )
+        return RewrittenLayer(read.weights, None, records), WrittenLayer({}, {})
+
+
+def _fixed_sizes(source: Checkpoint, prepared: Prepared) -> set[str]:
+    """Names of layers that keep their sizes."""
+    return _sizes_that_stay(source, prepared) if any(step.resizes for step in prepared.steps) else set()
 
 
 def _without_numbers(weights: AttentionWeights) -> AttentionWeights:
@@ -546,16 +586,28 @@ def _owners(source: Checkpoint) -> dict[str, Site]:
 def _sizes_that_stay(source: Checkpoint, prepared: Prepared) -> set[str]:
     """Names of layers that keep their sizes because others that share their configuration do not agree."""
     wanted: dict[str, Sizes] = {}
+    now: dict[str, Sizes] = {}
     for site in source.sites:
         read = source.read(site)
         done = prepared.through(source, read)
+        now[site.name] = sizes_of(read.weights.multiplied_out())
         # Reading the shapes needs one map a side, as a file has it.
         wanted[site.name] = sizes_of(done.weights.multiplied_out())
-    stay: set[str] = set()
+    of_record: dict[str, list[str]] = {}
     for site in source.sites:
-        found = resizing(source, site, wanted[site.name])
-        if found is not None and any(wanted[other.name] != wanted[site.name] for other in found.sites):
-            stay |= {other.name for other in found.sites}
+        of_record.setdefault(path_of_record(source, source.place(site)), []).append(site.name)
+    stay: set[str] = set()
+    for names in of_record.values():
+        changed = [name for name in names if wanted[name] != now[name]]
+        # A field speaks for all its layers: they come out alike, in one change of size, or stay as they are.
+        sites = {site.name: site for site in source.sites}
+        alike = all(
+            (found := resizing(source, sites[name], wanted[name])) is not None
+            and all(wanted[other.name] == wanted[name] for other in found.sites)
+            for name in changed
+        )
+        if not alike:
+            stay |= set(names)
     return stay
 
 
@@ -588,7 +640,7 @@ def _files(folder: Path) -> dict[str, str]:
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path not in tensors and path.name not in (CERTIFICATE, _MODEL_CARD)
+        if path.is_file() and path not in tensors and path not in (folder / CERTIFICATE, folder / MODEL_CARD)
     }
 
 
@@ -598,6 +650,6 @@ def _hash_of(path: Path | None) -> str | None:
 
 def _with_card(path: Path, section: str) -> str:
     """A model card with the section at its end, in the place of one that is there."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     before, _, _ = text.partition(section.partition("\n")[0])
     return f"{before.rstrip()}\n\n{section}".lstrip()

@@ -85,7 +85,9 @@ def _check_with_transformers(run: Run, folder: Path) -> list[Check]:
 def _check_logits(run: Run, folder: Path) -> Check:
     from transformers import AutoModelForSeq2SeqLM
 
-    theirs = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(
+        folder, dtype="auto", local_files_only=True, trust_remote_code=False
+    ).eval()
     target = run.tokenizers.target
     pairs = random_pairs(run.model, target.bos_id, target.eos_id)
     with torch.no_grad():
@@ -110,7 +112,7 @@ def _check_ids(run: Run, folder: Path) -> list[Check]:
     pieces = isinstance(run.tokenizers.source, SentencePieceTokenizer)
     if pieces and importlib.util.find_spec("sentencepiece") is None:
         return [Check(_IDS, False, note="sentencepiece is not installed: pip install sentencepiece")]
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     checks = [
         compare_tokenizers(
             f"{_IDS}, source",
@@ -120,7 +122,9 @@ def _check_ids(run: Run, folder: Path) -> list[Check]:
     ]
     target = tokenizer
     if not run.tokenizers.joint and not pieces:
-        target = AutoTokenizer.from_pretrained(folder / TARGET_FOLDER, local_files_only=True)
+        target = AutoTokenizer.from_pretrained(
+            folder / TARGET_FOLDER, local_files_only=True, trust_remote_code=False
+        )
     checks.append(
         compare_tokenizers(
             f"{_IDS}, target",

@@ -235,11 +235,13 @@ def measure_change(
     own = before.weights.dtype
     own_error = (_output(before, x, memory, own, most_numbers).double() - reference).norm()
     new_error = (_output(after, x, memory, own, most_numbers).double() - reference).norm()
+    # Where the dtype is float64 itself, what it rounds is all that there is to compare with.
+    floor = torch.finfo(own).eps * reference.norm() * 1e-3 + torch.finfo(torch.float64).tiny
     scores, outputs = _bounds(before, after, most_numbers) if bounded else (None, None)
     return Measured(
         worst_absolute=float(difference.abs().max()),
         relative=float(difference.norm() / reference.norm().clamp(min=torch.finfo(torch.float64).tiny)),
-        error_ratio=float(new_error / own_error.clamp(min=torch.finfo(torch.float64).tiny)),
+        error_ratio=float(new_error / own_error.clamp(min=float(floor))),
         score_bound=scores,
         output_bound=outputs,
     )

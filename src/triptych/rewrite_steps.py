@@ -39,7 +39,6 @@ class Layer:
         scoring: what it does besides.
         longest_text: positions that the model is made for.
         moments: of the layer as it is now over the calibration text; None without one.
-        origin: which heads these were before the first step, in order.
     """
 
     name: str
@@ -47,14 +46,13 @@ class Layer:
     scoring: Scoring
     longest_text: int = 2048
     moments: Moments | None = None
-    origin: tuple[int, ...] = ()
 
 
 class Step(BaseModel, ABC):
     """One rewrite.
 
     Attributes:
-        rank: steps come in this order.
+        place: steps come in this order.
         by_groups: whether it treats each group of heads by itself.
         needs_text: whether it looks at what layers do on a text.
         resizes: whether tensors may come out with other shapes.
@@ -75,7 +73,7 @@ class Step(BaseModel, ABC):
         """Whether moments have to be there."""
         return False
 
-    def prepare(self, layers: Iterable[Layer]) -> "Step":
+    def prepare(self, layers: Iterable[Layer], *, skip_refused: bool = False) -> "Step":
         """The step with what only all layers together can tell."""
         return self
 
@@ -277,7 +275,7 @@ class Truncate(Step):
         """For the criteria that look at one."""
         return self.criterion != "free"
 
-    def prepare(self, layers: Iterable[Layer]) -> "Truncate":
+    def prepare(self, layers: Iterable[Layer], *, skip_refused: bool = False) -> "Truncate":
         """Ranks of every form of every layer.
 
         Scores and outputs have different units: what a channel carries counts as its share of what all forms
@@ -292,7 +290,12 @@ class Truncate(Step):
         places, spectra, costs = [], [], []
         for layer in layers:
             for form in self.forms:
-                found = self._spectrum(layer, form)
+                try:
+                    found = self._spectrum(layer, form)
+                except RewriteRefusedError as refused:
+                    if not skip_refused:
+                        raise refused.at(layer.name) from None
+                    continue  # it refuses again when it is cut
                 for group, energies in enumerate(found):
                     places.append((layer.name, form, group))
                     spectra.append(energies)
@@ -368,7 +371,7 @@ class Truncate(Step):
     def _ranks(self, layer: Layer, form: Form) -> list[int]:
         """One a group of heads; planes for rotary ones."""
         if self.rank is None:
-            return list(self.ranks[layer.name][form])
+            return list(self.ranks.get(layer.name, {}).get(form, ())) or [1] * _groups(layer.weights, form)
         copies = _groups(layer.weights, form)
         rank = min(self.rank, _width(layer.weights, form))
         return [max(1, rank // self._step(layer, form))] * copies

@@ -164,11 +164,19 @@ class TransformersModel(RunnableModel):
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self._path = path
         try:
-            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
             name = (getattr(config, "architectures", None) or ["AutoModel"])[0]
-            loader = getattr(transformers, name, transformers.AutoModel)
+            loader = getattr(transformers, name, None)
+            if not (isinstance(loader, type) and issubclass(loader, transformers.PreTrainedModel)):
+                loader = transformers.AutoModel
             self.model: nn.Module = loader.from_pretrained(
-                path, local_files_only=True, dtype=torch.float32, attn_implementation="eager"
+                path,
+                local_files_only=True,
+                trust_remote_code=False,
+                dtype=torch.float32,
+                attn_implementation="eager",
             ).eval()
         # Whatever a model's own code says of a checkpoint, it comes in many classes.
         except Exception as error:
@@ -262,7 +270,7 @@ class TransformersModel(RunnableModel):
 
             try:
                 self._cached: Any = transformers.AutoTokenizer.from_pretrained(
-                    self._path, local_files_only=True
+                    self._path, local_files_only=True, trust_remote_code=False
                 )
             except Exception as error:
                 raise DataError(f"{self._path}: its tokenizer cannot be loaded: {_said(error)}") from error

@@ -58,7 +58,7 @@ def test_what_holds_is_said_claim_by_claim(
 def test_the_certificate_itself_may_be_named(triptych: Command, rewritten: Path) -> None:
     answer = triptych("verify", rewritten / "out" / "certificate.json", "--json")
     assert answer.code == 0, answer.out
-    assert len(json.loads(answer.out)["checks"]) == 6
+    assert len(json.loads(answer.out)["checks"]) == 7
 
 
 def test_the_original_is_found_where_the_certificate_says(triptych: Command, rewritten: Path) -> None:

@@ -175,7 +175,7 @@ class FolderCopy:
             if name == CONFIG and settings:
                 record = read_json(self._source / name)
                 for path, value in settings.items():
-                    _set(record, path, value)
+                    set_entry(record, path, value)
                 place.write_bytes(_as_json(record))
             else:
                 shutil.copyfile(self._source / name, place)
@@ -353,7 +353,8 @@ def _is_other_weights(name: str) -> bool:
     return any(fnmatch.fnmatchcase(last, pattern) for pattern in patterns)
 
 
-def _set(record: dict[str, Any], path: str, value: Any) -> None:
+def set_entry(record: dict[str, Any], path: str, value: Any) -> None:
+    """Set an entry of a configuration by its dotted path."""
     *above, last = path.split(".")
     for name in above:
         record = record.setdefault(name, {})

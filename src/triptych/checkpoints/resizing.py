@@ -81,10 +81,10 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: Sizes) -> Resizing | No
     if _sizes_or_none(place, changed) != wanted:
         return None
     resized = []
-    path = _path_of_record(checkpoint, place)
+    path = path_of_record(checkpoint, place)
     for other in checkpoint.sites:
         at = checkpoint.place(other)
-        if _path_of_record(checkpoint, at) != path or at.spec.latent:
+        if path_of_record(checkpoint, at) != path or at.spec.latent:
             continue
         old, new = configured_sizes(at, at.settings), _sizes_or_none(at, changed)
         if old == new:
@@ -191,7 +191,7 @@ def _is_free(place: Place, old: Sizes, new: Sizes, tensors: Tensors) -> bool:
     return old.width == new.width or (norm is None and position not in ("rotary", "disentangled"))
 
 
-def _path_of_record(checkpoint: Checkpoint, place: Place) -> str:
+def path_of_record(checkpoint: Checkpoint, place: Place) -> str:
     """What stands before the fields of a layer's configuration: "text_config." or nothing."""
     for path in _alternatives(place.spec.settings):
         try:

@@ -402,7 +402,7 @@ def from_index(
         raise DataError(f"{where}: it has no weight_map from tensors to files")
     files: dict[str, TensorFile] = {}
     for tensor, shard in places.items():
-        if not isinstance(shard, str) or not _stays_in_folder(shard):
+        if not isinstance(shard, str) or not stays_in_folder(shard):
             raise DataError(
                 f"{where}: tensor {shown(tensor)} is in {shown(shard)}, which is no file beside it"
             )
@@ -476,7 +476,7 @@ def of_one(file: TensorFile) -> Tensors:
     return Tensors(file.name, dict.fromkeys(file.infos, file))
 
 
-def _stays_in_folder(name: str) -> bool:
+def stays_in_folder(name: str) -> bool:
     """Whether a name is that of a file in the same folder or below, on any system."""
     return (
         bool(name)

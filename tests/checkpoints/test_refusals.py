@@ -1,0 +1,64 @@
+"""Families whose traits make a rewrite illegal: each refuses it with its reason, and nothing is written."""
+
+from pathlib import Path
+
+import pytest
+
+from checkpoints.test_families import made
+from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.checkpoint_rewriting import rewrite_checkpoint
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.rewrite_steps import (
+    DropKeyBias,
+    FoldNorm,
+    FoldValueBias,
+    GaugeFix,
+    MergeKVHeads,
+    RewriteRecipe,
+    SortHeads,
+    Step,
+    ToLatent,
+    Truncate,
+)
+
+REFUSED: dict[str, tuple[str, Step, str]] = {
+    "post-norm": ("bert", FoldNorm(), "post-norm: the residual carries its gain"),
+    "sandwich": ("gemma2", FoldNorm(), "norms stand on both sides"),
+    "parallel blocks": ("gptj", FoldNorm(), "also read by the feed-forward"),
+    "rotary, key bias": ("qwen2", DropKeyBias(), "under rotary positions the key bias is turned"),
+    "rotary, basis": ("llama", GaugeFix(forms=("qk",)), "commutes with the"),
+    "rotary, latent": ("llama", ToLatent(), "under rotary positions"),
+    "no slot for the output's bias": ("qwen2", FoldValueBias(), "no bias slot in the target format"),
+    "sinks": ("gpt_oss", FoldValueBias(), "a sink"),
+    "QK-norm, rank": ("qwen3", Truncate(rank=4, forms=("qk",)), "QK-norm"),
+    "QK-norm, merging": ("qwen3", MergeKVHeads(num_kv_heads=1), "QK-norm"),
+    "distance tables, order": ("t5", SortHeads(), "relative positions add a bias of each head's own"),
+    "ALiBi, order": ("bloom", SortHeads(), "alibi positions add a bias of each head's own"),
+    "disentangled, key bias": ("deberta-v2", DropKeyBias(), "distances meet the keys"),
+    "latent": ("deepseek_v2", GaugeFix(forms=("ov",)), "norm"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_family_does_not_allow_is_refused_with_its_reason(case: str, tmp_path: Path) -> None:
+    name, step, reason = REFUSED[case]
+    made(name, tmp_path / "source")
+    recipe = RewriteRecipe.model_construct(step=(step,), skip_refused=False, calibration=None)
+    with pytest.raises(RewriteRefusedError, match=reason):
+        rewrite_checkpoint(str(tmp_path / "source"), tmp_path / "out", recipe, compare=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_gains_stored_as_one_plus_w_are_neutral_as_zeros(tmp_path: Path) -> None:
+    made("gemma", tmp_path / "source")
+    checkpoint = open_checkpoint(tmp_path / "source")
+    recipe = RewriteRecipe.model_construct(step=(FoldNorm(),), skip_refused=False, calibration=None)
+    rewrite_checkpoint(str(tmp_path / "source"), tmp_path / "out", recipe, compare=False)
+    after = open_checkpoint(tmp_path / "out")
+    for one, other in zip(checkpoint.sites, after.sites, strict=True):
+        before, norm = checkpoint.read(one).weights.norm, after.read(other).weights.norm
+        assert before is not None
+        assert norm is not None
+        assert norm.offset == 1
+        assert bool(before.gain.any())
+        assert not norm.gain.any()
