@@ -495,3 +495,31 @@ def test_a_file_without_its_folder_is_refused(tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     with pytest.raises(UsageError, match="give its folder"):
         rewrite_checkpoint(str(source / "model.safetensors"), tmp_path / "out", EXACT_RECIPE)
+
+
+def test_a_model_card_keeps_all_but_an_older_section_of_ours(tmp_path: Path) -> None:
+    source = small_gpt2(tmp_path / "source")
+    old = b"# Mine \xe9\n\n## Rewritten attention\n\nlong ago\n\n### so\n\n## Licence\n\nmine\n"
+    (source / "README.md").write_bytes(old)
+    rewrite_checkpoint(str(source), tmp_path / "out", recipe(FoldNorm()), compare=False)
+    text = (tmp_path / "out" / "README.md").read_bytes()
+    assert text.startswith(b"# Mine \xe9\n\n## Licence\n\nmine\n\n## Rewritten attention\n")
+    assert b"long ago" not in text
+    assert all(check.held for check in verify_certificate(tmp_path / "out", source))
+
+
+def test_a_file_that_the_certificate_does_not_know_is_noticed(copy: Path) -> None:
+    (copy / "modeling_more.py").write_text("print()")
+    assert failing(copy) == ["other files as written"]
+
+
+def test_a_certificate_that_leads_out_of_its_folder_or_to_other_probes_is_noticed(copy: Path) -> None:
+    found = read_certificate(copy)
+    outside = found.model_copy(update={"files": {**found.files, "../secret": "0" * 64}}).sealed()
+    (copy / CERTIFICATE).write_bytes(outside.as_json())
+    (checked,) = [check for check in verify_certificate(copy) if not check.held]
+    assert "leads out of the folder" in checked.found
+    easier = found.model_copy(update={"probes": found.probes.model_copy(update={"length": 1})}).sealed()
+    (copy / CERTIFICATE).write_bytes(easier.as_json())
+    with pytest.raises(DataError, match="tries layers on"):
+        verify_certificate(copy)

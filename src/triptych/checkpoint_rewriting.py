@@ -1,6 +1,7 @@
 """A checkpoint's attention rewritten: planned, written beside the original, and certified."""
 
 import hashlib
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,6 @@ from triptych.certificates import (
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.copying import CONFIG, FolderCopy, require_place
 from triptych.checkpoints.family import Family
-from triptych.checkpoints.hub import fetch_folder, is_hub_id
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel
 from triptych.checkpoints.resizing import Sizes, path_of_record, resizing, sizes_of
@@ -42,13 +42,13 @@ from triptych.checkpoints.settings import Settings
 from triptych.checkpoints.shards import tensor_hash
 from triptych.checkpoints.tensors import SAFETENSORS, Tensors, open_tensors, read_json
 from triptych.checkpoints.writing import WrittenLayer, write_layer
-from triptych.errors import DataError, UsageError
-from triptych.files import write_bytes, write_folder, write_text
+from triptych.errors import DataError, TriptychError, UsageError
+from triptych.files import write_bytes, write_folder
 from triptych.layer_rewriting import PROBES, RewrittenLayer, measure_change, rewrite_layer
 from triptych.models.storage import write_model
 from triptych.rewrite_steps import Layer, RewriteRecipe, Step
 from triptych.rewriting import with_rewritten
-from triptych.running import can_run, compared, open_model, read_whole_text
+from triptych.running import can_run, compared, first_line, open_model, read_whole_text
 
 Progress = Callable[[str, int, int], None]
 # Models up to this size are run, original and rewritten, without being asked for: both are held in float32.
@@ -193,11 +193,11 @@ def costs_of(read: AttentionLayer, done: RewrittenLayer) -> tuple[Cost, Cost]:
 
 
 def local_folder(checkpoint: str) -> Path:
-    """The folder of a checkpoint; one of the Hub is fetched first, whole.
+    """The folder of a checkpoint.
 
     Raises:
         UsageError: a single file: what lies beside it would be left behind.
-        DataError: nothing of that name, here or on the Hub.
+        DataError: nothing of that name.
     """
     path = Path(checkpoint)
     if path.is_dir():
@@ -206,9 +206,9 @@ def local_folder(checkpoint: str) -> Path:
         raise UsageError(
             f"{path} is one file of a checkpoint: give its folder, which is rewritten as a whole"
         )
-    if is_hub_id(checkpoint):
-        return fetch_folder(checkpoint)
-    raise DataError(f"{path}: there is no such folder")
+    raise DataError(
+        f"{path}: there is no such folder (fetch one of the Hub first: hf download ID --local-dir FOLDER)"
+    )
 
 
 def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
@@ -276,7 +276,7 @@ def rewrite_checkpoint(
     """Write a checkpoint's attention another way, beside the original, with a certificate.
 
     Args:
-        checkpoint: a folder in Hugging Face's layout, a run of ours, or an id of the Hub.
+        checkpoint: a folder in Hugging Face's layout, or a run of ours.
         target: the folder to make. It has no name until all is in it.
         recipe: the steps.
         family: how the checkpoint is written, if it does not say.
@@ -382,9 +382,12 @@ class _Rewriting(ABC):
                 windows = list(one.windows(request.text, MOST_TOKENS))
         # The original may be of a kind that takes no tokens: pictures, speech.
         except Exception as error:
-            if request.text is not None:
+            reason = f"the original cannot be run: {first_line(error)}"
+            if request.text is None:
+                return None, reason
+            if isinstance(error, TriptychError):
                 raise
-            return None, f"the original cannot be run on tokens: {str(error).splitlines()[:1]}"
+            raise DataError(f"{request.folder}: {reason}") from error
         other = open_model(written)
         tokens, worst, divergence, before, after = compared(one, other, iter(windows))
         return EndToEnd(
@@ -438,7 +441,7 @@ class _RunRewriting(_Rewriting):
                 self.note(read, done, measured)
             tensors = _hashes(open_tensors(request.folder), open_tensors(folder))
             certificate = self.certificate(folder, {}, tensors, left_out)
-            write_text(folder / MODEL_CARD, _with_card(folder / MODEL_CARD, card(certificate)))
+            write_bytes(folder / MODEL_CARD, _with_card(folder / MODEL_CARD, card(certificate)))
             write_bytes(folder / CERTIFICATE, certificate.as_json())
             result.append(certificate)
 
@@ -487,7 +490,7 @@ class _FolderRewriting(_Rewriting):
             copy.finish(
                 {
                     CERTIFICATE: certificate.as_json(),
-                    MODEL_CARD: _with_card(copy.folder / MODEL_CARD, card(certificate)).encode(),
+                    MODEL_CARD: _with_card(copy.folder / MODEL_CARD, card(certificate)),
                 }
             )
         return certificate
@@ -648,8 +651,9 @@ def _hash_of(path: Path | None) -> str | None:
     return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _with_card(path: Path, section: str) -> str:
+def _with_card(path: Path, section: str) -> bytes:
     """A model card with the section at its end, in the place of one that is there."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    before, _, _ = text.partition(section.partition("\n")[0])
-    return f"{before.rstrip()}\n\n{section}".lstrip()
+    text = path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""
+    heading = re.escape(section.partition("\n")[0])
+    rest = re.sub(rf"^{heading}\n.*?(?=^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE)
+    return f"{rest.rstrip()}\n\n{section}".lstrip().encode(errors="surrogateescape")

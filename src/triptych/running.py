@@ -180,7 +180,7 @@ class TransformersModel(RunnableModel):
             ).eval()
         # Whatever a model's own code says of a checkpoint, it comes in many classes.
         except Exception as error:
-            raise DataError(f"{path}: transformers cannot load it: {_said(error)}") from error
+            raise DataError(f"{path}: transformers cannot load it: {first_line(error)}") from error
         self.by = f"transformers {transformers.__version__}"
         self._config: Any = config
         self.kind = (
@@ -273,7 +273,9 @@ class TransformersModel(RunnableModel):
                     self._path, local_files_only=True, trust_remote_code=False
                 )
             except Exception as error:
-                raise DataError(f"{self._path}: its tokenizer cannot be loaded: {_said(error)}") from error
+                raise DataError(
+                    f"{self._path}: its tokenizer cannot be loaded: {first_line(error)}"
+                ) from error
         return self._cached
 
     def _at_most(self, tokens: int) -> int:
@@ -386,7 +388,7 @@ class OwnRunnable(RunnableModel):
         return stack
 
 
-def _said(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The first line of an error that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:200]

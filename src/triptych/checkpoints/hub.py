@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
-from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download
+from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -69,23 +69,6 @@ def open_hub(hub_id: str, endpoint: str | None = None) -> tuple[dict[str, Any], 
         where = f"{hub_id}/{SAFETENSORS_INDEX}"
         tensors = from_index(read_json(index), where, hub_id, lambda shard: Safetensors(repo.open(shard)))
     return settings, f"{hub_id}/config.json", tensors
-
-
-def fetch_folder(hub_id: str, endpoint: str | None = None) -> Path:
-    """All files of a repository on the Hub, in its cache on this machine.
-
-    Args:
-        hub_id: `owner/name`, or `owner/name@revision`.
-        endpoint: of the Hub; as HF_ENDPOINT says if None.
-
-    Raises:
-        DataError: there is no such repository, access is refused, or the network fails.
-    """
-    match = _ID.fullmatch(hub_id)
-    if match is None:
-        raise DataError(f"{hub_id} is neither a path nor an id on the Hub, which is owner/name")
-    with _explained(match["repo"]):
-        return Path(snapshot_download(match["repo"], revision=match["revision"], endpoint=endpoint))
 
 
 def download_model(hub_id: str, endpoint: str | None = None) -> Path:

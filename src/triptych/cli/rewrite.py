@@ -29,9 +29,7 @@ _NO_OPTIONS = ("fold_maps", "expand", "fold_norm", "drop_key_bias", "fold_value_
 
 
 def rewrite(
-    checkpoint: Annotated[
-        str, typer.Argument(help="A folder, a run of ours, or owner/name (gpt2) of the Hub.")
-    ],
+    checkpoint: Annotated[str, typer.Argument(help="A folder, or a run of ours.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The folder to make.")] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Every exact rewrite that each layer allows, all at once.")
