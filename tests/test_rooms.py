@@ -23,6 +23,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": set(),
     "training": {"models", "text"},
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
+    "rewriting": {"algebra", "attention", "checkpoints", "models", "runs"},
+    "converting": {"algebra", "attention", "checkpoints", "models", "rewriting", "runs", "text"},
+    "inspection": {"algebra", "checkpoints", "reports"},
+    "costing": {"algebra", "attention", "reports"},
     "studies": {"training", "decoding", "algebra"},
     "reports": set(),
     "recipes": set(),

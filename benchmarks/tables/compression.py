@@ -15,11 +15,13 @@ from benchmarks.harness.page import Page
 from triptych.algebra.rewrites import Rewritten
 from triptych.algebra.rewrites.record import rewritten
 from triptych.algebra.weights import AttentionWeights, Side
-from triptych.checkpoint_rewriting import rewrite_checkpoint
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer
-from triptych.rewrite_steps import Layer, RewriteRecipe, Step, Truncate
-from triptych.running import TransformersModel, Window
+from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.recipe import RewriteRecipe
+from triptych.rewriting.running import TransformersModel, Window
+from triptych.rewriting.steps import Layer, Step
+from triptych.rewriting.truncation import Truncate
 from triptych.runs import Run
 
 _NAIVE = "each matrix by itself"

@@ -18,8 +18,7 @@ from triptych.attention import (
     Symmetric,
     four_way_attention,
 )
-from triptych.cost_timing import measure_times
-from triptych.costing import CostSpec, measure_cost
+from triptych.costing import CostSpec, measure_cost, measure_times
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.models import PRESETS, EncoderDecoder, ModelConfig
 from triptych.rewriting import (

@@ -17,13 +17,13 @@ import tomli_w
 import torch
 from pydantic import ValidationError
 
-from triptych.certificates import CERTIFICATE
 from triptych.checkpoints import model_type, read_marian
 from triptych.decoding import Precision, SearchOptions, Stop, Translator, measure_bleu
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.models import EncoderDecoder, read_model, write_model
 from triptych.models.storage import write_config
+from triptych.rewriting.certificate import CERTIFICATE
 from triptych.text import (
     EncodedCorpus,
     ParallelCorpus,

@@ -6,20 +6,20 @@ import pytest
 
 from checkpoints.test_families import made
 from triptych.algebra.rewrites import RewriteRefusedError
-from triptych.checkpoint_rewriting import rewrite_checkpoint
 from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.rewrite_steps import (
+from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.recipe import RewriteRecipe
+from triptych.rewriting.steps import (
     DropKeyBias,
     FoldNorm,
     FoldValueBias,
     GaugeFix,
     MergeKVHeads,
-    RewriteRecipe,
     SortHeads,
     Step,
     ToLatent,
-    Truncate,
 )
+from triptych.rewriting.truncation import Truncate
 
 REFUSED: dict[str, tuple[str, Step, str]] = {
     "post-norm": ("bert", FoldNorm(), "post-norm: the residual carries its gain"),

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from command import Command
-from triptych import cost_timing
 from triptych.attention import PARAMETERISATIONS
+from triptych.costing import timing
 
 SMALL = ("--d-model", 16, "--num-heads", 2, "--length", 4, "--context", 6)
 
 
 @pytest.fixture
 def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cost_timing._GEMM_WIDTH, "cpu", 64)
-    monkeypatch.setitem(cost_timing._COPIED_BYTES, "cpu", 2**16)
+    monkeypatch.setitem(timing._GEMM_WIDTH, "cpu", 64)
+    monkeypatch.setitem(timing._COPIED_BYTES, "cpu", 2**16)
 
 
 @pytest.fixture(autouse=True)

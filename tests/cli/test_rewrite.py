@@ -15,9 +15,9 @@ from checkpoints.tiny_marian import write_marian
 from command import Command
 from small_checkpoints import D, gpt2, gpt2_that_runs, llama
 from triptych import runs
-from triptych.certificates import CERTIFICATE, Certificate, read_certificate
 from triptych.cli import rewrite as command
-from triptych.rewrite_steps import Step
+from triptych.rewriting.certificate import CERTIFICATE, Certificate, read_certificate
+from triptych.rewriting.steps import Step
 from triptych.training import resolve
 from triptych.training.progress import LineDisplay
 

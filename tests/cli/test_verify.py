@@ -9,8 +9,10 @@ from safetensors.torch import load_file
 
 from command import Command
 from small_checkpoints import LAYERS, gpt2, gpt2_that_runs
-from triptych.checkpoint_rewriting import rewrite_checkpoint
-from triptych.rewrite_steps import FoldNorm, RewriteRecipe, Truncate
+from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.recipe import RewriteRecipe
+from triptych.rewriting.steps import FoldNorm
+from triptych.rewriting.truncation import Truncate
 
 
 @pytest.fixture(scope="module")

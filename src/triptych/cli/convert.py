@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from triptych.converting import Conversion, Format, convert_from_hf, convert_to
-from triptych.ctranslate2_folders import Quantization
+from triptych.converting.conversion import Conversion, Format, convert_from_hf, convert_to
+from triptych.converting.ctranslate2 import Quantization
 from triptych.errors import UsageError
 from triptych.runs import Run
 

@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from triptych import cost_pages
-from triptych.cost_timing import TimingReport, measure_times
-from triptych.costing import CostReport, CostSpec, measure_cost
+from triptych.costing import pages
+from triptych.costing.counting import CostReport, CostSpec, measure_cost
+from triptych.costing.timing import TimingReport, measure_times
 from triptych.errors import UsageError
 from triptych.reports import Table, render_table, write_comparison_report
 
@@ -82,7 +82,7 @@ def cost(
     timed = _measured(report, seconds, device) if measure else None
     if html is not None:
         command = shlex.join(["triptych", *sys.argv[1:]])
-        write_comparison_report(cost_pages.cost_page(report, timed, command), html)
+        write_comparison_report(pages.cost_page(report, timed, command), html)
     if as_json:
         figures = report.figures()
         print(json.dumps(figures if timed is None else {**figures, "times": timed.figures()}))
@@ -128,23 +128,23 @@ def _device(name: str) -> torch.device:
 
 def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> None:
     console = Console(highlight=False, markup=False)
-    console.print(cost_pages.setting(report.spec))
-    console.print(cost_pages.work(report.spec))
-    if own := cost_pages.own_sizes(report):
+    console.print(pages.setting(report.spec))
+    console.print(pages.work(report.spec))
+    if own := pages.own_sizes(report):
         console.print(own)
-    _print_table(console, cost_pages.cost_table(report))
-    for note in (*cost_pages.notes(report), *cost_pages.LEGEND):
+    _print_table(console, pages.cost_table(report))
+    for note in (*pages.notes(report), *pages.LEGEND):
         console.print(note, soft_wrap=True)
     if formulas:
         console.print()
-        console.print(render_table(cost_pages.formula_table(report)))
-        for line in cost_pages.FORMULA_LEGEND:
+        console.print(render_table(pages.formula_table(report)))
+        for line in pages.FORMULA_LEGEND:
             console.print(line, soft_wrap=True)
     if timed is not None:
         console.print()
-        console.print(cost_pages.machine(timed))
-        _print_table(console, cost_pages.timing_table(timed))
-        for line in cost_pages.TIMING_LEGEND:
+        console.print(pages.machine(timed))
+        _print_table(console, pages.timing_table(timed))
+        for line in pages.TIMING_LEGEND:
             console.print(line, soft_wrap=True)
 
 

@@ -22,7 +22,7 @@ from triptych.cli.selection import numbers
 from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
-from triptych.inspection_pages import heads_page, near_copies, outliers, shaded_map, side_by_side, summary
+from triptych.inspection.pages import heads_page, near_copies, outliers, shaded_map, side_by_side, summary
 from triptych.reports import render_table, write_heads_report, write_parquet
 
 _MAPS = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying")

@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from triptych.certificates import Certificate, Cost, LayerRecord, card
-from triptych.checkpoint_rewriting import Plan, plan_rewrite, rewrite_checkpoint
 from triptych.checkpoints.family import read_family
 from triptych.cli.selection import numbers
 from triptych.errors import UsageError
-from triptych.rewrite_steps import (
+from triptych.rewriting.certificate import Certificate, Cost, LayerRecord, card
+from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.planning import Plan, plan_rewrite
+from triptych.rewriting.recipe import (
     EXACT,
     AnyStep,
     RewriteRecipe,

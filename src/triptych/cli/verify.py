@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from triptych.certificate_checks import verify_certificate
 from triptych.checkpoints.family import read_family
 from triptych.errors import DataError
+from triptych.rewriting.verification import verify_certificate
 
 
 def verify(

@@ -12,7 +12,7 @@ import torch
 from triptych.checkpoints import read_marian
 from triptych.checkpoints.marian_tokenizer_writing import TARGET_FOLDER, write_tokenizers
 from triptych.checkpoints.marian_writing import Searching, architecture_for, write_checkpoint
-from triptych.conversion_checks import (
+from triptych.converting.checks import (
     TOLERANCES,
     Check,
     Written,
@@ -21,8 +21,8 @@ from triptych.conversion_checks import (
     logits_of,
     random_pairs,
 )
+from triptych.converting.plain_heads import plain_model
 from triptych.errors import DataError
-from triptych.plain_heads import plain_model
 from triptych.runs import Run
 from triptych.text import SentencePieceTokenizer, Tokenizer
 

@@ -20,7 +20,7 @@ from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
-from triptych.inspection_pages import (
+from triptych.inspection.pages import (
     heads_page,
     near_copies,
     outliers,

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from checkpoints.tiny_marian import CONFIG, write_marian
 from checkpoints.tiny_spm import PIECES, RULES, spm
-from triptych import hf_folders
 from triptych.attention import PARAMETERISATIONS
 from triptych.checkpoints import read_marian, read_sentencepiece
 from triptych.checkpoints.marian_tokenizer_writing import sentencepiece_bytes
-from triptych.converting import Conversion, Format, convert_from_hf, convert_to
+from triptych.converting import hugging_face
+from triptych.converting.conversion import Conversion, Format, convert_from_hf, convert_to
+from triptych.converting.plain_heads import plain_model
 from triptych.decoding import SearchOptions, Translator
 from triptych.errors import DataError, UsageError
 from triptych.files import write_folder
 from triptych.models import EncoderDecoder, ModelConfig
-from triptych.plain_heads import plain_model
 from triptych.runs import Run, train
 from triptych.text import TokenizerPair, TokenizerSpec, generate_pairs, train_tokenizers
 from triptych.training import DecodingConfig, resolve
@@ -278,7 +278,7 @@ def test_what_computes_something_else_is_not_written(
             plain.model.tgt_embedding.weight[5] += 0.01
         return plain
 
-    monkeypatch.setattr(hf_folders, "plain_model", plain_and_wrong)
+    monkeypatch.setattr(hugging_face, "plain_model", plain_and_wrong)
     with pytest.raises(DataError, match=r"they are off by .* nothing was written"):
         convert_to(make_run(joint), tmp_path / "out", "hf")
     assert list(tmp_path.iterdir()) == []

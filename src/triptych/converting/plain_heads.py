@@ -18,7 +18,7 @@ from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights, Link, standard_scale
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, ModelConfig, attention_weights, with_attention
-from triptych.rewriting import Step, rewrite
+from triptych.rewriting.models import Step, rewrite
 
 _STEPS: tuple[Step, ...] = (
     rewrites.expand,

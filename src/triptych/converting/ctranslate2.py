@@ -18,11 +18,11 @@ from triptych.attention import MultiHeadAttention
 from triptych.attention.projections.factored import FactoredProjections
 from triptych.checkpoints.marian_tokenizer_writing import write_tokenizers
 from triptych.checkpoints.marian_writing import max_positions, position_table
-from triptych.conversion_checks import Check, Pairs, Written, compare_logits, logits_of, random_pairs
+from triptych.converting.checks import Check, Pairs, Written, compare_logits, logits_of, random_pairs
+from triptych.converting.plain_heads import plain_model
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import DecoderBlock, EncoderBlock, FeedForward, Residual
-from triptych.plain_heads import plain_model
 from triptych.runs import Run
 from triptych.text import SentencePieceTokenizer
 

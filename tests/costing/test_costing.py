@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from triptych import cost_pages, cost_timing
 from triptych.algebra.cost import cached_numbers, pass_cost
 from triptych.attention import PARAMETERISATIONS, LayerCache, MultiHeadAttention
-from triptych.cost_timing import Machine, measure_times
-from triptych.costing import CostReport, CostRow, CostSpec, LeftOut, evaluate, measure_cost
+from triptych.costing import pages, timing
+from triptych.costing.counting import CostReport, CostRow, CostSpec, LeftOut, evaluate, measure_cost
+from triptych.costing.timing import Machine, measure_times
 
 BATCH, LENGTH, CONTEXT, MEMORY = 2, 6, 9, 5
 WORK: dict[str, int] = {"batch": BATCH, "length": LENGTH, "context": CONTEXT}
@@ -247,8 +247,8 @@ TIMED = CostSpec(
 @pytest.fixture
 def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates from a product and a copy that take no time."""
-    monkeypatch.setitem(cost_timing._GEMM_WIDTH, "cpu", 64)
-    monkeypatch.setitem(cost_timing._COPIED_BYTES, "cpu", 2**16)
+    monkeypatch.setitem(timing._GEMM_WIDTH, "cpu", 64)
+    monkeypatch.setitem(timing._COPIED_BYTES, "cpu", 2**16)
 
 
 class Call:
@@ -315,10 +315,10 @@ def test_times_have_quartiles_rounds_and_a_prediction() -> None:
     assert machine.threads == torch.get_num_threads()
     assert (machine.device, machine.dtype, machine.torch) == ("cpu", "fp32", torch.__version__)
     for row, counts in zip(timed.rows, report.rows, strict=True):
-        for timing in (row.forward, row.training, row.decode):
-            assert timing.rounds == 5
-            assert 0 < timing.low_seconds <= timing.seconds <= timing.high_seconds
-            assert timing.ratio == timing.seconds / timing.predicted_seconds
+        for found in (row.forward, row.training, row.decode):
+            assert found.rounds == 5
+            assert 0 < found.low_seconds <= found.seconds <= found.high_seconds
+            assert found.ratio == found.seconds / found.predicted_seconds
         tokens = TIMED.batch * TIMED.length
         assert row.forward.predicted_seconds == machine.predicted_seconds(
             counts.prefill_flops * tokens, counts.prefill_bytes
@@ -381,25 +381,25 @@ def test_a_prediction_is_the_slower_of_arithmetic_and_memory() -> None:
     ],
 )
 def test_counts_have_three_digits(number: float | int, text: str) -> None:
-    assert cost_pages.count(number) == text
+    assert pages.count(number) == text
 
 
 @pytest.mark.parametrize(
     ("number", "text"), [(512, "512 B"), (2048, "2.00 KiB"), (8 * 2**20, "8.00 MiB"), (2**40, "1.00 TiB")]
 )
 def test_sizes_are_powers_of_1024(number: float, text: str) -> None:
-    assert cost_pages.size(float(number)) == text
+    assert pages.size(float(number)) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(2.0, "2.00 s"), (0.0123, "12.3 ms"), (4.1e-5, "41.0 µs")])
 def test_durations_have_their_unit(seconds: float, text: str) -> None:
-    assert cost_pages.duration(seconds) == text
+    assert pages.duration(seconds) == text
 
 
 def test_notes_tell_what_was_absorbed_and_what_left_out() -> None:
     report = measure_cost(SPECS["small latent"])
     report = CostReport(report.spec, report.rows, (LeftOut("direct", "it does not fit"),))
-    assert cost_pages.notes(report) == [
+    assert pages.notes(report) == [
         "latent, prefill and decode: the absorbed route, attending to what is cached as it is, "
         "takes fewer FLOPs",
         "direct left out: it does not fit",
@@ -409,7 +409,7 @@ def test_notes_tell_what_was_absorbed_and_what_left_out() -> None:
 @pytest.mark.usefixtures("_small_machine")
 def test_the_page_holds_a_bar_and_a_row_for_each() -> None:
     report = measure_cost(CostSpec(parameterisations=("factored", "latent")))
-    page = cost_pages.cost_page(report, command="triptych cost")
+    page = pages.cost_page(report, command="triptych cost")
     assert [chart.title for chart in page.charts] == ["Parameters", "Cache", "FLOPs per token", "Activations"]
     assert [(bar.name, bar.value) for bar in page.charts[0].bars] == [
         ("factored", 1048576),
@@ -422,6 +422,6 @@ def test_the_page_holds_a_bar_and_a_row_for_each() -> None:
         measure_cost(CostSpec(d_model=8, num_heads=2, length=2, context=2, parameterisations=("direct",))),
         seconds=0.0,
     )
-    page = cost_pages.cost_page(report, timed)
+    page = pages.cost_page(report, timed)
     assert [table.title for table in page.tables] == ["Cost", "Time on this machine", "Formulas"]
     assert len(page.tables[1].rows[0]) == 10

@@ -12,13 +12,13 @@ from typing import Any, Literal, final
 import torch
 
 from triptych.checkpoints import model_type
-from triptych.conversion_checks import Check, Written
-from triptych.ctranslate2_folders import Quantization, write_ctranslate2
+from triptych.converting.checks import Check, Written
+from triptych.converting.ctranslate2 import Quantization, write_ctranslate2
+from triptych.converting.hugging_face import write_hf
+from triptych.converting.onnx import write_onnx
 from triptych.errors import DataError, UsageError
 from triptych.files import write_folder
-from triptych.hf_folders import write_hf
 from triptych.models import read_model
-from triptych.onnx_folders import write_onnx
 from triptych.runs import Run
 from triptych.text import TokenizerPair
 

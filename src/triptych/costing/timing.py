@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from triptych.attention import LayerCache, MultiHeadAttention
-from triptych.costing import DTYPES, CostReport, CostRow, CostSpec
+from triptych.costing.counting import DTYPES, CostReport, CostRow, CostSpec
 
 # Sizes at which a product is bound by arithmetic and a copy by memory: (width, numbers) by device.
 _GEMM_WIDTH = {"cpu": 1024, "cuda": 4096}

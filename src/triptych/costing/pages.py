@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from triptych.cost_timing import TimedRow, Timing, TimingReport
-from triptych.costing import CostReport, CostRow, CostSpec
+from triptych.costing.counting import CostReport, CostRow, CostSpec
+from triptych.costing.timing import TimedRow, Timing, TimingReport
 from triptych.reports import Bar, BarChart, ComparisonReport, Table
 
 LEGEND = (

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from triptych.algebra.chance import random_closeness, random_copying_spread, random_spectrum
-from triptych.inspection import FOLD, LOOKS, LOSSES, MEASURES, NEAR, InspectedLayer, Inspection
+from triptych.inspection.checkpoint import NEAR, Inspection
+from triptych.inspection.layers import FOLD, InspectedLayer
+from triptych.inspection.measures import LOOKS, LOSSES, MEASURES
 from triptych.reports import HeadLayer, HeadMeasure, HeadsReport, Table
 
 _PAIRS = {"qk": "W_Q and W_K", "qv": "W_Q and W_V", "kv": "W_K and W_V"}

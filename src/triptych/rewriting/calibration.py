@@ -13,8 +13,8 @@ from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.weights import AttentionWeights, Norm
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
-from triptych.layer_rewriting import RewrittenLayer
-from triptych.running import Seen, open_model
+from triptych.rewriting.layers import RewrittenLayer
+from triptych.rewriting.running import Seen, open_model
 
 MOST_TOKENS = 1 << 16
 

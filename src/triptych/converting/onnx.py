@@ -17,9 +17,9 @@ from torch.export import Dim
 
 from triptych.checkpoints.marian_tokenizer_writing import TARGET_FOLDER, write_tokenizers
 from triptych.checkpoints.marian_writing import max_positions, position_table
-from triptych.conversion_checks import Check, Pairs, Written, compare_logits, logits_of, random_pairs
+from triptych.converting.checks import Check, Pairs, Written, compare_logits, logits_of, random_pairs
+from triptych.converting.onnx_graphs import DecoderGraph, EncoderGraph
 from triptych.errors import UsageError
-from triptych.onnx_graphs import DecoderGraph, EncoderGraph
 from triptych.runs import Run
 from triptych.text import SentencePieceTokenizer
 

@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from triptych.certificates import (
+from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.copying import CONFIG, set_entry
+from triptych.checkpoints.family import Family
+from triptych.checkpoints.layer import AttentionSource
+from triptych.checkpoints.shards import tensor_hash
+from triptych.checkpoints.tensors import Tensors, open_tensors, read_json, shown, stays_in_folder
+from triptych.errors import DataError, TriptychError, UsageError
+from triptych.rewriting.certificate import (
     CERTIFICATE,
     MODEL_CARD,
     Certificate,
@@ -17,15 +24,8 @@ from triptych.certificates import (
     card,
     read_certificate,
 )
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.copying import CONFIG, set_entry
-from triptych.checkpoints.family import Family
-from triptych.checkpoints.layer import AttentionSource
-from triptych.checkpoints.shards import tensor_hash
-from triptych.checkpoints.tensors import Tensors, open_tensors, read_json, shown, stays_in_folder
-from triptych.errors import DataError, TriptychError, UsageError
-from triptych.layer_rewriting import PROBES, measure_change, move_of_forms
-from triptych.running import compared, open_model, read_whole_text
+from triptych.rewriting.measuring import PROBES, measure_change, move_of_forms
+from triptych.rewriting.running import compared, open_model, read_whole_text
 
 # Measured again on another machine, float64 sums come out in another order, and products of the checkpoint's
 # own dtype by another kernel.

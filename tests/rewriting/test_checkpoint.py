@@ -14,15 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from small_checkpoints import gpt2, llama
 from triptych.algebra.rewrites import RewriteRefusedError
-from triptych.certificate_checks import verify_certificate
-from triptych.certificates import CERTIFICATE, Certificate, read_certificate
-from triptych.checkpoint_rewriting import plan_rewrite, prepare, rewrite_checkpoint
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.writing import write_layer
 from triptych.errors import DataError, TriptychError, UsageError
-from triptych.layer_rewriting import measure_change, rewrite_layer
-from triptych.rewrite_steps import (
-    EXACT,
+from triptych.rewriting.certificate import CERTIFICATE, Certificate, read_certificate
+from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.layers import rewrite_layer
+from triptych.rewriting.measuring import measure_change
+from triptych.rewriting.planning import plan_rewrite, prepare
+from triptych.rewriting.recipe import EXACT, RewriteRecipe, read_rewrite_recipe, require_order
+from triptych.rewriting.steps import (
     DropKeyBias,
     FoldNorm,
     FoldValueBias,
@@ -30,13 +31,11 @@ from triptych.rewrite_steps import (
     MergeKVHeads,
     PruneHeads,
     RepeatKVHeads,
-    RewriteRecipe,
     SortHeads,
     Step,
-    Truncate,
-    read_rewrite_recipe,
-    require_order,
 )
+from triptych.rewriting.truncation import Truncate
+from triptych.rewriting.verification import verify_certificate
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 

@@ -1,0 +1,235 @@
+"""What the attention of a checkpoint looks like, head by head: `inspect_checkpoint(open_checkpoint(path))`.
+
+One layer is held at a time. Nothing is run: all that is said follows from the weights.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.similarity import alike, cosine_of_forms, sketches
+from triptych.algebra.weights import AttentionWeights, Side
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.errors import UsageError
+from triptych.inspection.layers import InspectedLayer, inspect_layer
+from triptych.inspection.measures import MEASURES
+
+# Cosine of two forms, of either sign, from which on they are called near-copies.
+NEAR = 0.9
+
+
+# Pairs of each form that may be worked out: each takes two layers to be read again.
+_MOST_PAIRS = 200
+
+
+@final
+@dataclass(frozen=True)
+class NearCopy:
+    """Two heads that look, or move, nearly the same, with a map of their own that makes the form.
+
+    Attributes:
+        form: "qk" or "ov".
+        one: a head, as "encoder 0, head 3".
+        other: another.
+        cosine: of their forms; negative where one does the opposite.
+    """
+
+    form: str
+    one: str
+    other: str
+    cosine: float
+
+
+@final
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint looked at.
+
+    Attributes:
+        name: of the checkpoint.
+        family: how it is written.
+        known_by: what that is known by.
+        layers: all that were looked at.
+        ignores_rotary: whether figures of rotary heads are those of W_Q W_Kᵀ as if nothing turned.
+        num_tensors: there are; those of `left_over` are no attention.
+        seconds: that it took.
+        copies: heads that are nearly the same, the nearest first.
+        more_copies: whether there may be more of them than were worked out.
+        unread: tensors of attention that is known and not read, and why.
+        absent: stacks that the configuration has and the tensors have not.
+    """
+
+    name: str
+    family: str
+    known_by: str
+    layers: tuple[InspectedLayer, ...]
+    ignores_rotary: bool
+    num_tensors: int
+    left_over: tuple[str, ...]
+    seconds: float
+    copies: tuple[NearCopy, ...]
+    more_copies: bool
+    unread: dict[str, str]
+    absent: tuple[str, ...] = ()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A flat record of every head: its place, then every measure."""
+        return [
+            {
+                "stack": layer.stack,
+                "layer": layer.layer,
+                "kind": layer.kind,
+                "head": head,
+                "module": layer.module,
+                "positions": layer.positions,
+                "qk_of": layer.qk_of,
+                **{measure.name: layer.figures[measure.name][place] for measure in MEASURES},
+            }
+            for layer in self.layers
+            for place, head in enumerate(layer.heads)
+        ]
+
+
+# What is told while it goes on: bytes read, of how many, and the layer that comes next.
+Progress = Callable[[int, int, str], None]
+
+
+@torch.no_grad()
+def inspect_checkpoint(
+    checkpoint: AttentionSource,
+    *,
+    layers: Collection[int] | None = None,
+    heads: Collection[int] | None = None,
+    ignore_rotary: bool = False,
+    progress: Progress | None = None,
+) -> Inspection:
+    """Measure the heads of a checkpoint.
+
+    Args:
+        checkpoint: opened.
+        layers: numbers of layers, in every stack; all if None. Likewise `heads`.
+        heads: numbers of heads.
+        ignore_rotary: measure W_Q W_Kᵀ of rotary heads as if nothing turned.
+        progress: is told of every layer before it is read.
+
+    Raises:
+        UsageError: no layer or head is left.
+        DataError: the checkpoint's tensors are not what its configuration says.
+    """
+    started = time.monotonic()
+    for what, chosen in (("layers", layers), ("heads", heads)):
+        if chosen is not None and not chosen:
+            raise UsageError(f"{checkpoint.name}: no {what} are chosen")
+    sites = [site for site in checkpoint.sites if layers is None or site.layer in layers]
+    last = max(site.layer for site in checkpoint.sites)
+    if layers is not None and not {site.layer for site in checkpoint.sites} >= set(layers):
+        unknown = next(layer for layer in layers if layer not in {site.layer for site in checkpoint.sites})
+        raise UsageError(f"{checkpoint.name}: there is no layer {unknown}; they go from 0 to {last}")
+    total, done = sum(checkpoint.bytes_of(site) for site in sites), 0
+    found, sketched = [], _Sketches(checkpoint, ignore_rotary)
+    for site in sites:
+        if progress is not None:
+            progress(done, total, site.name)
+        layer = checkpoint.read(site)
+        maps = layer.weights.multiplied_out()
+        found.append(inspect_layer(checkpoint, layer, maps, heads, ignore_rotary))
+        sketched.add(layer, maps, found[-1])
+        done += found[-1].num_bytes
+        del layer, maps
+    most = max(layer.num_heads for layer in found) - 1
+    if heads is not None and max(heads, default=-1) > most:
+        raise UsageError(f"{checkpoint.name}: there is no head {max(heads)}; they go from 0 to {most}")
+    if progress is not None:
+        progress(done, total, "heads that are nearly the same")
+    copies, more_copies = sketched.near_copies()
+    if progress is not None:
+        progress(total, total, "")
+    return Inspection(
+        name=checkpoint.name,
+        family=checkpoint.written_as,
+        known_by=checkpoint.known_by,
+        layers=tuple(found),
+        ignores_rotary=ignore_rotary,
+        num_tensors=checkpoint.num_tensors,
+        left_over=checkpoint.left_over,
+        copies=tuple(copies),
+        more_copies=more_copies,
+        unread=dict(checkpoint.unread),
+        absent=checkpoint.absent,
+        seconds=time.monotonic() - started,
+    )
+
+
+class _Sketches:
+    """Short stand-ins for the forms of all heads, from which those that may be near-copies are found."""
+
+    def __init__(self, checkpoint: AttentionSource, ignore_rotary: bool) -> None:
+        self._checkpoint, self._ignore_rotary = checkpoint, ignore_rotary
+        # By form and the sizes of its input: sketches, and of each the layer, its name, and the head.
+        self._found: dict[tuple[str, int, int], list[tuple[Tensor, Site, str, int]]] = {}
+        self._kept: dict[Site, dict[str, tuple[Tensor, Tensor]]] = {}
+
+    def add(self, layer: AttentionLayer, maps: AttentionWeights, inspected: InspectedLayer) -> None:
+        """Remember the heads of a layer that were looked at."""
+        if not inspected.heads:
+            return
+        for form, (left, right) in self._factors(layer, maps).items():
+            size = form, left.shape[1], right.shape[1]
+            rows = sketches(left, right)
+            self._found.setdefault(size, []).extend(
+                (rows[head], layer.site, inspected.name, head)
+                for head in _first_of_each(form, maps, inspected.heads)
+                if bool(rows[head].isfinite().all())
+            )
+
+    def near_copies(self) -> tuple[list[NearCopy], bool]:
+        """Pairs with a cosine of at least `NEAR`, of either sign, worked out, the nearest first.
+
+        The second is whether there may be more: so many are worked out and no more.
+        """
+        found, more = [], False
+        for (form, *_), heads in self._found.items():
+            pairs = alike(torch.stack([row for row, *_ in heads]), NEAR, _MOST_PAIRS + 1) if heads else []
+            more |= len(pairs) > _MOST_PAIRS
+            # Layer by layer: each pair of layers is read once.
+            for i, j in sorted(pairs[:_MOST_PAIRS], key=lambda pair: (heads[pair[0]][2], heads[pair[1]][2])):
+                (_, one_site, one_name, one), (_, other_site, other_name, other) = heads[i], heads[j]
+                left, right = self._read(one_site)[form]
+                other_left, other_right = self._read(other_site)[form]
+                cosine = cosine_of_forms(left[one], right[one], other_left[other], other_right[other])
+                if abs(cosine) >= NEAR:
+                    names = f"{one_name}, head {one}", f"{other_name}, head {other}"
+                    found.append(NearCopy(form, *names, cosine))
+        return sorted(found, key=lambda pair: -abs(pair.cosine)), more
+
+    def _factors(self, layer: AttentionLayer, maps: AttentionWeights) -> dict[str, tuple[Tensor, Tensor]]:
+        found = {"ov": (maps.W_V, maps.W_O.mT)}
+        if layer.scoring.rotation is None or self._ignore_rotary:
+            found["qk"] = maps.W_Q, maps.W_K
+        return found
+
+    def _read(self, site: Site) -> dict[str, tuple[Tensor, Tensor]]:
+        """The factors of a layer; those of the last two are kept."""
+        if site not in self._kept:
+            layer = self._checkpoint.read(site)
+            self._kept[site] = self._factors(layer, layer.weights.multiplied_out())
+            while len(self._kept) > 2:
+                self._kept.pop(next(iter(self._kept)))
+        else:
+            self._kept[site] = self._kept.pop(site)
+        return self._kept[site]
+
+
+def _first_of_each(form: str, maps: AttentionWeights, heads: Collection[int]) -> Iterator[int]:
+    """Heads, of those that share both maps of a form the first."""
+    sides: tuple[Side, Side] = ("q", "k") if form == "qk" else ("v", "o")
+    seen = set[tuple[int, ...]]()
+    for head in heads:
+        copies = tuple(head * maps.chain(side)[0].copies // maps.num_heads for side in sides)
+        if copies not in seen:
+            seen.add(copies)
+            yield head

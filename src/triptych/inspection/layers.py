@@ -1,0 +1,322 @@
+"""What one attention layer looks like, head by head."""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.function import Disentangled, DistanceTable, Scoring
+from triptych.algebra.measures import COMPARED, HeadMeasures, Planes, comparable, measure_heads
+from triptych.algebra.rewrites import (
+    RewriteRefusedError,
+    Rewritten,
+    drop_key_bias,
+    fold,
+    fold_value_bias,
+)
+from triptych.algebra.similarity import MapSimilarity
+from triptych.algebra.weights import SIDES, AttentionWeights, Chain
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource
+from triptych.inspection.measures import LOSSES, MORE_OF_TOP
+
+# A rewrite of `InspectedLayer.foldable`.
+FOLD = "fold stacked maps"
+
+
+# What is below this share of the largest singular value may be rounding of maps multiplied in float32.
+_NO_RANK = 1e-6
+
+
+@final
+@dataclass(frozen=True)
+class InspectedLayer:
+    """The heads of one layer that were looked at.
+
+    Attributes:
+        stack: "encoder", "decoder", …; with `layer`, `kind` and `module` as in `Site`.
+        layer: its number in the stack.
+        kind: "self", "causal" or "cross".
+        module: its name in the checkpoint.
+        heads: numbers of those looked at.
+        num_heads: query heads there are.
+        num_key_heads: different key maps.
+        maps: how many different ones there are to "q", "k" and "v"; heads share them consecutively.
+        subspaces: how many different ones these read: fewer where heads only weigh or widen what a map that
+            they share reads.
+        d_model: width of the input.
+        d_k: of queries and keys.
+        d_v: of values.
+        positions: how it tells positions apart.
+        turns: whether queries and keys turn with the position.
+        planes: rotary planes that turn, and those too slow to; None without a rotation, or if it was ignored.
+        caveats: what else stands between the maps and what the heads do.
+        figures: by measure, one number a head, None where there is nothing to say; a condition may be
+            infinite.
+        spectra: singular values of "qk" and "ov", a list a head.
+        angles: principal angles in degrees of "qk", "qv", "kv", a list a head.
+        cut: parameters that the nearest forms of lower rank would take away, by form ("qk", "ov"), if each
+            head loses at most the first, second, … of `LOSSES`. Left out are the "qk" of heads that turn
+            with the position, and heads that share keys and values.
+        foldable: parameters that exact rewrites would take away, by rewrite; refused ones with the reason.
+        parameters: of the layer.
+        broken: tensors with entries that are not finite, and how many.
+        num_bytes: read for it.
+    """
+
+    stack: str
+    layer: int
+    kind: str
+    module: str
+    heads: tuple[int, ...]
+    num_heads: int
+    num_key_heads: int
+    maps: dict[str, int]
+    subspaces: dict[str, int]
+    d_model: int
+    d_k: int
+    d_v: int
+    positions: str
+    turns: bool
+    planes: tuple[int, int] | None
+    caveats: tuple[str, ...]
+    figures: dict[str, list[float | None]]
+    spectra: dict[str, list[list[float]]]
+    angles: dict[str, list[list[float]]]
+    cut: dict[str, list[int]]
+    foldable: dict[str, int | str]
+    parameters: int
+    broken: dict[str, int]
+    num_bytes: int
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.stack} {self.layer}" + (" cross" if self.kind == "cross" else "")
+
+    @property
+    def qk_of(self) -> str:
+        """What figures of W_QK are of: the form, rotary planes, or the form as if nothing turned."""
+        if not self.turns:
+            return "form"
+        return "form, rotary ignored" if self.planes is None else "planes"
+
+
+def inspect_layer(
+    checkpoint: AttentionSource,
+    layer: AttentionLayer,
+    maps: AttentionWeights,
+    heads: Collection[int] | None,
+    ignore_rotary: bool,
+) -> InspectedLayer:
+    """Of a layer as it is written, and of its maps multiplied out."""
+    weights, site = layer.weights, layer.site
+    planes = None
+    if layer.scoring.rotation is not None and not ignore_rotary:
+        longest = checkpoint.longest_text(site)
+        planes = Planes.of(layer.scoring.rotation, min(longest, layer.scoring.window or longest))
+    measured = measure_heads(maps, planes, comparable(weights))
+    chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
+    return InspectedLayer(
+        stack=site.stack,
+        layer=site.layer,
+        kind=site.kind,
+        module=site.module,
+        heads=tuple(chosen),
+        num_heads=weights.num_heads,
+        num_key_heads=weights.num_key_heads,
+        maps={side: maps.chain(side)[0].copies for side in ("q", "k", "v")},
+        subspaces={side: _subspaces(weights.chain(side)) for side in ("q", "k", "v")},
+        d_model=weights.d_model,
+        d_k=maps.q[0].d_out,
+        d_v=maps.v[0].d_out,
+        positions="disentangled"
+        if isinstance(layer.scoring.bias, Disentangled)
+        else weights.traits.positions,
+        turns=layer.scoring.rotation is not None,
+        caveats=tuple(_caveats(layer)),
+        planes=None if planes is None else (planes.slow.count(False), planes.slow.count(True)),
+        figures={
+            name: _numbers(values, chosen, weights.num_heads) for name, values in _figures(measured).items()
+        },
+        spectra={
+            form: _lists(spectrum.values, chosen)
+            for form, spectrum in (("qk", measured.qk), ("ov", measured.ov))
+        },
+        angles={
+            pair: _lists(found.angles.rad2deg(), chosen)
+            for pair, found in measured.similarity.items()
+            if found is not None
+        },
+        cut=_cut(layer, measured, chosen),
+        foldable=_foldable(layer),
+        parameters=weights.num_parameters,
+        broken=dict(checkpoint.broken(layer)) if _is_broken(layer, measured) else {},
+        num_bytes=checkpoint.bytes_of(site),
+    )
+
+
+def _subspaces(chain: Chain) -> int:
+    """How many different ones the maps of a chain read: only a link that narrows chooses among channels."""
+    return max((link.copies for link in chain if link.d_out < link.d_in), default=1)
+
+
+def _is_broken(layer: AttentionLayer, measured: HeadMeasures) -> bool:
+    """Whether anything that was read is not finite: a map, a bias, a gain."""
+    small = (tensor for tensor in layer.weights.tensors() if tensor.ndim < 3)
+    beside = _tensors_of(layer.scoring)
+    return not (bool(measured.finite.all()) and all(bool(t.isfinite().all()) for t in (*small, *beside)))
+
+
+def _tensors_of(scoring: Scoring) -> Iterator[Tensor]:
+    """What was read of a layer besides its maps."""
+    for norm in (scoring.q_norm, scoring.k_norm):
+        if norm is not None:
+            yield from (part for part in (norm.gain, norm.shift) if part is not None)
+    if scoring.sinks is not None:
+        yield scoring.sinks
+    match scoring.bias:
+        case DistanceTable(table=table):
+            yield table
+        case Disentangled(keys=keys, queries=queries):
+            yield from (part for part in (keys, queries) if part is not None)
+
+
+def _caveats(layer: AttentionLayer) -> Iterator[str]:
+    """What W_QK and W_OV do not say of a layer."""
+    scoring = layer.scoring
+    if layer.uses > 1:
+        yield f"the model uses these same weights {layer.uses} times, one after the other"
+    if scoring.q_norm is not None or scoring.k_norm is not None:
+        yield "queries and keys are normalised before they meet, so sizes of W_QK say nothing of the scores"
+    if scoring.between:
+        yield "a norm stands within a map, which is measured as if it were not there"
+    if isinstance(scoring.bias, Disentangled):
+        yield "distances meet queries and keys, too, and W_QK is the share of the content alone"
+    if scoring.soft_cap is not None:
+        yield f"scores are soft-capped at ±{scoring.soft_cap:g}"
+    if scoring.sinks is not None:
+        yield "a sink takes part in the softmax besides the keys"
+
+
+def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:
+    found: dict[str, Tensor | None] = {}
+    for form, spectrum in (("qk", measured.qk), ("ov", measured.ov)):
+        found |= {
+            f"{form}_effective_rank": spectrum.effective_rank,
+            f"{form}_stable_rank": spectrum.stable_rank,
+            f"{form}_participation": spectrum.participation_ratio,
+            f"{form}_rank": (rank := spectrum.rank(_NO_RANK)),
+            **{f"{form}_rank_{100 - round(100 * loss)}": spectrum.rank_within(loss) for loss in LOSSES},
+            f"{form}_top": spectrum.kept[:, 0],
+            **{
+                f"{form}_top_{count}": spectrum.kept[:, min(count, spectrum.kept.shape[1]) - 1]
+                for count in MORE_OF_TOP
+            },
+            f"{form}_spectral_norm": spectrum.spectral_norm,
+            f"{form}_frobenius_norm": spectrum.frobenius_norm,
+            f"{form}_condition": spectrum.condition.where(rank == spectrum.values.shape[-1], math.inf),
+        }
+    for pair, similarity in measured.similarity.items():
+        found |= _of_similarity(pair, similarity)
+    symmetry = measured.symmetry
+    found |= {
+        "qk_symmetric_share": None if symmetry is None else (1 + symmetry) / 2,
+        "qk_symmetry": symmetry,
+        "ov_copying": measured.copying,
+        **{f"{side}_norm": norm for side, norm in measured.norms.items()},
+        "qkv_apart": _apart(measured, "cosine"),
+        "qkv_apart_rotated": _apart(measured, "procrustes"),
+    }
+    return {name: None if v is None else v.where(measured.finite, math.nan) for name, v in found.items()}
+
+
+def _apart(measured: HeadMeasures, closeness: Literal["cosine", "procrustes"]) -> Tensor | None:
+    """1 − 3 ‖mean‖² / Σ ‖W‖² of W_Q, W_K and W_V, from the inner products of pairs.
+
+    With the largest inner product that rotations of a pair reach, a lower bound: no rotation of three
+    serves every pair better.
+    """
+    norms = measured.norms
+    energies = norms["q"].square() + norms["k"].square() + norms["v"].square()
+    inner = torch.zeros_like(energies)
+    for pair, (one, other) in COMPARED.items():
+        found = measured.similarity[pair]
+        if found is None:
+            return None
+        close = getattr(found, closeness).where(found.cosine.isfinite(), math.nan)  # of equal shapes only
+        inner += close * norms[one] * norms[other]
+    return (energies - inner) * (2 / 3) / energies
+
+
+def _of_similarity(pair: str, found: MapSimilarity | None) -> dict[str, Tensor | None]:
+    return {
+        f"{pair}_overlap": None if found is None else found.overlap,
+        f"{pair}_times_chance": None if found is None else found.times_chance,
+        f"{pair}_p_value": None if found is None else found.p_value,
+        f"{pair}_cosine": None if found is None else found.cosine,
+        f"{pair}_procrustes": None if found is None else found.procrustes,
+        f"{pair}_cka": None if found is None else found.cka,
+    }
+
+
+def _numbers(values: Tensor | None, chosen: Sequence[int], num_heads: int) -> list[float | None]:
+    numbers = [math.nan] * num_heads if values is None else values.double().tolist()
+    return [None if math.isnan(numbers[head]) else numbers[head] for head in chosen]
+
+
+def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:
+    rows = values.tolist()
+    return [[value for value in rows[head] if math.isfinite(value)] for head in chosen]
+
+
+def _cut(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:
+    """Parameters that the factors of the nearest forms of lower rank have less than those of the heads."""
+    weights, scoring = layer.weights, layer.scoring
+    # Neither a rotation nor a norm lets other factors of W_Q W_Kᵀ stand for W_Q and W_K.
+    fixed = scoring.rotation is None and scoring.q_norm is None and scoring.k_norm is None
+    chains = [weights.chain(side) for side in SIDES]
+    if any(len(chain) != 1 for chain in chains) or isinstance(layer.scoring.bias, Disentangled):
+        return {}  # what one head would lose, another still needs
+    if len({id(chain[0]) for chain in chains}) < len(chains):
+        return {}
+    height = {side: weights.chain(side)[0].d_in for side in ("q", "k", "v")}
+    width_out = weights.o[0].d_out
+    if weights.num_key_heads != weights.num_heads:
+        return {}
+    found = {}
+    for form, spectrum, numbers_a_direction in (
+        ("qk", measured.qk, height["q"] + height["k"]),
+        ("ov", measured.ov, height["v"] + width_out),
+    ):
+        if form == "ov" or fixed:
+            full = spectrum.values.shape[-1]
+            ranks = [spectrum.rank_within(loss) for loss in LOSSES]
+            found[form] = [
+                sum(
+                    (full - int(rank[head])) * numbers_a_direction for head in chosen if measured.finite[head]
+                )
+                for rank in ranks
+            ]
+    return found
+
+
+def _foldable(layer: AttentionLayer) -> dict[str, int | str]:
+    """Parameters that each exact rewrite would take away, or why it is refused."""
+    found: dict[str, int | str] = {}
+    rewrites: list[tuple[str, Callable[[AttentionWeights], Rewritten]]] = [
+        ("drop the key bias", drop_key_bias),
+        ("fold the value bias", fold_value_bias),
+    ]
+    if any(len(layer.weights.chain(side)) > 1 for side in SIDES) and not layer.scoring.between:
+        rewrites.append((FOLD, fold))
+    for name, rewrite in rewrites:
+        try:
+            left = rewrite(layer.weights).weights.num_parameters
+        except RewriteRefusedError as refusal:
+            found[name] = str(refusal)
+        else:
+            found[name] = layer.weights.num_parameters - left
+    return found

@@ -1,0 +1,37 @@
+"""Attention written another way: in memory, and in a checkpoint, with a certificate."""
+
+from triptych.rewriting.models import (
+    Outcome,
+    drop_key_bias,
+    expand,
+    factor,
+    fold,
+    fold_norm,
+    fold_value_bias,
+    gauge_fix,
+    merge_kv_heads,
+    permute_heads,
+    prune_heads,
+    repeat_kv_heads,
+    rewrite,
+    to_latent,
+    truncate,
+)
+
+__all__ = [
+    "Outcome",
+    "drop_key_bias",
+    "expand",
+    "factor",
+    "fold",
+    "fold_norm",
+    "fold_value_bias",
+    "gauge_fix",
+    "merge_kv_heads",
+    "permute_heads",
+    "prune_heads",
+    "repeat_kv_heads",
+    "rewrite",
+    "to_latent",
+    "truncate",
+]

@@ -1,0 +1,144 @@
+"""What the output of a rewritten layer does on random inputs, and what its weights allow on others."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.bounds import output_bound, score_bound
+from triptych.algebra.function import attend
+from triptych.algebra.rewrites import FORMS, fold_norm
+from triptych.algebra.rewrites.channels import move
+from triptych.algebra.rewrites.planes import rotary_move
+from triptych.algebra.slices import groups_of, heads_of, scoring_of, separable
+from triptych.algebra.weights import SIDES, AttentionWeights, Norm
+from triptych.checkpoints.layer import AttentionLayer
+from triptych.rewriting.certificate import Measured, Probes
+from triptych.rewriting.layers import MOST_NUMBERS
+
+PROBES = Probes(count=2, length=16, seed=2017)
+
+
+def measure_change(
+    before: AttentionLayer,
+    after: AttentionLayer,
+    probes: Probes = PROBES,
+    *,
+    bounded: bool = False,
+    most_numbers: int = MOST_NUMBERS,
+) -> Measured:
+    """How far the output of a layer moves on random inputs, both as saved.
+
+    Args:
+        before: the original layer.
+        after: the rewritten one, read back from what was saved.
+        probes: the inputs: normal numbers, standardised at every position as a norm without gain leaves them;
+            each layer gets them through the gain and shift of its own norm.
+        bounded: whether to look as well for what the weights allow on other inputs.
+        most_numbers: larger layers are measured a few groups of heads at a time.
+    """
+    x, memory = _probes(before, probes)
+    reference = _output(before, x, memory, torch.float64, most_numbers)
+    moved = _output(after, x, memory, torch.float64, most_numbers)
+    difference = moved - reference
+    own = before.weights.dtype
+    own_error = (_output(before, x, memory, own, most_numbers).double() - reference).norm()
+    new_error = (_output(after, x, memory, own, most_numbers).double() - reference).norm()
+    # Where the dtype is float64 itself, what it rounds is all that there is to compare with.
+    floor = torch.finfo(own).eps * reference.norm() * 1e-3 + torch.finfo(torch.float64).tiny
+    scores, outputs = _bounds(before, after, most_numbers) if bounded else (None, None)
+    return Measured(
+        worst_absolute=float(difference.abs().max()),
+        relative=float(difference.norm() / reference.norm().clamp(min=torch.finfo(torch.float64).tiny)),
+        error_ratio=float(new_error / own_error.clamp(min=float(floor))),
+        score_bound=scores,
+        output_bound=outputs,
+    )
+
+
+def _probes(layer: AttentionLayer, probes: Probes) -> tuple[Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(probes.seed)
+    weights = layer.weights
+
+    def standard(width: int) -> Tensor:
+        found = torch.randn(probes.count, probes.length, width, dtype=torch.float64, generator=generator)
+        found = found - found.mean(dim=-1, keepdim=True)
+        return found / found.square().mean(dim=-1, keepdim=True).sqrt()
+
+    x = standard(weights.d_model)
+    if weights.traits.kind != "cross":
+        return x, None
+    return x, standard(weights.k[0].d_in if weights.k else weights.d_model)
+
+
+def _output(
+    layer: AttentionLayer, x: Tensor, memory: Tensor | None, dtype: torch.dtype, most_numbers: int
+) -> Tensor:
+    weights, scoring = layer.weights, layer.scoring
+    x = _through_norm(x, weights.norm).to(dtype)
+    if memory is not None:
+        memory = _through_norm(memory, weights.memory_norm).to(dtype)
+    size = sum(link.weight.numel() for link in weights.links())
+    if size <= most_numbers or not separable(weights, scoring):
+        return attend(weights.to(dtype), scoring, x, memory)
+    total = torch.zeros((), dtype=torch.float64)  # each head rounds in its dtype, their sum does not
+    for start, stop in groups_of(weights, most_numbers):
+        part = heads_of(weights, start, stop).to(dtype)
+        total = total + attend(part, scoring_of(scoring, start, stop), x, memory).double()
+    return total
+
+
+def _through_norm(x: Tensor, norm: Norm | None) -> Tensor:
+    if norm is None:
+        return x
+    x = x * (norm.gain.double() + norm.offset)
+    return x if norm.shift is None else x + norm.shift.double()
+
+
+def _bounds(
+    before: AttentionLayer, after: AttentionLayer, most_numbers: int
+) -> tuple[float | None, float | None]:
+    """Largest moves of a score and of a head's output that the weights allow; None where none is known."""
+    one, other = before.weights, after.weights
+    if one.num_heads != other.num_heads or sum(link.weight.numel() for link in one.links()) > most_numbers:
+        return None, None
+    if before.scoring.q_norm is not None or before.scoring.between or before.scoring.clip is not None:
+        return None, None
+    one, other = _with_norm_folded(one), _with_norm_folded(other)
+    scores = score_bound(one, other, before.scoring.rotation)
+    return float(scores.max()), float(output_bound(one, other).max())
+
+
+def move_of_forms(before: AttentionLayer, after: AttentionLayer) -> float | None:
+    """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared.
+
+    W_QK of rotary heads moves as its root mean square over long distances, biases as rows (`rotary_move`).
+    """
+    one, other = before.weights.to(torch.float64), after.weights.to(torch.float64)
+    if one.num_heads != other.num_heads or before.scoring.between:
+        return None
+    if not _is_same_norm(one.norm, other.norm) or not _is_same_norm(one.memory_norm, other.memory_norm):
+        one, other = _with_norm_folded(one), _with_norm_folded(other)
+    if before.scoring.rotation is None:
+        return max(float(move(one, other, form).form.max()) for form in FORMS)
+    of_scores = rotary_move(one, other, before.scoring.rotation)
+    return max(float(of_scores.max()), float(move(one, other, "ov").form.max()))
+
+
+def _is_same_norm(one: Norm | None, other: Norm | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    shifts = (norm.gain.new_zeros(1) if norm.shift is None else norm.shift for norm in (one, other))
+    return torch.equal(one.gain, other.gain) and torch.equal(*shifts)
+
+
+def _with_norm_folded(weights: AttentionWeights) -> AttentionWeights:
+    """In float64, the gain and shift of its norm in its maps; without what has no map to take them."""
+    wide = weights.to(torch.float64)
+    if wide.norm is None and wide.memory_norm is None:
+        return wide
+    everything = frozenset(SIDES)
+    free = replace(
+        wide, traits=replace(wide.traits, norm="pre", other_norm_readers="", bias_slots=everything)
+    )
+    return fold_norm(free).weights

@@ -1,0 +1,288 @@
+"""What a rewrite of a checkpoint would do, layer by layer, before anything is written."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.cost import writing_cost
+from triptych.algebra.moments import Moments
+from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.family import Family
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.checkpoints.resizing import Sizes, path_of_record, resizing, sizes_of
+from triptych.checkpoints.writing import WrittenLayer, write_layer
+from triptych.errors import DataError, UsageError
+from triptych.rewriting.calibration import gather_moments, scoring_of_kept
+from triptych.rewriting.certificate import (
+    Cost,
+    LayerRecord,
+    StepRecord,
+)
+from triptych.rewriting.layers import RewrittenLayer, rewrite_layer
+from triptych.rewriting.recipe import RewriteRecipe
+from triptych.rewriting.running import read_whole_text
+from triptych.rewriting.steps import Layer, Step
+
+_KEEPS_SHAPES = (
+    "the format keeps its shapes: biases that are gone, and what heads have less than before, are filled up "
+    "with zeros, and the file stays as large"
+)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A recipe with what all layers together and the text have told.
+
+    Attributes:
+        steps: ready for each layer.
+        moments: by layer and number of the step.
+        skip_refused: as in the recipe.
+    """
+
+    steps: tuple[Step, ...]
+    moments: dict[str, dict[int, Moments]]
+    skip_refused: bool
+
+    def through(
+        self, source: AttentionSource, read: AttentionLayer, upto: int | None = None
+    ) -> RewrittenLayer:
+        """A layer through the steps, or the first so many."""
+        return rewrite_layer(
+            read,
+            self.steps[:upto],
+            skip_refused=self.skip_refused,
+            longest_text=source.longest_text(read.site),
+            moments=self.moments.get(read.site.name),
+        )
+
+
+def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Prepared:
+    """Look at the text, and share budgets out.
+
+    Raises:
+        UsageError: a step needs a text and there is none, or names layers that there are not.
+        RewriteRefusedError: a layer refuses one of the steps before, and that is not to be skipped.
+    """
+    _require_layers(source, recipe.step)
+    if any(step.needs_text for step in recipe.step):
+        if recipe.calibration is None:
+            name = next(step.rewrite for step in recipe.step if step.needs_text)
+            raise UsageError(f"{name} looks at a text: give one with --calibrate, or criterion free")
+        read_whole_text(recipe.calibration)
+    elif recipe.calibration is not None:
+        raise UsageError(
+            "no step looks at the calibration text: leave it out, or choose a criterion that does"
+        )
+    prepared = Prepared(recipe.step, {}, recipe.skip_refused)
+    for number, step in enumerate(recipe.step):
+        if step.needs_text and recipe.calibration is not None:
+            # As the layers are when it is this step's turn, so a pass for each such step.
+            sites = [site for site in source.sites if step.layers is None or site.layer in step.layers]
+            through = partial(_before, source, prepared, number)
+            found = gather_moments(source, folder, sites, through, recipe.calibration)
+            moments = {
+                site.name: {**prepared.moments.get(site.name, {}), number: found[site.name]} for site in sites
+            }
+            prepared = replace(prepared, moments={**prepared.moments, **moments})
+        ready = step.prepare(_layers(source, prepared, number, step), skip_refused=recipe.skip_refused)
+        steps = (*prepared.steps[:number], ready, *prepared.steps[number + 1 :])
+        prepared = replace(prepared, steps=steps)
+    return prepared
+
+
+def _before(source: AttentionSource, prepared: Prepared, number: int, read: AttentionLayer) -> RewrittenLayer:
+    """A layer as the first steps leave it."""
+    return prepared.through(source, read, number)
+
+
+def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Step) -> Iterator[Layer]:
+    """The layers that a step is for, as the steps before it leave them."""
+    for site in source.sites:
+        if step.layers is not None and site.layer not in step.layers:
+            continue
+        read = source.read(site)
+        done = prepared.through(source, read, number)
+        scoring = scoring_of_kept(read, done) if step.needs_text else read.scoring
+        yield Layer(
+            site.name,
+            done.weights.to(torch.float64),
+            scoring,
+            source.longest_text(site),
+            prepared.moments.get(site.name, {}).get(number),
+        )
+
+
+def _require_layers(source: AttentionSource, steps: Sequence[Step]) -> None:
+    there = {site.layer for site in source.sites}
+    for step in steps:
+        if unknown := sorted(set(step.layers or ()) - there):
+            raise UsageError(
+                f"{step.rewrite}: {source.name} has no layer {unknown[0]}; they go from 0 to {max(there)}"
+            )
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """What a rewrite would do.
+
+    Attributes:
+        source: the checkpoint.
+        family: how it is written.
+        layers: what would be done to each, and what refused.
+        before: cost of all attention layers; likewise `after`, of the new weights.
+        settings: what would change in the configuration.
+        bytes_before: of the attention layers' tensors as stored; likewise `bytes_after`.
+        notes: what a reader should know: where the format keeps widths that the weights no longer need, say.
+    """
+
+    source: str
+    family: str
+    layers: tuple[LayerRecord, ...]
+    before: Cost
+    after: Cost
+    settings: dict[str, Any]
+    bytes_before: int
+    bytes_after: int
+    notes: tuple[str, ...]
+
+
+def total(costs: Sequence[Cost]) -> Cost:
+    """Of all of them."""
+    return reduce(Cost.plus, costs, Cost(parameters=0, flops_per_token=0, kv_bytes_per_token=0))
+
+
+def costs_of(read: AttentionLayer, done: RewrittenLayer) -> tuple[Cost, Cost]:
+    """Of a layer before and after."""
+    number_bytes = read.weights.dtype.itemsize
+    return (
+        Cost.of(writing_cost(read.weights), number_bytes),
+        Cost.of(writing_cost(done.weights), number_bytes),
+    )
+
+
+def local_folder(checkpoint: str) -> Path:
+    """The folder of a checkpoint.
+
+    Raises:
+        UsageError: a single file: what lies beside it would be left behind.
+        DataError: nothing of that name.
+    """
+    path = Path(checkpoint)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise UsageError(
+            f"{path} is one file of a checkpoint: give its folder, which is rewritten as a whole"
+        )
+    raise DataError(
+        f"{path}: there is no such folder (fetch one of the Hub first: hf download ID --local-dir FOLDER)"
+    )
+
+
+def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
+    """What a rewrite would do; everything is computed and nothing written.
+
+    Raises:
+        RewriteRefusedError: a layer refuses a step, and that is not to be skipped.
+    """
+    folder = local_folder(checkpoint)
+    source = open_checkpoint(folder, family)
+    prepared = prepare(source, folder, recipe)
+    layers, before, after = [], [], []
+    settings: dict[str, Any] = {}
+    bytes_after, notes = 0, dict[str, None]()
+    stay = fixed_sizes(source, prepared) if isinstance(source, Checkpoint) else set[str]()
+    for site in source.sites:
+        read = source.read(site)
+        done = prepared.through(source, read)
+        if isinstance(source, Checkpoint):
+            done, written = written_layer(source, read, done, prepared.skip_refused, site.name in stay)
+        layers.append(LayerRecord(module=site.module, steps=done.records))
+        one, other = costs_of(read, done)
+        before.append(one)
+        after.append(other)
+        if isinstance(source, Checkpoint):
+            settings |= written.settings
+            bytes_after += _bytes_after(source, site, written.tensors)
+            if other.parameters < one.parameters and not written.settings:
+                notes[_KEEPS_SHAPES] = None
+        else:
+            bytes_after += other.parameters * read.weights.dtype.itemsize
+    return Plan(
+        source=checkpoint,
+        family=source.written_as,
+        layers=tuple(layers),
+        before=total(before),
+        after=total(after),
+        settings=settings,
+        bytes_before=sum(source.bytes_of(site) for site in source.sites),
+        bytes_after=bytes_after,
+        notes=tuple(notes),
+    )
+
+
+def _bytes_after(source: Checkpoint, site: Site, changed: Mapping[str, Tensor]) -> int:
+    """How many bytes the tensors within a layer's module will take."""
+    return sum(
+        changed[name].numel() * changed[name].element_size()
+        if name in changed
+        else source.tensors.infos[name].num_bytes
+        for name in source.tensors.below(site.module)
+    )
+
+
+def written_layer(
+    source: Checkpoint, read: AttentionLayer, done: RewrittenLayer, skip_refused: bool, same_sizes: bool
+) -> tuple[RewrittenLayer, WrittenLayer]:
+    """A layer as its format has it; as it was, and said so, if the format refuses and that is skipped."""
+    try:
+        return done, write_layer(source, read, done.weights, kept=done.kept, same_sizes=same_sizes)
+    except RewriteRefusedError as refused:
+        if not skip_refused:
+            raise
+        records = tuple(
+            record if record.refused else StepRecord(rewrite=record.rewrite, refused=refused.reason)
+            for record in done.records
+        )
+        return RewrittenLayer(read.weights, None, records), WrittenLayer({}, {})
+
+
+def fixed_sizes(source: Checkpoint, prepared: Prepared) -> set[str]:
+    """Names of layers that keep their sizes."""
+    return _sizes_that_stay(source, prepared) if any(step.resizes for step in prepared.steps) else set()
+
+
+def _sizes_that_stay(source: Checkpoint, prepared: Prepared) -> set[str]:
+    """Names of layers that keep their sizes because others that share their configuration do not agree."""
+    wanted: dict[str, Sizes] = {}
+    now: dict[str, Sizes] = {}
+    for site in source.sites:
+        read = source.read(site)
+        done = prepared.through(source, read)
+        now[site.name] = sizes_of(read.weights.multiplied_out())
+        # Reading the shapes needs one map a side, as a file has it.
+        wanted[site.name] = sizes_of(done.weights.multiplied_out())
+    of_record: dict[str, list[str]] = {}
+    for site in source.sites:
+        of_record.setdefault(path_of_record(source, source.place(site)), []).append(site.name)
+    stay: set[str] = set()
+    for names in of_record.values():
+        changed = [name for name in names if wanted[name] != now[name]]
+        # A field speaks for all its layers: they come out alike, in one change of size, or stay as they are.
+        sites = {site.name: site for site in source.sites}
+        alike = all(
+            (found := resizing(source, sites[name], wanted[name])) is not None
+            and all(wanted[other.name] == wanted[name] for other in found.sites)
+            for name in changed
+        )
+        if not alike:
+            stay |= set(names)
+    return stay
