@@ -17,7 +17,7 @@ from small_checkpoints import D, gpt2, gpt2_that_runs, llama
 from triptych import runs
 from triptych.cli import rewrite as command
 from triptych.rewriting.certificate import CERTIFICATE, Certificate, read_certificate
-from triptych.rewriting.steps import Step
+from triptych.rewriting.recipe import STEPS
 from triptych.training import resolve
 from triptych.training.progress import LineDisplay
 
@@ -503,7 +503,6 @@ def test_a_marian_translator_stays_one(triptych: Command, tmp_path: Path) -> Non
 
 # The page about it.
 
-STEPS = Step.__subclasses__()
 DOCS = Path(__file__).parents[2] / "docs" / "rewriting.md"
 
 

@@ -27,7 +27,7 @@ from triptych.runs import Run, train
 from triptych.text import TokenizerPair, TokenizerSpec, generate_pairs, train_tokenizers
 from triptych.training import DecodingConfig, resolve
 
-PARENT = Path(__file__).parents[2] / "shared"
+PARENT = Path(__file__).parents[3] / "shared"
 MARIAN, MULTI30K = PARENT / "checkpoints" / "marian-multi30k", PARENT / "data" / "multi30k"
 SENTENCES = [
     "Das Buch kostet drei Euro.",

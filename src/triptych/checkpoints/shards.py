@@ -33,6 +33,9 @@ _LABELS = {dtype: label for label, dtype in DTYPES.items()}
 _BLOCK = 1 << 20
 # What a system says that does not copy from file to file by itself, or not between these two.
 _CANNOT_COPY = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
+# What the system keeps of files in memory is given back after so many bytes: what a copy goes through once
+# would push out everything else, and fresh memory costs more than the copying itself.
+_MOST_KEPT = 256 << 20
 # Tensors that wait to be copied; tensors that replace others and wait to be written: these are in memory.
 _MOST_WAITING, _MOST_REPLACED = 64, 1
 
@@ -82,6 +85,11 @@ class Shard(ABC):
     def where(self, name: str) -> tuple[int, int] | None:
         """An open file and the place in it where the bytes of a tensor begin; None if none is like that."""
         return None
+
+    def forget(self, name: str) -> None:
+        """Have the system give back the memory in which it keeps the bytes of a tensor."""
+        if (place := self.where(name)) is not None:
+            _forget(*place, self.sizes[name])
 
     @abstractmethod
     def close(self) -> None:
@@ -186,6 +194,7 @@ class ShardCopier:
         self._pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
         self._lock, self._stopped = threading.Lock(), False
         self._syncing: list[Future[None]] = []
+        self._kept = 0
 
     def copy(self, shard: Shard, target: Path) -> dict[str, tuple[int, ...]]:
         """Copy one file.
@@ -210,7 +219,7 @@ class ShardCopier:
             os.close(handle)
         if not fits:
             _move_data(target, shard.header(shapes), len(header))
-        self._syncing.append(self._pool.submit(sync, target))
+        self._syncing.append(self._pool.submit(_sync_and_forget, target))
         return shapes
 
     def finish(self) -> None:
@@ -262,7 +271,8 @@ class ShardCopier:
                 where = None
                 _write_at(handle, block, at + done)
             done += len(block)
-            self._tell(len(block))
+            self._tell(len(block), handle)
+        shard.forget(name)
         digits = found.hexdigest()
         self.hashes[name] = TensorHash(digits, digits)
 
@@ -275,12 +285,20 @@ class ShardCopier:
             written.update(block)
             _write_at(handle, block, at)
             at += len(block)
-            self._tell(len(block))
+            self._tell(len(block), handle)
+        shard.forget(name)
         self.hashes[name] = TensorHash(read.hexdigest(), written.hexdigest())
 
-    def _tell(self, num_bytes: int) -> None:
+    def _tell(self, num_bytes: int, handle: int) -> None:
         with self._lock:
             self._progress(num_bytes)
+            self._kept += num_bytes
+            enough = self._kept > _MOST_KEPT
+            if enough:
+                self._kept = 0
+        if enough:
+            os.fsync(handle)
+            _forget(handle)
 
     def _going_on(self, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
         """The blocks; an error once another tensor has failed."""
@@ -297,6 +315,21 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _sync_and_forget(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+        _forget(handle)
+    finally:
+        os.close(handle)
+
+
+def _forget(handle: int, start: int = 0, length: int = 0) -> None:
+    """Have the system give back the memory that holds a part of a file, to its end if the length is 0."""
+    if sys.platform == "linux":
+        os.posix_fadvise(handle, start, length, os.POSIX_FADV_DONTNEED)
 
 
 def _begun(label: str, shape: tuple[int, ...]) -> "hashlib._Hash":

@@ -4,7 +4,7 @@ import tomllib
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, final
+from typing import Annotated, final, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -42,7 +42,8 @@ AnyStep = Annotated[
 ]
 
 
-_NAMES = tuple(step.model_fields["rewrite"].default for step in Step.__subclasses__())
+STEPS: tuple[type[Step], ...] = get_args(get_args(AnyStep)[0])
+_NAMES = tuple(step.model_fields["rewrite"].default for step in STEPS)
 
 
 # Every exact rewrite that makes nothing larger.
