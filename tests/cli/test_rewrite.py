@@ -501,6 +501,31 @@ def test_a_marian_translator_stays_one(triptych: Command, tmp_path: Path) -> Non
         assert triptych("translate", run, stdin=b"a b c\n").code == 0
 
 
+def test_a_marian_translator_that_stays_as_large_is_offered_the_format_that_shrinks(
+    triptych: Command, tmp_path: Path
+) -> None:
+    source = tmp_path / "marian"
+    source.mkdir()
+    write_marian(source, dtype=torch.float32)
+    rank = ("--rank", "2")
+    plan = json.loads(
+        triptych("rewrite", str(source), "--out", str(tmp_path / "no"), "--plan", "--json", *rank).out
+    )
+    assert plan["bytes_after"] == plan["bytes_before"]
+    (offer,) = [note for note in plan["notes"] if "--from hf" in note]
+    assert "rewrite RUN" in offer
+    triptych("convert", str(source), "--from", "hf", "--out", str(tmp_path / "run"))
+    triptych("rewrite", str(tmp_path / "run"), "--out", str(tmp_path / "small"), *rank)
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("run", "small")]
+    assert sizes[1] < sizes[0]
+    offer_for_exact = json.loads(
+        triptych(
+            "rewrite", str(source), "--out", str(tmp_path / "no"), "--plan", "--json", "--do", "gauge_fix"
+        ).out
+    )
+    assert not offer_for_exact["notes"]
+
+
 # The page about it.
 
 DOCS = Path(__file__).parents[2] / "docs" / "rewriting.md"

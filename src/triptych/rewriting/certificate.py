@@ -307,8 +307,9 @@ def _card(certificate: Certificate) -> Iterator[str]:
     measured = [layer.measured for layer in certificate.layers if layer.measured is not None]
     if measured:
         yield ""
+        count = certificate.probes.count
         yield (
-            f"Measured on the saved numbers, {certificate.probes.count} random sequences of "
+            f"Measured on the saved numbers, {count} random sequence{'s' * (count > 1)} of "
             f"{certificate.probes.length}: the output of a layer moves by at most "
             f"{max(found.relative for found in measured):.2g} of its size."
         )
