@@ -132,12 +132,15 @@ class LayerRecord(_Record):
     Attributes:
         module: its name in the checkpoint.
         steps: what was done to it, or refused.
-        measured: errors; None for a layer in which nothing changed.
+        measured: errors on the probes; None for a layer in which nothing changed.
+        measured_on_text: errors on what the original is given for some positions of the text that whole
+            models were compared on; None without such a text.
     """
 
     module: str
     steps: tuple[StepRecord, ...]
     measured: Measured | None = None
+    measured_on_text: Measured | None = None
 
     @property
     def tier(self) -> Tier:
@@ -312,6 +315,13 @@ def _card(certificate: Certificate) -> Iterator[str]:
             f"Measured on the saved numbers, {count} random sequence{'s' * (count > 1)} of "
             f"{certificate.probes.length}: the output of a layer moves by at most "
             f"{max(found.relative for found in measured):.2g} of its size."
+        )
+    on_text = [layer.measured_on_text for layer in certificate.layers if layer.measured_on_text is not None]
+    if on_text and certificate.end_to_end is not None:
+        yield ""
+        yield (
+            f"On what the original gives its layers for some positions of {certificate.end_to_end.text}: "
+            f"by at most {max(found.relative for found in on_text):.2g}."
         )
     yield ""
     yield _whole_model(certificate)

@@ -37,8 +37,9 @@ from triptych.rewriting.certificate import (
     TensorRecord,
     card,
 )
+from triptych.rewriting.inputs import INPUTS, gather_inputs, write_inputs
 from triptych.rewriting.layers import RewrittenLayer
-from triptych.rewriting.measuring import PROBES, measure_change
+from triptych.rewriting.measuring import PROBES, measure_change, measure_change_on
 from triptych.rewriting.models import with_rewritten
 from triptych.rewriting.planning import (
     Prepared,
@@ -50,7 +51,7 @@ from triptych.rewriting.planning import (
     written_layer,
 )
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.running import can_run, compared, first_line, open_model, read_whole_text
+from triptych.rewriting.running import Seen, can_run, compared, first_line, open_model, read_whole_text
 
 Progress = Callable[[str, int, int], None]
 
@@ -184,6 +185,8 @@ class _Rewriting(ABC):
             if isinstance(error, TriptychError):
                 raise
             raise DataError(f"{request.folder}: {reason}") from error
+        if request.text is not None:
+            self._try_on(gather_inputs(one, self.source, windows), written)
         other = open_model(written)
         tokens, worst, divergence, before, after = compared(one, other, iter(windows))
         return EndToEnd(
@@ -195,6 +198,25 @@ class _Rewriting(ABC):
             loss_before_nats=before,
             loss_after_nats=after,
         ), ""
+
+    def _try_on(self, inputs: Mapping[str, Seen], written: Path) -> None:
+        """Measure what changed on what the text gives the original, and keep that."""
+        write_inputs(written / INPUTS, inputs)
+        after = self._reopened(written)
+        places = {site.module: site for site in after.sites}
+        for number, site in enumerate(self.source.sites):
+            record = self.layers[site.name]
+            if record.measured is None or site.name not in inputs:
+                continue
+            self.request.progress(f"trying {site.name} on the text", number, len(self.source.sites))
+            found = measure_change_on(
+                self.source.read(site), after.read(places[site.module]), inputs[site.name]
+            )
+            self.layers[site.name] = record.model_copy(update={"measured_on_text": found})
+
+    @abstractmethod
+    def _reopened(self, written: Path) -> AttentionSource:
+        """What was written, to be read back."""
 
     def note(self, read: AttentionLayer, done: RewrittenLayer, measured: Measured | None) -> None:
         """Keep what is to be certified of a layer."""
@@ -226,7 +248,7 @@ class _RunRewriting(_Rewriting):
         def fill(folder: Path) -> None:
             left_out = _copy_run(request.folder, folder)
             write_model(new, folder)
-            written = OwnModel(folder)
+            written = self._reopened(folder)
             sites = {site.name: site for site in written.sites}
             for name, (read, done) in done_by_site.items():
                 measured = (
@@ -243,6 +265,9 @@ class _RunRewriting(_Rewriting):
 
         write_folder(request.target, fill)
         return result[0]
+
+    def _reopened(self, written: Path) -> OwnModel:
+        return OwnModel(written)
 
 
 @final
@@ -277,6 +302,7 @@ class _FolderRewriting(_Rewriting):
 
             hashes = copy.write_shards(self._replacement, progress)
             copy.write_beside(self._settings)
+            (copy.folder / INPUTS).unlink(missing_ok=True)  # of what the source was rewritten from
             self._measure(copy.folder)
             tensors = {
                 name: TensorRecord(read=found.read, written=found.written)
@@ -317,15 +343,18 @@ class _FolderRewriting(_Rewriting):
         self.costs.append(costs_of(read, done))
         self._done[site.name] = RewrittenLayer(_without_numbers(done.weights), done.kept, done.records)
 
+    def _reopened(self, written: Path) -> Checkpoint:
+        return Checkpoint(
+            str(written),
+            self.checkpoint.family,
+            Settings(read_json(written / CONFIG), CONFIG),
+            open_tensors(written),
+        )
+
     def _measure(self, folder: Path) -> None:
         if self._ready:
             raise AssertionError(f"{next(iter(self._ready))} was rewritten and never asked for")
-        written = Checkpoint(
-            str(folder),
-            self.checkpoint.family,
-            Settings(read_json(folder / CONFIG), CONFIG),
-            open_tensors(folder),
-        )
+        written = self._reopened(folder)
         sites = {site.module: site for site in written.sites}
         for number, site in enumerate(self.checkpoint.sites):
             done, found = self._done[site.name], self._measured.get(site.name)
@@ -367,7 +396,7 @@ def _copy_run(source: Path, target: Path) -> tuple[str, ...]:
     """What is beside the weights of a run; how to go on with its training is left behind."""
     left_out = []
     for path in sorted(source.iterdir()):
-        if path.name in ("config.json", SAFETENSORS, CERTIFICATE):
+        if path.name in ("config.json", SAFETENSORS, CERTIFICATE, INPUTS):
             continue
         if path.is_dir():
             left_out.append(f"{path.name}/")

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from triptych.checkpoints.layer import AttentionSource
 from triptych.checkpoints.shards import tensor_hash
 from triptych.checkpoints.tensors import Tensors, open_tensors, read_json, shown, stays_in_folder
 from triptych.errors import DataError, TriptychError, UsageError
+from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import (
     CERTIFICATE,
     MODEL_CARD,
@@ -25,12 +26,15 @@ from triptych.rewriting.certificate import (
     card,
     read_certificate,
 )
-from triptych.rewriting.measuring import PROBES, measure_change, move_of_forms
-from triptych.rewriting.running import compared, open_model, read_whole_text
+from triptych.rewriting.inputs import INPUTS, gather_inputs, read_inputs
+from triptych.rewriting.measuring import PROBES, measure_change, measure_change_on, move_of_forms
+from triptych.rewriting.running import Seen, compared, open_model, read_whole_text
 
 # Measured again on another machine, float64 sums come out in another order, and products of the checkpoint's
 # own dtype by another kernel.
 _SAME, _SAME_RATIO = 1e-6, 0.5
+# Of inputs that the original made in float32 once more.
+_SAME_INPUTS = 1e-3
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _MOST_NAMED = 3
 # Sums of the same numbers in another order, in float64.
@@ -84,6 +88,11 @@ def verify_certificate(
     if all(check.held for check in checks):
         one, other = open_checkpoint(original, family), open_checkpoint(folder, family)
         checks += [*_nothing_else(certificate, original, folder, one), *_layers(certificate, one, other)]
+        if INPUTS in certificate.files:
+            inputs = read_inputs(folder / INPUTS)
+            checks.append(_on_text(certificate, inputs, one, other))
+            if text is not None:
+                checks.append(_inputs_of_text(inputs, original, one, text))
     if text is not None:
         checks.append(_end_to_end(certificate, original, folder, text))
     return checks
@@ -145,7 +154,7 @@ def _nothing_else(
         wrong += [
             f"{shown(name)} is other than the original's"
             for name, digits in certificate.files.items()
-            if name != CONFIG
+            if name not in (CONFIG, INPUTS)
             and stays_in_folder(name)
             and not name.endswith(".index.json")
             and _hash_of(original / name) != digits
@@ -205,6 +214,63 @@ def _layers(certificate: Certificate, original: AttentionSource, written: Attent
         "errors measured on the probes", off, f"{counted} layers, at most {worst:.3g} of the output"
     )
     yield _listed("what was done is of its tier, and within its bounds", outside, f"{certificate.tier}")
+
+
+def _on_text(
+    certificate: Certificate,
+    inputs: Mapping[str, Seen],
+    original: AttentionSource,
+    written: AttentionSource,
+) -> Check:
+    """Layers on what the original was given for some positions of the text, with no model around them."""
+    names = {site.module: site.name for site in original.sites}
+    before = {site.module: site for site in original.sites}
+    after = {site.module: site for site in written.sites}
+    wrong, worst, counted = list[str](), 0.0, 0
+    for layer in certificate.layers:
+        certified, given = layer.measured_on_text, inputs.get(names.get(layer.module, ""))
+        if layer.measured is not None and (certified is None) != (given is None):
+            wrong.append(f"{layer.module}: inputs or what was measured on them are missing")
+        if certified is None or given is None:
+            continue
+        one, other = original.read(before[layer.module]), written.read(after[layer.module])
+        found = measure_change_on(one, other, given)
+        counted += 1
+        worst = max(worst, found.relative)
+        if not _alike(certified, found):
+            wrong.append(
+                f"{layer.module}: {found.relative:.3g} of the output, certified {certified.relative:.3g}"
+            )
+        wrong += _outside(layer, found, one.weights.dtype)
+    said = f"{counted} layers, at most {worst:.3g} of the output"
+    return _listed("errors measured on what the text gives", wrong, said)
+
+
+def _inputs_of_text(inputs: Mapping[str, Seen], original: Path, source: AttentionSource, text: Path) -> Check:
+    """What was kept is what the original is given for this text."""
+    claim = "inputs kept of the text"
+    try:
+        model = open_model(original)
+        found = gather_inputs(model, source, model.windows(text, MOST_TOKENS))
+    except TriptychError as error:
+        return Check(claim, False, str(error))
+    wrong = [
+        f"those of {name} are others"
+        for name in inputs.keys() | found.keys()
+        if name not in inputs or name not in found or not _are_near(inputs[name], found[name])
+    ]
+    return _listed(claim, sorted(wrong), f"{len(found)} layers")
+
+
+def _are_near(one: Seen, other: Seen) -> bool:
+    """Whether inputs are the same but for the order of float32 sums."""
+    for a, b in ((one.x, other.x), (one.memory, other.memory)):
+        if a is None or b is None:
+            if a is not b:
+                return False
+        elif a.shape != b.shape or float((a - b).norm()) > _SAME_INPUTS * float(b.norm()):
+            return False
+    return True
 
 
 def _alike(certified: Measured, found: Measured) -> bool:
