@@ -13,7 +13,8 @@ from checkpoints.tiny_marian import write_marian
 from small_checkpoints import gpt2_that_runs
 from triptych.algebra.function import attend
 from triptych.algebra.weights import Norm
-from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.layer import Site
 from triptych.errors import DataError
 from triptych.rewriting.certificate import CERTIFICATE, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
@@ -155,6 +156,21 @@ def test_cross_attention_keeps_what_its_keys_are_made_of(tmp_path: Path) -> None
     assert with_memory
     assert all(layer.measured_on_text is not None for layer in done.layers)
     assert failing(tmp_path / "out") == []
+
+
+def test_a_model_whose_layers_cannot_be_listened_to_is_compared_all_the_same(
+    rewritten: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deaf(self: Checkpoint, site: Site) -> tuple[str, str]:
+        raise DataError(f"{self.name}: {site.name} has no module of its own for its maps")
+
+    monkeypatch.setattr(Checkpoint, "input_modules", deaf)
+    done = rewrite_checkpoint(str(rewritten / "source"), tmp_path / "out", EXACT, text=rewritten / "text.txt")
+    assert done.end_to_end is not None
+    assert "no module of its own" in done.not_on_text
+    assert done.not_on_text in (tmp_path / "out" / "README.md").read_text()
+    assert not (tmp_path / "out" / INPUTS).exists()
+    assert failing(tmp_path / "out", rewritten / "text.txt") == []
 
 
 def test_a_gain_is_taken_off_and_a_channel_without_one_is_zero() -> None:

@@ -214,6 +214,7 @@ class Certificate(_Record):
         left_out: files of the source that were not taken along.
         probes: what layers were tried on.
         end_to_end: whole models compared; None if that was not done, and `not_compared` says why.
+        not_on_text: why layers were not tried on what the text gives them; "" if they were, or without one.
         sha256: of all other entries.
     """
 
@@ -234,6 +235,7 @@ class Certificate(_Record):
     probes: Probes
     end_to_end: EndToEnd | None = None
     not_compared: str = ""
+    not_on_text: str = ""
     sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
 
     @property
@@ -323,6 +325,9 @@ def _card(certificate: Certificate) -> Iterator[str]:
             f"On what the original gives its layers for some positions of {certificate.end_to_end.text}: "
             f"by at most {max(found.relative for found in on_text):.2g}."
         )
+    if certificate.not_on_text:
+        yield ""
+        yield f"Layers were not tried on what the text gives them: {certificate.not_on_text}."
     yield ""
     yield _whole_model(certificate)
     yield ""

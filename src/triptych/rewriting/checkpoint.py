@@ -51,7 +51,15 @@ from triptych.rewriting.planning import (
     written_layer,
 )
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.running import Seen, can_run, compared, first_line, open_model, read_whole_text
+from triptych.rewriting.running import (
+    RunnableModel,
+    Window,
+    can_run,
+    compared,
+    first_line,
+    open_model,
+    read_whole_text,
+)
 
 Progress = Callable[[str, int, int], None]
 
@@ -124,6 +132,7 @@ class _Rewriting(ABC):
         self.source, self.prepared, self.request = source, prepared, request
         self.layers: dict[str, LayerRecord] = {}
         self.costs: list[tuple[Cost, Cost]] = []
+        self.not_on_text = ""
 
     @abstractmethod
     def write(self) -> Certificate:
@@ -156,6 +165,7 @@ class _Rewriting(ABC):
             probes=PROBES,
             end_to_end=compared_as,
             not_compared=why_not,
+            not_on_text=self.not_on_text,
         ).sealed()
 
     def _compared(self, written: Path) -> tuple[EndToEnd | None, str]:
@@ -186,7 +196,7 @@ class _Rewriting(ABC):
                 raise
             raise DataError(f"{request.folder}: {reason}") from error
         if request.text is not None:
-            self._try_on(gather_inputs(one, self.source, windows), written)
+            self._try_on_text(one, windows, written)
         other = open_model(written)
         tokens, worst, divergence, before, after = compared(one, other, iter(windows))
         return EndToEnd(
@@ -199,8 +209,13 @@ class _Rewriting(ABC):
             loss_after_nats=after,
         ), ""
 
-    def _try_on(self, inputs: Mapping[str, Seen], written: Path) -> None:
+    def _try_on_text(self, model: RunnableModel, windows: Sequence[Window], written: Path) -> None:
         """Measure what changed on what the text gives the original, and keep that."""
+        try:
+            inputs = gather_inputs(model, self.source, windows)
+        except DataError as error:
+            self.not_on_text = str(error)
+            return
         write_inputs(written / INPUTS, inputs)
         after = self._reopened(written)
         places = {site.module: site for site in after.sites}
