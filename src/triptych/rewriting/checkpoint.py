@@ -29,6 +29,7 @@ from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import (
     CERTIFICATE,
     MODEL_CARD,
+    RANDOM_TOKENS,
     Certificate,
     Cost,
     EndToEnd,
@@ -185,15 +186,16 @@ class _Rewriting(ABC):
                 raise
             raise DataError(f"{request.folder}: {reason}") from error
         other = open_model(written)
-        tokens, worst, divergence, before, after = compared(one, other, iter(windows))
+        found = compared(one, other, iter(windows))
         return EndToEnd(
             by=one.by,
-            text="random tokens" if request.text is None else request.text.name,
-            tokens=tokens,
-            worst_logit=worst,
-            divergence_nats=divergence,
-            loss_before_nats=before,
-            loss_after_nats=after,
+            text=RANDOM_TOKENS if request.text is None else request.text.name,
+            text_sha256=_hash_of(request.text),
+            tokens=found.tokens,
+            worst_logit=found.worst_logit,
+            divergence_nats=found.divergence_nats,
+            loss_before_nats=found.loss_before_nats,
+            loss_after_nats=found.loss_after_nats,
         ), ""
 
     def note(self, read: AttentionLayer, done: RewrittenLayer, measured: Measured | None) -> None:
