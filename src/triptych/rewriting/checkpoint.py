@@ -15,7 +15,7 @@ from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.copying import CONFIG, FolderCopy, require_place
+from triptych.checkpoints.copying import CONFIG, FolderCopy, require_own, require_place
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel
@@ -366,14 +366,18 @@ def _owners(source: Checkpoint) -> dict[str, Site]:
 
 
 def _copy_run(source: Path, target: Path) -> tuple[str, ...]:
-    """What is beside the weights of a run; how to go on with its training is left behind."""
+    """What is beside the weights of a run; how to go on with its training is left behind.
+
+    Raises:
+        DataError: a link leads out of the run, or nowhere.
+    """
     left_out = []
     for path in sorted(source.iterdir()):
-        if path.name in ("config.json", SAFETENSORS, CERTIFICATE):
-            continue
         if path.is_dir():
             left_out.append(f"{path.name}/")
-        else:
+            continue
+        require_own(source, path)
+        if path.name not in (CONFIG, SAFETENSORS, CERTIFICATE):
             shutil.copyfile(path, target / path.name)
     return tuple(left_out)
 
