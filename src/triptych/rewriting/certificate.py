@@ -20,6 +20,7 @@ from triptych.errors import DataError
 CERTIFICATE, MODEL_CARD = "certificate.json", "README.md"
 FORMAT = 1
 Tier = Literal["bit-exact", "rounding-exact", "bounded"]
+RANDOM_TOKENS = "random tokens"
 _TIERS: tuple[Tier, ...] = ("bit-exact", "rounding-exact", "bounded")
 
 
@@ -178,7 +179,8 @@ class EndToEnd(_Record):
 
     Attributes:
         by: what ran them.
-        text: what they ran on.
+        text: what they ran on: the name of a file, or "random tokens", drawn with the seed of the probes.
+        text_sha256: of the file; None for random tokens, and in certificates older than this entry.
         tokens: how many were predicted.
         worst_logit: largest difference of a logit.
         divergence_nats: mean KL divergence of the rewritten model's next token from the original's.
@@ -187,6 +189,7 @@ class EndToEnd(_Record):
 
     by: str
     text: str
+    text_sha256: str | None = None
     tokens: int
     worst_logit: float
     divergence_nats: float
@@ -249,13 +252,16 @@ class Certificate(_Record):
 
     def own_hash(self) -> str:
         """Of all entries but this."""
-        record = self.model_dump(mode="json", exclude={"sha256"})
-        plain = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return hashlib.sha256(plain.encode()).hexdigest()
+        return _hash_of(self.model_dump(mode="json", exclude={"sha256"}))
 
     def as_json(self) -> bytes:
         """As it is written."""
         return (self.model_dump_json(indent=1) + "\n").encode()
+
+
+def _hash_of(record: dict[str, Any]) -> str:
+    plain = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(plain.encode()).hexdigest()
 
 
 def read_certificate(path: Path) -> Certificate:
@@ -274,9 +280,10 @@ def read_certificate(path: Path) -> Certificate:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise DataError(f"{path}: {where}: {first['msg']}") from None
-    if found.model_dump(mode="json") != record:
+    # What an older version did not write is left out of both.
+    if found.model_dump(mode="json", exclude_unset=True) != record:
         raise DataError(f"{path}: it does not read back as it stands there: it was changed by hand")
-    if found.sha256 != found.own_hash():
+    if found.sha256 != _hash_of({name: value for name, value in record.items() if name != "sha256"}):
         raise DataError(
             f"{path}: its entries do not have the hash that it gives: it was changed since it was written"
         )

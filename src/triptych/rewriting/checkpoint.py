@@ -15,7 +15,7 @@ from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.copying import CONFIG, FolderCopy, require_place
+from triptych.checkpoints.copying import CONFIG, FolderCopy, require_own, require_place
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel
@@ -29,6 +29,7 @@ from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import (
     CERTIFICATE,
     MODEL_CARD,
+    RANDOM_TOKENS,
     Certificate,
     Cost,
     EndToEnd,
@@ -198,15 +199,16 @@ class _Rewriting(ABC):
         if request.text is not None:
             self._try_on_text(one, windows, written)
         other = open_model(written)
-        tokens, worst, divergence, before, after = compared(one, other, iter(windows))
+        found = compared(one, other, iter(windows))
         return EndToEnd(
             by=one.by,
-            text="random tokens" if request.text is None else request.text.name,
-            tokens=tokens,
-            worst_logit=worst,
-            divergence_nats=divergence,
-            loss_before_nats=before,
-            loss_after_nats=after,
+            text=RANDOM_TOKENS if request.text is None else request.text.name,
+            text_sha256=_hash_of(request.text),
+            tokens=found.tokens,
+            worst_logit=found.worst_logit,
+            divergence_nats=found.divergence_nats,
+            loss_before_nats=found.loss_before_nats,
+            loss_after_nats=found.loss_after_nats,
         ), ""
 
     def _try_on_text(self, model: RunnableModel, windows: Sequence[Window], written: Path) -> None:
@@ -408,14 +410,18 @@ def _owners(source: Checkpoint) -> dict[str, Site]:
 
 
 def _copy_run(source: Path, target: Path) -> tuple[str, ...]:
-    """What is beside the weights of a run; how to go on with its training is left behind."""
+    """What is beside the weights of a run; how to go on with its training is left behind.
+
+    Raises:
+        DataError: a link leads out of the run, or nowhere.
+    """
     left_out = []
     for path in sorted(source.iterdir()):
-        if path.name in ("config.json", SAFETENSORS, CERTIFICATE, INPUTS):
-            continue
         if path.is_dir():
             left_out.append(f"{path.name}/")
-        else:
+            continue
+        require_own(source, path)
+        if path.name not in (CONFIG, SAFETENSORS, CERTIFICATE, INPUTS):
             shutil.copyfile(path, target / path.name)
     return tuple(left_out)
 
