@@ -89,7 +89,7 @@ class NormSite:
 
 
 def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
-    """Every norm that maps outside the attention read, as far as the family says so; those of layers first."""
+    """Every norm that maps outside the attention read, as the family says it; those of layers first."""
     attention: dict[str, Site] = {}
     for site in checkpoint.sites:
         place = checkpoint.place(site)

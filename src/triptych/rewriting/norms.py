@@ -156,7 +156,7 @@ class OtherNorms:
             raise RewriteRefusedError(_NAME, f"{source}: {self._nothing}")
         for site in self._alone:
             if reason := self._look_at(site).refused:
-                raise RewriteRefusedError(_NAME, reason).at(site.module)
+                raise RewriteRefusedError(_NAME, reason, "--skip-refused leaves it as it is").at(site.module)
 
     def _look_at(self, site: NormSite) -> _Examined:
         if site.module not in self._examined:
@@ -185,6 +185,8 @@ def _examine(site: NormSite, tensors: Tensors) -> _Examined:
     for reader in site.readers:
         if reason := _why_not(norm, reader, tensors):
             return _Examined(None, refused=reason)
+    if site.layer is None:
+        checked = (*checked, "the output map is not the embedding")
     return _Examined(norm, checked)
 
 
