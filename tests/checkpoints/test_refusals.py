@@ -24,7 +24,11 @@ from triptych.rewriting.truncation import Truncate
 REFUSED: dict[str, tuple[str, Step, str]] = {
     "post-norm": ("bert", FoldNorm(), "post-norm: the residual carries its gain"),
     "sandwich": ("gemma2", FoldNorm(), "norms stand on both sides"),
-    "parallel blocks": ("gptj", FoldNorm(), "also read by the feed-forward"),
+    "parallel blocks": (
+        "falcon, one key head",
+        FoldNorm(),
+        "feed-forward, which cannot take it up: there is no bias",
+    ),
     "rotary, key bias": ("qwen2", DropKeyBias(), "under rotary positions the key bias is turned"),
     "rotary, basis": ("llama", GaugeFix(forms=("qk",)), "commutes with the"),
     "rotary, latent": ("llama", ToLatent(), "under rotary positions"),

@@ -134,8 +134,15 @@ def test_exact_rewrites_of_a_gpt2_leave_no_key_or_value_bias_and_neutral_norms(t
         assert not after[f"{at}.attn.c_attn.bias"][24:].any()
         assert torch.equal(after[f"{at}.ln_1.weight"], torch.ones(24))
         assert not after[f"{at}.ln_1.bias"].any()
-        for name in ("ln_2.weight", "mlp.c_fc.weight"):
+        assert torch.equal(after[f"{at}.ln_2.weight"], torch.ones(24))
+        assert not after[f"{at}.ln_2.bias"].any()
+        gain = before[f"{at}.ln_2.weight"].double()[:, None]
+        folded = gain * before[f"{at}.mlp.c_fc.weight"].double()
+        assert torch.equal(after[f"{at}.mlp.c_fc.weight"], folded.float())
+        for name in ("mlp.c_proj.weight", "mlp.c_proj.bias"):
             assert torch.equal(after[f"{at}.{name}"], before[f"{at}.{name}"])
+    for name in ("ln_f.weight", "ln_f.bias", "wte.weight"):  # the output map is the embedding
+        assert torch.equal(after[f"transformer.{name}"], before[f"transformer.{name}"])
 
 
 def test_what_a_layer_refuses_stops_the_rewrite_and_leaves_nothing(tmp_path: Path) -> None:

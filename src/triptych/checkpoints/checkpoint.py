@@ -72,7 +72,8 @@ class Checkpoint(AttentionSource):
     def read_names(self, site: Site) -> tuple[str, ...]:
         """Names of the tensors within the module of a layer, and of its norm."""
         beside = LayerReader(self._places[site], self.tensors).norm_names()
-        return (*self.tensors.below(site.module), *(name for name in beside if name in self.tensors.infos))
+        beside = [name for name in beside if name in self.tensors.infos]
+        return tuple(dict.fromkeys((*self.tensors.below(site.module), *beside)))  # Perceiver's are within
 
     def bytes_of(self, site: Site) -> int:
         """How many bytes the tensors within the module of a layer take."""

@@ -38,7 +38,7 @@ class Choice(_Spec):
 
 @final
 class NormSpec(_Spec):
-    """The norm whose output the attention reads.
+    """A norm, of what the attention reads or of what other maps do.
 
     Attributes:
         at: its module.
@@ -53,6 +53,34 @@ class NormSpec(_Spec):
     place: Literal["pre", "post", "sandwich"] = "pre"
     offset: float = 0.0
     when: str = ""
+
+
+@final
+class OtherNormSpec(_Spec):
+    """A norm whose output maps outside the attention read, and which maps those are.
+
+    Attributes:
+        when: on what condition of the configuration it is there.
+        norm: the first whose condition holds; none if none does. A name without {layer} is one norm for all
+            layers. It may be the norm that the attention reads as well.
+        within: the module in which everything lies that reads it.
+        read_by: the maps in it that do, as patterns; a map's tensors are NAME.weight and NAME.bias, or where
+            they hold several maps NAME and NAME_bias.
+        transposed: those of the maps that are stored `[in, out]`, as patterns.
+        rest: tensors beside them that do not read it, as patterns. What is neither is a reason not to fold.
+        output_map: instead of all these, the map to logits, above the model's own names; not where its tensor
+            is that of the embedding, as `tie_word_embeddings` says.
+        also_read_by: what else reads it and is no map of these, on conditions.
+    """
+
+    when: str = ""
+    norm: tuple[NormSpec, ...] = Field(min_length=1)
+    within: str = ""
+    read_by: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
+    rest: tuple[str, ...] = ()
+    output_map: str = ""
+    also_read_by: tuple[Choice, ...] = ()
 
 
 @final
@@ -181,6 +209,7 @@ class AttentionSpec(_Spec):
         head_norm: of queries and keys.
         positions: the first that applies.
         also_read_by: what else reads the norm's output, on conditions.
+        other_norms: norms that maps outside the attention read.
         window: of keys that are seen.
         soft_cap: of scores.
         clip: of queries, keys and values.
@@ -220,6 +249,7 @@ class AttentionSpec(_Spec):
     head_norm: HeadNormSpec | None = None
     positions: tuple[PositionSpec, ...] = (PositionSpec(kind="rotary"),)
     also_read_by: tuple[Choice, ...] = ()
+    other_norms: tuple[OtherNormSpec, ...] = ()
     window: tuple[Choice, ...] = ()
     soft_cap: str = ""
     clip: str = ""
@@ -311,6 +341,8 @@ def _try_names(spec: AttentionSpec) -> None:
     """
     head_norm = () if spec.head_norm is None else (spec.head_norm.q, spec.head_norm.k)
     beside = [*(norm.at for norm in spec.norm), *(p.table for p in spec.positions)]
+    for other in spec.other_norms:
+        beside += [other.within, *(norm.at for norm in other.norm)]
     for name in (spec.at, *beside, *(p.table_norm for p in spec.positions), *head_norm):
         try:
             name.format(layer=0, inner=0, head=0)

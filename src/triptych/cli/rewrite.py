@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ from rich.table import Table
 from triptych.checkpoints.family import read_family
 from triptych.cli.selection import numbers
 from triptych.errors import UsageError
-from triptych.rewriting.certificate import Certificate, Cost, LayerRecord, card
+from triptych.rewriting.certificate import Certificate, Cost, LayerRecord, NormRecord, card
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import Plan, plan_rewrite
 from triptych.rewriting.recipe import (
@@ -26,7 +27,15 @@ from triptych.rewriting.recipe import (
     validated_step,
 )
 
-_NO_OPTIONS = ("fold_maps", "expand", "fold_norm", "drop_key_bias", "fold_value_bias", "sort_heads")
+_NO_OPTIONS = (
+    "fold_maps",
+    "expand",
+    "fold_norm",
+    "fold_other_norms",
+    "drop_key_bias",
+    "fold_value_bias",
+    "sort_heads",
+)
 
 
 def rewrite(
@@ -207,7 +216,8 @@ def _recipe(
 
 def _plain(plan: Plan) -> dict[str, Any]:
     record = asdict(plan)
-    record["layers"] = [layer.model_dump(mode="json") for layer in plan.layers]
+    for name in ("layers", "norms"):
+        record[name] = [part.model_dump(mode="json") for part in getattr(plan, name)]
     record |= {name: getattr(plan, name).model_dump() for name in ("before", "after")}
     return record
 
@@ -215,6 +225,8 @@ def _plain(plan: Plan) -> dict[str, Any]:
 def _print_plan(plan: Plan, console: Console) -> None:
     console.print(f"{plan.source}: {plan.family}, {len(plan.layers)} attention layers")
     console.print(_steps_table(plan.layers))
+    if plan.norms:
+        console.print(_steps_table(plan.norms, "norms beside"))
     console.print(_savings(plan.before, plan.after))
     console.print(
         f"attention in the file: {plan.bytes_before:,} bytes now, {plan.bytes_after:,} afterwards"
@@ -226,8 +238,8 @@ def _print_plan(plan: Plan, console: Console) -> None:
         console.print(note)
 
 
-def _steps_table(layers: tuple[LayerRecord, ...]) -> Table:
-    table = Table("step", "layers", "tier", "bound", "what")
+def _steps_table(layers: Sequence[LayerRecord | NormRecord], of: str = "layers") -> Table:
+    table = Table("step", of, "tier", "bound", "what")
     for name in dict.fromkeys(step.rewrite for layer in layers for step in layer.steps):
         found = [step for layer in layers for step in layer.steps if step.rewrite == name]
         done = [step for step in found if not step.refused]
@@ -262,6 +274,8 @@ def _savings(before: Cost, after: Cost) -> Table:
 
 def _print_certificate(certificate: Certificate, out: Path, console: Console) -> None:
     console.print(_steps_table(certificate.layers))
+    if certificate.norms:
+        console.print(_steps_table(certificate.norms, "norms beside"))
     console.print(_savings(certificate.before, certificate.after))
     console.print(card(certificate))
     console.print(f"written: {out}, with certificate.json")

@@ -6,11 +6,17 @@ errors that were measured on what was saved. Its last entry is a hash of all oth
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_serializer,
+)
 
 from triptych.algebra.cost import WritingCost
 from triptych.algebra.rewrites import RewriteRecord
@@ -105,7 +111,7 @@ class StepRecord(_Record):
 
 @final
 class Measured(_Record):
-    """The attention output of a layer on the probes: original and rewritten, as saved.
+    """What a layer's attention puts out on the probes, or the maps that read a norm: before and after.
 
     Both are computed in float64 from the saved numbers, and in the checkpoint's own dtype.
 
@@ -146,8 +152,34 @@ class LayerRecord(_Record):
     @property
     def tier(self) -> Tier:
         """The weakest of its steps."""
-        done = [step.tier for step in self.steps if step.tier is not None]
-        return max(done, key=_TIERS.index, default="bit-exact")
+        return _weakest(self.steps)
+
+
+@final
+class NormRecord(_Record):
+    """A norm that maps outside the attention read.
+
+    Attributes:
+        module: its name in the checkpoint; "none" where no such norm is known.
+        maps: the modules outside the attention that took up gain and shift.
+        steps: what was done, or refused: fold_other_norms; fold_norm if an attention layer reads it too.
+        measured: errors of what these maps put out, all together; None if nothing changed.
+    """
+
+    module: str
+    maps: tuple[str, ...]
+    steps: tuple[StepRecord, ...]
+    measured: Measured | None = None
+
+    @property
+    def tier(self) -> Tier:
+        """The weakest of its steps."""
+        return _weakest(self.steps)
+
+
+def _weakest(steps: Iterable[StepRecord]) -> Tier:
+    done = [step.tier for step in steps if step.tier is not None]
+    return max(done, key=_TIERS.index, default="bit-exact")
 
 
 @final
@@ -211,6 +243,7 @@ class Certificate(_Record):
         recipe: the steps as they were asked for.
         calibration: hash of the text that steps looked at; None without.
         layers: one entry for each attention layer.
+        norms: norms that maps outside the attention read and a step was for; left out if there are none.
         before: cost of all of them; likewise `after`.
         tensors: every tensor read or written.
         files: sha256 of the other files as written.
@@ -230,6 +263,7 @@ class Certificate(_Record):
     recipe: tuple[dict[str, Any], ...]
     calibration: str | None = None
     layers: tuple[LayerRecord, ...]
+    norms: tuple[NormRecord, ...] = ()
     before: Cost
     after: Cost
     tensors: dict[str, TensorRecord]
@@ -243,8 +277,17 @@ class Certificate(_Record):
 
     @property
     def tier(self) -> Tier:
-        """The weakest of its layers."""
-        return max((layer.tier for layer in self.layers), key=_TIERS.index, default="bit-exact")
+        """The weakest of its layers and norms."""
+        tiers = [layer.tier for layer in self.layers] + [norm.tier for norm in self.norms]
+        return max(tiers, key=_TIERS.index, default="bit-exact")
+
+    @model_serializer(mode="wrap")
+    def _without_no_norms(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """As certificates were before there were norms in them, which have to read back as they stand."""
+        record = write(self)
+        if not self.norms:
+            record.pop("norms", None)
+        return record
 
     def sealed(self) -> "Certificate":
         """With the hash of its other entries."""
@@ -299,17 +342,17 @@ def _card(certificate: Certificate) -> Iterator[str]:
     before, after = certificate.before, certificate.after
     yield "## Rewritten attention"
     yield ""
+    maps = [name for norm in certificate.norms for name in norm.maps if norm.measured is not None]
+    and_maps = f", and {len(maps)} maps beside it took up the norms that they read" if maps else ""
     yield (
         f"The attention of this model was rewritten by {certificate.tool} from `{certificate.source}` "
-        f"({certificate.family}); nothing else was changed. What was done is **{_said_tier(certificate)}**."
+        f"({certificate.family}){and_maps}; nothing else was changed. "
+        f"What was done is **{_said_tier(certificate)}**."
     )
     yield ""
     for name in dict.fromkeys(str(step["rewrite"]) for step in certificate.recipe):
-        found = [step for layer in certificate.layers for step in layer.steps if step.rewrite == name]
-        done = [step for step in found if not step.refused]
-        reasons = dict.fromkeys(step.refused for step in found if step.refused)
-        line = f"- `{name}`: {len(done)} of {len(found)} layers"
-        yield line + (f"; refused elsewhere: {'; '.join(reasons)}" if reasons else "")
+        yield from _said_of_step(name, certificate.layers, "layers")
+        yield from _said_of_step(name, certificate.norms, "norms that maps outside the attention read")
     yield ""
     yield (
         f"Attention parameters {before.parameters:,} → {after.parameters:,}; operations a token "
@@ -335,10 +378,27 @@ def _card(certificate: Certificate) -> Iterator[str]:
     if certificate.not_on_text:
         yield ""
         yield f"Layers were not tried on what the text gives them: {certificate.not_on_text}."
+    measured = [norm.measured for norm in certificate.norms if norm.measured is not None]
+    if measured:
+        yield ""
+        yield (
+            "What the maps put out that took up a norm moves on them by at most "
+            f"{max(found.relative for found in measured):.2g} of its size."
+        )
     yield ""
     yield _whole_model(certificate)
     yield ""
     yield "Try it again: `triptych verify .` (with `--against ORIGINAL` for the comparisons)."
+
+
+def _said_of_step(name: str, parts: Sequence[LayerRecord | NormRecord], what: str) -> Iterator[str]:
+    """A line on a step, if it was for any of these."""
+    found = [step for part in parts for step in part.steps if step.rewrite == name]
+    done = [step for step in found if not step.refused]
+    reasons = dict.fromkeys(step.refused for step in found if step.refused)
+    if found:
+        said = f"; refused elsewhere: {'; '.join(reasons)}" if reasons else ""
+        yield f"- `{name}`: {len(done)} of {len(found)} {what}{said}"
 
 
 def _said_tier(certificate: Certificate) -> str:

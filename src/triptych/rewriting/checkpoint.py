@@ -139,6 +139,10 @@ class _Rewriting(ABC):
     def write(self) -> Certificate:
         """Do it."""
 
+    @abstractmethod
+    def took_up_norm(self, site: Site) -> bool:
+        """Whether a layer has the gain of the norm before it in its maps."""
+
     def certificate(
         self,
         written: Path,
@@ -158,6 +162,7 @@ class _Rewriting(ABC):
             recipe=tuple(step.model_dump(mode="json", exclude_none=True) for step in request.recipe.step),
             calibration=_hash_of(request.recipe.calibration),
             layers=tuple(self.layers[site.name] for site in self.source.sites),
+            norms=self.prepared.norms.records(self.took_up_norm),
             before=total([one for one, _ in self.costs]),
             after=total([other for _, other in self.costs]),
             tensors=dict(tensors),
@@ -286,6 +291,10 @@ class _RunRewriting(_Rewriting):
     def _reopened(self, written: Path) -> OwnModel:
         return OwnModel(written)
 
+    def took_up_norm(self, site: Site) -> bool:
+        """Norms of ours are changed with their layers, and those of nothing else."""
+        return False
+
 
 @final
 class _FolderRewriting(_Rewriting):
@@ -338,10 +347,18 @@ class _FolderRewriting(_Rewriting):
         """The new tensor of a name; its layer is rewritten when the first of its tensors is asked for."""
         site = self._site_of.get(name)
         if site is None:
-            return None
+            return self.prepared.norms.replacement(name, self.took_up_norm)
+        self._rewritten(site)
+        return self._ready.pop(name, None)
+
+    def took_up_norm(self, site: Site) -> bool:
+        """The layer is rewritten, if it is not yet."""
+        return self._rewritten(site).took_up_norm
+
+    def _rewritten(self, site: Site) -> RewrittenLayer:
         if site.name not in self._done:
             self._rewrite(site)
-        return self._ready.pop(name, None)
+        return self._done[site.name]
 
     def _rewrite(self, site: Site) -> None:
         names = self.checkpoint.read_names(site)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.algebra.rewrites import OtherReaders, RewriteRefusedError
 from triptych.algebra.rewrites.legality import require_finite, with_chains
 from triptych.algebra.slices import groups_of, heads_of, joined, scoring_of, separable
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Side
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.certificate import Cost, StepRecord
-from triptych.rewriting.steps import Layer, Step
+from triptych.rewriting.steps import AttentionStep, Layer, Step
 
 # Above so many numbers in a layer's maps, groups of heads are taken one after the other: 32 MiB in float64,
 # and less than that for a map. Larger pieces are slower: the system hands out fresh memory for each.
@@ -43,6 +43,11 @@ class RewrittenLayer:
         return any(not record.refused for record in self.records)
 
     @property
+    def took_up_norm(self) -> bool:
+        """Whether the gain of the norm before is in its maps."""
+        return any(record.rewrite == "fold_norm" and not record.refused for record in self.records)
+
+    @property
     def bounded(self) -> bool:
         """Whether more than rounding has moved."""
         return any(record.tier == "bounded" for record in self.records)
@@ -55,6 +60,7 @@ def rewrite_layer(
     skip_refused: bool,
     longest_text: int = 2048,
     moments: Mapping[int, Moments] | None = None,
+    others: OtherReaders | None = None,
     most_numbers: int = MOST_NUMBERS,
 ) -> RewrittenLayer:
     """Put a layer through the steps, in float64.
@@ -65,6 +71,7 @@ def rewrite_layer(
         skip_refused: whether a refused step is left out and recorded, or an error.
         longest_text: positions that the model is made for.
         moments: of the layer before the step of that number in `steps`, for those that look at a text.
+        others: what else reads the norm of the layer, and takes it up if the layer does.
         most_numbers: layers with larger maps are taken a few groups of heads at a time, where all steps treat
             groups by themselves.
 
@@ -73,7 +80,9 @@ def rewrite_layer(
     """
     weights = read.weights
     mine = [
-        (n, step) for n, step in enumerate(steps) if step.layers is None or read.site.layer in step.layers
+        (n, step)
+        for n, step in enumerate(steps)
+        if isinstance(step, AttentionStep) and (step.layers is None or read.site.layer in step.layers)
     ]
     try:
         require_finite("rewrite", weights)
@@ -86,13 +95,14 @@ def rewrite_layer(
     if by_groups and separable(weights, read.scoring):
         runs = groups_of(weights, most_numbers)
     if len(runs) == 1:
-        layer = Layer(read.site.name, weights.to(torch.float64), read.scoring, longest_text)
+        layer = Layer(read.site.name, weights.to(torch.float64), read.scoring, longest_text, others=others)
         done, found, kept = _through(layer, mine, skip_refused, moments or {}, number_bytes)
         return RewrittenLayer(done, kept, _together([found], weights.o[-1].d_out))
     parts, records = _Parts(weights), []
     for start, stop in runs:
         part = heads_of(weights, start, stop).to(torch.float64)
-        layer = Layer(read.site.name, part, scoring_of(read.scoring, start, stop), longest_text)
+        scoring = scoring_of(read.scoring, start, stop)
+        layer = Layer(read.site.name, part, scoring, longest_text, others=others)
         done, found, kept = _through(layer, mine, skip_refused, moments or {}, number_bytes)
         parts.add(start, stop, part, done)
         records.append(found)
@@ -145,7 +155,7 @@ class _Done(NamedTuple):
 
 def _through(
     layer: Layer,
-    steps: Sequence[tuple[int, Step]],
+    steps: Sequence[tuple[int, AttentionStep]],
     skip_refused: bool,
     moments: Mapping[int, Moments],
     number_bytes: int,

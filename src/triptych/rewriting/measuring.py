@@ -1,6 +1,9 @@
 """What the output of a rewritten layer does on random and on real inputs, and what it may do on others."""
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,16 +93,16 @@ def _measured(
 def _probes(layer: AttentionLayer, probes: Probes) -> tuple[Tensor, Tensor | None]:
     generator = torch.Generator().manual_seed(probes.seed)
     weights = layer.weights
-
-    def standard(width: int) -> Tensor:
-        found = torch.randn(probes.count, probes.length, width, dtype=torch.float64, generator=generator)
-        found = found - found.mean(dim=-1, keepdim=True)
-        return found / found.square().mean(dim=-1, keepdim=True).sqrt()
-
-    x = standard(weights.d_model)
+    x = _standardised(weights.d_model, probes, generator)
     if weights.traits.kind != "cross":
         return x, None
-    return x, standard(weights.k[0].d_in if weights.k else weights.d_model)
+    return x, _standardised(weights.k[0].d_in if weights.k else weights.d_model, probes, generator)
+
+
+def _standardised(width: int, probes: Probes, generator: torch.Generator) -> Tensor:
+    found = torch.randn(probes.count, probes.length, width, dtype=torch.float64, generator=generator)
+    found = found - found.mean(dim=-1, keepdim=True)
+    return found / found.square().mean(dim=-1, keepdim=True).sqrt()
 
 
 def _output(
@@ -124,6 +127,82 @@ def _through_norm(x: Tensor, norm: Norm | None) -> Tensor:
         return x
     x = x * (norm.gain.double() + norm.offset)
     return x if norm.shift is None else x + norm.shift.double()
+
+
+class MapErrors(NamedTuple):
+    """What a map that reads a norm puts out on the probes, before and after.
+
+    Attributes:
+        worst: largest entry of the difference in float64.
+        moved: square of the norm of that difference.
+        size: of the norm of the original's output.
+        own: of the norm of the original's error in the map's own dtype; `new` of that of the rewritten one.
+        eps: of that dtype.
+    """
+
+    worst: float
+    moved: float
+    size: float
+    own: float
+    new: float
+    eps: float
+
+
+Map = tuple[Tensor, Tensor | None]
+
+
+def measure_map(norm: Norm, new_norm: Norm, before: Map, after: Map, probes: Probes = PROBES) -> MapErrors:
+    """How far the output of a map that reads a norm moves, both as saved.
+
+    Args:
+        norm: before.
+        new_norm: after.
+        before: weight `[…, d_out, d_in]` and bias `[…, d_out]` of the map.
+        after: likewise.
+        probes: the inputs, normal numbers standardised as a norm leaves them before gain and shift.
+    """
+    x = _standardised(len(norm.gain), probes, torch.Generator().manual_seed(probes.seed)).flatten(0, 1)
+    one, other, own = _through_norm(x, norm), _through_norm(x, new_norm), before[0].dtype
+    worst, sums = 0.0, torch.zeros(4, dtype=torch.float64)
+    for block in blocks(before[0]):
+        reference = _mapped(one, before, block, torch.float64)
+        difference = _mapped(other, after, block, torch.float64) - reference
+        own_error = _mapped(one, before, block, own).double() - reference
+        new_error = _mapped(other, after, block, own).double() - reference
+        worst = max(worst, float(difference.abs().max()))
+        sums += torch.stack([t.square().sum() for t in (difference, reference, own_error, new_error)])
+    moved, size, own_sum, new_sum = sums.tolist()
+    return MapErrors(worst, moved, size, own_sum, new_sum, torch.finfo(own).eps)
+
+
+def total_errors(maps: Sequence[MapErrors]) -> Measured:
+    """Of the outputs of several maps, side by side."""
+    moved, size, own, new = (
+        math.sqrt(sum(getattr(errors, name) for errors in maps)) for name in ("moved", "size", "own", "new")
+    )
+    tiny = torch.finfo(torch.float64).tiny
+    floor = max(errors.eps for errors in maps) * size * 1e-3 + tiny
+    return Measured(
+        worst_absolute=max(errors.worst for errors in maps),
+        relative=moved / max(size, tiny),
+        error_ratio=new / max(own, floor),
+    )
+
+
+def blocks(weight: Tensor, most_numbers: int = MOST_NUMBERS) -> Iterator[tuple[int | slice, ...]]:
+    """Rows of a map `[…, d_out, d_in]`, so many at a time that they have no more than so many numbers."""
+    rows = max(1, most_numbers // max(1, weight.shape[-1]))
+    parts = [slice(start, start + rows) for start in range(0, weight.shape[-2], rows)]
+    if weight.ndim == 2:
+        yield from ((part,) for part in parts)
+    else:
+        yield from ((number, part) for number in range(len(weight)) for part in parts)
+
+
+def _mapped(x: Tensor, map_: Map, block: tuple[int | slice, ...], dtype: torch.dtype) -> Tensor:
+    weight, bias = map_
+    shift = None if bias is None else bias[block].to(dtype)
+    return torch.nn.functional.linear(x.to(dtype), weight[block].to(dtype), shift)
 
 
 def _bounds(

@@ -22,9 +22,11 @@ from triptych.rewriting.calibration import gather_moments, scoring_of_kept
 from triptych.rewriting.certificate import (
     Cost,
     LayerRecord,
+    NormRecord,
     StepRecord,
 )
 from triptych.rewriting.layers import RewrittenLayer, rewrite_layer
+from triptych.rewriting.norms import OtherNorms
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import read_whole_text
 from triptych.rewriting.steps import Layer, Step
@@ -48,11 +50,13 @@ class Prepared:
         steps: ready for each layer.
         moments: by layer and number of the step.
         skip_refused: as in the recipe.
+        norms: those that maps outside the attention read.
     """
 
     steps: tuple[Step, ...]
     moments: dict[str, dict[int, Moments]]
     skip_refused: bool
+    norms: OtherNorms
 
     def through(
         self, source: AttentionSource, read: AttentionLayer, upto: int | None = None
@@ -64,6 +68,7 @@ class Prepared:
             skip_refused=self.skip_refused,
             longest_text=source.longest_text(read.site),
             moments=self.moments.get(read.site.name),
+            others=self.norms.others(read.site),
         )
 
 
@@ -72,7 +77,8 @@ def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Pre
 
     Raises:
         UsageError: a step needs a text and there is none, or names layers that there are not.
-        RewriteRefusedError: a layer refuses one of the steps before, and that is not to be skipped.
+        RewriteRefusedError: a layer refuses one of the steps before, or a norm that maps outside the
+            attention read cannot be folded, and that is not to be skipped.
     """
     _require_layers(source, recipe.step)
     if any(step.needs_text for step in recipe.step):
@@ -84,7 +90,8 @@ def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Pre
         raise UsageError(
             "no step looks at the calibration text: leave it out, or choose a criterion that does"
         )
-    prepared = Prepared(recipe.step, {}, recipe.skip_refused)
+    norms = OtherNorms(source, recipe.step, recipe.skip_refused)
+    prepared = Prepared(recipe.step, {}, recipe.skip_refused, norms)
     for number, step in enumerate(recipe.step):
         if step.needs_text and recipe.calibration is not None:
             # As the layers are when it is this step's turn, so a pass for each such step.
@@ -141,6 +148,7 @@ class Plan:
         source: the checkpoint.
         family: how it is written.
         layers: what would be done to each, and what refused.
+        norms: likewise, of norms that maps outside the attention read.
         before: cost of all attention layers; likewise `after`, of the new weights.
         settings: what would change in the configuration.
         bytes_before: of the attention layers' tensors as stored; likewise `bytes_after`.
@@ -150,6 +158,7 @@ class Plan:
     source: str
     family: str
     layers: tuple[LayerRecord, ...]
+    norms: tuple[NormRecord, ...]
     before: Cost
     after: Cost
     settings: dict[str, Any]
@@ -200,7 +209,7 @@ def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | Non
     folder = local_folder(checkpoint)
     source = open_checkpoint(folder, family)
     prepared = prepare(source, folder, recipe)
-    layers, before, after = [], [], []
+    layers, before, after, folded = [], [], [], set[Site]()
     settings: dict[str, Any] = {}
     bytes_after, notes = 0, dict[str, None]()
     stay = fixed_sizes(source, prepared) if isinstance(source, Checkpoint) else set[str]()
@@ -210,6 +219,8 @@ def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | Non
         if isinstance(source, Checkpoint):
             done, written = written_layer(source, read, done, prepared.skip_refused, site.name in stay)
         layers.append(LayerRecord(module=site.module, steps=done.records))
+        if done.took_up_norm:
+            folded.add(site)
         one, other = costs_of(read, done)
         before.append(one)
         after.append(other)
@@ -226,6 +237,7 @@ def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | Non
         source=checkpoint,
         family=source.written_as,
         layers=tuple(layers),
+        norms=prepared.norms.records(folded.__contains__),
         before=total(before),
         after=total(after),
         settings=settings,

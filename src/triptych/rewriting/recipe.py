@@ -14,6 +14,7 @@ from triptych.rewriting.steps import (
     Expand,
     FoldMaps,
     FoldNorm,
+    FoldOtherNorms,
     FoldValueBias,
     GaugeFix,
     MergeKVHeads,
@@ -29,6 +30,7 @@ AnyStep = Annotated[
     FoldMaps
     | Expand
     | FoldNorm
+    | FoldOtherNorms
     | DropKeyBias
     | FoldValueBias
     | PruneHeads
@@ -50,6 +52,7 @@ _NAMES = tuple(step.model_fields["rewrite"].default for step in STEPS)
 EXACT: tuple[AnyStep, ...] = (
     FoldMaps(),
     FoldNorm(),
+    FoldOtherNorms(),
     DropKeyBias(),
     FoldValueBias(),
     PruneHeads(),
@@ -126,6 +129,7 @@ _WHY_BEFORE: dict[type[Step], str] = {
     FoldMaps: "products of maps are folded while they are products",
     Expand: "maps that are shared cannot change for one side only",
     FoldNorm: "a norm's shift becomes biases of the maps, which would be there again",
+    FoldOtherNorms: "norms are folded together, while all maps that read them are as they were",
     DropKeyBias: "the biases go before channels and heads are mixed",
     FoldValueBias: "the biases go before channels and heads are mixed",
     PruneHeads: "heads that go should not take part in what is shared out",

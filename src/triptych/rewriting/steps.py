@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from triptych.algebra import rewrites
 from triptych.algebra.function import Scoring
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import Form, RewriteRefusedError, Rewritten
+from triptych.algebra.rewrites import Form, OtherReaders, RewriteRefusedError, Rewritten
 from triptych.algebra.rewrites.channels import newly_apart
 from triptych.algebra.weights import AttentionWeights
 
@@ -30,6 +30,7 @@ class Layer:
         scoring: what it does besides.
         longest_text: positions that the model is made for.
         moments: of the layer as it is now over the calibration text; None without one.
+        others: what else reads its norm; None if nothing does that is known.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Layer:
     scoring: Scoring
     longest_text: int = 2048
     moments: Moments | None = None
+    others: OtherReaders | None = None
 
 
 class Step(BaseModel, ABC):
@@ -44,7 +46,6 @@ class Step(BaseModel, ABC):
 
     Attributes:
         place: steps come in this order.
-        by_groups: whether it treats each group of heads by itself.
         needs_text: whether it looks at what layers do on a text.
         resizes: whether tensors may come out with other shapes.
         layers: numbers of the layers that it is for, in every stack; all if None.
@@ -53,7 +54,6 @@ class Step(BaseModel, ABC):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     place: ClassVar[int]
-    by_groups: ClassVar[bool] = False
     resizes: ClassVar[bool] = False
 
     rewrite: str
@@ -67,6 +67,16 @@ class Step(BaseModel, ABC):
     def prepare(self, layers: Iterable[Layer], *, skip_refused: bool = False) -> "Step":
         """The step with what only all layers together can tell."""
         return self
+
+
+class AttentionStep(Step, ABC):
+    """A rewrite of attention layers.
+
+    Attributes:
+        by_groups: whether it treats each group of heads by itself.
+    """
+
+    by_groups: ClassVar[bool] = False
 
     @abstractmethod
     def apply(self, layer: Layer) -> Rewritten:
@@ -82,7 +92,7 @@ class Step(BaseModel, ABC):
 
 
 @final
-class FoldMaps(Step):
+class FoldMaps(AttentionStep):
     """Products of maps, the fourth matrix among them, as one map; `keep` "cheaper" leaves what costs less."""
 
     place = 0
@@ -96,7 +106,7 @@ class FoldMaps(Step):
 
 
 @final
-class Expand(Step):
+class Expand(AttentionStep):
     """A map of its own for everything that shares one."""
 
     place = 1
@@ -109,8 +119,8 @@ class Expand(Step):
 
 
 @final
-class FoldNorm(Step):
-    """Gain and shift of the norm before, in the maps that read it."""
+class FoldNorm(AttentionStep):
+    """Gain and shift of the norm before, in the maps that read it, those outside the attention as well."""
 
     place = 2
     by_groups = True
@@ -118,11 +128,22 @@ class FoldNorm(Step):
 
     def apply(self, layer: Layer) -> Rewritten:
         """Fold."""
-        return rewrites.fold_norm(layer.weights)
+        return rewrites.fold_norm(layer.weights, layer.others)
 
 
 @final
-class DropKeyBias(Step):
+class FoldOtherNorms(Step):
+    """Gain and shift of norms that no attention reads, in the maps that do: of the MLP, and that to logits.
+
+    Norms after the last layer are in no layer: they are left alone where `layers` are named.
+    """
+
+    place = 2
+    rewrite: Literal["fold_other_norms"] = "fold_other_norms"
+
+
+@final
+class DropKeyBias(AttentionStep):
     """No key bias, where the softmax is blind to it."""
 
     place = 3
@@ -135,7 +156,7 @@ class DropKeyBias(Step):
 
 
 @final
-class FoldValueBias(Step):
+class FoldValueBias(AttentionStep):
     """The value bias in that of the output."""
 
     place = 3
@@ -148,7 +169,7 @@ class FoldValueBias(Step):
 
 
 @final
-class PruneHeads(Step):
+class PruneHeads(AttentionStep):
     """Heads left out: dead ones, or those that do least.
 
     Attributes:
@@ -202,7 +223,7 @@ class PruneHeads(Step):
 
 
 @final
-class MergeKVHeads(Step):
+class MergeKVHeads(AttentionStep):
     """Fewer key-value heads, several query heads to each.
 
     Attributes:
@@ -226,7 +247,7 @@ class MergeKVHeads(Step):
 
 
 @final
-class GaugeFix(Step):
+class GaugeFix(AttentionStep):
     """The canonical basis of each head; where only one of the two forms has a gauge, of that one."""
 
     place = 7
@@ -255,7 +276,7 @@ class GaugeFix(Step):
 
 
 @final
-class SortHeads(Step):
+class SortHeads(AttentionStep):
     """Heads in order of the size of W_OV, groups with theirs."""
 
     place = 8
@@ -277,7 +298,7 @@ class SortHeads(Step):
 
 
 @final
-class RepeatKVHeads(Step):
+class RepeatKVHeads(AttentionStep):
     """A key-value head for every query head."""
 
     place = 9
@@ -290,7 +311,7 @@ class RepeatKVHeads(Step):
 
 
 @final
-class ToLatent(Step):
+class ToLatent(AttentionStep):
     """Keys and values of all heads from one latent."""
 
     place = 9

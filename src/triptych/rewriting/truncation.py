@@ -13,7 +13,7 @@ from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites import Form, RewriteRefusedError, Rewritten
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.errors import UsageError
-from triptych.rewriting.steps import Layer, Step
+from triptych.rewriting.steps import AttentionStep, Layer
 
 Criterion = Literal["free", "uncentred", "centred"]
 
@@ -22,7 +22,7 @@ Rotary = Literal["maps", "planes"]
 
 
 @final
-class Truncate(Step):
+class Truncate(AttentionStep):
     """Lower rank of W_QK and W_OV; of rotary heads, of W_Q and W_K before they are turned.
 
     Attributes:

@@ -12,6 +12,7 @@ from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.copying import CONFIG, set_entry
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionSource
+from triptych.checkpoints.norms import norm_sites
 from triptych.checkpoints.shards import tensor_hash
 from triptych.checkpoints.tensors import Tensors, open_tensors, read_json, shown, stays_in_folder
 from triptych.errors import DataError, TriptychError, UsageError
@@ -24,12 +25,20 @@ from triptych.rewriting.certificate import (
     EndToEnd,
     LayerRecord,
     Measured,
+    NormRecord,
     Probes,
     card,
     read_certificate,
 )
 from triptych.rewriting.inputs import INPUTS, gather_inputs, read_inputs
-from triptych.rewriting.measuring import PROBES, measure_change, measure_change_on, move_of_forms
+from triptych.rewriting.measuring import (
+    PROBES,
+    measure_change,
+    measure_change_on,
+    measure_map,
+    move_of_forms,
+    total_errors,
+)
 from triptych.rewriting.running import (
     Compared,
     Seen,
@@ -188,10 +197,16 @@ def _nothing_else(
     ]
     if isinstance(source, Checkpoint):
         own = {name for module in measured & sites.keys() for name in source.read_names(sites[module])}
+        norms = {norm.module: norm for norm in certificate.norms if norm.measured is not None}
+        for norm in norm_sites(source):
+            if norm.module in norms:
+                own.update(norm.all_tensors)
+            elif any(_was_changed(certificate, name) for name in norm.own_tensors):
+                wrong.append(f"{norm.module} was changed, and what reads it is not in the certificate")
         wrong += [
             f"{shown(name)} was changed, and is in no layer that was measured"
-            for name, record in certificate.tensors.items()
-            if record.read != record.written and name not in own
+            for name in certificate.tensors
+            if _was_changed(certificate, name) and name not in own
         ]
         wanted = read_json(original / CONFIG)
         for path, value in certificate.settings.items():
@@ -207,6 +222,11 @@ def _nothing_else(
             and _hash_of(original / name) != digits
         ]
     yield _listed("nothing else is other than it was", wrong, f"{len(measured)} layers were changed")
+
+
+def _was_changed(certificate: Certificate, name: str) -> bool:
+    record = certificate.tensors.get(name)
+    return record is not None and record.read != record.written
 
 
 def _hash_of(path: Path) -> str:
@@ -257,8 +277,24 @@ def _layers(certificate: Certificate, original: AttentionSource, written: Attent
         moved, allowed = move_of_forms(one, other), sum(step.bound for step in layer.steps)
         if moved is not None and moved > allowed * (1 + 1e-3) + _slack(one.weights.dtype):
             outside.append(f"{layer.module}: a form moves by {moved:.4g}, bounded by {allowed:.4g}")
+    norms = [norm for norm in certificate.norms if norm.measured is not None]
+    for norm in norms:
+        again = _measured_again(norm, original, written, certificate.probes)
+        if again is None:
+            off.append(f"{norm.module} is no norm that maps outside the attention read")
+            continue
+        found, dtype = again
+        worst = max(worst, found.relative)
+        if norm.measured is not None and not _alike(norm.measured, found):
+            off.append(
+                f"{norm.module}: {found.relative:.3g} of the output, certified {norm.measured.relative:.3g}"
+            )
+        outside += _outside(norm, found, dtype)
+    counted_norms = f" and {len(norms)} norms" if norms else ""
     yield _listed(
-        "errors measured on the probes", off, f"{counted} layers, at most {worst:.3g} of the output"
+        "errors measured on the probes",
+        off,
+        f"{counted} layers{counted_norms}, at most {worst:.3g} of the output",
     )
     yield _listed("what was done is of its tier, and within its bounds", outside, f"{certificate.tier}")
 
@@ -320,6 +356,26 @@ def _are_near(one: Seen, other: Seen) -> bool:
     return True
 
 
+def _measured_again(
+    norm: NormRecord, original: AttentionSource, written: AttentionSource, probes: Probes
+) -> tuple[Measured, torch.dtype] | None:
+    """What the maps that took up a norm do now, and their coarsest dtype; None if there is no such norm."""
+    if not isinstance(original, Checkpoint) or not isinstance(written, Checkpoint):
+        return None
+    site = next((site for site in norm_sites(original) if site.module == norm.module), None)
+    if site is None or not site.readers or {reader.module for reader in site.readers} != set(norm.maps):
+        return None
+    one, other = original.tensors, written.tensors
+    if any(name in one.infos and name not in other.infos for name in site.all_tensors):
+        return None
+    before, after = site.read(one), site.read(other)
+    errors = [
+        measure_map(before, after, reader.read(one), reader.read(other), probes) for reader in site.readers
+    ]
+    dtypes = [one.infos[reader.weight].dtype for reader in site.readers]
+    return total_errors(errors), max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def _alike(certified: Measured, found: Measured) -> bool:
     pairs = (
         (certified.worst_absolute, found.worst_absolute),
@@ -339,7 +395,7 @@ def _alike(certified: Measured, found: Measured) -> bool:
     return math.isclose(certified.error_ratio, found.error_ratio, rel_tol=_SAME_RATIO, abs_tol=_SAME_RATIO)
 
 
-def _outside(layer: LayerRecord, found: Measured, dtype: torch.dtype) -> Iterator[str]:
+def _outside(layer: LayerRecord | NormRecord, found: Measured, dtype: torch.dtype) -> Iterator[str]:
     if layer.tier == "bounded":
         return
     slack = _ONLY_ORDER if layer.tier == "bit-exact" else _slack(dtype)

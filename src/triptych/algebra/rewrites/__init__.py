@@ -7,7 +7,12 @@ from triptych.algebra.rewrites.folding import FoldedSide, Keep, Measure, expand,
 from triptych.algebra.rewrites.gauge import gauge_fix
 from triptych.algebra.rewrites.heads import measure_importance, permute_heads, prune_heads, repeat_kv_heads
 from triptych.algebra.rewrites.merging import merge_kv_heads, merge_rotary_kv_heads
-from triptych.algebra.rewrites.norms import fold_norm
+from triptych.algebra.rewrites.norms import (
+    OtherReaders,
+    fold_norm,
+    fold_norm_into_map,
+    require_readers_foldable,
+)
 from triptych.algebra.rewrites.planes import measure_plane_energies, plane_scores, truncate_planes
 from triptych.algebra.rewrites.rank import to_latent, truncate
 from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten
@@ -19,6 +24,7 @@ __all__ = [
     "Form",
     "Keep",
     "Measure",
+    "OtherReaders",
     "RewriteRecord",
     "RewriteRefusedError",
     "Rewritten",
@@ -27,6 +33,7 @@ __all__ = [
     "factor",
     "fold",
     "fold_norm",
+    "fold_norm_into_map",
     "fold_value_bias",
     "gauge_fix",
     "measure_energies",
@@ -39,6 +46,7 @@ __all__ = [
     "plane_scores",
     "prune_heads",
     "repeat_kv_heads",
+    "require_readers_foldable",
     "to_latent",
     "truncate",
     "truncate_on_data",

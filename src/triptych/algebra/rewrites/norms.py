@@ -1,6 +1,9 @@
 """The gain and shift of a norm, taken up by the maps that read it."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal, final
+
+from torch import Tensor
 
 from triptych.algebra.rewrites.legality import (
     INPUT_SIDES,
@@ -14,10 +17,24 @@ from triptych.algebra.rewrites.legality import (
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
 
-_NAME = "fold_norm"
+_NAME, _NAME_OF_OTHERS = "fold_norm", "fold_other_norms"
 
 
-def fold_norm(weights: AttentionWeights) -> Rewritten:
+@final
+@dataclass(frozen=True)
+class OtherReaders:
+    """What reads the norm of a layer besides the layer, where it can take up gain and shift along with it.
+
+    Attributes:
+        maps: their names.
+        refused: why they cannot; "" if they can.
+    """
+
+    maps: tuple[str, ...]
+    refused: str = ""
+
+
+def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> Rewritten:
     """Fold a norm's gain γ and shift β into the maps that read it: `b += β W`, then `W = diag(γ) W`.
 
     Every map that reads the norm takes it: those to queries, keys and values of self-attention;
@@ -27,6 +44,8 @@ def fold_norm(weights: AttentionWeights) -> Rewritten:
 
     Args:
         weights: a layer with `norm`, or with `memory_norm` in cross-attention, or with both.
+        others: what else reads the norm and will take it up (`fold_norm_into_map`); None if that is to stay
+            as it is.
 
     Returns:
         A writing of the same function of the normalised input, with no gain or shift left: the norms
@@ -39,7 +58,7 @@ def fold_norm(weights: AttentionWeights) -> Rewritten:
     cross = weights.traits.kind == "cross"
     of_memory = weights.memory_norm if cross else weights.norm
     read: dict[Side, Norm | None] = {"q": weights.norm, "k": of_memory, "v": of_memory}
-    checked = _require_foldable(weights, read)
+    checked = _require_foldable(weights, read, others)
     notes: list[str] = []
     source, sharing = weights, sharing_sides(weights, "q")
     if sharing and read["q"] is not read["k"]:
@@ -88,29 +107,88 @@ def _folded_chains(weights: AttentionWeights, read: dict[Side, Norm | None]) -> 
     return found
 
 
-def _require_foldable(weights: AttentionWeights, read: dict[Side, Norm | None]) -> tuple[str, ...]:
+def require_readers_foldable(
+    place: Literal["pre", "post", "sandwich"], norm: Norm | None, readers: dict[str, bool]
+) -> tuple[str, ...]:
+    """What was looked at, if the maps outside the attention that read a norm can take it up.
+
+    Args:
+        place: of the norm.
+        norm: its gain and shift; None where its place is reason enough.
+        readers: all that reads it, by name: whether there is a bias slot.
+
+    Raises:
+        RewriteRefusedError: post-norm, sandwich, or a shift β that is not zero and no slot for it.
+    """
+    _require_before(_NAME_OF_OTHERS, place)
+    checked = ["pre-norm", "nothing else reads the norm", "every map that reads it is learned"]
+    if norm is not None and _as_map(norm).bias is not None:
+        slotless = [name for name, has_slot in readers.items() if not has_slot]
+        if slotless:
+            reason = f"there is no bias slot on {', '.join(slotless)} for the shift β"
+            raise RewriteRefusedError(_NAME_OF_OTHERS, reason)
+        checked.append("bias slots for the shift")
+    return tuple(checked)
+
+
+def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """One map that reads a norm, with its gain γ and shift β: `b += W β`, then `W = W diag(γ)`.
+
+    Args:
+        norm: gain and shift, `[d_in]`.
+        weight: `[…, d_out, d_in]`, as `torch.nn.Linear` has it.
+        bias: `[…, d_out]`; None without.
+
+    Returns:
+        The new weight and bias, the bias as it was where β is zero.
+
+    Raises:
+        RewriteRefusedError: β is not zero, and there is no bias to take it.
+    """
+    shift = None if norm.shift is None or not bool(norm.shift.any()) else norm.shift
+    if shift is not None and bias is None:
+        raise RewriteRefusedError(_NAME_OF_OTHERS, "there is no bias slot for the shift β")
+    shifted = bias if shift is None or bias is None else bias + weight @ shift
+    return weight * (norm.gain + norm.offset), shifted
+
+
+def _require_before(name: str, place: str) -> None:
+    """Refuse norms that stand elsewhere than before what reads them alone.
+
+    Raises:
+        RewriteRefusedError: this one does.
+    """
+    if place == "post":
+        raise RewriteRefusedError(name, "the norm is a post-norm: the residual carries its gain, too")
+    if place == "sandwich":
+        raise RewriteRefusedError(name, "norms stand on both sides of the layer (sandwich)")
+
+
+def _require_foldable(
+    weights: AttentionWeights, read: dict[Side, Norm | None], others: OtherReaders | None
+) -> tuple[str, ...]:
     """What was looked at, if every reader of the norms can take them up.
 
     Raises:
         RewriteRefusedError: one cannot, or is not here.
     """
     traits = weights.traits
-    if traits.norm == "post":
-        raise RewriteRefusedError(_NAME, "the norm is a post-norm: the residual carries its gain, too")
-    if traits.norm == "sandwich":
-        raise RewriteRefusedError(_NAME, "norms stand on both sides of the layer (sandwich)")
+    _require_before(_NAME, traits.norm)
     if not any(read.values()):
         raise RewriteRefusedError(_NAME, "there is nothing to fold: no norm of this layer's input is known")
     if traits.norm == "none":
         reason = "the traits say that no norm stands before this layer, yet one is given"
         raise RewriteRefusedError(_NAME, reason, "set traits.norm to what it is")
-    if traits.other_norm_readers:
-        reason = f"the norm is also read by {traits.other_norm_readers}, which would miss its gain"
+    if traits.other_norm_readers and (others is None or others.refused):
+        reason = f"the norm is also read by {traits.other_norm_readers}, which "
+        reason += f"cannot take it up: {others.refused}" if others else "would miss its gain"
         raise RewriteRefusedError(_NAME, reason)
     for side in INPUT_SIDES:
         if read[side] is not None and not (side == "k" and not weights.k and weights.q):
             _require_map(side, weights.chain(side))
     checked = ["pre-norm", "nothing else reads the norm", "every map that reads it is learned"]
+    if traits.other_norm_readers and others:
+        checked[1] = f"what else reads the norm takes it up as well: {', '.join(others.maps)}"
     shifted = [side for side, norm in read.items() if norm is not None and _as_map(norm).bias is not None]
     slotless = tuple(side for side in shifted if weights.chain(side) and side not in traits.bias_slots)
     if slotless:

@@ -1,0 +1,203 @@
+"""Norms of a checkpoint that maps outside its attention read, and which maps those are.
+
+Families say it (`other_norms`). What lies beside those maps must be known as well, so that no reader of a
+norm is forgotten.
+"""
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from triptych.algebra.weights import Norm
+from triptych.checkpoints.checkpoint import Checkpoint
+from triptych.checkpoints.family import NormSpec, OtherNormSpec
+from triptych.checkpoints.layer import Site
+from triptych.checkpoints.reading import Place
+from triptych.checkpoints.tensors import Tensors
+
+
+@final
+@dataclass(frozen=True)
+class NormReader:
+    """A linear map that reads a norm, or several of one shape side by side.
+
+    Attributes:
+        module: its name.
+        weight: the name of its tensor, `[out, in]`, or `[maps, out, in]`.
+        bias: of that of its bias; "" if it has none.
+        transposed: whether the weight is stored `[in, out]`.
+    """
+
+    module: str
+    weight: str
+    bias: str
+    transposed: bool
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of what it has."""
+        return (self.weight, self.bias) if self.bias else (self.weight,)
+
+    def read(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+        """Weight `[…, out, in]` and bias `[…, out]`, as stored; a transposed one is a view."""
+        weight = tensors.read(self.weight)
+        return (weight.mT if self.transposed else weight), (tensors.read(self.bias) if self.bias else None)
+
+
+@final
+@dataclass(frozen=True)
+class NormSite:
+    """A norm with the maps outside the attention that read it.
+
+    Attributes:
+        module: its name.
+        layer: the layer it lies in, as the sites of its stack count them; None for one after all layers.
+        spec: which kind it is.
+        readers: the maps.
+        attention: the attention layer that reads it as well; None if none does.
+        refused: why it cannot be folded into them, as far as names and configuration tell; "" if it can.
+    """
+
+    module: str
+    layer: int | None
+    spec: NormSpec
+    readers: tuple[NormReader, ...]
+    attention: Site | None = None
+    refused: str = ""
+
+    def read(self, tensors: Tensors) -> Norm:
+        """Its gain and shift, as stored."""
+        shift = f"{self.module}.bias"
+        return Norm(
+            tensors.read(f"{self.module}.weight"),
+            tensors.read(shift) if shift in tensors.infos else None,
+            self.spec.offset,
+        )
+
+    @property
+    def own_tensors(self) -> tuple[str, ...]:
+        """Names of gain and shift; the shift need not be there."""
+        return f"{self.module}.weight", f"{self.module}.bias"
+
+    @property
+    def all_tensors(self) -> tuple[str, ...]:
+        """Names of its own tensors and of those of the maps that read it."""
+        return (*self.own_tensors, *(name for reader in self.readers for name in reader.tensors))
+
+
+def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
+    """Every norm that maps outside the attention read, as the family says it; those of layers first."""
+    attention: dict[str, Site] = {}
+    for site in checkpoint.sites:
+        place = checkpoint.place(site)
+        if (spec := _first(place.spec.norm, place)) is not None and spec.at:
+            attention.setdefault(_named(spec.at, place), site)
+    found: dict[str, NormSite] = {}
+    for site in checkpoint.sites:
+        place = checkpoint.place(site)
+        for other in place.spec.other_norms:
+            if place.settings.holds(other.when, place.layer) and (spec := _first(other.norm, place)):
+                module = _named(spec.at, place)
+                if module not in found:
+                    readers, refused = _readers(checkpoint, place, other, spec)
+                    layer = site.layer if "{layer}" in spec.at else None
+                    found[module] = NormSite(module, layer, spec, readers, attention.get(module), refused)
+    return tuple(sorted(found.values(), key=lambda norm: norm.layer is None))
+
+
+def _first(specs: Sequence[NormSpec], place: Place) -> NormSpec | None:
+    return next((spec for spec in specs if place.settings.holds(spec.when, place.layer)), None)
+
+
+def _named(name: str, place: Place) -> str:
+    return place.prefix + name.format(layer=place.layer, inner=place.inner)
+
+
+def _readers(
+    checkpoint: Checkpoint, place: Place, other: OtherNormSpec, spec: NormSpec
+) -> tuple[tuple[NormReader, ...], str]:
+    """The maps that read a norm, or why there is nothing to fold it into."""
+    if spec.place != "pre":
+        return (), ""  # its place is reason enough
+    for choice in other.also_read_by:
+        if place.settings.holds(choice.when, place.layer):
+            return (), f"it is read by {choice.value}, which would miss its gain"
+    module = _named(spec.at, place)
+    if f"{module}.weight" not in checkpoint.tensors.infos:
+        return (), f"there is no tensor {module}.weight, its gain"
+    if other.output_map:
+        return _output_map(checkpoint, place, other)
+    return _within(checkpoint.tensors, _named(other.within, place), other)
+
+
+def _within(tensors: Tensors, module: str, other: OtherNormSpec) -> tuple[tuple[NormReader, ...], str]:
+    below = [name.removeprefix(f"{module}.") for name in tensors.below(module)]
+    readers = tuple(_maps(below, module, other))
+    read = {name.removeprefix(f"{module}.") for reader in readers for name in reader.tensors}
+    strange = [name for name in below if name not in read and not _matches(name, other.rest)]
+    if strange:
+        return (), f"it is not known whether {module}.{strange[0]} reads it"
+    if not readers:
+        return (), f"there is no map {' or '.join(other.read_by)} in {module} that reads it"
+    return readers, ""
+
+
+def _maps(names: Sequence[str], module: str, other: OtherNormSpec) -> Iterator[NormReader]:
+    for name in names:
+        own = name.removesuffix(".weight")
+        if _matches(own, other.read_by):
+            bias = f"{own}.bias" if own != name else f"{own}_bias"
+            yield NormReader(
+                f"{module}.{own}",
+                f"{module}.{name}",
+                f"{module}.{bias}" if bias in names else "",
+                _matches(own, other.transposed),
+            )
+
+
+def _output_map(
+    checkpoint: Checkpoint, place: Place, other: OtherNormSpec
+) -> tuple[tuple[NormReader, ...], str]:
+    """The map to logits, if it has a tensor of its own and nothing else can read the norm."""
+    if _is_tied(place.settings.record, checkpoint.settings.record):
+        return (), "the output map is the embedding (tie_word_embeddings), which would change with it"
+    infos = checkpoint.tensors.infos
+    outer = place.prefix.split(".")[:-2]
+    above = ("".join(f"{part}." for part in outer[:count]) for count in range(len(outer), -1, -1))
+    module = next(
+        (f"{at}{other.output_map}" for at in above if f"{at}{other.output_map}.weight" in infos), ""
+    )
+    if not module:
+        return (), f"there is no map {other.output_map} that reads it: others take what the model puts out"
+    bias = f"{module}.bias"
+    reader = NormReader(module, f"{module}.weight", bias if bias in infos else "", False)
+    inside = _inside(checkpoint, place, other)
+    strange = [
+        name
+        for name in infos
+        if not name.startswith(inside) and name not in reader.tensors and not _matches(name, other.rest)
+    ]
+    if strange:
+        return (), f"it is not known whether {strange[0]} reads it"
+    return (reader,), ""
+
+
+def _is_tied(*records: Mapping[str, object]) -> bool:
+    """Whether a configuration has the embedding as output map; also if it does not say."""
+    said = [record["tie_word_embeddings"] for record in records if "tie_word_embeddings" in record]
+    return any(said) or not said
+
+
+def _inside(checkpoint: Checkpoint, place: Place, other: OtherNormSpec) -> tuple[str, ...]:
+    """What the names of tensors begin with that stand before the output map, the last norm among them."""
+    if place.prefix:
+        return (place.prefix,)
+    names = [checkpoint.place(site).spec.at for site in checkpoint.sites] + [norm.at for norm in other.norm]
+    return tuple({f"{name.partition('.')[0]}." for name in names})
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

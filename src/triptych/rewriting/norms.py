@@ -1,0 +1,267 @@
+"""Norms that maps outside the attention read, folded into these maps one at a time."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.rewrites import (
+    OtherReaders,
+    RewriteRefusedError,
+    fold_norm_into_map,
+    require_readers_foldable,
+)
+from triptych.algebra.rewrites.legality import are_finite
+from triptych.algebra.weights import Norm
+from triptych.checkpoints.checkpoint import Checkpoint
+from triptych.checkpoints.layer import AttentionSource, Site
+from triptych.checkpoints.norms import NormReader, NormSite, norm_sites
+from triptych.checkpoints.tensors import Tensors
+from triptych.rewriting.certificate import NormRecord, StepRecord
+from triptych.rewriting.measuring import MapErrors, blocks, measure_map, total_errors
+from triptych.rewriting.steps import FoldNorm, FoldOtherNorms, Step
+
+_NAME = "fold_other_norms"
+IsFolded = Callable[[Site], bool]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Examined:
+    """A norm that was looked at.
+
+    Attributes:
+        norm: its gain and shift, as stored; None if it is refused.
+        checked: the preconditions that hold.
+        refused: why it cannot be folded.
+    """
+
+    norm: Norm | None
+    checked: tuple[str, ...] = ()
+    refused: str = ""
+
+
+@final
+class OtherNorms:
+    """What a recipe does with the norms that maps outside the attention read.
+
+    Those that no attention reads are folded by `fold_other_norms`; those that a layer reads too, by the
+    `fold_norm` of that layer and along with it, or not at all.
+
+    Args:
+        source: the checkpoint.
+        steps: of the recipe.
+        skip_refused: whether a norm that cannot be folded is left as it is.
+
+    Raises:
+        RewriteRefusedError: one cannot, and that is not to be skipped.
+    """
+
+    def __init__(self, source: AttentionSource, steps: Sequence[Step], skip_refused: bool) -> None:
+        self._tensors = source.tensors if isinstance(source, Checkpoint) else None
+        self._examined: dict[str, _Examined] = {}
+        self._errors: dict[str, MapErrors] = {}
+        asked = [step for step in steps if isinstance(step, FoldOtherNorms)]
+        along = [step for step in steps if isinstance(step, FoldNorm)]
+        sites = norm_sites(source) if isinstance(source, Checkpoint) and (asked or along) else ()
+        self._alone = [
+            site
+            for site in sites
+            if site.attention is None
+            and any(step.layers is None or site.layer in step.layers for step in asked)
+        ]
+        self._shared = {
+            site.attention.name: site
+            for site in sites
+            if site.attention is not None
+            and any(step.layers is None or site.attention.layer in step.layers for step in along)
+        }
+        self._owners = {
+            name: site for site in (*self._alone, *self._shared.values()) for name in site.all_tensors
+        }
+        self._nothing = ""
+        if asked and not self._alone:
+            self._nothing = "no norm is known that maps outside the attention read"
+            if not isinstance(source, Checkpoint):
+                self._nothing = "of runs of ours only the attention is rewritten"
+        if not skip_refused:
+            self._require_foldable(source.name)
+
+    def others(self, site: Site) -> OtherReaders | None:
+        """What reads the norm of an attention layer besides it; None if nothing does that is known."""
+        if (shared := self._shared.get(site.name)) is None:
+            return None
+        return OtherReaders(tuple(reader.module for reader in shared.readers), self._look_at(shared).refused)
+
+    def replacement(self, name: str, is_folded: IsFolded) -> Tensor | None:
+        """The new tensor of a name, measured as it will be saved; None if it stays as it is.
+
+        Args:
+            name: of a tensor.
+            is_folded: whether an attention layer has taken up the norm that it reads.
+
+        Raises:
+            RewriteRefusedError: numbers do not fit the dtype of the tensor.
+        """
+        site = self._owners.get(name)
+        if site is None or self._tensors is None or not self._is_to_change(site, is_folded):
+            return None
+        norm = self._look_at(site).norm
+        assert norm is not None
+        old = self._tensors.read(name)
+        reader = next((reader for reader in site.readers if name in reader.tensors), None)
+        if reader is None:
+            neutral = neutral_norm(norm)
+            new = neutral.shift if name.endswith(".bias") and neutral.shift is not None else neutral.gain
+        else:
+            before = reader.read(self._tensors)
+            after = _folded(norm, *before)
+            new = _as_stored(reader, name, after)
+            if not are_finite(new) and are_finite(old):
+                raise RewriteRefusedError(_NAME, _does_not_fit(name, new.dtype)).at(site.module)
+            if name == reader.weight:
+                self._errors[name] = measure_map(norm, neutral_norm(norm), before, after)
+        return None if torch.equal(new, old) else new
+
+    def records(self, is_folded: IsFolded) -> tuple[NormRecord, ...]:
+        """What was done, or would be, to each norm."""
+        found = []
+        if self._nothing:
+            found.append(_record("none", (), StepRecord(rewrite=_NAME, refused=self._nothing)))
+        for site in (*self._shared.values(), *self._alone):
+            looked_at = self._look_at(site)
+            if site.attention is not None and not is_folded(site.attention):
+                continue
+            if looked_at.norm is None:
+                found.append(_record(site.module, (), StepRecord(rewrite=_NAME, refused=looked_at.refused)))
+                continue
+            maps = tuple(reader.module for reader in site.readers)
+            errors = [self._errors.get(reader.weight) for reader in site.readers]
+            known = [error for error in errors if error is not None]
+            step = _step(site, looked_at.norm, looked_at.checked)
+            measured = total_errors(known) if known and len(known) == len(errors) else None
+            found.append(NormRecord(module=site.module, maps=maps, steps=(step,), measured=measured))
+        return tuple(found)
+
+    def _is_to_change(self, site: NormSite, is_folded: IsFolded) -> bool:
+        looked_at = self._look_at(site)
+        if looked_at.norm is None or _is_neutral(looked_at.norm):
+            return False
+        return site.attention is None or is_folded(site.attention)
+
+    def _require_foldable(self, source: str) -> None:
+        if self._nothing:
+            raise RewriteRefusedError(_NAME, f"{source}: {self._nothing}")
+        for site in self._alone:
+            if reason := self._look_at(site).refused:
+                raise RewriteRefusedError(_NAME, reason, "--skip-refused leaves it as it is").at(site.module)
+
+    def _look_at(self, site: NormSite) -> _Examined:
+        if site.module not in self._examined:
+            assert self._tensors is not None
+            self._examined[site.module] = _examine(site, self._tensors)
+        return self._examined[site.module]
+
+
+def neutral_norm(norm: Norm) -> Norm:
+    """Gain 1 and shift 0, as the norm stores them."""
+    shift = None if norm.shift is None else torch.zeros_like(norm.shift)
+    return Norm(torch.full_like(norm.gain, 1 - norm.offset), shift, norm.offset)
+
+
+def _examine(site: NormSite, tensors: Tensors) -> _Examined:
+    """Whether a norm can be folded into all that reads it."""
+    if reason := site.refused:
+        return _Examined(None, refused=reason)
+    try:
+        norm = site.read(tensors) if site.spec.place == "pre" else None
+        slots = {reader.module: bool(reader.bias) for reader in site.readers}
+        checked = require_readers_foldable(site.spec.place, norm, slots)
+    except RewriteRefusedError as refused:
+        return _Examined(None, refused=refused.reason)
+    assert norm is not None
+    for reader in site.readers:
+        if reason := _why_not(norm, reader, tensors):
+            return _Examined(None, refused=reason)
+    if site.layer is None:
+        checked = (*checked, "the output map is not the embedding")
+    return _Examined(norm, checked)
+
+
+def _why_not(norm: Norm, reader: NormReader, tensors: Tensors) -> str:
+    """Why the tensors of a map cannot take up a norm; "" if they can."""
+    for name in reader.tensors:
+        if how := tensors.packed_as(name):
+            return f"tensor {name} is stored as {how}, which cannot take other numbers"
+        dtype = tensors.infos[name].dtype
+        if not dtype.is_floating_point or dtype.itemsize == 1:
+            return f"tensor {name} is stored in {dtype}, which cannot take other numbers".replace(
+                "torch.", ""
+            )
+    shape = tensors.infos[reader.weight].shape
+    if len(shape) not in (2, 3):
+        return f"tensor {reader.weight} of shape {list(shape)} is no map"
+    read = shape[-2] if reader.transposed else shape[-1]
+    if (read,) != tuple(norm.gain.shape):
+        return f"{reader.module} reads {read} channels, and the norm has shape {list(norm.gain.shape)}"
+    narrow = [name for name in reader.tensors if tensors.infos[name].dtype == torch.float16]
+    if narrow:  # others hold any product that is likely; they are looked at when they are written
+        before = reader.read(tensors)
+        after = _folded(norm, *before)
+        for name in narrow:
+            if not are_finite(_as_stored(reader, name, after)) and are_finite(tensors.read(name)):
+                return _does_not_fit(name, torch.float16)
+    return ""
+
+
+def _folded(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The map with the norm in it, computed in float64 block by block and cast once."""
+    wide = Norm(norm.gain.double(), None if norm.shift is None else norm.shift.double(), norm.offset)
+    new = torch.empty_like(weight)
+    new_bias = None if bias is None else torch.empty_like(bias)
+    for block in blocks(weight):
+        part = None if bias is None else bias[block].double()
+        new[block], part = fold_norm_into_map(wide, weight[block].double(), part)
+        if new_bias is not None and part is not None:
+            new_bias[block] = part
+    return new, new_bias
+
+
+def _as_stored(reader: NormReader, name: str, new: tuple[Tensor, Tensor | None]) -> Tensor:
+    """One of the two tensors of a map as its file has it."""
+    weight, bias = new
+    if name == reader.bias:
+        assert bias is not None
+        return bias
+    return (weight.mT if reader.transposed else weight).contiguous()
+
+
+def _does_not_fit(name: str, dtype: torch.dtype) -> str:
+    said = str(dtype).removeprefix("torch.")
+    return f"tensor {name}: with the gain in it, numbers do not fit {said}"
+
+
+def _is_neutral(norm: Norm) -> bool:
+    """Whether gain and shift do nothing."""
+    neutral = neutral_norm(norm)
+    same_shift = norm.shift is None or not bool(norm.shift.any())
+    return same_shift and torch.equal(norm.gain, neutral.gain)
+
+
+def _step(site: NormSite, norm: Norm, checked: tuple[str, ...]) -> StepRecord:
+    name = _NAME if site.attention is None else "fold_norm"
+    if _is_neutral(norm):
+        return StepRecord(rewrite=name, tier="bit-exact", notes=("gain and shift do nothing already",))
+    stored = 1 - norm.offset
+    return StepRecord(
+        rewrite=name,
+        tier="rounding-exact",
+        checked=checked,
+        notes=(f"of the norm a gain of 1 (stored as {stored:g}) and no shift are left",),
+    )
+
+
+def _record(module: str, maps: tuple[str, ...], step: StepRecord) -> NormRecord:
+    return NormRecord(module=module, maps=maps, steps=(step,))

@@ -1,0 +1,490 @@
+"""Norms that maps outside the attention read, in every family: folded, the model is the same; or refused."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints.test_families import made
+from checkpoints.test_writing import assert_models_agree, loaded
+from checkpoints.tiny_models import TINY, Tiny
+from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.family import family_of
+from triptych.checkpoints.norms import norm_sites
+from triptych.checkpoints.settings import Settings
+from triptych.checkpoints.tensors import open_tensors
+from triptych.rewriting import norms
+from triptych.rewriting.certificate import Certificate, NormRecord
+from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.measuring import blocks
+from triptych.rewriting.recipe import RewriteRecipe
+from triptych.rewriting.steps import FoldNorm, FoldOtherNorms, Step
+from triptych.rewriting.verification import verify_certificate
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# Of every norm, by the end of its name, the maps of its first layer that take it up, or why none does.
+EXPECTED: dict[str, dict[str, str]] = {
+    "bert": {"LayerNorm": "! post"},
+    "bert with cross-attention": {"LayerNorm": "! post"},
+    "roberta": {"LayerNorm": "! post"},
+    "distilbert": {"output_layer_norm": "! post"},
+    "albert": {"full_layer_layer_norm": "! post"},
+    "albert in groups": {"full_layer_layer_norm": "! post"},
+    "electra": {"LayerNorm": "! post"},
+    "deberta-v2": {"LayerNorm": "! post"},
+    "deberta-v2, maps of its own": {"LayerNorm": "! post"},
+    "gpt2": {"ln_2": "c_fc", "ln_f": "! tied"},
+    "gpt2, scaled by layer": {"ln_2": "c_fc", "ln_f": "! tied"},
+    "gpt2, not scaled": {"ln_2": "c_fc", "ln_f": "! tied"},
+    "gpt2, scaled by layer alone": {"ln_2": "c_fc", "ln_f": "! tied"},
+    "gpt_neo": {"ln_2": "c_fc", "ln_f": "! tied"},
+    "gpt_neox": {"post_attention_layernorm": "dense_h_to_4h", "final_layer_norm": "! no slot"},
+    "gptj": {"ln_f": "lm_head"},
+    "opt": {"final_layer_norm": "fc1", "decoder.final_layer_norm": "! tied"},
+    "bloom": {"post_attention_layernorm": "dense_h_to_4h", "ln_f": "! tied"},
+    "bloom, six heads": {"post_attention_layernorm": "dense_h_to_4h", "ln_f": "! tied"},
+    "falcon, one key head": {"ln_f": "! tied"},
+    "falcon, groups": {"ln_mlp": "! no slot", "ln_f": "! tied"},
+    "falcon, a key each": {"post_attention_layernorm": "dense_h_to_4h", "ln_f": "! tied"},
+    "mpt": {"norm_2": "up_proj", "norm_f": "! tied"},
+    "mpt, six heads, clipped": {"norm_2": "up_proj", "norm_f": "! tied"},
+    "mpt, a scale of its own": {"norm_2": "up_proj", "norm_f": "! tied"},
+    "llama": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
+    "llama 3": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
+    "llama, biases": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
+    "mistral": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
+    "mixtral": {"post_attention_layernorm": "gate w1 w3", "norm": "lm_head"},
+    "qwen2": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
+    "qwen3": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
+    "gemma": {"post_attention_layernorm": "gate_proj up_proj", "norm": "! tied"},
+    "gemma2": {"pre_feedforward_layernorm": "! sandwich", "norm": "! tied"},
+    "gemma3, text": {"pre_feedforward_layernorm": "! sandwich", "norm": "! tied"},
+    "gemma3": {"pre_feedforward_layernorm": "! sandwich", "layer_norm2": "fc1", "norm": "! tied"},
+    "phi": {"input_layernorm": "fc1", "final_layernorm": "lm_head"},
+    "phi3": {"post_attention_layernorm": "gate_up_proj", "norm": "lm_head"},
+    "phi3, stretched": {"post_attention_layernorm": "gate_up_proj", "norm": "lm_head"},
+    "stablelm": {"post_attention_layernorm": "! no slot", "norm": "! no slot"},
+    "starcoder2": {"post_attention_layernorm": "c_fc", "norm": "! tied"},
+    "olmo2": {"post_feedforward_layernorm": "! post", "norm": "lm_head"},
+    "cohere": {"input_layernorm": "gate_proj up_proj", "norm": "! tied"},
+    "cohere2": {"input_layernorm": "gate_proj up_proj", "norm": "! tied"},
+    "ernie4_5": {"post_attention_layernorm": "gate_proj up_proj", "norm": "! tied"},
+    "helium": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
+    "smollm3": {"post_attention_layernorm": "gate_proj up_proj", "norm": "! tied"},
+    "gpt_oss": {"post_attention_layernorm": "gate_up_proj router", "norm": "lm_head"},
+    "deepseek_v2": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
+    "deepseek_v2, queries whole": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
+    "deepseek_v3": {"post_attention_layernorm": "gate_proj up_proj", "norm": "! more tokens"},
+    "deepseek_v3, halves": {"post_attention_layernorm": "gate_proj up_proj", "norm": "! more tokens"},
+    "deepseek_v2, stretched": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
+    "deepseek_v3, stretched": {"post_attention_layernorm": "gate_proj up_proj", "norm": "! more tokens"},
+    "t5": {"layer_norm": "wi", "encoder.final_layer_norm": "! cross", "decoder.final_layer_norm": "! tied"},
+    "t5, far": {
+        "layer_norm": "wi",
+        "encoder.final_layer_norm": "! cross",
+        "decoder.final_layer_norm": "! tied",
+    },
+    "mt5": {
+        "layer_norm": "wi_0 wi_1",
+        "encoder.final_layer_norm": "! cross",
+        "decoder.final_layer_norm": "! tied",
+    },
+    "bart": {"final_layer_norm": "! post"},
+    "mbart": {"final_layer_norm": "fc1", "encoder.layer_norm": "! cross", "decoder.layer_norm": "! tied"},
+    "pegasus": {"final_layer_norm": "fc1", "encoder.layer_norm": "! cross", "decoder.layer_norm": "! tied"},
+    "m2m_100": {"final_layer_norm": "fc1", "encoder.layer_norm": "! cross", "decoder.layer_norm": "! tied"},
+    "marian": {"final_layer_norm": "! post"},
+    "whisper": {"final_layer_norm": "fc1", "encoder.layer_norm": "! cross", "decoder.layer_norm": "! tied"},
+    "vit": {"layernorm_after": "dense"},
+    "clip": {"layer_norm2": "fc1"},
+    "dinov2": {"norm2": "fc1"},
+    "wav2vec2": {"final_layer_norm": "! post"},
+    "perceiver": {"layernorm": "dense1"},
+}
+REASONS = {
+    "! post": "post-norm: the residual carries its gain",
+    "! sandwich": "norms stand on both sides",
+    "! tied": "the output map is the embedding",
+    "! cross": "read by the keys and values of every decoder layer",
+    "! no slot": "there is no bias slot on",
+    "! more tokens": "read by the layers that predict further tokens",
+}
+
+
+def opened(folder: Path) -> Checkpoint:
+    checkpoint = open_checkpoint(folder)
+    assert isinstance(checkpoint, Checkpoint)
+    return checkpoint
+
+
+def in_double(name: str, folder: Path, **settings: Any) -> tuple[Any, Path]:
+    """A tiny model, and the folder where it is saved in float64."""
+    if settings:
+        with pytest.MonkeyPatch.context() as patch:
+            tiny = TINY[name]
+            patch.setitem(TINY, name, Tiny(tiny.model, tiny.config, {**tiny.settings, **settings}))
+            model = made(name, folder / "first")
+    else:
+        model = made(name, folder / "first")
+    model.save_pretrained(folder / "source")
+    return loaded(model, folder / "source"), folder / "source"
+
+
+def folded(source: Path, target: Path, *steps: Step, skip_refused: bool = True) -> Certificate:
+    recipe = RewriteRecipe.model_construct(
+        step=steps or (FoldNorm(), FoldOtherNorms()), skip_refused=skip_refused, calibration=None
+    )
+    return rewrite_checkpoint(str(source), target, recipe, compare=False)
+
+
+def changed(source: Path, target: Path) -> set[str]:
+    before, after = open_tensors(source), open_tensors(target)
+    assert before.infos.keys() == after.infos.keys()
+    return {name for name in before.infos if not torch.equal(before.read(name), after.read(name))}
+
+
+def as_expected(norm: NormRecord) -> tuple[str, str]:
+    """Name and outcome as the table has them."""
+    above, _, name = norm.module.rpartition(".")
+    stack = above.rpartition(".")[2]
+    key = f"{stack}.{name}" if stack in ("encoder", "decoder") else name
+    (step,) = norm.steps
+    if not step.refused:
+        return key, " ".join(sorted({module.rpartition(".")[2] for module in norm.maps}))
+    return key, next(short for short, reason in REASONS.items() if reason in step.refused)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_all_norms_folded_leave_the_model_as_it_was(name: str, tmp_path: Path) -> None:
+    model, source = in_double(name, tmp_path)
+    found = folded(source, tmp_path / "out")
+    outcomes: dict[str, str] = {}
+    for norm in found.norms:
+        key, outcome = as_expected(norm)
+        outcomes.setdefault(key, outcome)
+        assert (norm.measured is None) == outcome.startswith("!")
+        if norm.measured is not None:
+            assert norm.measured.relative < 1e-14
+    assert outcomes == EXPECTED[name]
+    again = opened(tmp_path / "out")
+    for site in norm_sites(again):
+        record = next((norm for norm in found.norms if norm.module == site.module), None)
+        if record is not None and record.measured is not None:
+            norm = site.read(again.tensors)
+            assert torch.equal(norm.gain + norm.offset, torch.ones_like(norm.gain))
+            assert norm.shift is None or not norm.shift.any()
+    assert_models_agree(model, loaded(model, tmp_path / "out"))
+    checks = verify_certificate(tmp_path / "out", source)
+    assert all(check.held for check in checks), checks
+
+
+def test_every_tiny_model_is_in_the_table() -> None:
+    assert EXPECTED.keys() == TINY.keys()
+
+
+# With an output map of its own, a norm stored as 1 + w among them; two norms shared with a layer.
+UNTIED: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma": ({}, "model.norm"),
+    "t5": ({"feed_forward_proj": "gated-gelu"}, "decoder.final_layer_norm"),
+    "cohere": ({}, "model.norm"),
+    "mpt": ({}, "transformer.norm_f"),
+    "smollm3": ({}, "model.norm"),
+}
+
+
+@pytest.mark.parametrize("name", UNTIED)
+def test_the_last_norm_is_folded_into_an_output_map_of_its_own(name: str, tmp_path: Path) -> None:
+    settings, module = UNTIED[name]
+    model, source = in_double(name, tmp_path, tie_word_embeddings=False, **settings)
+    found = folded(source, tmp_path / "out")
+    assert [norm.maps for norm in found.norms if norm.module == module] == [("lm_head",)]
+    assert {f"{module}.weight", "lm_head.weight"} <= changed(source, tmp_path / "out")
+    assert_models_agree(model, loaded(model, tmp_path / "out"))
+
+
+PARALLEL: dict[str, tuple[dict[str, Any], str]] = {
+    "falcon, a key each": ({"parallel_attn": True, "alibi": False}, "dense_h_to_4h"),
+    "stablelm": ({"use_parallel_residual": True, "qk_layernorm": False}, ""),
+    "falcon, groups": ({"num_ln_in_parallel_attn": 1, "bias": True}, "dense_h_to_4h"),
+}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_a_norm_that_attention_shares_is_folded_into_both_or_neither(name: str, tmp_path: Path) -> None:
+    settings, reader = PARALLEL[name]
+    model, source = in_double(name, tmp_path, **settings)
+    found = folded(source, tmp_path / "out", FoldNorm())
+    assert {module.rpartition(".")[2] for norm in found.norms for module in norm.maps} == set(reader.split())
+    for layer in found.layers:
+        (step,) = layer.steps
+        if reader:
+            assert any(reader in said for said in step.checked)
+        else:
+            assert "which cannot take it up: there is no bias slot on" in step.refused
+    assert bool(changed(source, tmp_path / "out")) == bool(reader)
+    assert_models_agree(model, loaded(model, tmp_path / "out"))
+
+
+def test_a_layer_that_refuses_leaves_what_shares_its_norm_alone(tmp_path: Path) -> None:
+    _, source = in_double("gptj", tmp_path)  # q, k and v have no place for the shift, the MLP has
+    found = folded(source, tmp_path / "out")
+    assert all("no bias slot on q, k and v" in layer.steps[0].refused for layer in found.layers)
+    assert [norm.module for norm in found.norms] == ["transformer.ln_f"]
+    assert not any(".mlp." in name or ".ln_1." in name for name in changed(source, tmp_path / "out"))
+
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "post-norm": ("bert", "post-norm: the residual carries its gain"),
+    "sandwich": ("gemma2", "norms stand on both sides"),
+    "tied": ("gpt2", "at transformer.ln_f refused: the output map is the embedding"),
+    "no slot": ("falcon, groups", r"no bias slot on transformer.h.0.mlp.dense_h_to_4h"),
+    "no slot on the output map": ("gpt_neox", "no bias slot on embed_out"),
+    "the decoder reads it": ("mbart", "keys and values of every decoder layer"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_folded_is_refused_with_its_reason(case: str, tmp_path: Path) -> None:
+    name, reason = REFUSED[case]
+    made(name, tmp_path / "source")
+    with pytest.raises(RewriteRefusedError, match=reason):
+        folded(tmp_path / "source", tmp_path / "out", FoldOtherNorms(), skip_refused=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_residual_of_bloom_reads_the_norm(tmp_path: Path) -> None:
+    settings = {"apply_residual_connection_post_layernorm": True}
+    _, source = in_double("bloom", tmp_path, **settings)
+    found = folded(source, tmp_path / "out")
+    assert all("which would miss its gain" in norm.steps[0].refused for norm in found.norms[:2])
+    assert not changed(source, tmp_path / "out")
+
+
+def with_tensors(source: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    path = source / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("model.layers.1.mlp.adapter.weight", "not known whether model.layers.1.mlp.adapter.weight reads it"),
+        ("score.weight", "not known whether score.weight reads it"),
+    ],
+)
+def test_a_tensor_that_might_read_the_norm_as_well_is_a_reason_to_refuse(
+    more: str, said: str, tmp_path: Path
+) -> None:
+    made("llama", tmp_path / "source")
+    with_tensors(tmp_path / "source", {more: torch.randn(3, 24)})
+    with pytest.raises(RewriteRefusedError, match=said):
+        folded(tmp_path / "source", tmp_path / "out", FoldOtherNorms(), skip_refused=False)
+
+
+def test_a_map_of_another_width_than_the_norm_is_refused(tmp_path: Path) -> None:
+    made("llama", tmp_path / "source")
+    with_tensors(tmp_path / "source", {"lm_head.weight": torch.randn(40, 12)})
+    with pytest.raises(RewriteRefusedError, match="lm_head reads 12 channels, and the norm has shape"):
+        folded(tmp_path / "source", tmp_path / "out", FoldOtherNorms(), skip_refused=False)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi"])
+def test_float16_that_would_overflow_is_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    made(name, tmp_path / "source")
+    path = tmp_path / "source" / "model.safetensors"
+    tensors = {key: tensor.half() for key, tensor in load_file(path).items()}
+    norm, reader = ("post_attention_layernorm", "up_proj") if name == "llama" else ("input_layernorm", "fc1")
+    tensors[f"model.layers.1.{norm}.weight"].fill_(6e4)
+    tensors[f"model.layers.1.mlp.{reader}.weight"].fill_(2.0)
+    save_file(tensors, path, {"format": "pt"})
+    found = folded(tmp_path / "source", tmp_path / "out")
+    touched = changed(tmp_path / "source", tmp_path / "out")
+    assert not any(f".1.mlp.{reader}" in key or f".1.{norm}" in key for key in touched)
+    assert any(f".0.mlp.{reader}" in key for key in touched)
+    refused = [s.refused for part in (*found.norms, *found.layers) for s in part.steps if s.refused]
+    assert any("numbers do not fit float16" in reason for reason in refused)
+    with pytest.raises(RewriteRefusedError, match="do not fit float16"):
+        folded(tmp_path / "source", tmp_path / "other", skip_refused=False)
+
+
+def test_float32_that_overflows_after_all_stops_the_copy(tmp_path: Path) -> None:
+    made("llama", tmp_path / "source")
+    gain = torch.full((24,), 3e38)
+    weight = torch.full((32, 24), 1e3)
+    changes = {"post_attention_layernorm.weight": gain, "mlp.up_proj.weight": weight}
+    with_tensors(tmp_path / "source", {f"model.layers.0.{name}": t for name, t in changes.items()})
+    with pytest.raises(RewriteRefusedError, match=r"mlp.up_proj.weight: .* do not fit float32"):
+        folded(tmp_path / "source", tmp_path / "out", FoldOtherNorms())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in TINY if name in ("llama", "gpt2", "gpt_oss", "mixtral", "phi")]
+)
+def test_blocks_of_rows_give_what_one_gives(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(name, tmp_path / "source")
+    whole = folded(tmp_path / "source", tmp_path / "whole")
+    monkeypatch.setattr(norms, "blocks", partial(blocks, most_numbers=24 * 5))
+    parts = folded(tmp_path / "source", tmp_path / "parts")
+    assert parts.tensors == whole.tensors
+    assert any(norm.measured is not None for norm in whole.norms)
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (1, 5), (3, 7, 5)])
+def test_blocks_have_every_row_once(shape: tuple[int, ...]) -> None:
+    counted = torch.zeros(shape, dtype=torch.int64)
+    for block in blocks(counted, most_numbers=11):
+        counted[block] += 1
+        assert counted[block].numel() <= 11
+    assert torch.equal(counted, torch.ones_like(counted))
+
+
+@pytest.mark.parametrize("name", ["llama", "phi", "gpt2"])
+def test_a_norm_and_what_reads_it_may_lie_in_different_files(name: str, tmp_path: Path) -> None:
+    model, source = in_double(name, tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    # Maps first, the norms they read last, a file for each.
+    files = sorted(tensors, key=lambda tensor: ("norm" in tensor or "ln_" in tensor, tensor))
+    names = {tensor: f"model-{place:05}-of-{len(files):05}.safetensors" for place, tensor in enumerate(files)}
+    for tensor, file in names.items():
+        save_file({tensor: tensors[tensor]}, source / file, {"format": "pt"})
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    found = folded(source, tmp_path / "out")
+    assert any(norm.measured is not None for norm in found.norms)
+    assert_models_agree(model, loaded(model, tmp_path / "out"))
+
+
+def test_only_the_layers_named_are_folded_and_all_else_keeps_its_bytes(tmp_path: Path) -> None:
+    made("llama", tmp_path / "source")
+    found = folded(tmp_path / "source", tmp_path / "out", FoldOtherNorms(layers=(1,)))
+    at = "model.layers.1"
+    assert changed(tmp_path / "source", tmp_path / "out") == {
+        f"{at}.{name}.weight" for name in ("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj")
+    }
+    assert [norm.module for norm in found.norms] == [f"{at}.post_attention_layernorm"]
+
+
+def test_a_norm_that_was_folded_has_nothing_left_to_fold(tmp_path: Path) -> None:
+    made("llama", tmp_path / "source")
+    folded(tmp_path / "source", tmp_path / "once", FoldOtherNorms())
+    found = folded(tmp_path / "once", tmp_path / "twice", FoldOtherNorms())
+    assert not changed(tmp_path / "once", tmp_path / "twice")
+    assert {norm.steps[0].tier for norm in found.norms} == {"bit-exact"}
+    assert all(norm.measured is None for norm in found.norms)
+    assert all(check.held for check in verify_certificate(tmp_path / "twice", tmp_path / "once"))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_configuration_that_leaves_tying_out_is_read_as_its_class_has_it(name: str, tmp_path: Path) -> None:
+    tiny = TINY[name]
+    cls = getattr(transformers, tiny.config)
+    getattr(transformers, tiny.model)(cls(**tiny.settings)).save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    for part in (record, record.get("text_config", {})):
+        part.pop("tie_word_embeddings", None)
+    family = family_of(record["model_type"])
+    assert family is not None
+    silent, said = (
+        norm_sites(Checkpoint("tiny", family, Settings(config, "config.json"), open_tensors(tmp_path)))
+        for config in (record, cls.from_dict(dict(record)).to_dict())
+    )
+    assert [(site.module, site.refused) for site in silent] == [(site.module, site.refused) for site in said]
+
+
+def test_a_checkpoint_without_its_output_map_keeps_its_last_norm(tmp_path: Path) -> None:
+    made("llama", tmp_path / "source")
+    path = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["lm_head.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    found = folded(tmp_path / "source", tmp_path / "out", FoldOtherNorms())
+    assert "there is no map lm_head that reads it" in found.norms[-1].steps[0].refused
+
+
+# What is certified.
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Certificate]:
+    folder = tmp_path_factory.mktemp("norms")
+    made("phi", folder / "source")
+    return folder / "source", folder / "out", folded(folder / "source", folder / "out")
+
+
+def forged(certified: tuple[Path, Path, Certificate], folder: Path, **update: Any) -> list[str]:
+    """What fails of a copy with a certificate that was changed and sealed anew."""
+    source, out, certificate = certified
+    shutil.copytree(out, folder)
+    (folder / "certificate.json").write_bytes(certificate.model_copy(update=update).sealed().as_json())
+    return [check.claim for check in verify_certificate(folder, source) if not check.held]
+
+
+def test_errors_of_norms_are_measured_again(
+    certified: tuple[Path, Path, Certificate], tmp_path: Path
+) -> None:
+    found = certified[2].norms
+    assert [norm.steps[0].rewrite for norm in found] == ["fold_norm", "fold_norm", "fold_other_norms"]
+    assert all(norm.measured is not None and 0 < norm.measured.relative < 1e-6 for norm in found)
+    measured = found[2].measured
+    assert measured is not None
+    other = measured.model_copy(update={"relative": measured.relative * 1.01})
+    wrong = (*found[:2], found[2].model_copy(update={"measured": other}))
+    assert "errors measured on the probes" in forged(certified, tmp_path / "copy", norms=wrong)
+
+
+def test_a_norm_that_is_left_out_of_the_certificate_is_noticed(
+    certified: tuple[Path, Path, Certificate], tmp_path: Path
+) -> None:
+    for kept in (certified[2].norms[:2], certified[2].norms[1:]):
+        failing = forged(certified, tmp_path / f"copy{len(kept[0].maps)}{kept[0].module}", norms=kept)
+        assert "nothing else is other than it was" in failing
+
+
+def test_a_digit_of_a_map_is_noticed(certified: tuple[Path, Path, Certificate], tmp_path: Path) -> None:
+    source, out, _ = certified
+    shutil.copytree(out, tmp_path / "copy")
+    name = "model.layers.0.mlp.fc1.weight"
+    tensor = load_file(out / "model.safetensors")[name]
+    tensor[3, 5] += 1e-3
+    with_tensors(tmp_path / "copy", {name: tensor})
+    checks = verify_certificate(tmp_path / "copy", source)
+    assert [check.claim for check in checks if not check.held] == ["tensors as written"]
+
+
+def test_maps_that_never_took_up_the_norm_are_noticed(
+    certified: tuple[Path, Path, Certificate], tmp_path: Path
+) -> None:
+    # Hashes and seal are forged as well: what the maps put out is not what it was.
+    source, out, certificate = certified
+    name = "lm_head.weight"
+    original = load_file(source / "model.safetensors")[name]
+    records = dict(certificate.tensors)
+    records[name] = records[name].model_copy(update={"written": records[name].read})
+    shutil.copytree(out, tmp_path / "copy")
+    with_tensors(tmp_path / "copy", {name: original})
+    certificate = certificate.model_copy(update={"tensors": records}).sealed()
+    (tmp_path / "copy" / "certificate.json").write_bytes(certificate.as_json())
+    failing = [check.claim for check in verify_certificate(tmp_path / "copy", source) if not check.held]
+    assert failing == [
+        "errors measured on the probes",
+        "what was done is of its tier, and within its bounds",
+    ]
+
+
+def test_a_certificate_without_norms_is_written_as_before_there_were_any(tmp_path: Path) -> None:
+    made("llama", tmp_path / "source")
+    folded(tmp_path / "source", tmp_path / "out", FoldNorm())
+    assert "norms" not in json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert all(check.held for check in verify_certificate(tmp_path / "out", tmp_path / "source"))
