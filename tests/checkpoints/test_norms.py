@@ -21,7 +21,7 @@ from triptych.checkpoints.norms import norm_sites
 from triptych.checkpoints.settings import Settings
 from triptych.checkpoints.tensors import open_tensors
 from triptych.rewriting import norms
-from triptych.rewriting.certificate import Certificate, NormRecord
+from triptych.rewriting.certificate import Certificate, NormRecord, card
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.measuring import blocks
 from triptych.rewriting.recipe import RewriteRecipe
@@ -191,10 +191,9 @@ def test_every_tiny_model_is_in_the_table() -> None:
     assert EXPECTED.keys() == TINY.keys()
 
 
-# With an output map of its own, a norm stored as 1 + w among them; two norms shared with a layer.
+# With an output map of its own; Gemma stores its gains as 1 + w.
 UNTIED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma": ({}, "model.norm"),
-    "t5": ({"feed_forward_proj": "gated-gelu"}, "decoder.final_layer_norm"),
     "cohere": ({}, "model.norm"),
     "mpt": ({}, "transformer.norm_f"),
     "smollm3": ({}, "model.norm"),
@@ -209,6 +208,19 @@ def test_the_last_norm_is_folded_into_an_output_map_of_its_own(name: str, tmp_pa
     assert [norm.maps for norm in found.norms if norm.module == module] == [("lm_head",)]
     assert {f"{module}.weight", "lm_head.weight"} <= changed(source, tmp_path / "out")
     assert_models_agree(model, loaded(model, tmp_path / "out"))
+
+
+def test_a_t5_whose_output_map_is_not_the_embedding_has_its_last_norm_folded(tmp_path: Path) -> None:
+    model, source = in_double("t5", tmp_path, feed_forward_proj="gated-gelu")  # as version 1.1 is published
+    with_tensors(source, {"lm_head.weight": torch.randn(40, 24, dtype=torch.float64)})
+    record = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(record | {"tie_word_embeddings": False}))
+    found = folded(source, tmp_path / "out")
+    maps = {norm.module: norm.maps for norm in found.norms}
+    assert maps["decoder.final_layer_norm"] == ("lm_head",)
+    one, other = loaded(model, source), loaded(model, tmp_path / "out")
+    assert not torch.equal(one.lm_head.weight, one.shared.weight)
+    assert_models_agree(one, other)
 
 
 PARALLEL: dict[str, tuple[dict[str, Any], str]] = {
@@ -427,7 +439,9 @@ def forged(certified: tuple[Path, Path, Certificate], folder: Path, **update: An
     """What fails of a copy with a certificate that was changed and sealed anew."""
     source, out, certificate = certified
     shutil.copytree(out, folder)
-    (folder / "certificate.json").write_bytes(certificate.model_copy(update=update).sealed().as_json())
+    changed = certificate.model_copy(update=update).sealed()
+    (folder / "certificate.json").write_bytes(changed.as_json())
+    (folder / "README.md").write_text(card(changed), encoding="utf-8")
     return [check.claim for check in verify_certificate(folder, source) if not check.held]
 
 
