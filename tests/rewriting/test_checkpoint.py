@@ -328,6 +328,61 @@ def test_planning_tells_what_would_be_written_and_writes_nothing(tmp_path: Path)
     assert t5.bytes_after - 2 * table == (t5.bytes_before - 2 * table) / 2
 
 
+def small_mpt(folder: Path) -> Path:
+    """It clips queries, keys and values, and far more than it leaves alone."""
+    torch.manual_seed(4)
+    config = transformers.MptConfig(
+        d_model=24, n_heads=4, n_layers=2, vocab_size=60, max_seq_len=64, attn_config={"clip_qkv": 0.3}
+    )
+    return saved(transformers.MptForCausalLM(config), folder)
+
+
+@pytest.mark.parametrize(
+    "step", [GaugeFix(), Truncate(rank=3), Truncate(energy=0.9), MergeKVHeads(num_kv_heads=2)]
+)
+def test_a_plan_for_layers_that_clip_says_why_channels_stay(step: Step, tmp_path: Path) -> None:
+    source = small_mpt(tmp_path / "source")
+    with pytest.raises(
+        RewriteRefusedError,
+        match=rf"{step.rewrite}\S* at decoder 0 refused: .*queries, keys and values are clipped at ±0\.3",
+    ):
+        plan_rewrite(str(source), recipe(step))
+    plan = plan_rewrite(str(source), recipe(step, skip_refused=True))
+    assert all("clipped" in layer.steps[0].refused for layer in plan.layers)
+    assert plan.after == plan.before
+
+
+def test_layers_that_clip_compute_the_same_after_all_that_is_exact(tmp_path: Path) -> None:
+    source = small_mpt(tmp_path / "source")
+    found = rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE)
+    assert [step.rewrite for step in found.layers[0].steps if not step.refused] == [
+        *("fold_maps", "fold_norm", "drop_key_bias", "fold_value_bias", "prune_heads")
+    ]
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=0, atol=2e-5)
+    assert all(check.held for check in verify_certificate(tmp_path / "out", source))
+
+
+def test_heads_take_gains_of_their_own_along(tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    config = transformers.Olmo2Config(
+        hidden_size=24,
+        intermediate_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_hidden_layers=2,
+        vocab_size=60,
+        pad_token_id=0,
+    )
+    source = saved(transformers.Olmo2ForCausalLM(config), tmp_path / "source")
+    found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(SortHeads()))
+    moved = {name for name, record in found.tensors.items() if record.read != record.written}
+    assert {f"model.layers.0.self_attn.{side}_norm.weight" for side in "qk"} <= moved
+    torch.testing.assert_close(
+        logits(tmp_path / "out"), logits(source), rtol=0, atol=1e-5
+    )  # its norms are float32
+    assert all(check.held for check in verify_certificate(tmp_path / "out", source))
+
+
 def test_steps_in_an_order_that_undoes_them_are_refused() -> None:
     with pytest.raises(UsageError, match="fold_norm must come before drop_key_bias: a norm's shift becomes"):
         require_order([DropKeyBias(), FoldNorm()])
