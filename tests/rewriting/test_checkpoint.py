@@ -280,6 +280,40 @@ def test_a_budget_is_spread_by_what_directions_are_worth(tmp_path: Path) -> None
     assert 0.4 * 6 * len(ranks) <= sum(ranks) <= 0.5 * 6 * len(ranks)
 
 
+def test_every_step_sees_what_the_layers_do_on_the_text_after_the_steps_before_it(tmp_path: Path) -> None:
+    folder, text = small_gpt2(tmp_path / "source"), tmp_path / "text.txt"
+    with_tokenizer(folder)
+    text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
+    source = open_checkpoint(folder)
+    steps = (
+        PruneHeads(number=1, on_text=True),
+        Truncate(forms=("ov",), rank=3, criterion="uncentred"),
+    )
+    prepared = prepare(source, folder, recipe(*steps, calibration=text))
+    for site in source.sites:
+        first, second = (prepared.moments[site.name][number] for number in (0, 1))
+        kept = prepared.through(source, source.read(site)).kept
+        assert first.mixed.shape == (4, 6, 6)
+        assert kept is not None
+        assert len(kept) == 3
+        torch.testing.assert_close(second.mixed, first.mixed[list(kept)])
+
+
+def test_the_mean_of_a_value_bias_that_went_before_is_not_seen_by_a_later_step(tmp_path: Path) -> None:
+    folder, text = small_gpt2(tmp_path / "source"), tmp_path / "text.txt"
+    with_tokenizer(folder)
+    text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
+    source = open_checkpoint(folder)
+    cut = Truncate(forms=("ov",), rank=3, criterion="uncentred")
+    alone = prepare(source, folder, recipe(cut, calibration=text))
+    after = prepare(source, folder, recipe(FoldValueBias(), cut, calibration=text))
+    for site in source.sites:
+        with_bias, without = alone.moments[site.name][0], after.moments[site.name][1]
+        assert (with_bias.mixed - without.mixed).abs().max() > 1e-3
+        # The centred moments do not see a constant.
+        torch.testing.assert_close(with_bias.mixed_centred, without.mixed_centred)
+
+
 def test_t5_gets_narrower_heads_in_its_own_format(tmp_path: Path) -> None:
     source = small_t5(tmp_path / "source")
     found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(Truncate(rank=4)))
