@@ -136,9 +136,13 @@ def exact(layer: AttentionLayer) -> tuple[AttentionWeights, list[int]]:
     """Every exact rewrite that the layer's traits allow, one after the other, and where its heads were."""
     weights = layer.weights
     order = list(reversed(range(weights.num_heads)))
-    steps: list[Callable[[AttentionWeights], Any]] = [drop_key_bias, fold_value_bias, fold_norm]
-    if layer.scoring.clip is None:
-        steps += [partial(gauge_fix, forms=("ov",)), partial(gauge_fix, forms=("qk",))]
+    steps: list[Callable[[AttentionWeights], Any]] = [
+        drop_key_bias,
+        fold_value_bias,
+        fold_norm,
+        partial(gauge_fix, forms=("ov",)),
+        partial(gauge_fix, forms=("qk",)),
+    ]
     for step in steps:
         try:
             weights = step(weights).weights
@@ -151,9 +155,7 @@ def exact(layer: AttentionLayer) -> tuple[AttentionWeights, list[int]]:
 
 
 def has_numbers_of_heads(layer: AttentionLayer) -> bool:
-    norm = layer.scoring.k_norm
-    gains = norm is not None and norm.gain is not None and (norm.gain.ndim > 1 or norm.over == "all heads")
-    return gains or layer.weights.traits.positions in ("alibi", "relative", "disentangled")
+    return layer.weights.traits.positions in ("alibi", "relative", "disentangled")
 
 
 def refuses_all(checkpoint: Checkpoint) -> bool:

@@ -16,6 +16,7 @@ from command import Command
 from small_checkpoints import D, gpt2, gpt2_that_runs, llama
 from triptych import runs
 from triptych.cli import rewrite as command
+from triptych.rewriting import checkpoint
 from triptych.rewriting.certificate import CERTIFICATE, Certificate, read_certificate
 from triptych.rewriting.recipe import STEPS
 from triptych.training import resolve
@@ -144,6 +145,21 @@ def test_whole_models_are_compared_on_the_text_given(
     assert "Whole models on text.txt" in answer.out
 
 
+def test_whole_models_are_not_run_where_that_is_not_wanted(
+    triptych: Command, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(path: Path) -> None:
+        raise AssertionError(f"{path} was opened to be run")
+
+    monkeypatch.setattr(checkpoint, "open_model", opened)
+    out = tmp_path / "out"
+    answer = triptych("rewrite", model, "-o", out, "--do", "fold_norm", "--no-compare")
+    assert answer.code == 0, answer.err
+    assert certified(out).end_to_end is None
+    assert certified(out).not_compared == "it was not asked for"
+    assert "Whole models were not compared: it was not asked for." in answer.out
+
+
 def test_a_model_that_cannot_be_run_is_certified_without_and_says_so(
     triptych: Command, tmp_path: Path
 ) -> None:
@@ -265,6 +281,7 @@ def test_what_a_layer_refuses_is_skipped_on_request(triptych: Command, tmp_path:
         (["--rank", "3", "--calibrate", "BINARY"], "not UTF-8"),
         (["--exact", "--calibrate", "TEXT"], "no step looks at the calibration text"),
         (["--exact", "--text", "no.txt"], "no.txt: No such file"),
+        (["--exact", "--text", "TEXT", "--no-compare"], "--text is for the comparison that --no-compare"),
         (["--exact", "--text", "BINARY"], "not UTF-8"),
         (["--exact", "--layers", "7"], "has no layer 7; they go from 0 to 2"),
         (["--exact", "--layers", "x"], "--layers x: write numbers from 0"),

@@ -259,6 +259,25 @@ def test_what_could_be_folded_is_counted_or_refused_with_the_reason(tmp_path: Pa
     assert all(str(reason) for reason in inspected(llama(tmp_path / "llama")).layers[0].foldable.values())
 
 
+def test_layers_that_clip_say_so_and_lose_no_rank(tmp_path: Path) -> None:
+    layer = inspected(clipped_mpt(tmp_path)).layers[0]
+    assert "queries, keys and values are clipped at ±0.5, and the forms are those without" in layer.caveats
+    assert layer.cut == {}
+
+
+def clipped_mpt(folder: Path) -> Path:
+    at = "transformer.blocks.0"
+    tensors = {
+        f"{at}.attn.Wqkv.weight": torch.randn(3 * D, D),
+        f"{at}.attn.out_proj.weight": torch.randn(D, D),
+        f"{at}.norm_1.weight": torch.ones(D),
+    }
+    config = {"model_type": "mpt", "d_model": D, "n_heads": 4, "n_layers": 1}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"attn_config": {"clip_qkv": 0.5}}))
+    return folder
+
+
 def test_what_lower_ranks_would_save_is_counted_from_both_factors(tmp_path: Path) -> None:
     found = inspected(gpt2(tmp_path))
     for layer in found.layers:

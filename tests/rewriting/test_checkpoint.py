@@ -1,5 +1,6 @@
 """Checkpoints rewritten as wholes: what the result computes, what is certified, and what is tried again."""
 
+import hashlib
 import json
 import shutil
 import struct
@@ -15,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from small_checkpoints import gpt2, llama
 from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.shards import tensor_hash
 from triptych.checkpoints.writing import write_layer
 from triptych.errors import DataError, TriptychError, UsageError
-from triptych.rewriting.certificate import CERTIFICATE, Certificate, read_certificate
+from triptych.rewriting.certificate import CERTIFICATE, MODEL_CARD, Certificate, card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.layers import rewrite_layer
 from triptych.rewriting.measuring import measure_change
@@ -285,6 +287,40 @@ def test_a_budget_is_spread_by_what_directions_are_worth(tmp_path: Path) -> None
     assert 0.4 * 6 * len(ranks) <= sum(ranks) <= 0.5 * 6 * len(ranks)
 
 
+def test_every_step_sees_what_the_layers_do_on_the_text_after_the_steps_before_it(tmp_path: Path) -> None:
+    folder, text = small_gpt2(tmp_path / "source"), tmp_path / "text.txt"
+    with_tokenizer(folder)
+    text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
+    source = open_checkpoint(folder)
+    steps = (
+        PruneHeads(number=1, on_text=True),
+        Truncate(forms=("ov",), rank=3, criterion="uncentred"),
+    )
+    prepared = prepare(source, folder, recipe(*steps, calibration=text))
+    for site in source.sites:
+        first, second = (prepared.moments[site.name][number] for number in (0, 1))
+        kept = prepared.through(source, source.read(site)).kept
+        assert first.mixed.shape == (4, 6, 6)
+        assert kept is not None
+        assert len(kept) == 3
+        torch.testing.assert_close(second.mixed, first.mixed[list(kept)])
+
+
+def test_the_mean_of_a_value_bias_that_went_before_is_not_seen_by_a_later_step(tmp_path: Path) -> None:
+    folder, text = small_gpt2(tmp_path / "source"), tmp_path / "text.txt"
+    with_tokenizer(folder)
+    text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
+    source = open_checkpoint(folder)
+    cut = Truncate(forms=("ov",), rank=3, criterion="uncentred")
+    alone = prepare(source, folder, recipe(cut, calibration=text))
+    after = prepare(source, folder, recipe(FoldValueBias(), cut, calibration=text))
+    for site in source.sites:
+        with_bias, without = alone.moments[site.name][0], after.moments[site.name][1]
+        assert (with_bias.mixed - without.mixed).abs().max() > 1e-3
+        # The centred moments do not see a constant.
+        torch.testing.assert_close(with_bias.mixed_centred, without.mixed_centred)
+
+
 def test_t5_gets_narrower_heads_in_its_own_format(tmp_path: Path) -> None:
     source = small_t5(tmp_path / "source")
     found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(Truncate(rank=4)))
@@ -294,6 +330,38 @@ def test_t5_gets_narrower_heads_in_its_own_format(tmp_path: Path) -> None:
     assert logits(tmp_path / "out").shape == logits(source).shape
     sizes = [folder / "model.safetensors" for folder in (source, tmp_path / "out")]
     assert sizes[1].stat().st_size < sizes[0].stat().st_size
+
+
+def test_layers_that_do_not_agree_on_a_size_keep_theirs(tmp_path: Path) -> None:
+    source = small_t5(tmp_path / "source")
+    found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(Truncate(rank=4, layers=(0,))))
+    assert found.settings == {}
+    assert {layer.tier for layer in found.layers if layer.steps} == {"bounded"}
+    shapes = [
+        {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()}
+        for folder in (source, tmp_path / "out")
+    ]
+    assert shapes[0] == shapes[1]
+    assert all(check.held for check in verify_certificate(tmp_path / "out", source))
+
+
+def test_what_the_format_refuses_is_recorded_of_every_step_where_it_is_to_be_skipped(tmp_path: Path) -> None:
+    folder = small_gpt2(tmp_path / "source")
+    tensors = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors["transformer.h.0.ln_1.weight"].fill_(6e4)
+    tensors["transformer.h.0.attn.c_attn.weight"].fill_(2.0)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    steps = recipe(FoldNorm(), FoldValueBias(), skip_refused=True)
+    found = rewrite_checkpoint(str(folder), tmp_path / "out", steps, compare=False)
+    first, second = found.layers
+    assert [step.rewrite for step in first.steps] == ["fold_norm", "fold_value_bias"]
+    assert all("do not fit float16" in step.refused and step.tier is None for step in first.steps)
+    assert first.measured is None
+    assert not any(step.refused for step in second.steps)
+    changed = {name for name, record in found.tensors.items() if record.read != record.written}
+    assert changed
+    assert all(name.startswith("transformer.h.1.") for name in changed)
+    assert all(check.held for check in verify_certificate(tmp_path / "out", folder))
 
 
 def test_key_value_heads_are_repeated_and_merged_again(tmp_path: Path) -> None:
@@ -333,6 +401,61 @@ def test_planning_tells_what_would_be_written_and_writes_nothing(tmp_path: Path)
     t5 = plan_rewrite(str(small_t5(tmp_path / "t5")), recipe(Truncate(rank=3)))
     table = 4 * 32 * 4  # of distances, in the module of the first layer of each stack
     assert t5.bytes_after - 2 * table == (t5.bytes_before - 2 * table) / 2
+
+
+def small_mpt(folder: Path) -> Path:
+    """It clips queries, keys and values, and far more than it leaves alone."""
+    torch.manual_seed(4)
+    config = transformers.MptConfig(
+        d_model=24, n_heads=4, n_layers=2, vocab_size=60, max_seq_len=64, attn_config={"clip_qkv": 0.3}
+    )
+    return saved(transformers.MptForCausalLM(config), folder)
+
+
+@pytest.mark.parametrize(
+    "step", [GaugeFix(), Truncate(rank=3), Truncate(energy=0.9), MergeKVHeads(num_kv_heads=2)]
+)
+def test_a_plan_for_layers_that_clip_says_why_channels_stay(step: Step, tmp_path: Path) -> None:
+    source = small_mpt(tmp_path / "source")
+    with pytest.raises(
+        RewriteRefusedError,
+        match=rf"{step.rewrite}\S* at decoder 0 refused: .*queries, keys and values are clipped at ±0\.3",
+    ):
+        plan_rewrite(str(source), recipe(step))
+    plan = plan_rewrite(str(source), recipe(step, skip_refused=True))
+    assert all("clipped" in layer.steps[0].refused for layer in plan.layers)
+    assert plan.after == plan.before
+
+
+def test_layers_that_clip_compute_the_same_after_all_that_is_exact(tmp_path: Path) -> None:
+    source = small_mpt(tmp_path / "source")
+    found = rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE)
+    assert [step.rewrite for step in found.layers[0].steps if not step.refused] == [
+        *("fold_maps", "fold_norm", "drop_key_bias", "fold_value_bias", "prune_heads")
+    ]
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=0, atol=2e-5)
+    assert all(check.held for check in verify_certificate(tmp_path / "out", source))
+
+
+def test_heads_take_gains_of_their_own_along(tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    config = transformers.Olmo2Config(
+        hidden_size=24,
+        intermediate_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_hidden_layers=2,
+        vocab_size=60,
+        pad_token_id=0,
+    )
+    source = saved(transformers.Olmo2ForCausalLM(config), tmp_path / "source")
+    found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(SortHeads()))
+    moved = {name for name, record in found.tensors.items() if record.read != record.written}
+    assert {f"model.layers.0.self_attn.{side}_norm.weight" for side in "qk"} <= moved
+    torch.testing.assert_close(
+        logits(tmp_path / "out"), logits(source), rtol=0, atol=1e-5
+    )  # its norms are float32
+    assert all(check.held for check in verify_certificate(tmp_path / "out", source))
 
 
 def test_steps_in_an_order_that_undoes_them_are_refused() -> None:
@@ -434,8 +557,6 @@ def test_a_certificate_that_was_sealed_anew_over_other_tensors_is_noticed(
     rewritten: tuple[Path, Path], copy: Path
 ) -> None:
     # Whoever forges hashes and seal as well is found out by the errors, which are measured again.
-    from triptych.checkpoints.shards import tensor_hash
-
     tensors = load_file(copy / "model.safetensors")
     name = "transformer.h.1.attn.c_proj.weight"
     tensors[name] *= 1.01
@@ -517,6 +638,51 @@ def test_a_model_card_keeps_all_but_an_older_section_of_ours(tmp_path: Path) -> 
 def test_a_file_that_the_certificate_does_not_know_is_noticed(copy: Path) -> None:
     (copy / "modeling_more.py").write_text("print()")
     assert failing(copy) == ["other files as written"]
+
+
+def sealed(folder: Path, **changed: Any) -> None:
+    """Other entries in a certificate, with a seal that fits them."""
+    forged = read_certificate(folder).model_copy(update=changed).sealed()
+    (folder / CERTIFICATE).write_bytes(forged.as_json())
+    (folder / MODEL_CARD).write_text(card(forged), encoding="utf-8")
+
+
+NOTHING_ELSE = "nothing else is other than it was"
+
+
+def test_a_tensor_that_no_layer_has_is_noticed_even_if_the_certificate_knows_it(
+    rewritten: tuple[Path, Path], copy: Path
+) -> None:
+    name = "transformer.h.1.mlp.c_fc.weight"
+    tensors = load_file(copy / "model.safetensors")
+    tensors[name] *= 2
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    records = read_certificate(copy).tensors
+    record = records[name].model_copy(update={"written": tensor_hash(tensors[name])})
+    sealed(copy, tensors={**records, name: record})
+    checks = {check.claim: check for check in verify_certificate(copy, rewritten[0])}
+    assert checks["tensors as written"].held
+    assert checks[NOTHING_ELSE].held is False
+    assert checks[NOTHING_ELSE].found == f"{name} was changed, and is in no layer that was measured"
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_that_is_not_the_originals_is_noticed_even_if_the_certificate_knows_it(
+    name: str, rewritten: tuple[Path, Path], copy: Path
+) -> None:
+    record = json.loads((copy / name).read_text(encoding="utf-8"))
+    (copy / name).write_text(json.dumps(record | {"layer_norm_epsilon": 0.5}), encoding="utf-8")
+    digits = hashlib.sha256((copy / name).read_bytes()).hexdigest()
+    sealed(copy, files={**read_certificate(copy).files, name: digits})
+    checks = {check.claim: check for check in verify_certificate(copy, rewritten[0])}
+    assert checks["other files as written"].held
+    assert checks[NOTHING_ELSE].held is False
+    assert checks[NOTHING_ELSE].found.startswith(f"{name} is other than the original's")
+
+
+def test_a_layer_that_the_certificate_leaves_out_is_noticed(rewritten: tuple[Path, Path], copy: Path) -> None:
+    sealed(copy, layers=read_certificate(copy).layers[:1])
+    assert NOTHING_ELSE in failing(copy, rewritten[0])
 
 
 def test_a_certificate_that_leads_out_of_its_folder_or_to_other_probes_is_noticed(copy: Path) -> None:

@@ -278,6 +278,7 @@ def test_frozen_parameters_stay_frozen() -> None:
         ({"sinks": True}, "sinks"),
         ({"sigmoid": True}, "a sigmoid"),
         ({"value_gate": True}, "a gate on the values"),
+        ({"clip": 6.0}, "clipped queries, keys and values"),
         ({"positions": "relative"}, "relative positions"),
     ],
 )

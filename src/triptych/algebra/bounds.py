@@ -35,10 +35,11 @@ def score_bound(
         rotation: what turns queries and keys of both, if their positions are rotary.
 
     Raises:
-        RewriteRefusedError: no such bound is known: queries and keys are normalised, distances meet them, or
-            the positions are rotary and no rotation is given.
+        RewriteRefusedError: no such bound is known: queries and keys are normalised or clipped, distances
+            meet them, or the positions are rotary and no rotation is given.
     """
-    if before.traits.positions == "rotary" and not before.traits.qk_norm and rotation is not None:
+    turns = before.traits.positions == "rotary" and before.traits.clip is None
+    if turns and not before.traits.qk_norm and rotation is not None:
         return _rotary_score_bound(before, after, rotation)
     if reason := why_channels_stay(before.traits, "qk"):
         advice = "give the rotation" if before.traits.positions == "rotary" and rotation is None else ""
@@ -58,7 +59,12 @@ def output_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Ten
     Args:
         before: a layer.
         after: the same in another writing, or nearly the same.
+
+    Raises:
+        RewriteRefusedError: no such bound is known: values are clipped, or a gate stands behind them.
     """
+    if reason := why_channels_stay(before.traits, "ov"):
+        raise RewriteRefusedError("output_bound", f"no bound of the outputs is known: {reason}")
     v = _extended(before, after, "v")
     one, other = (
         BilinearForm(maps, weights.W_O.mT.double())

@@ -41,6 +41,14 @@ class HeadNorm:
     over: Literal["head", "all heads"] = "head"
     channels: int | None = None
 
+    @property
+    def of_each_head(self) -> bool:
+        """Whether heads have gains or shifts of their own."""
+        return any(
+            part is not None and (part.ndim > 1 or self.over == "all heads")
+            for part in (self.gain, self.shift)
+        )
+
     def __call__(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
         """Normalise."""
         if self.channels is not None and self.channels < x.shape[-1]:

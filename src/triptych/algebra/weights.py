@@ -134,6 +134,7 @@ class Traits:
         dropout: probability with which attention weights are dropped, now.
         blind_rows: some query may be allowed to see nothing, and then gets zeros.
         value_gate: a gate, channel by channel, stands between values and output map.
+        clip: queries, keys and values are cut off at ± this value, channel by channel; None if not.
         bias_slots: the maps whose bias the target format can hold.
     """
 
@@ -150,6 +151,7 @@ class Traits:
     dropout: float = 0.0
     blind_rows: bool = False
     value_gate: bool = False
+    clip: float | None = None
     bias_slots: frozenset[str] = frozenset(SIDES)
 
 

@@ -118,6 +118,7 @@ class LayerReader:
             qk_norm=q_norm is not None or k_norm is not None,
             soft_cap=scoring.soft_cap,
             sinks=scoring.sinks is not None,
+            clip=scoring.clip,
             bias_slots=frozenset(slots),
         )
         return AttentionLayer(

@@ -117,7 +117,8 @@ class _LayerWriter:
             fitted = fitted.to(torch.float64).with_scale(scale)
         found = resizing(self.checkpoint, self.layer.site, new) if new != old else None
         tensors: dict[str, Tensor] = {}
-        for name, full in chain(self._maps(fitted), self._norm().items(), self._sinks(new).items()):
+        beside = self._norm() | self._sinks(new) | dict(self._gains(old, new))
+        for name, full in chain(self._maps(fitted), beside.items()):
             stored = self._changed(name, full)
             if stored is not None:
                 tensors[name] = stored
@@ -240,14 +241,10 @@ class _LayerWriter:
             RewriteRefusedError: something is.
         """
         positions = self.before.traits.positions
-        own_gains = any(
-            norm is not None and (norm.over == "all heads" or (norm.gain is not None and norm.gain.ndim > 1))
-            for norm in self._head_norms()
-        )
-        if positions in ("alibi", "relative") or own_gains or self._distances_have_maps():
-            what = "gains of the norm of queries and keys" if own_gains else f"{positions} positions"
+        if positions in ("alibi", "relative") or self._distances_have_maps():
             _refuse(
-                f"the heads are in another order, and {what}, which are each head's own, stay in theirs",
+                f"the heads are in another order, and {positions} positions, which are each head's own, stay "
+                "in theirs",
                 "leave permute_heads out",
             )
 
@@ -341,6 +338,44 @@ class _LayerWriter:
         if sinks is None or len(self.kept) != new.heads:
             return {}
         return {f"{self.layer.site.module}.{self.spec.sinks}": sinks[self.kept]}
+
+    def _gains(self, old: Sizes, new: Sizes) -> Iterator[tuple[str, Tensor]]:
+        """Gains and shifts of norms of queries and keys, where each head has its own, follow their heads.
+
+        Raises:
+            RewriteRefusedError: heads that had one key head between them no longer stand together.
+        """
+        spec, heads = self.spec.head_norm, torch.tensor(self.kept)
+        if spec is None or len(heads) != new.heads or self.kept == list(range(old.heads)):
+            return
+        groups = (heads // (old.heads // old.groups)).view(old.groups, -1)
+        for names, norm, order in (
+            (spec.q, self.scoring.q_norm, heads),
+            (spec.k, self.scoring.k_norm, groups[:, 0]),
+        ):
+            if norm is None or not norm.of_each_head:
+                continue
+            if not bool((groups == groups[:, :1]).all()):
+                _refuse(
+                    "heads of several groups stand together now, and the gains of their keys are each "
+                    "group's own",
+                    "leave permute_heads out",
+                )
+            yield from self._in_order(names, order)
+
+    def _in_order(self, names: str, order: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The stored gains and shifts of a norm, those of each head in the place it has now."""
+        modules = [f"{self.layer.site.module}.{names.format(head=head)}" for head in range(len(order))]
+        for part in ("weight", "bias"):
+            if f"{modules[0]}.{part}" not in self.tensors.infos:
+                continue
+            if "{head}" in names:
+                of_heads = [self.tensors.read(f"{module}.{part}") for module in modules]
+                for module, head in zip(modules, order.tolist(), strict=True):
+                    yield f"{module}.{part}", of_heads[head]
+            else:
+                stored = self.tensors.read(f"{modules[0]}.{part}")
+                yield f"{modules[0]}.{part}", stored.view(len(order), -1)[order].view(stored.shape)
 
     def _changed(self, name: str, full: Tensor) -> Tensor | None:
         """A tensor as it is to be stored; None if that is how it is stored already.

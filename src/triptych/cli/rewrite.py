@@ -94,6 +94,12 @@ def rewrite(
     text: Annotated[
         Path | None, typer.Option("--text", help="Compare both models on this text afterwards.")
     ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare/--no-compare", help="Run both models afterwards, on random tokens without --text."
+        ),
+    ] = True,
     family: Annotated[
         Path | None, typer.Option("--family", help="A file that says how attention is written.")
     ] = None,
@@ -119,6 +125,8 @@ def rewrite(
         return
     if out is None:
         raise UsageError("say where the result goes: --out FOLDER (or --plan to see what would be done)")
+    if text is not None and not compare:
+        raise UsageError("--text is for the comparison that --no-compare leaves out: give one of the two")
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -135,6 +143,7 @@ def rewrite(
             chosen,
             family=own,
             text=text,
+            compare=compare,
             progress=lambda what, done, total: bar.update(
                 task, description=what, completed=done, total=total
             ),

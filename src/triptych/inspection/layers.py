@@ -195,6 +195,8 @@ def _caveats(layer: AttentionLayer) -> Iterator[str]:
         yield "a norm stands within a map, which is measured as if it were not there"
     if isinstance(scoring.bias, Disentangled):
         yield "distances meet queries and keys, too, and W_QK is the share of the content alone"
+    if scoring.clip is not None:
+        yield f"queries, keys and values are clipped at ±{scoring.clip:g}, and the forms are those without"
     if scoring.soft_cap is not None:
         yield f"scores are soft-capped at ±{scoring.soft_cap:g}"
     if scoring.sinks is not None:
@@ -280,6 +282,8 @@ def _cut(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -
     chains = [weights.chain(side) for side in SIDES]
     if any(len(chain) != 1 for chain in chains) or isinstance(layer.scoring.bias, Disentangled):
         return {}  # what one head would lose, another still needs
+    if scoring.clip is not None:
+        return {}  # channels are clipped one by one
     if len({id(chain[0]) for chain in chains}) < len(chains):
         return {}
     height = {side: weights.chain(side)[0].d_in for side in ("q", "k", "v")}

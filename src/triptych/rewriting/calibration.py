@@ -79,7 +79,7 @@ def scoring_of_kept(read: AttentionLayer, now: RewrittenLayer) -> Scoring:
     if now.kept is None or list(now.kept) == list(range(read.weights.num_heads)):
         return scoring
     norms = [norm for norm in (scoring.q_norm, scoring.k_norm) if norm is not None]
-    if any(norm.over == "all heads" or (norm.gain is not None and norm.gain.ndim > 1) for norm in norms):
+    if any(norm.over == "all heads" or norm.of_each_head for norm in norms):
         raise UsageError(
             f"{read.site.name}: heads with norms of their own are gone or in another order: what the "
             "others do on a text cannot be measured here; put the step that looks at the text first"

@@ -81,7 +81,7 @@ class Truncate(AttentionStep):
                     found = self._spectrum(layer, form)
                 except RewriteRefusedError as refused:
                     if not skip_refused:
-                        raise refused.at(layer.name) from None
+                        raise RewriteRefusedError(self.rewrite, refused.reason).at(layer.name) from None
                     continue  # it refuses again when it is cut
                 for group, energies in enumerate(found):
                     places.append((layer.name, form, group))

@@ -314,7 +314,7 @@ def test_the_other_form_can_be_fixed() -> None:
     turned = with_traits(make("grouped"), positions="rotary")
     fixed, record = gauge_fix(turned, forms=("ov",))
     assert fixed.q[0].weight is turned.q[0].weight
-    assert record.checked == ("ov: no gate stands between values and output map",)
+    assert record.checked == ("ov: no gate and no clipping stands between values and output map",)
     gated = with_traits(make("grouped"), value_gate=True, qk_norm=False)
     assert torch.equal(gauge_fix(gated, forms=("qk",)).weights.W_V, gated.W_V)
     both = with_traits(make("grouped"), value_gate=True, qk_norm=True)

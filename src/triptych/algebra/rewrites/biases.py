@@ -12,6 +12,7 @@ from triptych.algebra.rewrites.legality import (
     separate,
     sharing_sides,
     unchanged,
+    why_clipping_counts,
     why_key_bias_counts,
     with_chains,
 )
@@ -31,7 +32,7 @@ def drop_key_bias(weights: AttentionWeights) -> Rewritten:
 
     Raises:
         RewriteRefusedError: the softmax would see it (rotary positions, a soft cap, sinks, a sigmoid,
-            QK-norm).
+            QK-norm, clipped keys).
     """
     if not _biased(weights.k):
         return unchanged("drop_key_bias", weights, "the keys have no bias")
@@ -48,7 +49,14 @@ def drop_key_bias(weights: AttentionWeights) -> Rewritten:
         "rounding-exact",
         weights,
         result,
-        checked=("no rotary positions", "no QK-norm", "no soft cap", "no sinks", "softmax, not sigmoid"),
+        checked=(
+            "no rotary positions",
+            "no QK-norm",
+            "keys are not clipped",
+            "no soft cap",
+            "no sinks",
+            "softmax, not sigmoid",
+        ),
         notes=notes,
     )
 
@@ -68,7 +76,8 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
 
     Raises:
         RewriteRefusedError: rows do not sum to 1 (attention dropout, rows that see nothing, sinks, a
-            sigmoid), a gate stands between values and output, or the target has no output bias.
+            sigmoid), a gate stands between values and output, values are clipped, or the target has no
+            output bias.
     """
     if not _biased(weights.v):
         return unchanged("fold_value_bias", weights, "the values have no bias")
@@ -92,6 +101,7 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
             "no sinks",
             "softmax, not sigmoid",
             "no gate between values and output",
+            "values are not clipped",
             "the output map can hold a bias",
         ),
         notes=notes,
@@ -115,6 +125,8 @@ def _why_value_bias_stays(traits: Traits) -> str:
         return "the weights are sigmoids of the scores: rows do not sum to 1"
     if traits.value_gate:
         return "a gate, channel by channel, stands between values and output map"
+    if reason := why_clipping_counts(traits):
+        return reason
     if "o" not in traits.bias_slots:
         return "the output map has no bias slot in the target format"
     return ""

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
-from triptych.algebra.rewrites.legality import separate, sharing_sides
+from triptych.algebra.rewrites.legality import separate, sharing_sides, why_clipping_counts
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side, Traits
 
 Form = Literal["qk", "ov"]
@@ -22,8 +22,8 @@ SIDES_OF: dict[Form, tuple[Side, Side]] = {"qk": ("q", "k"), "ov": ("v", "o")}
 NAMES: dict[Side, str] = {"q": "queries", "k": "keys", "v": "values", "o": "the output"}
 # What `why_channels_stay` has looked at.
 CHANNELS_ARE_FREE: dict[Form, str] = {
-    "qk": "qk: no rotary positions, no QK-norm: nothing stands between queries and keys",
-    "ov": "ov: no gate stands between values and output map",
+    "qk": "qk: no rotary positions, no QK-norm, no clipping: nothing stands between queries and keys",
+    "ov": "ov: no gate and no clipping stands between values and output map",
 }
 
 
@@ -110,6 +110,8 @@ def joint_basis(
 
 def why_channels_stay(traits: Traits, form: Form) -> str:
     """Why the channels between the two maps of a form cannot be mixed; "" if they can."""
+    if reason := why_clipping_counts(traits):
+        return reason
     if form == "ov":
         return "a gate, channel by channel, stands between values and output map" if traits.value_gate else ""
     if traits.positions == "rotary":

@@ -16,6 +16,7 @@ from triptych.algebra.rewrites.legality import (
     separate,
     sharing_sides,
     unchanged,
+    why_clipping_counts,
     why_key_bias_counts,
     with_chains,
 )
@@ -182,6 +183,8 @@ def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) 
     if traits.qk_norm:
         reason = "queries and keys are normalised before their product (QK-norm)"
         raise RewriteRefusedError("fold", reason, advice)
+    if reason := why_clipping_counts(traits):
+        raise RewriteRefusedError("fold", reason, advice)
     for side in ("q", "k"):
         require_nothing_between("fold", side, weights.chain(side), advice)
     checked, notes = ["no rotary positions, no QK-norm: nothing stands between queries and keys"], []
@@ -322,6 +325,8 @@ def _require_one_matrix(weights: AttentionWeights) -> None:
         raise RewriteRefusedError("factor", "distances meet queries and keys each (disentangled)")
     if weights.traits.qk_norm:
         raise RewriteRefusedError("factor", "queries and keys are normalised before their product (QK-norm)")
+    if reason := why_clipping_counts(weights.traits):
+        raise RewriteRefusedError("factor", reason)
     require_nothing_between("factor", "q", weights.q)
 
 

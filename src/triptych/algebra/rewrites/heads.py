@@ -259,10 +259,18 @@ def _require_prunable(weights: AttentionWeights, heads: Sequence[int]) -> None:
 
 
 def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
-    """‖W_V W_O‖ and ‖b_V W_O‖ of some heads: exactly 0 where no channel is used on both sides."""
+    """‖W_V W_O‖ and ‖b_V W_O‖ of some heads: exactly 0 where no channel is used on both sides.
+
+    Clipped values need not cancel each other across channels: then it is Σ_c ‖W_V,c‖ ‖W_O,c‖ over channels c,
+    and likewise of the bias.
+    """
     weights = in_working_precision(weights)
     W_V, W_O, bias = weights.W_V[heads], weights.W_O[heads], weights.head_bias("v")
     read = W_O.ne(0).any(dim=-1)
+    if weights.traits.clip is not None:
+        of_outputs = W_O.norm(dim=-1)
+        of_bias = of_outputs.new_zeros(()) if bias is None else bias[heads].abs()
+        return Move((W_V.norm(dim=-2) * of_outputs).sum(dim=-1), (of_bias * of_outputs).sum(dim=-1))
     used = (W_V.ne(0).any(dim=-2) & read)[:, None, :]
     form = BilinearForm(W_V * used, W_O.mT * used).frobenius_norm()
     if bias is None:

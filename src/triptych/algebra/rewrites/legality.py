@@ -10,6 +10,15 @@ from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Side, Trait
 INPUT_SIDES: tuple[Side, ...] = ("q", "k", "v")
 
 
+def why_clipping_counts(traits: Traits) -> str:
+    """Why queries, keys and values must stay the numbers that they are; "" if they need not."""
+    if traits.clip is None:
+        return ""
+    return (
+        f"queries, keys and values are clipped at ±{traits.clip:g}, channel by channel and with their biases"
+    )
+
+
 def why_key_bias_counts(traits: Traits) -> str:
     """Why a number added to every score of a query would be seen; "" if the softmax is blind to it."""
     if traits.positions == "rotary":
@@ -21,6 +30,8 @@ def why_key_bias_counts(traits: Traits) -> str:
         return "distances meet the keys with their bias (disentangled positions), each with another number"
     if traits.qk_norm:
         return "the keys are normalised with their bias (QK-norm), so it is more than an addition to a row"
+    if reason := why_clipping_counts(traits):
+        return reason
     if traits.soft_cap is not None:
         return (
             f"the scores are soft-capped at ±{traits.soft_cap:g}, and what a bias adds to a row "

@@ -11,6 +11,7 @@ from triptych.algebra.rewrites.legality import (
     require_nothing_between,
     separate,
     sharing_sides,
+    why_clipping_counts,
     why_key_bias_counts,
     with_chains,
 )
@@ -220,6 +221,8 @@ def _require_gain_passes_to_queries(weights: AttentionWeights, *, shifted: bool)
         raise RewriteRefusedError(
             _NAME, f"the keys are the input itself, and {what} between them and the queries"
         )
+    if reason := why_clipping_counts(traits):
+        raise RewriteRefusedError(_NAME, f"the keys are the input itself, and {reason}")
     require_nothing_between(_NAME, "q", weights.q[-1:])
     if not weights.q[-1].learned:
         raise RewriteRefusedError(

@@ -19,7 +19,11 @@ from triptych.algebra.function import Rotation
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.channels import joint_basis, newly_apart, times
 from triptych.algebra.rewrites.data import require_moments_of
-from triptych.algebra.rewrites.legality import require_nothing_between, require_whole_number
+from triptych.algebra.rewrites.legality import (
+    require_nothing_between,
+    require_whole_number,
+    why_clipping_counts,
+)
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import AttentionWeights, Link, Side
 
@@ -161,8 +165,8 @@ def require_rotary(name: str, weights: AttentionWeights, rotation: Rotation) -> 
     """Refuse a layer whose planes are not what meets in its scores.
 
     Raises:
-        RewriteRefusedError: the layer has no rotary positions, a norm stands before them, or the rotation
-            turns more channels than there are.
+        RewriteRefusedError: the layer has no rotary positions, a norm stands before them, queries and keys
+            are clipped, or the rotation turns more channels than there are.
     """
     if weights.traits.positions != "rotary":
         raise RewriteRefusedError(
@@ -173,6 +177,8 @@ def require_rotary(name: str, weights: AttentionWeights, rotation: Rotation) -> 
             name,
             "queries and keys are normalised (QK-norm) over the channels of all their planes",
         )
+    if reason := why_clipping_counts(weights.traits):
+        raise RewriteRefusedError(name, reason)
     width, turned = weights.multiplied("q").d_out, rotation.start + 2 * len(rotation.frequencies)
     if turned > width:
         raise RewriteRefusedError(name, f"the rotation turns channels up to {turned}, of heads {width} wide")
