@@ -16,7 +16,7 @@ from checkpoints.test_writing import assert_models_agree, loaded
 from checkpoints.tiny_models import TINY, Tiny
 from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.family import family_of
+from triptych.checkpoints.family import family_of, read_family
 from triptych.checkpoints.norms import norm_sites
 from triptych.checkpoints.settings import Settings
 from triptych.checkpoints.tensors import open_tensors
@@ -300,6 +300,31 @@ def test_a_tensor_that_might_read_the_norm_as_well_is_a_reason_to_refuse(
     with_tensors(tmp_path / "source", {more: torch.randn(3, 24)})
     with pytest.raises(RewriteRefusedError, match=said):
         folded(tmp_path / "source", tmp_path / "out", FoldOtherNorms(), skip_refused=False)
+
+
+@pytest.mark.parametrize("within", ["layers.{layer}.self_attn", "layers.{layer}.mlp"])
+def test_a_map_that_is_claimed_twice_is_a_reason_to_refuse(within: str, tmp_path: Path) -> None:
+    made("llama", tmp_path / "source")
+    (tmp_path / "mine.toml").write_text(
+        f"""
+        name = "Mine"
+        [[attention]]
+        like = "llama"
+        [[attention.other_norms]]
+        norm = [{{ at = "layers.{{layer}}.post_attention_layernorm", kind = "rms" }}]
+        within = "layers.{{layer}}.mlp"
+        read_by = ["up_proj"]
+        rest = ["*"]
+        [[attention.other_norms]]
+        norm = [{{ at = "norm", kind = "rms" }}]
+        within = "{within}"
+        read_by = ["up_proj", "q_proj"]
+        rest = ["*"]
+        """
+    )
+    checkpoint = open_checkpoint(tmp_path / "source", read_family(tmp_path / "mine.toml"))
+    assert isinstance(checkpoint, Checkpoint)
+    assert "belongs to attention, or reads another norm" in norm_sites(checkpoint)[-1].refused
 
 
 def test_a_map_of_another_width_than_the_norm_is_refused(tmp_path: Path) -> None:

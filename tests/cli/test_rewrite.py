@@ -216,7 +216,17 @@ def test_a_plan_is_json_on_request(triptych: Command, tmp_path: Path) -> None:
         triptych("rewrite", llama(tmp_path / "source"), "--kv-heads", "1", "--plan", "--json").out
     )
     assert set(plan) == {
-        *("source", "family", "layers", "before", "after", "settings", "bytes_before", "bytes_after"),
+        *(
+            "source",
+            "family",
+            "layers",
+            "norms",
+            "before",
+            "after",
+            "settings",
+            "bytes_before",
+            "bytes_after",
+        ),
         "notes",
     }
     assert plan["settings"] == {"num_key_value_heads": 1}
@@ -409,6 +419,34 @@ def projections(run: Path) -> list[str]:
     )
     kinds = [attention["projections"] for attention in found]
     return [kind if isinstance(kind, str) else kind["kind"] for kind in kinds]
+
+
+def test_of_runs_of_ours_norms_outside_the_attention_are_left_alone_and_that_is_said(
+    triptych: Command, mixed_run: Path, tmp_path: Path
+) -> None:
+    said = "of runs of ours only the attention is rewritten"
+    answer = triptych("rewrite", mixed_run, "-o", tmp_path / "out", "--do", "fold_other_norms")
+    assert answer.code == 1
+    assert said in answer.err
+    assert not (tmp_path / "out").exists()
+    assert triptych("rewrite", mixed_run, "-o", tmp_path / "out", "--exact").code == 0
+    (norm,) = certified(tmp_path / "out").norms
+    assert norm.steps[0].refused == said
+    assert triptych("verify", tmp_path / "out").code == 0
+
+
+def test_a_plan_says_which_norms_would_be_folded(triptych: Command, tmp_path: Path) -> None:
+    changed = {f"h.{layer}.ln_2.weight": torch.rand(D) for layer in range(2)}
+    changed |= {f"h.{layer}.mlp.c_fc.bias": torch.rand(4 * D) for layer in range(2)}
+    options = ("--do", "fold_other_norms", "--skip-refused", "--plan", "--json")
+    plan = json.loads(triptych("rewrite", gpt2(tmp_path / "source", changed), *options).out)
+    found = {norm["module"]: norm for norm in plan["norms"]}
+    assert found["h.0.ln_2"]["maps"] == ["h.0.mlp.c_fc"]
+    assert found["h.0.ln_2"]["steps"][0]["tier"] == "rounding-exact"
+    assert "no tensor h.2.ln_2.weight" in found["h.2.ln_2"]["steps"][0]["refused"]
+    shown = triptych("rewrite", tmp_path / "source", *options[:-1]).out
+    assert "fold_other_norms" in shown
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_a_run_written_in_other_ways_translates_as_before(

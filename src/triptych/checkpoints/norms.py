@@ -96,6 +96,7 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
         if (spec := _first(place.spec.norm, place)) is not None and spec.at:
             attention.setdefault(_named(spec.at, place), site)
     found: dict[str, NormSite] = {}
+    taken = {name for site in checkpoint.sites for name in checkpoint.read_names(site)}
     for site in checkpoint.sites:
         place = checkpoint.place(site)
         for other in place.spec.other_norms:
@@ -103,6 +104,13 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
                 module = _named(spec.at, place)
                 if module not in found:
                     readers, refused = _readers(checkpoint, place, other, spec)
+                    tensors = {name for reader in readers for name in reader.tensors}
+                    if twice := sorted(tensors & taken):
+                        readers, refused = (
+                            (),
+                            f"{twice[0]} belongs to attention, or reads another norm as well",
+                        )
+                    taken |= tensors
                     layer = site.layer if "{layer}" in spec.at else None
                     found[module] = NormSite(module, layer, spec, readers, attention.get(module), refused)
     return tuple(sorted(found.values(), key=lambda norm: norm.layer is None))

@@ -115,6 +115,8 @@ class OtherNorms:
         if reader is None:
             neutral = neutral_norm(norm)
             new = neutral.shift if name.endswith(".bias") and neutral.shift is not None else neutral.gain
+        elif name == reader.bias and (norm.shift is None or not bool(norm.shift.any())):
+            return None
         else:
             before = reader.read(self._tensors)
             after = _folded(norm, *before)

@@ -9,7 +9,12 @@ import torch
 from heads import D_MODEL, Untouched, assert_same_function, make_layer, make_norm, storages
 from tolerances import assert_same
 from triptych.algebra.rewrites.folding import expand
-from triptych.algebra.rewrites.norms import fold_norm
+from triptych.algebra.rewrites.norms import (
+    OtherReaders,
+    fold_norm,
+    fold_norm_into_map,
+    require_readers_foldable,
+)
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights, Norm, Side
 from triptych.attention.projections import PARAMETERISATIONS
@@ -188,3 +193,37 @@ def test_where_the_input_is_the_key_nothing_may_stand_between_it_and_the_queries
 def test_a_norm_of_a_self_attentions_memory_is_no_concern_of_it() -> None:
     other = Norm(torch.ones(D_MODEL, dtype=torch.float64))
     assert fold_norm(replace(make("factored"), memory_norm=other)).weights.memory_norm is other
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(7, D_MODEL), (3, 7, D_MODEL)])
+def test_a_map_outside_the_attention_takes_up_gain_and_shift(shape: tuple[int, ...], offset: float) -> None:
+    norm, weight, bias = make_norm(offset), torch.randn(shape).double(), torch.randn(shape[:-1]).double()
+    assert norm.shift is not None
+    x = torch.randn(5, D_MODEL).double()
+    folded, shifted = fold_norm_into_map(norm, weight, bias)
+    assert shifted is not None
+    expected = (x * (norm.gain + offset) + norm.shift) @ weight.mT + bias[..., None, :]
+    assert_same(x @ folded.mT + shifted[..., None, :], expected, kind="output")
+
+
+def test_a_map_without_a_bias_takes_up_a_gain_and_a_shift_of_zeros_only() -> None:
+    weight = torch.randn(7, D_MODEL).double()
+    gain = make_norm(shifted=False)
+    for shift in (None, torch.zeros(D_MODEL).double()):
+        folded, bias = fold_norm_into_map(replace(gain, shift=shift), weight, None)
+        assert bias is None
+        assert torch.equal(folded, weight * gain.gain)
+    with pytest.raises(RewriteRefusedError, match="no bias slot for the shift"):
+        fold_norm_into_map(make_norm(), weight, None)
+    with pytest.raises(RewriteRefusedError, match="no bias slot on up for the shift"):
+        require_readers_foldable("pre", make_norm(), {"gate": True, "up": False})
+
+
+def test_a_layer_takes_up_a_norm_along_with_what_else_reads_it_or_not_at_all() -> None:
+    weights = with_traits(make("factored"), other_norm_readers="the feed-forward")
+    result, record = fold_norm(weights, OtherReaders(("fc_in",)))
+    assert result.norm is None
+    assert "what else reads the norm takes it up as well: fc_in" in record.checked
+    with pytest.raises(RewriteRefusedError, match="which cannot take it up: it is packed"):
+        fold_norm(weights, OtherReaders(("fc_in",), "it is packed"))
