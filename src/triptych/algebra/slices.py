@@ -38,7 +38,7 @@ def heads_of(weights: AttentionWeights, start: int, stop: int) -> AttentionWeigh
 
 
 def joined(parts: Sequence[AttentionWeights]) -> AttentionWeights:
-    """The heads of all parts in one layer; output biases add up."""
+    """The heads of all parts in one layer; output biases add up, narrower heads get channels of zeros."""
     first = parts[0]
 
     def together(chains: Sequence[Chain]) -> Chain:
@@ -83,6 +83,10 @@ def separable(weights: AttentionWeights, scoring: Scoring) -> bool:
     chains = [weights.chain(side) for side in SIDES]
     if any(len(chain) != 1 for chain in chains) or len({id(chain[0]) for chain in chains}) < len(chains):
         return False
+    if any(weights.chain(side)[0].copies != weights.num_heads for side in ("q", "o")):
+        return False
+    if not all(link.learned for link in weights.links()):
+        return False
     try:
         scoring_of(scoring, 0, 1)
     except ValueError:
@@ -111,12 +115,31 @@ def _copies(link: Link, start: int, stop: int, heads: int) -> Link:
 def _together(links: Sequence[Link]) -> Link:
     if len(links) == 1:
         return links[0]
-    biases = [link.bias for link in links if link.bias is not None]
+    rows, columns = (max(link.weight.shape[place] for link in links) for place in (1, 2))
+    biases: list[Tensor] = []
+    if any(link.bias is not None for link in links):
+        absent = [link.weight[:, 0, :] if link.bias is None else link.bias for link in links]
+        biases = [
+            _padded(torch.zeros_like(bias) if link.bias is None else bias, columns)
+            for link, bias in zip(links, absent, strict=True)
+        ]
     return replace(
         links[0],
-        weight=_stacked([link.weight for link in links]),
+        weight=_stacked([_padded(link.weight, columns, rows) for link in links]),
         bias=torch.cat(biases) if biases else None,
+        learned=any(link.learned for link in links),
     )
+
+
+def _padded(tensor: Tensor, columns: int, rows: int | None = None) -> Tensor:
+    """With zeros up to so many columns, and rows."""
+    more_columns = columns - tensor.shape[-1]
+    more_rows = 0 if rows is None else rows - tensor.shape[-2]
+    if not more_columns and not more_rows:
+        return tensor
+    if rows is None:
+        return torch.nn.functional.pad(tensor, (0, more_columns))
+    return torch.nn.functional.pad(tensor.mT, (0, more_rows, 0, more_columns)).mT
 
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:

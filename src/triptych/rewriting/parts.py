@@ -1,0 +1,357 @@
+"""A large layer through the steps, a few groups of heads at a time, so that only those are in float64.
+
+What a step must know of all heads (which of them do least, say) is looked for in one pass over the groups,
+and done in the next. Between passes nothing is kept but the numbers that were read: no step rounds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from triptych.algebra import rewrites
+from triptych.algebra.rewrites import RewriteRecord, RewriteRefusedError
+from triptych.algebra.rewrites.legality import with_chains
+from triptych.algebra.slices import heads_of, joined, scoring_of
+from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Side
+from triptych.checkpoints.layer import AttentionLayer
+from triptych.rewriting.certificate import StepRecord
+from triptych.rewriting.steps import Layer, Step
+
+Found = TypeVar("Found")
+
+
+class Through(NamedTuple):
+    """A layer after the steps.
+
+    Attributes:
+        weights: in the dtype that was read.
+        kept: which heads are left, in order; None for all as they were.
+        records: of every step, done or refused.
+    """
+
+    weights: AttentionWeights
+    kept: tuple[int, ...] | None
+    records: tuple[StepRecord, ...]
+
+
+@final
+class LayerInParts:
+    """A layer whose heads go through the steps in runs of whole groups.
+
+    A step that is refused for some heads is refused for all, and begins again without it.
+    """
+
+    def __init__(
+        self,
+        read: AttentionLayer,
+        steps: Sequence[Step],
+        runs: Sequence[tuple[int, int]],
+        *,
+        skip_refused: bool,
+        longest_text: int,
+    ) -> None:
+        """Nothing is done yet.
+
+        Args:
+            read: the layer, of which `heads_of` can tell the heads apart.
+            steps: those that it is for, in order; all of them treat groups of heads by themselves.
+            runs: of heads, whole groups each.
+            skip_refused: whether a refused step is left out and recorded, or an error.
+            longest_text: positions that the model is made for.
+        """
+        self._read, self._runs = read, runs
+        self._skip_refused, self._longest_text = skip_refused, longest_text
+        self._steps = tuple(steps)
+        self._refused: dict[int, str] = {}
+        self._chosen: dict[int, _Chosen] = {}
+        end = next((place for place, step in enumerate(steps) if step.at_end), len(steps))
+        # Steps after one that only copies numbers do so, too: `can_go_in_parts` looks at that.
+        self._at_end = range(end, len(steps))
+
+    def through(self) -> Through:
+        """All of it."""
+        self._choose(self._at_end.start)
+        sorts = next((step for step in self._steps[self._at_end.start :] if step.selects), None)
+        parts = self._of_all(self._at_end.start, lambda part: _Rewritten.of(part, self._read.weights, sorts))
+        records = {place: self._record(place, parts) for place in range(self._at_end.start)}
+        seen = _side_by_side([part.seen for part in parts if part.layer is not None])
+        kept = self._kept()
+        weights = _joined(parts, self._read.weights)
+        layer = Layer(self._read.site.name, weights, self._read.scoring, self._longest_text)
+        del parts, weights  # a layer may be large
+        for place in self._at_end:
+            step = self._steps[place]
+            try:
+                if step.selects:
+                    done, order = step.select(layer.weights, seen)
+                    before = kept or tuple(range(self._read.weights.num_heads))
+                    kept = tuple(before[head] for head in order)
+                    seen = tuple(numbers[list(order)] for numbers in seen)
+                else:
+                    done = step.apply(layer)
+            except RewriteRefusedError as refused:
+                self._refuse(place, refused)
+                continue
+            layer = replace(layer, weights=done.weights)
+            records[place] = done.record
+        return Through(
+            layer.weights, kept, tuple(self._said(place, records) for place in range(len(self._steps)))
+        )
+
+    def layers(self) -> Iterator[Layer]:
+        """Its heads after all steps in float64, run by run."""
+        if self._at_end:
+            raise ValueError(f"{self._steps[-1].rewrite} is done to all heads at once")
+        self._choose(len(self._steps))
+        if self._skip_refused:
+            self._of_all(len(self._steps), lambda part: None)  # what is refused is known from here on
+        for part in self._parts(len(self._steps)):
+            if part.layer is not None:
+                yield part.layer
+
+    def _parts(self, upto: int) -> Iterator["_Part"]:
+        """Every run of heads after the first steps."""
+        for start, stop in self._runs:
+            weights = heads_of(self._read.weights, start, stop).to(torch.float64)
+            scoring = scoring_of(self._read.scoring, start, stop)
+            layer = Layer(self._read.site.name, weights, scoring, self._longest_text, first_head=start)
+            part = _Part(start, stop, weights, layer, None, {})
+            for place in range(upto):
+                if place not in self._refused and part.layer is not None:
+                    part = self._after(part, part.layer, place)
+            yield part
+
+    def _after(self, part: "_Part", layer: Layer, place: int) -> "_Part":
+        if place in self._chosen:
+            return self._chosen[place].of(part, layer, place)
+        try:
+            done = self._steps[place].apply(layer)
+        except RewriteRefusedError as refused:
+            raise _PartRefusedError(place, refused) from None
+        shapes = _Shapes(shape_of(layer.weights), shape_of(done.weights))
+        one = _Done(done.record, shapes, done.weights is not layer.weights)
+        return part._replace(layer=replace(layer, weights=done.weights), done={**part.done, place: one})
+
+    def _of_all(self, upto: int, look: Callable[["_Part"], Found]) -> list[Found]:
+        """What is found of every run after the first steps, once no run refuses one."""
+        while True:
+            try:
+                return [look(part) for part in self._parts(upto)]
+            except _PartRefusedError as found:
+                self._refuse(found.place, found.refused)
+
+    def _refuse(self, place: int, refused: RewriteRefusedError) -> None:
+        if not self._skip_refused:
+            raise refused.at(self._read.site.name) from None
+        self._refused[place] = refused.reason
+
+    def _choose(self, upto: int) -> None:
+        """Find out what the first steps have to know of all heads."""
+        for place, step in enumerate(self._steps[:upto]):
+            if not step.selects:
+                continue
+            found = self._of_all(place, lambda part, step=step: _Looked.of(part, step))  # type: ignore[misc]
+            shapes = [looked.shapes for looked in found if looked.shapes is not None]
+            whole = _with_bias(joined(shapes), any(looked.biased for looked in found))
+            seen = _side_by_side([looked.seen for looked in found if looked.shapes is not None])
+            try:
+                done, kept = step.select(whole, seen)
+            except RewriteRefusedError as refused:
+                self._refuse(place, refused)
+            else:
+                self._chosen[place] = _Chosen(kept, done.record, done.weights, whole.num_heads)
+
+    def _kept(self) -> tuple[int, ...] | None:
+        kept: tuple[int, ...] | None = None
+        for chosen in self._chosen.values():
+            kept = chosen.kept if kept is None else tuple(kept[head] for head in chosen.kept)
+        return kept
+
+    def _record(self, place: int, parts: Sequence["_Rewritten"]) -> RewriteRecord | None:
+        """What a step did to all of them."""
+        if place in self._refused:
+            return None
+        if place in self._chosen:
+            return self._chosen[place].record
+        # A part that has gone by now has only its output bias in the layer.
+        biased = [False, False]
+        for part in parts:
+            if place in part.done:
+                for at, shape in enumerate(part.done[place].shapes):
+                    biased[at] = biased[at] or shape.o_bias is not None
+            else:
+                biased = [there or part.left_bias is not None for there in biased]
+        done = [part.done[place] for part in parts if place in part.done]
+        before, after = (_with_bias(joined([one.shapes[at] for one in done]), biased[at]) for at in range(2))
+        acted = [one.record for one in done if one.acted] or [one.record for one in done]
+        return rewrites.of_groups(acted, before, after)
+
+    def _said(self, place: int, records: dict[int, RewriteRecord | None]) -> StepRecord:
+        name, record = self._steps[place].rewrite, records.get(place)
+        if record is None:
+            return StepRecord(rewrite=name, refused=self._refused[place])
+        return StepRecord.of(name, record, self._read.weights.dtype.itemsize)
+
+
+def can_go_in_parts(steps: Sequence[Step]) -> bool:
+    """Whether steps treat groups of heads by themselves, those at the end apart that only copy numbers."""
+    ends = [step.at_end for step in steps]
+    return all(step.by_groups and not step.needs_text for step in steps) and ends == sorted(ends)
+
+
+def shape_of(weights: AttentionWeights) -> AttentionWeights:
+    """The shapes of weights, for costs."""
+    return weights.mapped(lambda tensor: tensor.to("meta"))
+
+
+@final
+class _PartRefusedError(Exception):
+    """A step is refused for some heads."""
+
+    def __init__(self, place: int, refused: RewriteRefusedError) -> None:
+        super().__init__(str(refused))
+        self.place, self.refused = place, refused
+
+
+class _Shapes(NamedTuple):
+    """Of some heads, before a step and after it."""
+
+    before: AttentionWeights
+    after: AttentionWeights
+
+
+class _Done(NamedTuple):
+    """What a step did to some heads, and whether that was anything."""
+
+    record: RewriteRecord
+    shapes: _Shapes
+    acted: bool
+
+
+class _Part(NamedTuple):
+    """Some heads on their way.
+
+    Attributes:
+        start: the first of them as they were read; `stop`: the one after the last.
+        before: as they were read, float64.
+        layer: as they are now; None if none is left.
+        left_bias: the output bias of heads of which none is left.
+        done: by the place of the step.
+    """
+
+    start: int
+    stop: int
+    before: AttentionWeights
+    layer: Layer | None
+    left_bias: Tensor | None
+    done: dict[int, _Done]
+
+
+class _Looked(NamedTuple):
+    """What a step saw of some heads."""
+
+    shapes: AttentionWeights | None
+    seen: tuple[Tensor, ...]
+    biased: bool
+
+    @classmethod
+    def of(cls, part: _Part, step: Step) -> "_Looked":
+        if part.layer is None:
+            return cls(None, (), part.left_bias is not None)
+        weights = part.layer.weights
+        return cls(shape_of(weights), step.look(part.layer), weights.o_bias is not None)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Chosen:
+    """The heads of a layer that a step leaves.
+
+    Attributes:
+        kept: in order.
+        record: of the whole layer.
+        shapes: of the layer afterwards.
+        num_heads: before.
+    """
+
+    kept: tuple[int, ...]
+    record: RewriteRecord
+    shapes: AttentionWeights
+    num_heads: int
+
+    def of(self, part: _Part, layer: Layer, place: int) -> _Part:
+        """Those of them that are in a part."""
+        first, weights = layer.first_head, layer.weights
+        here = [head - first for head in self.kept if first <= head < first + weights.num_heads]
+        if not here:
+            return part._replace(layer=None, left_bias=weights.o_bias)
+        if len(self.kept) == self.num_heads:
+            return part
+        served = {side: self.shapes.num_heads // self.shapes.chain(side)[0].copies for side in SIDES}
+        layer = replace(
+            layer,
+            weights=rewrites.leave_heads(weights, here, served),
+            scoring=layer.scoring.of_heads(here),
+            first_head=sum(head < first for head in self.kept),
+        )
+        return part._replace(layer=layer)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Rewritten:
+    """Some heads after the steps, in the dtype that was read; maps left alone are not copied.
+
+    Attributes:
+        layer: the heads; None if none is left.
+        alone: sides whose maps are as they were read.
+        o_bias: what they add to it, in float64; it is cast when all have added to it.
+        left_bias: the same of heads of which none is left.
+        seen: of the heads, by the step that sorts them.
+        done: by the place of the step.
+    """
+
+    layer: AttentionWeights | None
+    alone: frozenset[Side]
+    o_bias: Tensor | None
+    left_bias: Tensor | None
+    seen: tuple[Tensor, ...]
+    done: dict[int, _Done]
+
+    @classmethod
+    def of(cls, part: _Part, read: AttentionWeights, sorts: Step | None) -> "_Rewritten":
+        """A part, cast."""
+        if part.layer is None:
+            return cls(None, frozenset(), part.left_bias, part.left_bias, (), part.done)
+        after = part.layer.weights
+        alone = frozenset(side for side in SIDES if after.chain(side) is part.before.chain(side))
+        as_read = heads_of(read, part.start, part.stop)
+        empty: dict[Side, Chain] = dict.fromkeys(alone, ())
+        changed = with_chains(replace(after, o_bias=None), empty).to(read.dtype)
+        kept = with_chains(changed, {side: as_read.chain(side) for side in alone})
+        seen = () if sorts is None else sorts.look(part.layer)
+        return cls(kept, alone, after.o_bias, None, seen, part.done)
+
+
+def _joined(parts: Sequence[_Rewritten], read: AttentionWeights) -> AttentionWeights:
+    """All of them."""
+    alone = frozenset[Side](SIDES).intersection(*(part.alone for part in parts))
+    empty: dict[Side, Chain] = dict.fromkeys(alone, ())
+    whole = joined([with_chains(part.layer, empty) for part in parts if part.layer is not None])
+    biases = [part.o_bias for part in parts if part.o_bias is not None]
+    o_bias = torch.stack(biases).sum(dim=0).to(read.dtype) if biases else None
+    return with_chains(replace(whole, o_bias=o_bias), {side: read.chain(side) for side in alone})
+
+
+def _side_by_side(seen: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    return tuple(torch.cat(numbers) for numbers in zip(*seen, strict=True))
+
+
+def _with_bias(shapes: AttentionWeights, biased: bool) -> AttentionWeights:
+    """The shapes of a layer with an output bias, or without."""
+    if not biased or shapes.o_bias is not None:
+        return shapes
+    return replace(shapes, o_bias=torch.empty(shapes.o[-1].d_out, dtype=shapes.dtype, device="meta"))
