@@ -42,7 +42,7 @@ def joined(parts: Sequence[AttentionWeights]) -> AttentionWeights:
     first = parts[0]
 
     def together(chains: Sequence[Chain]) -> Chain:
-        return tuple(_together([chain[place] for chain in chains]) for place in range(len(chains[0])))
+        return tuple(joined_links([chain[place] for chain in chains]) for place in range(len(chains[0])))
 
     biases = [part.o_bias for part in parts if part.o_bias is not None]
     q, k, v, o = (together([part.chain(side) for part in parts]) for side in SIDES)
@@ -54,6 +54,31 @@ def joined(parts: Sequence[AttentionWeights]) -> AttentionWeights:
         v=v,
         o=o,
         o_bias=sum(biases[1:], start=biases[0]) if biases else None,
+    )
+
+
+def joined_links(links: Sequence[Link], order: Sequence[int] | None = None) -> Link:
+    """The copies of all maps in one; narrower ones get channels of zeros.
+
+    Args:
+        links: of a few heads each.
+        order: copy i of the result is copy `order[i]` of all of them; as they come if None.
+    """
+    if len(links) == 1 and order is None:
+        return links[0]
+    rows, columns = (max(link.weight.shape[place] for link in links) for place in (1, 2))
+    copies = [copy for link in links for copy in torch.split(_padded(link.weight, columns, rows), 1)]
+    biases: list[Tensor] = []
+    if any(link.bias is not None for link in links):
+        found = [link.weight.new_zeros(link.copies, 1) if link.bias is None else link.bias for link in links]
+        biases = [bias for each in found for bias in torch.split(_padded(each, columns), 1)]
+    if order is not None:
+        copies, biases = [copies[i] for i in order], [biases[i] for i in order if biases]
+    return replace(
+        links[0],
+        weight=_stacked(copies),
+        bias=torch.cat(biases) if biases else None,
+        learned=any(link.learned for link in links),
     )
 
 
@@ -110,25 +135,6 @@ def _copies(link: Link, start: int, stop: int, heads: int) -> Link:
     first, last = start // served, stop // served
     bias = None if link.bias is None else link.bias[first:last]
     return replace(link, weight=link.weight[first:last], bias=bias)
-
-
-def _together(links: Sequence[Link]) -> Link:
-    if len(links) == 1:
-        return links[0]
-    rows, columns = (max(link.weight.shape[place] for link in links) for place in (1, 2))
-    biases: list[Tensor] = []
-    if any(link.bias is not None for link in links):
-        absent = [link.weight[:, 0, :] if link.bias is None else link.bias for link in links]
-        biases = [
-            _padded(torch.zeros_like(bias) if link.bias is None else bias, columns)
-            for link, bias in zip(links, absent, strict=True)
-        ]
-    return replace(
-        links[0],
-        weight=_stacked([_padded(link.weight, columns, rows) for link in links]),
-        bias=torch.cat(biases) if biases else None,
-        learned=any(link.learned for link in links),
-    )
 
 
 def _padded(tensor: Tensor, columns: int, rows: int | None = None) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor
 from triptych.algebra import rewrites
 from triptych.algebra.rewrites import RewriteRecord, RewriteRefusedError
 from triptych.algebra.rewrites.legality import with_chains
-from triptych.algebra.slices import heads_of, joined, scoring_of
-from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Side
+from triptych.algebra.slices import heads_of, joined, joined_links, scoring_of
+from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.certificate import StepRecord
 from triptych.rewriting.steps import Layer, Step
@@ -74,32 +74,41 @@ class LayerInParts:
     def through(self) -> Through:
         """All of it."""
         self._choose(self._at_end.start)
-        sorts = next((step for step in self._steps[self._at_end.start :] if step.selects), None)
+        at_end = [(place, self._steps[place]) for place in self._at_end]
+        sorts = next((step for _, step in at_end if step.selects), None)
         parts = self._of_all(self._at_end.start, lambda part: _Rewritten.of(part, self._read.weights, sorts))
         records = {place: self._record(place, parts) for place in range(self._at_end.start)}
-        seen = _side_by_side([part.seen for part in parts if part.layer is not None])
-        kept = self._kept()
-        weights = _joined(parts, self._read.weights)
-        layer = Layer(self._read.site.name, weights, self._read.scoring, self._longest_text)
-        del parts, weights  # a layer may be large
-        for place in self._at_end:
-            step = self._steps[place]
+        kept, order = self._kept(), None
+        for place, step in at_end:
+            if not step.selects:
+                continue
+            seen = _side_by_side([part.seen for part in parts if part.layer is not None])
+            left = [part.layer for part in parts if part.layer is not None]
+            whole = _shapes_of([shape_of(layer) for layer in left], any(part.biased for part in parts))
             try:
-                if step.selects:
-                    done, order = step.select(layer.weights, seen)
-                    before = kept or tuple(range(self._read.weights.num_heads))
-                    kept = tuple(before[head] for head in order)
-                    seen = tuple(numbers[list(order)] for numbers in seen)
-                else:
-                    done = step.apply(layer)
+                done, order = step.select(whole, seen)
+            except RewriteRefusedError as refused:
+                self._refuse(place, refused)
+                continue
+            before = kept or tuple(range(self._read.weights.num_heads))
+            kept = tuple(before[head] for head in order)
+            records[place] = done.record
+            del left
+        weights = _joined(parts, self._read.weights, order)
+        layer = Layer(self._read.site.name, weights, self._read.scoring, self._longest_text)
+        del weights  # a layer may be large
+        for place, step in at_end:
+            if step.selects:
+                continue
+            try:
+                done = step.apply(layer)
             except RewriteRefusedError as refused:
                 self._refuse(place, refused)
                 continue
             layer = replace(layer, weights=done.weights)
             records[place] = done.record
-        return Through(
-            layer.weights, kept, tuple(self._said(place, records) for place in range(len(self._steps)))
-        )
+        said = (self._said(place, records) for place in range(len(self._steps)))
+        return Through(layer.weights, kept, tuple(said))
 
     def layers(self) -> Iterator[Layer]:
         """Its heads after all steps in float64, run by run."""
@@ -155,7 +164,7 @@ class LayerInParts:
                 continue
             found = self._of_all(place, lambda part, step=step: _Looked.of(part, step))  # type: ignore[misc]
             shapes = [looked.shapes for looked in found if looked.shapes is not None]
-            whole = _with_bias(joined(shapes), any(looked.biased for looked in found))
+            whole = _shapes_of(shapes, any(looked.biased for looked in found))
             seen = _side_by_side([looked.seen for looked in found if looked.shapes is not None])
             try:
                 done, kept = step.select(whole, seen)
@@ -185,7 +194,7 @@ class LayerInParts:
             else:
                 biased = [there or part.left_bias is not None for there in biased]
         done = [part.done[place] for part in parts if place in part.done]
-        before, after = (_with_bias(joined([one.shapes[at] for one in done]), biased[at]) for at in range(2))
+        before, after = (_shapes_of([one.shapes[at] for one in done], biased[at]) for at in range(2))
         acted = [one.record for one in done if one.acted] or [one.record for one in done]
         return rewrites.of_groups(acted, before, after)
 
@@ -198,8 +207,12 @@ class LayerInParts:
 
 def can_go_in_parts(steps: Sequence[Step]) -> bool:
     """Whether steps treat groups of heads by themselves, those at the end apart that only copy numbers."""
-    ends = [step.at_end for step in steps]
-    return all(step.by_groups and not step.needs_text for step in steps) and ends == sorted(ends)
+    at_end = [step for step in steps if step.at_end]
+    return (
+        all(step.by_groups and not step.needs_text for step in steps)
+        and list(steps[len(steps) - len(at_end) :]) == at_end
+        and not any(step.selects for step in at_end[1:])
+    )
 
 
 def shape_of(weights: AttentionWeights) -> AttentionWeights:
@@ -309,6 +322,7 @@ class _Rewritten:
         layer: the heads; None if none is left.
         alone: sides whose maps are as they were read.
         o_bias: what they add to it, in float64; it is cast when all have added to it.
+        passed_on: what they would add to it with their value bias in it; None without one.
         left_bias: the same of heads of which none is left.
         seen: of the heads, by the step that sorts them.
         done: by the place of the step.
@@ -317,41 +331,100 @@ class _Rewritten:
     layer: AttentionWeights | None
     alone: frozenset[Side]
     o_bias: Tensor | None
+    passed_on: Tensor | None
     left_bias: Tensor | None
     seen: tuple[Tensor, ...]
     done: dict[int, _Done]
+
+    @property
+    def biased(self) -> bool:
+        """Whether they add to the output bias."""
+        return self.o_bias is not None
 
     @classmethod
     def of(cls, part: _Part, read: AttentionWeights, sorts: Step | None) -> "_Rewritten":
         """A part, cast."""
         if part.layer is None:
-            return cls(None, frozenset(), part.left_bias, part.left_bias, (), part.done)
+            return cls(None, frozenset(), part.left_bias, None, part.left_bias, (), part.done)
         after = part.layer.weights
         alone = frozenset(side for side in SIDES if after.chain(side) is part.before.chain(side))
         as_read = heads_of(read, part.start, part.stop)
         empty: dict[Side, Chain] = dict.fromkeys(alone, ())
         changed = with_chains(replace(after, o_bias=None), empty).to(read.dtype)
-        kept = with_chains(changed, {side: as_read.chain(side) for side in alone})
+        sides = {side: as_read.chain(side) for side in alone}
+        sides |= {
+            side: (_in_rows_as(changed.chain(side)[0], as_read.chain(side)[0]),)
+            for side in SIDES
+            if side not in alone
+        }
+        kept = with_chains(changed, sides)
         seen = () if sorts is None else sorts.look(part.layer)
-        return cls(kept, alone, after.o_bias, None, seen, part.done)
+        bias = after.head_bias("v")
+        passed_on = None if bias is None else torch.einsum("hv,hvo->o", bias, after.W_O)
+        return cls(kept, alone, after.o_bias, passed_on, None, seen, part.done)
 
 
-def _joined(parts: Sequence[_Rewritten], read: AttentionWeights) -> AttentionWeights:
-    """All of them."""
+def _in_rows_as(link: Link, read: Link) -> Link:
+    """In memory row by row, if it was read so, as most formats have it: then it is stored without a copy."""
+    if not read.weight.mT.is_contiguous():
+        return link
+    return replace(link, weight=link.weight.mT.contiguous().mT)
+
+
+def _joined(parts: list[_Rewritten], read: AttentionWeights, order: Sequence[int] | None) -> AttentionWeights:
+    """All of them, one side after the other; `parts` is empty afterwards, as a layer may be large.
+
+    Args:
+        parts: in order.
+        read: the layer as it was read.
+        order: of all heads that are left.
+    """
     alone = frozenset[Side](SIDES).intersection(*(part.alone for part in parts))
-    empty: dict[Side, Chain] = dict.fromkeys(alone, ())
-    whole = joined([with_chains(part.layer, empty) for part in parts if part.layer is not None])
+    left = [part.layer for part in parts if part.layer is not None]
+    heads, first = sum(layer.num_heads for layer in left), left[0]
     biases = [part.o_bias for part in parts if part.o_bias is not None]
+    if _some_passed_on(left):
+        left = [_without_value_bias(layer) for layer in left]
+        biases += [part.passed_on for part in parts if part.passed_on is not None]
+        alone -= {"v"}
+    links = {side: [layer.chain(side)[0] for layer in left] for side in SIDES}
+    parts.clear()
+    del left
+    same = order is None or list(order) == list(range(heads))
+    chains: dict[Side, Chain] = {}
+    for side in SIDES:
+        of_side = links.pop(side)
+        served = heads // sum(link.copies for link in of_side)
+        places = None if same or order is None else [head // served for head in order[::served]]
+        chains[side] = read.chain(side) if same and side in alone else (joined_links(of_side, places),)
+        del of_side
+        first = with_chains(first, {side: ()})
     o_bias = torch.stack(biases).sum(dim=0).to(read.dtype) if biases else None
-    return with_chains(replace(whole, o_bias=o_bias), {side: read.chain(side) for side in alone})
+    q, k, v, o = (chains[side] for side in SIDES)
+    return replace(first, num_heads=heads, q=q, k=k, v=v, o=o, o_bias=o_bias)
 
 
 def _side_by_side(seen: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return tuple(torch.cat(numbers) for numbers in zip(*seen, strict=True))
 
 
-def _with_bias(shapes: AttentionWeights, biased: bool) -> AttentionWeights:
-    """The shapes of a layer with an output bias, or without."""
+def _some_passed_on(parts: Sequence[AttentionWeights]) -> bool:
+    """Whether some groups of heads gave their value bias to the output's, as ranks that cannot carry it do.
+
+    Then all do, as they would have together.
+    """
+    return len({part.v[0].bias is None for part in parts}) > 1
+
+
+def _without_value_bias(weights: AttentionWeights) -> AttentionWeights:
+    return replace(weights, v=(replace(weights.v[0], bias=None),))
+
+
+def _shapes_of(parts: Sequence[AttentionWeights], biased: bool) -> AttentionWeights:
+    """The shapes of a layer from those of its heads, with an output bias or without."""
+    if _some_passed_on(parts):
+        parts = [_without_value_bias(part) for part in parts]
+    shapes = joined(parts)
     if not biased or shapes.o_bias is not None:
         return shapes
     return replace(shapes, o_bias=torch.empty(shapes.o[-1].d_out, dtype=shapes.dtype, device="meta"))
