@@ -13,6 +13,7 @@ from triptych.algebra.weights import AttentionWeights, Link, Traits
 from triptych.checkpoints.layer import AttentionLayer, Site
 from triptych.rewriting.certificate import StepRecord
 from triptych.rewriting.layers import RewrittenLayer, rewrite_layer, rewritten_parts
+from triptych.rewriting.measuring import move_of_forms
 from triptych.rewriting.recipe import EXACT
 from triptych.rewriting.steps import (
     DropKeyBias,
@@ -218,6 +219,16 @@ def test_heads_of_which_some_cannot_carry_their_value_bias_all_give_it_to_the_ou
     whole, parts = both(layer_of(8), step)
     assert whole.weights.v[0].bias is None
     assert_alike(whole, parts)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_forms_of_a_layer_in_parts_have_moved_as_far_as_in_one(rotary: bool) -> None:
+    read = layer_of(4, rotary=rotary)
+    done = rewrite_layer(read, (Truncate(rank=2),), skip_refused=False, most_numbers=ALL)
+    after = replace(read, weights=done.weights)
+    whole, parts = (move_of_forms(read, after, most_numbers=most) for most in (ALL, FEW))
+    assert whole == pytest.approx(parts, rel=1e-12)
+    assert whole == pytest.approx(done.records[0].bound, rel=0.1)
 
 
 def test_heads_are_merged_in_the_whole_layer() -> None:
