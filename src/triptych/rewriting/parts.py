@@ -4,8 +4,9 @@ What a step must know of all heads (which of them do least, say) is looked for i
 and done in the next. Between passes nothing is kept but the numbers that were read: no step rounds.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, TypeVar, final
 
 import torch
@@ -76,25 +77,32 @@ class LayerInParts:
         self._choose(self._at_end.start)
         at_end = [(place, self._steps[place]) for place in self._at_end]
         sorts = next((step for _, step in at_end if step.selects), None)
-        parts = self._of_all(self._at_end.start, lambda part: _Rewritten.of(part, self._read.weights, sorts))
+        whole: _Whole | None = None
+
+        def begin() -> Callable[[_Part], _Rewritten]:
+            nonlocal whole
+            whole = _Whole(self._read.weights, self._copies())
+            return partial(whole.take, sorts=sorts)
+
+        parts = self._of_all(self._at_end.start, begin)
+        assert whole is not None
         records = {place: self._record(place, parts) for place in range(self._at_end.start)}
         kept, order = self._kept(), None
         for place, step in at_end:
             if not step.selects:
                 continue
-            seen = _side_by_side([part.seen for part in parts if part.layer is not None])
-            left = [part.layer for part in parts if part.layer is not None]
-            whole = _shapes_of([shape_of(layer) for layer in left], any(part.biased for part in parts))
+            seen = _side_by_side([part.seen for part in parts if part.shapes is not None])
+            left = [part.shapes for part in parts if part.shapes is not None]
             try:
-                done, order = step.select(whole, seen)
+                done, order = step.select(_shapes_of(left, any(part.biased for part in parts)), seen)
             except RewriteRefusedError as refused:
                 self._refuse(place, refused)
                 continue
             before = kept or tuple(range(self._read.weights.num_heads))
             kept = tuple(before[head] for head in order)
             records[place] = done.record
-            del left
-        weights = _joined(parts, self._read.weights, order)
+        weights = whole.together(parts, order)
+        del whole
         layer = Layer(self._read.site.name, weights, self._read.scoring, self._longest_text)
         del weights  # a layer may be large
         for place, step in at_end:
@@ -116,7 +124,7 @@ class LayerInParts:
             raise ValueError(f"{self._steps[-1].rewrite} is done to all heads at once")
         self._choose(len(self._steps))
         if self._skip_refused:
-            self._of_all(len(self._steps), lambda part: None)  # what is refused is known from here on
+            self._of_all(len(self._steps), lambda: lambda part: None)  # what is refused is known from here on
         for part in self._parts(len(self._steps)):
             if part.layer is not None:
                 yield part.layer
@@ -144,9 +152,10 @@ class LayerInParts:
         one = _Done(done.record, shapes, done.weights is not layer.weights)
         return part._replace(layer=replace(layer, weights=done.weights), done={**part.done, place: one})
 
-    def _of_all(self, upto: int, look: Callable[["_Part"], Found]) -> list[Found]:
-        """What is found of every run after the first steps, once no run refuses one."""
+    def _of_all(self, upto: int, begin: Callable[[], Callable[["_Part"], Found]]) -> list[Found]:
+        """What is found of every run after the first steps, from the beginning where one refuses a step."""
         while True:
+            look = begin()
             try:
                 return [look(part) for part in self._parts(upto)]
             except _PartRefusedError as found:
@@ -162,7 +171,7 @@ class LayerInParts:
         for place, step in enumerate(self._steps[:upto]):
             if not step.selects:
                 continue
-            found = self._of_all(place, lambda part, step=step: _Looked.of(part, step))  # type: ignore[misc]
+            found = self._of_all(place, lambda step=step: partial(_Looked.of, step=step))  # type: ignore[misc]
             shapes = [looked.shapes for looked in found if looked.shapes is not None]
             whole = _shapes_of(shapes, any(looked.biased for looked in found))
             seen = _side_by_side([looked.seen for looked in found if looked.shapes is not None])
@@ -172,6 +181,12 @@ class LayerInParts:
                 self._refuse(place, refused)
             else:
                 self._chosen[place] = _Chosen(kept, done.record, done.weights, whole.num_heads)
+
+    def _copies(self) -> dict[Side, int]:
+        """How many maps each side has after the steps."""
+        shapes = [chosen.shapes for chosen in self._chosen.values()]
+        last = shapes[-1] if shapes else self._read.weights
+        return {side: last.chain(side)[0].copies for side in SIDES}
 
     def _kept(self) -> tuple[int, ...] | None:
         kept: tuple[int, ...] | None = None
@@ -316,11 +331,10 @@ class _Chosen:
 @final
 @dataclass(frozen=True, eq=False)
 class _Rewritten:
-    """Some heads after the steps, in the dtype that was read; maps left alone are not copied.
+    """What is to be known of some heads after the steps, besides their maps.
 
     Attributes:
-        layer: the heads; None if none is left.
-        alone: sides whose maps are as they were read.
+        shapes: of the heads; None if none is left.
         o_bias: what they add to it, in float64; it is cast when all have added to it.
         passed_on: what they would add to it with their value bias in it; None without one.
         left_bias: the same of heads of which none is left.
@@ -328,8 +342,7 @@ class _Rewritten:
         done: by the place of the step.
     """
 
-    layer: AttentionWeights | None
-    alone: frozenset[Side]
+    shapes: AttentionWeights | None
     o_bias: Tensor | None
     passed_on: Tensor | None
     left_bias: Tensor | None
@@ -341,67 +354,133 @@ class _Rewritten:
         """Whether they add to the output bias."""
         return self.o_bias is not None
 
-    @classmethod
-    def of(cls, part: _Part, read: AttentionWeights, sorts: Step | None) -> "_Rewritten":
-        """A part, cast."""
+
+@final
+class _Whole:
+    """A layer into which heads come part by part, in the dtype and the order in memory that was read.
+
+    There is one tensor for each side from the start: many small ones would leave gaps, as large as the layer.
+    """
+
+    def __init__(self, read: AttentionWeights, copies: Mapping[Side, int]) -> None:
+        self._read = read
+        self._sides = {side: _Maps(read.chain(side)[0], copies[side]) for side in SIDES}
+        self._first: AttentionWeights | None = None
+
+    def take(self, part: _Part, *, sorts: Step | None) -> _Rewritten:
+        """Cast some heads; maps left alone are not copied as long as all are."""
         if part.layer is None:
-            return cls(None, frozenset(), part.left_bias, None, part.left_bias, (), part.done)
+            for side in SIDES:
+                self._sides[side].change()
+            return _Rewritten(None, part.left_bias, None, part.left_bias, (), part.done)
         after = part.layer.weights
-        alone = frozenset(side for side in SIDES if after.chain(side) is part.before.chain(side))
-        as_read = heads_of(read, part.start, part.stop)
-        empty: dict[Side, Chain] = dict.fromkeys(alone, ())
-        changed = with_chains(replace(after, o_bias=None), empty).to(read.dtype)
-        sides = {side: as_read.chain(side) for side in alone}
-        sides |= {
-            side: (_in_rows_as(changed.chain(side)[0], as_read.chain(side)[0]),)
-            for side in SIDES
-            if side not in alone
-        }
-        kept = with_chains(changed, sides)
-        seen = () if sorts is None else sorts.look(part.layer)
+        as_read = heads_of(self._read, part.start, part.stop)
+        for side in SIDES:
+            alone = after.chain(side) is part.before.chain(side)
+            self._sides[side].add((as_read if alone else after).chain(side)[0], alone=alone)
+        if self._first is None:
+            self._first = with_chains(replace(after, o_bias=None), dict.fromkeys(SIDES, ())).to(
+                self._read.dtype
+            )
         bias = after.head_bias("v")
         passed_on = None if bias is None else torch.einsum("hv,hvo->o", bias, after.W_O)
-        return cls(kept, alone, after.o_bias, passed_on, None, seen, part.done)
+        seen = () if sorts is None else sorts.look(part.layer)
+        return _Rewritten(shape_of(after), after.o_bias, passed_on, None, seen, part.done)
+
+    def together(self, parts: Sequence[_Rewritten], order: Sequence[int] | None) -> AttentionWeights:
+        """All of them; to be called once.
+
+        Args:
+            parts: what was said of them.
+            order: to put them in; None as they are.
+        """
+        assert self._first is not None
+        left = [part.shapes for part in parts if part.shapes is not None]
+        heads = sum(shapes.num_heads for shapes in left)
+        if order is not None and list(order) == list(range(heads)):
+            order = None
+        biases = [part.o_bias for part in parts if part.o_bias is not None]
+        if _some_passed_on(left):
+            biases += [part.passed_on for part in parts if part.passed_on is not None]
+            self._sides["v"].without_bias()
+        chains: dict[Side, Chain] = {}
+        for side in SIDES:
+            link = self._sides.pop(side).together()
+            if link is None and order is None:
+                chains[side] = self._read.chain(side)
+                continue
+            link = link or self._read.chain(side)[0]
+            served = heads // link.copies
+            places = None if order is None else [head // served for head in order[::served]]
+            chains[side] = (joined_links([link], places),)
+        o_bias = torch.stack(biases).sum(dim=0).to(self._read.dtype) if biases else None
+        q, k, v, o = (chains[side] for side in SIDES)
+        return replace(self._first, num_heads=heads, q=q, k=k, v=v, o=o, o_bias=o_bias)
 
 
-def _in_rows_as(link: Link, read: Link) -> Link:
-    """In memory row by row, if it was read so, as most formats have it: then it is stored without a copy."""
-    if not read.weight.mT.is_contiguous():
-        return link
-    return replace(link, weight=link.weight.mT.contiguous().mT)
+@final
+class _Maps:
+    """The maps of one side, as they come."""
 
+    def __init__(self, read: Link, copies: int) -> None:
+        self._read, self._copies = read, copies
+        self._alone: list[Link] = []
+        self._weight: Tensor | None = None
+        self._biases: list[tuple[int, Tensor | None]] = []
+        self._filled, self._rows, self._columns = 0, 0, 0
 
-def _joined(parts: list[_Rewritten], read: AttentionWeights, order: Sequence[int] | None) -> AttentionWeights:
-    """All of them, one side after the other; `parts` is empty afterwards, as a layer may be large.
+    def add(self, link: Link, *, alone: bool) -> None:
+        """The next ones; `alone` if they are as they were read."""
+        if alone and self._weight is None:
+            self._alone.append(link)
+        else:
+            self.change()
+            self._put(link)
 
-    Args:
-        parts: in order.
-        read: the layer as it was read.
-        order: of all heads that are left.
-    """
-    alone = frozenset[Side](SIDES).intersection(*(part.alone for part in parts))
-    left = [part.layer for part in parts if part.layer is not None]
-    heads, first = sum(layer.num_heads for layer in left), left[0]
-    biases = [part.o_bias for part in parts if part.o_bias is not None]
-    if _some_passed_on(left):
-        left = [_without_value_bias(layer) for layer in left]
-        biases += [part.passed_on for part in parts if part.passed_on is not None]
-        alone -= {"v"}
-    links = {side: [layer.chain(side)[0] for layer in left] for side in SIDES}
-    parts.clear()
-    del left
-    same = order is None or list(order) == list(range(heads))
-    chains: dict[Side, Chain] = {}
-    for side in SIDES:
-        of_side = links.pop(side)
-        served = heads // sum(link.copies for link in of_side)
-        places = None if same or order is None else [head // served for head in order[::served]]
-        chains[side] = read.chain(side) if same and side in alone else (joined_links(of_side, places),)
-        del of_side
-        first = with_chains(first, {side: ()})
-    o_bias = torch.stack(biases).sum(dim=0).to(read.dtype) if biases else None
-    q, k, v, o = (chains[side] for side in SIDES)
-    return replace(first, num_heads=heads, q=q, k=k, v=v, o=o, o_bias=o_bias)
+    def change(self) -> None:
+        """From now on they are not all as they were read."""
+        if self._weight is not None:
+            return
+        if self._copies == self._read.copies:
+            self._weight = torch.empty_like(self._read.weight)
+        else:
+            self._weight = self._read.weight.mT.new_empty(self._copies, *self._read.weight.mT.shape[1:]).mT
+        alone, self._alone = self._alone, []
+        for link in alone:
+            self._put(link)
+
+    def without_bias(self) -> None:
+        """Leave out the bias of all."""
+        self.change()
+        self._biases = [(copies, None) for copies, _ in self._biases]
+
+    def together(self) -> Link | None:
+        """All of them; None if they are as they were read. To be called once."""
+        if self._weight is None:
+            return None
+        weight, self._weight = self._weight, None
+        if weight.shape[1:] != (self._rows, self._columns):
+            weight = weight[:, : self._rows, : self._columns].mT.contiguous().mT
+        bias = None
+        if any(found is not None for _, found in self._biases):
+            bias = weight.new_zeros(len(weight), self._columns)
+            at = 0
+            for copies, found in self._biases:
+                if found is not None:
+                    bias[at : at + copies, : found.shape[1]] = found
+                at += copies
+        return replace(self._read, weight=weight, bias=bias)
+
+    def _put(self, link: Link) -> None:
+        assert self._weight is not None
+        copies, rows, columns = link.weight.shape
+        place = self._weight[self._filled : self._filled + copies]
+        if place.shape != link.weight.shape:
+            place.zero_()
+        place[:, :rows, :columns] = link.weight
+        self._filled += copies
+        self._rows, self._columns = max(self._rows, rows), max(self._columns, columns)
+        self._biases.append((copies, link.bias))
 
 
 def _side_by_side(seen: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

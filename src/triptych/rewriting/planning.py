@@ -284,6 +284,7 @@ def _sizes_that_stay(source: Checkpoint, prepared: Prepared) -> set[str]:
         now[site.name] = sizes_of(read.weights.multiplied_out())
         # Reading the shapes needs one map a side, as a file has it.
         wanted[site.name] = sizes_of(done.weights.multiplied_out())
+        del read, done  # before the next one is read: layers may be large
     of_record: dict[str, list[str]] = {}
     for site in source.sites:
         of_record.setdefault(path_of_record(source, source.place(site)), []).append(site.name)
