@@ -7,7 +7,8 @@ model that wrote it, and a rewrite against the original.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, final
 
 import torch
@@ -258,6 +259,13 @@ class Scoring:
     sinks: Float[Tensor, " heads"] | None = None
     window: int | None = None
     clip: float | None = None
+
+    def of_heads(self, kept: Sequence[int]) -> "Scoring":
+        """What it is where some heads are left, in some order: their sinks.
+
+        Norms and biases of each head's own stay as they are: the rewrites that leave heads out refuse biases.
+        """
+        return self if self.sinks is None else replace(self, sinks=self.sinks[list(kept)])
 
 
 def attend(

@@ -38,11 +38,11 @@ def heads_of(weights: AttentionWeights, start: int, stop: int) -> AttentionWeigh
 
 
 def joined(parts: Sequence[AttentionWeights]) -> AttentionWeights:
-    """The heads of all parts in one layer; output biases add up."""
+    """The heads of all parts in one layer; output biases add up, narrower heads get channels of zeros."""
     first = parts[0]
 
     def together(chains: Sequence[Chain]) -> Chain:
-        return tuple(_together([chain[place] for chain in chains]) for place in range(len(chains[0])))
+        return tuple(joined_links([chain[place] for chain in chains]) for place in range(len(chains[0])))
 
     biases = [part.o_bias for part in parts if part.o_bias is not None]
     q, k, v, o = (together([part.chain(side) for part in parts]) for side in SIDES)
@@ -54,6 +54,31 @@ def joined(parts: Sequence[AttentionWeights]) -> AttentionWeights:
         v=v,
         o=o,
         o_bias=sum(biases[1:], start=biases[0]) if biases else None,
+    )
+
+
+def joined_links(links: Sequence[Link], order: Sequence[int] | None = None) -> Link:
+    """The copies of all maps in one; narrower ones get channels of zeros.
+
+    Args:
+        links: of a few heads each.
+        order: copy i of the result is copy `order[i]` of all of them; as they come if None.
+    """
+    if len(links) == 1 and order is None:
+        return links[0]
+    rows, columns = (max(link.weight.shape[place] for link in links) for place in (1, 2))
+    copies = [copy for link in links for copy in torch.split(_padded(link.weight, columns, rows), 1)]
+    biases: list[Tensor] = []
+    if any(link.bias is not None for link in links):
+        found = [link.weight.new_zeros(link.copies, 1) if link.bias is None else link.bias for link in links]
+        biases = [bias for each in found for bias in torch.split(_padded(each, columns), 1)]
+    if order is not None:
+        copies, biases = [copies[i] for i in order], [biases[i] for i in order if biases]
+    return replace(
+        links[0],
+        weight=_stacked(copies),
+        bias=torch.cat(biases) if biases else None,
+        learned=any(link.learned for link in links),
     )
 
 
@@ -83,6 +108,10 @@ def separable(weights: AttentionWeights, scoring: Scoring) -> bool:
     chains = [weights.chain(side) for side in SIDES]
     if any(len(chain) != 1 for chain in chains) or len({id(chain[0]) for chain in chains}) < len(chains):
         return False
+    if any(weights.chain(side)[0].copies != weights.num_heads for side in ("q", "o")):
+        return False
+    if not all(link.learned for link in weights.links()):
+        return False
     try:
         scoring_of(scoring, 0, 1)
     except ValueError:
@@ -108,15 +137,15 @@ def _copies(link: Link, start: int, stop: int, heads: int) -> Link:
     return replace(link, weight=link.weight[first:last], bias=bias)
 
 
-def _together(links: Sequence[Link]) -> Link:
-    if len(links) == 1:
-        return links[0]
-    biases = [link.bias for link in links if link.bias is not None]
-    return replace(
-        links[0],
-        weight=_stacked([link.weight for link in links]),
-        bias=torch.cat(biases) if biases else None,
-    )
+def _padded(tensor: Tensor, columns: int, rows: int | None = None) -> Tensor:
+    """With zeros up to so many columns, and rows."""
+    more_columns = columns - tensor.shape[-1]
+    more_rows = 0 if rows is None else rows - tensor.shape[-2]
+    if not more_columns and not more_rows:
+        return tensor
+    if rows is None:
+        return torch.nn.functional.pad(tensor, (0, more_columns))
+    return torch.nn.functional.pad(tensor.mT, (0, more_rows, 0, more_columns)).mT
 
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:

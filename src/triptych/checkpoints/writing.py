@@ -458,8 +458,11 @@ def _taken_over(link: Link, other: Link, copies: list[int]) -> Link:
 
 def _widened(link: Link, more: int) -> Link:
     """More channels written, all zero."""
+    if not more:
+        return link
     pad = torch.nn.functional.pad
-    return Link(pad(link.weight, (0, more)), None if link.bias is None else pad(link.bias, (0, more)))
+    rows = pad(link.weight.mT, (0, 0, 0, more))  # in memory as most formats have them
+    return Link(rows.mT, None if link.bias is None else pad(link.bias, (0, more)))
 
 
 def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:

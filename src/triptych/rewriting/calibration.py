@@ -1,22 +1,23 @@
 """What attention layers do on a text: second moments for the rewrites that look at data."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import final
 
 import torch
-from torch import Tensor
 
 from triptych.algebra.function import Scoring
 from triptych.algebra.moments import Moments, MomentsGatherer
-from triptych.algebra.weights import AttentionWeights, Norm
+from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
+from triptych.rewriting.inputs import before_gain
 from triptych.rewriting.layers import RewrittenLayer
-from triptych.rewriting.running import Seen, open_model
+from triptych.rewriting.running import RunnableModel, Seen, open_model
 
 MOST_TOKENS = 1 << 16
+# What is held of layers in one pass over the text: their maps and moments, in float64. More take more passes.
+MOST_BYTES = 1 << 31
 
 
 def gather_moments(
@@ -27,11 +28,13 @@ def gather_moments(
     text: Path,
     *,
     most_tokens: int = MOST_TOKENS,
+    most_bytes: int = MOST_BYTES,
 ) -> dict[str, Moments]:
-    """Moments of layers as they are before a step, in one pass over a text.
+    """Moments of layers as they are before a step, over a text.
 
     The model's own forward makes the inputs of every layer; the layer as the steps before have left it makes
-    queries, keys and outputs of them.
+    queries, keys and outputs of them. What it is given each time it is used counts alike, in models that use
+    one layer several times.
 
     Args:
         source: the checkpoint.
@@ -40,52 +43,73 @@ def gather_moments(
         before: a layer through all steps before this one.
         text: to run on.
         most_tokens: where to stop.
+        most_bytes: layers that need more are listened to in several passes, as many in each as that allows.
 
     Returns:
         By the name of the layer.
 
     Raises:
-        UsageError: the model cannot be run, or the text is not of its kind; a layer that the model applies
-            several times, or that has lost heads with norms of their own.
+        UsageError: the model cannot be run, or the text is not of its kind; a layer that has lost heads with
+            norms of their own.
     """
-    listeners: dict[str, _Listener] = {}
+    found: dict[str, Moments] = {}
+    model: RunnableModel | None = None
+    for together in _within(source, sites, most_bytes):
+        listeners = {site.name: _listener(source.read(site), before) for site in together}
+        model = model or open_model(folder)
+        with model.watch(source, together):
+            for window in model.windows(text, most_tokens):
+                model.outputs(window)
+                for name, listener in listeners.items():
+                    for seen in model.seen[name]:
+                        listener.hear(seen)
+        found |= {name: listener.result() for name, listener in listeners.items()}
+    return found
+
+
+def _within(source: AttentionSource, sites: Sequence[Site], most_bytes: int) -> Iterator[list[Site]]:
+    """Layers in order, as many together as take so many bytes, or one."""
+    together: list[Site] = []
+    left = most_bytes
     for site in sites:
-        read = source.read(site)
-        if read.uses > 1:
-            raise UsageError(
-                f"{source.name}: {site.name} is applied {read.uses} times, to other inputs each "
-                "time: what it does on a text is not one thing; choose the criterion free"
-            )
-        now = before(read)
-        listeners[site.name] = _Listener(
-            now.weights.to(torch.float64), scoring_of_kept(read, now), read.weights
-        )
-    model = open_model(folder)
-    with model.watch(source, sites):
-        for window in model.windows(text, most_tokens):
-            model.outputs(window)
-            for name, listener in listeners.items():
-                listener.hear(model.seen[name])
-    return {name: listener.result() for name, listener in listeners.items()}
+        needed = _bytes_held(source.read(site).weights)
+        if together and needed > left:
+            yield together
+            together, left = [], most_bytes
+        together.append(site)
+        left -= needed
+    if together:
+        yield together
 
 
-def scoring_of_kept(read: AttentionLayer, now: RewrittenLayer) -> Scoring:
-    """What a layer does besides its maps, of the heads that are left.
+def _bytes_held(weights: AttentionWeights) -> int:
+    """Of a layer's maps and moments, in float64; those of keys count as those of queries."""
+    widths = [weights.multiplied(side).d_out for side in ("q", "k", "v")]
+    return 8 * (weights.num_parameters + weights.num_heads * sum(width * (width + 1) for width in widths))
+
+
+def _listener(read: AttentionLayer, before: Callable[[AttentionLayer], RewrittenLayer]) -> "_Listener":
+    now = before(read)
+    require_heads_without_norms(read, now.kept)
+    scoring = read.scoring if now.kept is None else read.scoring.of_heads(now.kept)
+    return _Listener(now.weights.to(torch.float64), scoring, read.weights)
+
+
+def require_heads_without_norms(read: AttentionLayer, kept: Sequence[int] | None) -> None:
+    """Refuse to measure heads of which some are gone, where what stands outside the maps is each head's own.
 
     Raises:
         UsageError: heads are gone, and those that are left have norms of their own, or together.
     """
     scoring = read.scoring
-    if now.kept is None or list(now.kept) == list(range(read.weights.num_heads)):
-        return scoring
+    if kept is None or list(kept) == list(range(read.weights.num_heads)):
+        return
     norms = [norm for norm in (scoring.q_norm, scoring.k_norm) if norm is not None]
     if any(norm.over == "all heads" or norm.of_each_head for norm in norms):
         raise UsageError(
             f"{read.site.name}: heads with norms of their own are gone or in another order: what the "
             "others do on a text cannot be measured here; put the step that looks at the text first"
         )
-    sinks = None if scoring.sinks is None else scoring.sinks[list(now.kept)]
-    return replace(scoring, sinks=sinks)
 
 
 @final
@@ -100,19 +124,10 @@ class _Listener:
 
     def hear(self, found: Seen) -> None:
         """Take in one input."""
-        x = _before_gain(found.x.double(), self._norm)
-        memory = None if found.memory is None else _before_gain(found.memory.double(), self._memory_norm)
+        x = before_gain(found.x.double(), self._norm)
+        memory = None if found.memory is None else before_gain(found.memory.double(), self._memory_norm)
         self._gatherer.add(self._weights, self._scoring, x, memory)
 
     def result(self) -> Moments:
         """What was gathered."""
         return self._gatherer.result()
-
-
-def _before_gain(x: Tensor, norm: Norm | None) -> Tensor:
-    """What a norm made before its gain and shift; 0 where the gain is, which no map sees."""
-    if norm is None:
-        return x
-    gain = norm.gain.double() + norm.offset
-    x = x if norm.shift is None else x - norm.shift.double()
-    return torch.where(gain == 0, 0.0, x / torch.where(gain == 0, 1.0, gain))

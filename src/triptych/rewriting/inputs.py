@@ -50,8 +50,9 @@ def gather_inputs(
     with model.watch(source, source.sites):
         model.outputs(window)
     return {
-        name: Seen(_first(found.x), None if found.memory is None else _first(found.memory))
+        name: Seen(_first(found[-1].x), None if found[-1].memory is None else _first(found[-1].memory))
         for name, found in model.seen.items()
+        if found
     }
 
 

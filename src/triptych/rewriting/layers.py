@@ -1,20 +1,19 @@
 """One attention layer through the steps of a rewrite, and what its output did on the way."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import NamedTuple, final
+from typing import final
 
 import torch
-from torch import Tensor
 
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites import OtherReaders, RewriteRefusedError
-from triptych.algebra.rewrites.legality import require_finite, with_chains
-from triptych.algebra.slices import groups_of, heads_of, joined, scoring_of, separable
-from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Side
+from triptych.algebra.rewrites.legality import require_finite
+from triptych.algebra.slices import groups_of, separable
+from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer
-from triptych.rewriting.certificate import Cost, StepRecord
+from triptych.rewriting.certificate import StepRecord
+from triptych.rewriting.parts import LayerInParts, can_go_in_parts
 from triptych.rewriting.steps import AttentionStep, Layer, Step
 
 # Above so many numbers in a layer's maps, groups of heads are taken one after the other: 32 MiB in float64,
@@ -78,138 +77,102 @@ def rewrite_layer(
     Raises:
         RewriteRefusedError: a step would change what the layer computes, with the reason and the layer.
     """
-    weights = read.weights
-    mine = [
-        (n, step)
-        for n, step in enumerate(steps)
-        if isinstance(step, AttentionStep) and (step.layers is None or read.site.layer in step.layers)
-    ]
+    mine = _steps_of(read, steps)
+    if (parts := _in_parts(read, mine, skip_refused, longest_text, others, most_numbers)) is not None:
+        return RewrittenLayer(*parts.through())
+    return _whole(read, mine, skip_refused, longest_text, others, moments or {})
+
+
+def rewritten_parts(
+    read: AttentionLayer,
+    steps: Sequence[Step],
+    *,
+    skip_refused: bool,
+    longest_text: int = 2048,
+    moments: Mapping[int, Moments] | None = None,
+    others: OtherReaders | None = None,
+    most_numbers: int = MOST_NUMBERS,
+) -> Iterator[Layer]:
+    """A layer after the steps in float64, a few groups of heads at a time where it is large.
+
+    Arguments and errors as those of `rewrite_layer`.
+    """
+    mine = _steps_of(read, steps)
+    ends = any(step.at_end for _, step in mine)
+    parts = None if ends else _in_parts(read, mine, skip_refused, longest_text, others, most_numbers)
+    if parts is not None:
+        yield from parts.layers()
+        return
+    done = _whole(read, mine, skip_refused, longest_text, others, moments or {})
+    scoring = read.scoring if done.kept is None else read.scoring.of_heads(done.kept)
+    yield Layer(read.site.name, done.weights, scoring, longest_text)
+
+
+def _steps_of(read: AttentionLayer, steps: Sequence[Step]) -> list[tuple[int, AttentionStep]]:
+    """The steps that are for a layer, with their numbers.
+
+    Raises:
+        RewriteRefusedError: the layer has numbers that no step can take.
+    """
     try:
-        require_finite("rewrite", weights)
+        require_finite("rewrite", read.weights)
     except RewriteRefusedError as refused:
         raise refused.at(read.site.name) from None
-    number_bytes = weights.dtype.itemsize
-    runs = [(0, weights.num_heads)]
-    size = sum(link.weight.numel() for link in weights.links())
-    by_groups = size > most_numbers and all(step.by_groups for _, step in mine)
-    if by_groups and separable(weights, read.scoring):
-        runs = groups_of(weights, most_numbers)
-    if len(runs) == 1:
-        layer = Layer(read.site.name, weights.to(torch.float64), read.scoring, longest_text, others=others)
-        done, found, kept = _through(layer, mine, skip_refused, moments or {}, number_bytes)
-        return RewrittenLayer(done, kept, _together([found], weights.o[-1].d_out))
-    parts, records = _Parts(weights), []
-    for start, stop in runs:
-        part = heads_of(weights, start, stop).to(torch.float64)
-        scoring = scoring_of(read.scoring, start, stop)
-        layer = Layer(read.site.name, part, scoring, longest_text, others=others)
-        done, found, kept = _through(layer, mine, skip_refused, moments or {}, number_bytes)
-        parts.add(start, stop, part, done)
-        records.append(found)
-    return RewrittenLayer(parts.together(), kept, _together(records, weights.o[-1].d_out))
+    return [
+        (number, step)
+        for number, step in enumerate(steps)
+        if isinstance(step, AttentionStep) and (step.layers is None or read.site.layer in step.layers)
+    ]
 
 
-class _Parts:
-    """Groups of heads after the steps, in the dtype that was read; maps left alone are not copied."""
-
-    def __init__(self, weights: AttentionWeights) -> None:
-        self._weights = weights
-        self._parts: list[AttentionWeights] = []
-        self._alone: set[Side] = set(SIDES)
-        self._o_bias: Tensor | None = None
-
-    def add(self, start: int, stop: int, before: AttentionWeights, after: AttentionWeights) -> None:
-        """The heads from `start` to `stop`, in float64, before and after."""
-        alone = {side for side in SIDES if after.chain(side) is before.chain(side)}
-        self._alone &= alone
-        if after.o_bias is not None:  # cast once, when all have added to it
-            self._o_bias = after.o_bias if self._o_bias is None else self._o_bias + after.o_bias
-        as_read = heads_of(self._weights, start, stop)
-        changed = with_chains(replace(after, o_bias=None), dict.fromkeys(alone, ())).to(self._weights.dtype)
-        self._parts.append(with_chains(changed, {side: as_read.chain(side) for side in alone}))
-
-    def together(self) -> AttentionWeights:
-        """All of them."""
-        empty: dict[Side, Chain] = dict.fromkeys(self._alone, ())
-        whole = joined([with_chains(part, empty) for part in self._parts])
-        o_bias = None if self._o_bias is None else self._o_bias.to(self._weights.dtype)
-        return with_chains(
-            replace(whole, o_bias=o_bias), {side: self._weights.chain(side) for side in self._alone}
-        )
-
-
-def with_same_heads(layer: Layer, kept: Sequence[int] | None) -> Layer:
-    """The layer with what belongs to each head in the order of the heads that are left."""
-    if kept is None or layer.scoring.sinks is None:
-        return layer
-    return replace(layer, scoring=replace(layer.scoring, sinks=layer.scoring.sinks[list(kept)]))
-
-
-class _Done(NamedTuple):
-    """What a step did to a part of a layer, and whether there was an output bias in it."""
-
-    record: StepRecord
-    bias_before: bool
-    bias_after: bool
-
-
-def _through(
-    layer: Layer,
+def _in_parts(
+    read: AttentionLayer,
     steps: Sequence[tuple[int, AttentionStep]],
     skip_refused: bool,
+    longest_text: int,
+    others: OtherReaders | None,
+    most_numbers: int,
+) -> LayerInParts | None:
+    """The layer in parts; None if it is small, or has to be taken as a whole."""
+    weights, mine = read.weights, [step for _, step in steps]
+    if sum(link.weight.numel() for link in weights.links()) <= most_numbers:
+        return None
+    if not can_go_in_parts(mine) or not separable(weights, read.scoring):
+        return None
+    runs = groups_of(weights, most_numbers)
+    if len(runs) == 1:
+        return None
+    return LayerInParts(read, mine, runs, skip_refused=skip_refused, longest_text=longest_text, others=others)
+
+
+def _whole(
+    read: AttentionLayer,
+    steps: Sequence[tuple[int, AttentionStep]],
+    skip_refused: bool,
+    longest_text: int,
+    others: OtherReaders | None,
     moments: Mapping[int, Moments],
-    number_bytes: int,
-) -> tuple[AttentionWeights, list[_Done], tuple[int, ...] | None]:
-    records: list[_Done] = []
+) -> RewrittenLayer:
+    layer = Layer(read.site.name, read.weights.to(torch.float64), read.scoring, longest_text, others=others)
+    records: list[StepRecord] = []
     kept: tuple[int, ...] | None = None
     for number, step in steps:
         layer = replace(layer, moments=moments.get(number))
+        order = None
         try:
-            order = step.kept_heads(layer)
-            done = step.apply(layer)
+            if step.selects:
+                done, order = step.select(layer.weights, step.look(layer))
+            else:
+                done = step.apply(layer)
         except RewriteRefusedError as refused:
             if not skip_refused:
                 raise refused.at(layer.name) from None
-            records.append(_Done(StepRecord(rewrite=step.rewrite, refused=refused.reason), False, False))
+            records.append(StepRecord(rewrite=step.rewrite, refused=refused.reason))
             continue
         if order is not None:
             before = kept or tuple(range(layer.weights.num_heads))
             kept = tuple(before[head] for head in order)
-        record = StepRecord.of(step.rewrite, done.record, number_bytes)
-        biases = (weights.o_bias is not None for weights in (layer.weights, done.weights))
-        records.append(_Done(record, *biases))
-        layer = with_same_heads(replace(layer, weights=done.weights), order)
-    return layer.weights, records, kept
-
-
-def _together(records: Sequence[Sequence[_Done]], width: int) -> tuple[StepRecord, ...]:
-    """The records of a layer that was taken in parts, as one for each step.
-
-    Args:
-        records: of each part.
-        width: of the output bias, which every part that has one counts.
-    """
-    if len(records) == 1:
-        return tuple(done.record for done in records[0])
-    found = []
-    for same in zip(*records, strict=True):
-        refused = next((done.record for done in same if done.record.refused), None)
-        first = same[0].record
-        if refused is not None:
-            found.append(refused)
-            continue
-        twice_before = max(0, sum(done.bias_before for done in same) - 1)
-        twice_after = max(0, sum(done.bias_after for done in same) - 1)
-        update = {
-            "before": _sum([done.record.before for done in same], twice_before * width),
-            "after": _sum([done.record.after for done in same], twice_after * width),
-            "notes": tuple(dict.fromkeys(said for done in same for said in done.record.notes)),
-            "bound": max(done.record.bound for done in same),
-        }
-        found.append(first.model_copy(update=update))
-    return tuple(found)
-
-
-def _sum(costs: Sequence[Cost | None], counted_twice: int) -> Cost:
-    total = reduce(Cost.plus, [cost for cost in costs if cost is not None])
-    return total.model_copy(update={"parameters": total.parameters - counted_twice})
+            layer = replace(layer, scoring=layer.scoring.of_heads(order))
+        layer = replace(layer, weights=done.weights)
+        records.append(StepRecord.of(step.rewrite, done.record, read.weights.dtype.itemsize))
+    return RewrittenLayer(layer.weights, kept, tuple(records))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych.algebra.bounds import output_bound, score_bound
-from triptych.algebra.function import attend
+from triptych.algebra.function import Rotation, attend
 from triptych.algebra.rewrites import FORMS, fold_norm
 from triptych.algebra.rewrites.channels import move
 from triptych.algebra.rewrites.planes import rotary_move
@@ -219,19 +219,37 @@ def _bounds(
     return float(scores.max()), float(output_bound(one, other).max())
 
 
-def move_of_forms(before: AttentionLayer, after: AttentionLayer) -> float | None:
+def move_of_forms(
+    before: AttentionLayer, after: AttentionLayer, *, most_numbers: int = MOST_NUMBERS
+) -> float | None:
     """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared.
 
     W_QK of rotary heads moves as its root mean square over long distances, biases as rows (`rotary_move`).
+
+    Args:
+        before: the original layer.
+        after: the rewritten one.
+        most_numbers: larger layers are compared a few groups of heads at a time.
     """
-    one, other = before.weights.to(torch.float64), after.weights.to(torch.float64)
+    one, other = before.weights, after.weights
     if one.num_heads != other.num_heads or before.scoring.between:
         return None
+    shared = [(weights.num_key_heads, weights.num_value_heads) for weights in (one, other)]
+    if shared[0] != shared[1] or not all(separable(weights, before.scoring) for weights in (one, other)):
+        return _move_of_forms(one, other, before.scoring.rotation)
+    return max(
+        _move_of_forms(heads_of(one, *run), heads_of(other, *run), before.scoring.rotation)
+        for run in groups_of(one, most_numbers)
+    )
+
+
+def _move_of_forms(one: AttentionWeights, other: AttentionWeights, rotation: Rotation | None) -> float:
+    one, other = one.to(torch.float64), other.to(torch.float64)
     if not _is_same_norm(one.norm, other.norm) or not _is_same_norm(one.memory_norm, other.memory_norm):
         one, other = _with_norm_folded(one), _with_norm_folded(other)
-    if before.scoring.rotation is None:
+    if rotation is None:
         return max(float(move(one, other, form).form.max()) for form in FORMS)
-    of_scores = rotary_move(one, other, before.scoring.rotation)
+    of_scores = rotary_move(one, other, rotation)
     return max(float(of_scores.max()), float(move(one, other, "ov").form.max()))
 
 

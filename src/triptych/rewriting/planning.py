@@ -18,14 +18,14 @@ from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.resizing import Sizes, path_of_record, resizing, sizes_of
 from triptych.checkpoints.writing import WrittenLayer, write_layer
 from triptych.errors import DataError, UsageError
-from triptych.rewriting.calibration import gather_moments, scoring_of_kept
+from triptych.rewriting.calibration import gather_moments, require_heads_without_norms
 from triptych.rewriting.certificate import (
     Cost,
     LayerRecord,
     NormRecord,
     StepRecord,
 )
-from triptych.rewriting.layers import RewrittenLayer, rewrite_layer
+from triptych.rewriting.layers import RewrittenLayer, rewrite_layer, rewritten_parts
 from triptych.rewriting.norms import OtherNorms
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import read_whole_text
@@ -63,6 +63,17 @@ class Prepared:
     ) -> RewrittenLayer:
         """A layer through the steps, or the first so many."""
         return rewrite_layer(
+            read,
+            self.steps[:upto],
+            skip_refused=self.skip_refused,
+            longest_text=source.longest_text(read.site),
+            moments=self.moments.get(read.site.name),
+            others=self.norms.others(read.site),
+        )
+
+    def parts(self, source: AttentionSource, read: AttentionLayer, upto: int) -> Iterator[Layer]:
+        """A layer after the first steps in float64; a large one a few groups of heads at a time."""
+        return rewritten_parts(
             read,
             self.steps[:upto],
             skip_refused=self.skip_refused,
@@ -114,17 +125,20 @@ def _before(source: AttentionSource, prepared: Prepared, number: int, read: Atte
 
 
 def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Step) -> Iterator[Layer]:
-    """The layers that a step is for, as the steps before it leave them."""
+    """The layers that a step is for, as the steps before it leave them; large ones in parts."""
     for site in source.sites:
         if step.layers is not None and site.layer not in step.layers:
             continue
         read = source.read(site)
+        if not step.needs_text:
+            yield from prepared.parts(source, read, number)
+            continue
         done = prepared.through(source, read, number)
-        scoring = scoring_of_kept(read, done) if step.needs_text else read.scoring
+        require_heads_without_norms(read, done.kept)
         yield Layer(
             site.name,
             done.weights.to(torch.float64),
-            scoring,
+            read.scoring if done.kept is None else read.scoring.of_heads(done.kept),
             source.longest_text(site),
             prepared.moments.get(site.name, {}).get(number),
         )
@@ -280,14 +294,16 @@ def fixed_sizes(source: Checkpoint, prepared: Prepared) -> set[str]:
 
 def _sizes_that_stay(source: Checkpoint, prepared: Prepared) -> set[str]:
     """Names of layers that keep their sizes because others that share their configuration do not agree."""
+    sized = max(number for number, step in enumerate(prepared.steps, start=1) if step.resizes)
     wanted: dict[str, Sizes] = {}
     now: dict[str, Sizes] = {}
     for site in source.sites:
         read = source.read(site)
-        done = prepared.through(source, read)
+        done = prepared.through(source, read, sized)
         now[site.name] = sizes_of(read.weights.multiplied_out())
         # Reading the shapes needs one map a side, as a file has it.
         wanted[site.name] = sizes_of(done.weights.multiplied_out())
+        del read, done  # before the next one is read: layers may be large
     of_record: dict[str, list[str]] = {}
     for site in source.sites:
         of_record.setdefault(path_of_record(source, source.place(site)), []).append(site.name)

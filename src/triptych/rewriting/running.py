@@ -57,12 +57,12 @@ class RunnableModel(ABC):
     Attributes:
         by: what runs it.
         kind: what it does with text.
-        seen: what the layers that are watched were given in the last run, by name.
+        seen: what the layers that are watched were given in the last run, by name: each time they were used.
     """
 
     by: str
     kind: Kind
-    seen: dict[str, Seen]
+    seen: dict[str, list[Seen]]
 
     @abstractmethod
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
@@ -236,6 +236,7 @@ class TransformersModel(RunnableModel):
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:
         """One forward pass."""
+        self.seen = {}
         found = self.model(**window.inputs)
         result: Tensor = (found.logits if "logits" in found else found.last_hidden_state)[0]
         return result
@@ -243,7 +244,6 @@ class TransformersModel(RunnableModel):
     def watch(self, source: AttentionSource, sites: Sequence[Site]) -> contextlib.ExitStack:
         """Hooks on the maps of queries and keys."""
         stack = contextlib.ExitStack()
-        self.seen = {}
         for site in sites:
             of_queries, of_keys = source.input_modules(site)
 
@@ -253,9 +253,10 @@ class TransformersModel(RunnableModel):
                 x = given[0].detach()
                 x = x.reshape(1, -1, x.shape[-1])  # some layers put all sequences one behind the other
                 if not key:
-                    self.seen[site.name] = Seen(x, None)
+                    self.seen.setdefault(site.name, []).append(Seen(x, None))
                 elif site.kind == "cross":
-                    self.seen[site.name] = Seen(self.seen[site.name].x, x)
+                    last = self.seen[site.name].pop()
+                    self.seen[site.name].append(Seen(last.x, x))
 
             for name, key in ((of_queries, False), (of_keys, True)):
                 if not key or site.kind == "cross":
@@ -384,13 +385,13 @@ class OwnRunnable(RunnableModel):
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:
         """One forward pass."""
+        self.seen = {}
         result: Tensor = self.model(window.inputs["src"], window.inputs["tgt"])
         return result[0]
 
     def watch(self, source: AttentionSource, sites: Sequence[Site]) -> contextlib.ExitStack:
         """Hooks on the attention layers."""
         stack = contextlib.ExitStack()
-        self.seen = {}
         layers = {(str(site.stack), site.block): site.layer for site in attention_sites(self.model)}
         for site in sites:
 
@@ -398,7 +399,7 @@ class OwnRunnable(RunnableModel):
                 module: nn.Module, given: tuple[Any, ...], by_name: dict[str, Any], *, site: Site = site
             ) -> None:
                 memory = by_name.get("memory") if site.kind == "cross" else None
-                self.seen[site.name] = Seen(given[0].detach(), memory)
+                self.seen.setdefault(site.name, []).append(Seen(given[0].detach(), memory))
 
             stack_name = (
                 "cross" if site.kind == "cross" else "encoder" if site.stack == "encoder" else "decoder"

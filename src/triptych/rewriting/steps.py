@@ -7,22 +7,23 @@ than one layer before they begin (a budget is spread over all heads), some at wh
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal, NamedTuple, final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
 
 from triptych.algebra import rewrites
 from triptych.algebra.function import Scoring
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites import Form, OtherReaders, RewriteRefusedError, Rewritten
-from triptych.algebra.rewrites.channels import newly_apart
+from triptych.algebra.rewrites.channels import Move, newly_apart
 from triptych.algebra.weights import AttentionWeights
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer on its way through the steps.
+    """A layer on its way through the steps, or a few groups of its heads.
 
     Attributes:
         name: for messages.
@@ -31,6 +32,7 @@ class Layer:
         longest_text: positions that the model is made for.
         moments: of the layer as it is now over the calibration text; None without one.
         others: what else reads its norm; None if nothing does that is known.
+        first_head: of the layer as it is now, that is the first one here.
     """
 
     name: str
@@ -39,6 +41,19 @@ class Layer:
     longest_text: int = 2048
     moments: Moments | None = None
     others: OtherReaders | None = None
+    first_head: int = 0
+
+
+class Selected(NamedTuple):
+    """Heads that a step leaves, or puts in another order, told from all of them.
+
+    Attributes:
+        done: the result, and the record.
+        kept: which are left, in order.
+    """
+
+    done: Rewritten
+    kept: tuple[int, ...]
 
 
 class Step(BaseModel, ABC):
@@ -65,7 +80,12 @@ class Step(BaseModel, ABC):
         return False
 
     def prepare(self, layers: Iterable[Layer], *, skip_refused: bool = False) -> "Step":
-        """The step with what only all layers together can tell."""
+        """The step with what only all layers together can tell.
+
+        Args:
+            layers: each whole, or in parts one after the other.
+            skip_refused: whether a layer that refuses the step is left as it is.
+        """
         return self
 
 
@@ -73,10 +93,15 @@ class AttentionStep(Step, ABC):
     """A rewrite of attention layers.
 
     Attributes:
-        by_groups: whether it treats each group of heads by itself.
+        by_groups: whether it treats each group of heads by itself, but for what `select` decides.
+        selects: whether it leaves heads out, or puts them in another order (`select`).
+        at_end: whether it only copies numbers, so that it can be done to those that are stored, as long as no
+            other step comes after it.
     """
 
     by_groups: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
+    at_end: ClassVar[bool] = False
 
     @abstractmethod
     def apply(self, layer: Layer) -> Rewritten:
@@ -86,9 +111,21 @@ class AttentionStep(Step, ABC):
             RewriteRefusedError: with the reason.
         """
 
-    def kept_heads(self, layer: Layer) -> tuple[int, ...] | None:
-        """Which heads are left, in order; None for all as they are."""
-        return None
+    def look(self, layer: Layer) -> tuple[Tensor, ...]:
+        """What `select` has to know of some heads, one number for each."""
+        return ()
+
+    def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
+        """Leave heads out or sort them, for steps that do.
+
+        Args:
+            whole: the layer; its shapes (on the "meta" device) are enough.
+            seen: what `look` saw of all heads.
+
+        Raises:
+            RewriteRefusedError: with the reason.
+        """
+        raise NotImplementedError(self.rewrite)
 
 
 @final
@@ -96,6 +133,7 @@ class FoldMaps(AttentionStep):
     """Products of maps, the fourth matrix among them, as one map; `keep` "cheaper" leaves what costs less."""
 
     place = 0
+    by_groups = True
     resizes = True
     rewrite: Literal["fold_maps"] = "fold_maps"
     keep: Literal["cheaper", "folded"] = "cheaper"
@@ -110,6 +148,7 @@ class Expand(AttentionStep):
     """A map of its own for everything that shares one."""
 
     place = 1
+    by_groups = True
     resizes = True
     rewrite: Literal["expand"] = "expand"
 
@@ -179,6 +218,8 @@ class PruneHeads(AttentionStep):
     """
 
     place = 4
+    by_groups = True
+    selects = True
     resizes = True
     rewrite: Literal["prune_heads"] = "prune_heads"
     heads: tuple[int, ...] | None = None
@@ -198,27 +239,32 @@ class PruneHeads(AttentionStep):
 
     def apply(self, layer: Layer) -> Rewritten:
         """Leave them out."""
+        return self.select(layer.weights, self.look(layer)).done
+
+    def look(self, layer: Layer) -> tuple[Tensor, ...]:
+        """What every head does: its form and its bias, and on the text."""
+        does = rewrites.measure_heads(layer.weights)
+        importance = does.whole
+        if self.number is not None and self.on_text:
+            importance = rewrites.measure_importance(layer.weights, layer.moments)
+        return (*does, importance)
+
+    def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
+        """All but those chosen."""
+        form, bias, importance = seen
+        gone = self._chosen(whole.num_heads, importance)
         bounded = self.heads is not None or self.number is not None
-        return rewrites.prune_heads(layer.weights, self._chosen(layer), bounded=bounded)
+        done = rewrites.prune_heads(whole, gone, bounded=bounded, does=Move(form, bias))
+        return Selected(done, tuple(head for head in range(whole.num_heads) if head not in gone))
 
-    def kept_heads(self, layer: Layer) -> tuple[int, ...]:
-        """All others."""
-        gone = set(self._chosen(layer))
-        return tuple(head for head in range(layer.weights.num_heads) if head not in gone)
-
-    def _chosen(self, layer: Layer) -> list[int]:
-        weights = layer.weights
+    def _chosen(self, heads: int, does: Tensor) -> list[int]:
         if self.heads is not None:
             return list(self.heads)
         if self.number is None:
-            does = rewrites.measure_importance(weights)
-            dead = [head for head in range(weights.num_heads) if float(does[head]) == 0]
-            return dead if len(dead) < weights.num_heads else dead[1:]
-        if self.number >= weights.num_heads:
-            raise RewriteRefusedError(
-                "prune_heads", f"number is {self.number}, and there are {weights.num_heads} heads"
-            )
-        does = rewrites.measure_importance(weights, layer.moments if self.on_text else None)
+            dead = [head for head in range(heads) if float(does[head]) == 0]
+            return dead if len(dead) < heads else dead[1:]
+        if self.number >= heads:
+            raise RewriteRefusedError("prune_heads", f"number is {self.number}, and there are {heads} heads")
         return sorted(does.argsort()[: self.number].tolist())
 
 
@@ -280,18 +326,28 @@ class SortHeads(AttentionStep):
     """Heads in order of the size of W_OV, groups with theirs."""
 
     place = 8
+    by_groups = True
+    selects = True
+    at_end = True
     rewrite: Literal["sort_heads"] = "sort_heads"
 
     def apply(self, layer: Layer) -> Rewritten:
         """Sort."""
-        return rewrites.permute_heads(layer.weights, self.kept_heads(layer))
+        return self.select(layer.weights, self.look(layer)).done
 
-    def kept_heads(self, layer: Layer) -> tuple[int, ...]:
-        """The order."""
-        weights = layer.weights
-        groups = max(1, min(weights.num_key_heads, weights.num_value_heads))
-        served = weights.num_heads // groups
-        sizes = weights.ov.frobenius_norm().view(groups, served)
+    def look(self, layer: Layer) -> tuple[Tensor, ...]:
+        """The size of W_OV of every head."""
+        return (layer.weights.ov.frobenius_norm(),)
+
+    def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
+        """All of them, sorted."""
+        order = self._order(whole, seen)
+        return Selected(rewrites.permute_heads(whole, order), order)
+
+    def _order(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> tuple[int, ...]:
+        groups = max(1, min(whole.num_key_heads, whole.num_value_heads))
+        served = whole.num_heads // groups
+        sizes = seen[0].view(groups, served)
         by_group = sizes.norm(dim=-1).argsort(descending=True, stable=True).tolist()
         inside = sizes.argsort(dim=-1, descending=True, stable=True).tolist()
         return tuple(group * served + head for group in by_group for head in inside[group])
@@ -302,6 +358,8 @@ class RepeatKVHeads(AttentionStep):
     """A key-value head for every query head."""
 
     place = 9
+    by_groups = True
+    at_end = True
     resizes = True
     rewrite: Literal["repeat_kv_heads"] = "repeat_kv_heads"
 

@@ -37,6 +37,7 @@ class Truncate(AttentionStep):
     """
 
     place = 6
+    by_groups = True
     resizes = True
     rewrite: Literal["truncate"] = "truncate"
     forms: tuple[Form, ...] = ("qk", "ov")
@@ -157,9 +158,10 @@ class Truncate(AttentionStep):
 
     def _ranks(self, layer: Layer, form: Form) -> list[int]:
         """One a group of heads; planes for rotary ones."""
-        if self.rank is None:
-            return list(self.ranks.get(layer.name, {}).get(form, ())) or [1] * _groups(layer.weights, form)
         copies = _groups(layer.weights, form)
+        if self.rank is None:
+            first = layer.first_head * copies // layer.weights.num_heads
+            return list(self.ranks.get(layer.name, {}).get(form, ())[first : first + copies]) or [1] * copies
         rank = min(self.rank, _width(layer.weights, form))
         return [max(1, rank // self._step(layer, form))] * copies
 
@@ -194,6 +196,7 @@ def _as_one(name: str, before: AttentionWeights, results: Sequence[Rewritten]) -
         checked=tuple(dict.fromkeys(said for record in records for said in record.checked)),
         before=records[0].before,
         choice="; ".join(record.choice for record in records if record.choice),
+        cuts=tuple(cut for record in records for cut in record.cuts),
         notes=tuple(dict.fromkeys(said for record in records for said in record.notes)),
         bound=max(record.bound for record in records),
         error=max((record.error for record in records if record.error is not None), default=None),

@@ -5,7 +5,14 @@ from triptych.algebra.rewrites.channels import FORMS, Form
 from triptych.algebra.rewrites.data import measure_energies, truncate_on_data
 from triptych.algebra.rewrites.folding import FoldedSide, Keep, Measure, expand, factor, fold
 from triptych.algebra.rewrites.gauge import gauge_fix
-from triptych.algebra.rewrites.heads import measure_importance, permute_heads, prune_heads, repeat_kv_heads
+from triptych.algebra.rewrites.heads import (
+    leave_heads,
+    measure_heads,
+    measure_importance,
+    permute_heads,
+    prune_heads,
+    repeat_kv_heads,
+)
 from triptych.algebra.rewrites.merging import merge_kv_heads, merge_rotary_kv_heads
 from triptych.algebra.rewrites.norms import (
     OtherReaders,
@@ -15,7 +22,7 @@ from triptych.algebra.rewrites.norms import (
 )
 from triptych.algebra.rewrites.planes import measure_plane_energies, plane_scores, truncate_planes
 from triptych.algebra.rewrites.rank import to_latent, truncate
-from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten
+from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten, of_groups
 from triptych.algebra.rewrites.rotary_maps import measure_rotary_energies, truncate_rotary_maps
 
 __all__ = [
@@ -36,12 +43,15 @@ __all__ = [
     "fold_norm_into_map",
     "fold_value_bias",
     "gauge_fix",
+    "leave_heads",
     "measure_energies",
+    "measure_heads",
     "measure_importance",
     "measure_plane_energies",
     "measure_rotary_energies",
     "merge_kv_heads",
     "merge_rotary_kv_heads",
+    "of_groups",
     "permute_heads",
     "plane_scores",
     "prune_heads",

@@ -25,8 +25,8 @@ from triptych.algebra.rewrites.channels import (
     with_learned_maps,
 )
 from triptych.algebra.rewrites.legality import why_key_bias_counts
-from triptych.algebra.rewrites.rank import Ranks, num_groups, require_ranks, said, without_fixed_widths
-from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.rewrites.rank import Ranks, num_groups, require_ranks, without_fixed_widths
+from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import AttentionWeights, Side
 
 # Weight of inputs without preferred direction beside those of the text: just enough to decide on channels
@@ -84,7 +84,7 @@ def truncate_on_data(
     notes: list[str] = []
     learned = with_learned_maps(weights.to(torch.float64), notes)
     start = result = without_fixed_widths(name, learned, ranks, notes)
-    errors, choices = list[float](), list[str]()
+    errors, cuts = list[float](), list[Cut]()
     for form, given in ranks.items():
         cut = _cut_qk if form == "qk" else _cut_ov
         result, error, whole = cut(result, moments, given, means_off[form], prior, notes)
@@ -92,10 +92,10 @@ def truncate_on_data(
         errors.append(worst)
         what = "scores" if form == "qk" else "outputs"
         mean = " about their mean" if means_off[form] else ""
-        choices.append(
-            f"W_{form.upper()}: {said(given)}, which leaves out at most {worst:.3g} of the mean square of a "
-            f"head's {what}{mean}"
+        words = (
+            f"W_{form.upper()}: {{ranks}}, which leaves out at most {{worst:.3g}} of the mean square of a "
         )
+        cuts.append(Cut(f"{words}head's {what}{mean}", tuple(given), max(given), worst))
     moves = {form: move(start, result, form) for form in ranks}
     # With the mean taken off, what is lost of the value bias is in the output's.
     sizes = {
@@ -109,7 +109,7 @@ def truncate_on_data(
         weights,
         result.to(weights.dtype),
         checked=tuple(CHANNELS_ARE_FREE[form] for form in ranks),
-        choice="; ".join(choices),
+        choice=cuts,
         notes=(*notes, *newly_apart(weights, result)),
         bound=0.0 if exact else max(float(one.max()) for one in sizes.values()),
         error=max(errors),

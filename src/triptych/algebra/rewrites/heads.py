@@ -1,7 +1,7 @@
 """Which heads there are: permuted, left out, and each given its own key-value head."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,7 @@ from triptych.algebra.rewrites.legality import (
     unchanged,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.weights import AttentionWeights, Link, Side
+from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
 
 
 def permute_heads(weights: AttentionWeights, order: Sequence[int]) -> Rewritten:
@@ -84,7 +84,9 @@ def permute_heads(weights: AttentionWeights, order: Sequence[int]) -> Rewritten:
     )
 
 
-def prune_heads(weights: AttentionWeights, heads: Sequence[int], *, bounded: bool = False) -> Rewritten:
+def prune_heads(
+    weights: AttentionWeights, heads: Sequence[int], *, bounded: bool = False, does: Move | None = None
+) -> Rewritten:
     """Leave heads out. The widths of the others stay.
 
     A key-value head goes with the last of the heads that read it. Where the groups that are left
@@ -95,6 +97,8 @@ def prune_heads(weights: AttentionWeights, heads: Sequence[int], *, bounded: boo
         weights: the layer.
         heads: numbers of the query heads to leave out.
         bounded: whether heads that do something may go too.
+        does: what `measure_heads` finds, if it is known: shapes of weights (on the "meta" device) are then
+            enough.
 
     Returns:
         The same function if `W_V W_O` and `b_V W_O` of each head is exactly 0; else, if allowed, one
@@ -110,7 +114,7 @@ def prune_heads(weights: AttentionWeights, heads: Sequence[int], *, bounded: boo
     _require_heads_without_numbers("prune_heads", weights)
     for side in SIDES_OF["ov"]:
         require_nothing_between("prune_heads", side, weights.chain(side)[:-1])
-    lost = _done_by(weights, list(heads))
+    lost = _done_by(weights, list(heads)) if does is None else Move(*(part[list(heads)] for part in does))
     active = lost.whole.gt(0).nonzero()[:, 0].tolist()
     if active and not bounded:
         worst = active[int(lost.whole[active].argmax())]
@@ -129,10 +133,10 @@ def prune_heads(weights: AttentionWeights, heads: Sequence[int], *, bounded: boo
             return link
         readers = torch.tensor(kept) // (weights.num_heads // link.copies)
         living, served = torch.unique_consecutive(readers, return_counts=True)
-        times = served // math.gcd(*served.tolist())
-        if int(times.max()) > 1:
-            repeated.append(f"{len(living)} that are left became {int(times.sum())}")
-        return _taken(link, living.repeat_interleave(times))
+        copies = living.repeat_interleave(served // math.gcd(*served.tolist()))
+        if len(copies) > len(living):
+            repeated.append(f"{len(living)} that are left became {len(copies)}")
+        return _taken(link, copies)
 
     result = each_link(weights, select, num_heads=len(kept))
     notes = (
@@ -153,6 +157,30 @@ def prune_heads(weights: AttentionWeights, heads: Sequence[int], *, bounded: boo
     )
 
 
+def leave_heads(
+    weights: AttentionWeights, kept: Sequence[int], served: Mapping[Side, int]
+) -> AttentionWeights:
+    """Some heads of a part of a layer, as `prune_heads` of the whole layer has them.
+
+    Args:
+        weights: a few groups of heads, one map a side and nothing shared between sides.
+        kept: the heads of it that are left, in order, at least one.
+        served: how many heads read one map of each side in the whole layer afterwards.
+    """
+
+    def select(side: Side, link: Link) -> Link:
+        copies = torch.tensor(kept) // (weights.num_heads // link.copies)
+        return _taken(link, copies[:: served[side]])
+
+    chains = {str(side): tuple(select(side, link) for link in weights.chain(side)) for side in SIDES}
+    return replace(weights, num_heads=len(kept), **chains)  # type: ignore[arg-type]
+
+
+def measure_heads(weights: AttentionWeights) -> Move:
+    """‖W_V W_O‖ and ‖b_V W_O‖ of every head: together, the bound of leaving it out."""
+    return _done_by(weights.to(torch.float64), list(range(weights.num_heads)))
+
+
 def measure_importance(
     weights: AttentionWeights, moments: Moments | None = None
 ) -> Float[Tensor, " num_heads"]:
@@ -170,7 +198,7 @@ def measure_importance(
         RewriteRefusedError: the moments are of other heads or channels, with both sizes.
     """
     if moments is None:
-        return _done_by(weights.to(torch.float64), list(range(weights.num_heads))).whole
+        return measure_heads(weights).whole
     require_moments_of("measure_importance", weights, moments, ["ov"])
     W_O = weights.to(torch.float64).W_O
     squares: Tensor = ((moments.mixed @ W_O) * W_O).sum(dim=(-2, -1))

@@ -24,7 +24,7 @@ from triptych.algebra.rewrites.legality import (
     require_whole_number,
     why_clipping_counts,
 )
-from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import AttentionWeights, Link, Side
 
 _QK: tuple[Side, Side] = ("q", "k")
@@ -89,15 +89,14 @@ def truncate_planes(
     moved = rotary_move(working, result, rotation)
     rounding = 100 * weights.d_model * torch.finfo(working.dtype).eps
     exact = bool((moved <= rounding * rotary_size(working, rotation)).all())
-    numbers = str(kept[0]) if len(set(kept)) == 1 else ", ".join(map(str, kept))
+    words = "{each} of {most} planes, which leaves out at most {worst:.3g} of the mean square of a head's "
     return rewritten(
         name,
         "rounding-exact" if exact else "bounded",
         weights,
         result.to(weights.dtype),
         checked=("rotary positions", "no QK-norm: nothing stands between the maps and the rotation"),
-        choice=f"{numbers} of {count} planes, which leaves out at most {error:.3g} of the mean square of a "
-        "head's scores in its planes",
+        choice=[Cut(f"{words}scores in its planes", tuple(kept), count, error)],
         notes=(*notes, *newly_apart(weights, result)),
         bound=0.0 if exact else float(moved.max()),
         error=None if moments is None else error,

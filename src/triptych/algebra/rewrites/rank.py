@@ -30,7 +30,7 @@ from triptych.algebra.rewrites.legality import (
     unchanged,
     why_key_bias_counts,
 )
-from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 
 Ranks = int | Sequence[int]  # of all groups of heads, or of each
@@ -83,18 +83,22 @@ def truncate(
         and float(moves[form].bias.max()) <= rounding * float(size(start, form).bias.max())
         for form, given in ranks.items()
     )
-    choices = (
-        f"W_{form.upper()}: {said(given)} of {max(needed[form])}, "
-        f"‖Δ‖ at most {float(moves[form].form.max()):.6g}"
+    cuts = [
+        Cut(
+            f"W_{form.upper()}: {{ranks}} of {{most}}, ‖Δ‖ at most {{worst:.6g}}",
+            tuple(given),
+            max(needed[form]),
+            float(moves[form].form.max()),
+        )
         for form, given in ranks.items()
-    )
+    ]
     return rewritten(
         "truncate",
         "rounding-exact" if exact else "bounded",
         weights,
         result.to(weights.dtype),
         checked=tuple(CHANNELS_ARE_FREE[form] for form in ranks),
-        choice="; ".join(choices),
+        choice=cuts,
         notes=(*notes, *newly_apart(weights, result)),
         bound=0.0 if exact else max(float(one.whole.max()) for one in moves.values()),
     )
@@ -200,11 +204,6 @@ def num_groups(weights: AttentionWeights, form: Form) -> int:
         return weights.num_value_heads
     # The input itself as keys: each head then gets its own channels of it.
     return weights.num_key_heads if weights.k else weights.num_heads
-
-
-def said(ranks: Sequence[int]) -> str:
-    """In a sentence: "rank 4", or "ranks 4, 3" where they differ."""
-    return f"rank {ranks[0]}" if len(set(ranks)) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def without_fixed_widths(

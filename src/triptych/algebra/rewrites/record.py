@@ -1,6 +1,7 @@
 """What a rewrite gives back, and how it refuses."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, final
 
 from triptych.algebra.cost import WritingCost, writing_cost
@@ -8,6 +9,7 @@ from triptych.algebra.weights import AttentionWeights
 from triptych.errors import TriptychError
 
 Tier = Literal["bit-exact", "rounding-exact", "bounded"]
+_TIERS: tuple[Tier, ...] = ("bit-exact", "rounding-exact", "bounded")
 
 
 @final
@@ -27,6 +29,36 @@ class RewriteRefusedError(TriptychError, ValueError):
 
 @final
 @dataclass(frozen=True)
+class Cut:
+    """What was left of one form of every head, as a choice says it.
+
+    Attributes:
+        words: with {ranks} ("rank 4"), {each} ("4"), {most} and {worst} in their places.
+        ranks: of each group of heads.
+        most: channels that there were, or the largest rank.
+        worst: the largest loss of a head, by the measure that the words name.
+    """
+
+    words: str
+    ranks: tuple[int, ...]
+    most: int
+    worst: float
+
+    @classmethod
+    def of_groups(cls, cuts: Sequence["Cut"]) -> "Cut":
+        """Of groups of heads one after the other."""
+        ranks = tuple(rank for cut in cuts for rank in cut.ranks)
+        return cls(cuts[0].words, ranks, max(cut.most for cut in cuts), max(cut.worst for cut in cuts))
+
+    def __str__(self) -> str:
+        several = len(set(self.ranks)) > 1
+        each = ", ".join(map(str, self.ranks if several else self.ranks[:1]))
+        ranks = f"ranks {each}" if several else f"rank {each}"
+        return self.words.format(each=each, ranks=ranks, most=self.most, worst=self.worst)
+
+
+@final
+@dataclass(frozen=True)
 class RewriteRecord:
     """What a rewrite did to one layer.
 
@@ -40,6 +72,7 @@ class RewriteRecord:
         bound: largest Frobenius norm by which a form of a head moves; 0 if exact.
         error: largest mean square error of a form's scores or outputs, relative to their mean square, on
             the text whose moments the rewrite went by; None if it went by none.
+        cuts: what `choice` says, where forms were cut group by group.
     """
 
     name: str
@@ -51,6 +84,7 @@ class RewriteRecord:
     notes: tuple[str, ...] = ()
     bound: float = 0.0
     error: float | None = None
+    cuts: tuple[Cut, ...] = ()
 
 
 class Rewritten(NamedTuple):
@@ -60,6 +94,32 @@ class Rewritten(NamedTuple):
     record: RewriteRecord
 
 
+def of_groups(
+    records: Sequence[RewriteRecord], before: AttentionWeights, after: AttentionWeights
+) -> RewriteRecord:
+    """What a rewrite did to a layer, from what it did to its groups of heads one after the other.
+
+    Args:
+        records: of the groups.
+        before: the whole layer before; its shapes (on the "meta" device) are enough.
+        after: the same after.
+    """
+    cuts = tuple(Cut.of_groups(cuts) for cuts in zip(*(record.cuts for record in records), strict=True))
+    choices = map(str, cuts) if cuts else dict.fromkeys(record.choice for record in records)
+    return replace(
+        records[0],
+        tier=max((record.tier for record in records), key=_TIERS.index),
+        checked=tuple(dict.fromkeys(said for record in records for said in record.checked)),
+        before=writing_cost(before),
+        after=writing_cost(after),
+        choice="; ".join(choice for choice in choices if choice),
+        notes=tuple(dict.fromkeys(said for record in records for said in record.notes)),
+        bound=max(record.bound for record in records),
+        error=max((record.error for record in records if record.error is not None), default=None),
+        cuts=cuts,
+    )
+
+
 def rewritten(
     name: str,
     tier: Tier,
@@ -67,11 +127,13 @@ def rewritten(
     after: AttentionWeights,
     *,
     checked: tuple[str, ...] = (),
-    choice: str = "",
+    choice: str | Sequence[Cut] = "",
     notes: tuple[str, ...] = (),
     bound: float = 0.0,
     error: float | None = None,
 ) -> Rewritten:
     """The result of a rewrite, with the cost of both writings."""
     costs = writing_cost(before), writing_cost(after)
-    return Rewritten(after, RewriteRecord(name, tier, checked, *costs, choice, notes, bound, error))
+    cuts = () if isinstance(choice, str) else tuple(choice)
+    words = choice if isinstance(choice, str) else "; ".join(map(str, cuts))
+    return Rewritten(after, RewriteRecord(name, tier, checked, *costs, words, notes, bound, error, cuts))

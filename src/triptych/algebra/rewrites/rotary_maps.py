@@ -26,8 +26,8 @@ from triptych.algebra.rewrites.channels import newly_apart, times
 from triptych.algebra.rewrites.data import PRIOR, require_moments_of
 from triptych.algebra.rewrites.legality import require_whole_number, why_key_bias_counts
 from triptych.algebra.rewrites.planes import mean_turn, require_rotary, rotary_move, rotary_size
-from triptych.algebra.rewrites.rank import Ranks, said
-from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.rewrites.rank import Ranks
+from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import AttentionWeights, Chain
 
 _Turned = Literal["q", "k"]
@@ -89,15 +89,17 @@ def truncate_rotary_maps(
     moved = rotary_move(working, result, rotation)
     rounding = 100 * weights.d_model * torch.finfo(working.dtype).eps
     exact = bool((moved <= rounding * rotary_size(working, rotation)).all())
-    width = scores.width
+    words = "W_Q and W_K: {ranks} of {most}, written back into {most} channels, which leaves out at most "
+    cut = Cut(
+        f"{words}{{worst:.3g}} of the mean square of a head's scores", tuple(ranks), scores.width, error
+    )
     return rewritten(
         name,
         "rounding-exact" if exact else "bounded",
         weights,
         result.to(weights.dtype),
         checked=("rotary positions", "no QK-norm: nothing stands between the maps and the rotation"),
-        choice=f"W_Q and W_K: {said(ranks)} of {width}, written back into {width} channels, which leaves out "
-        f"at most {error:.3g} of the mean square of a head's scores",
+        choice=[cut],
         notes=(*notes, *newly_apart(weights, result)),
         bound=0.0 if exact else float(moved.max()),
         error=None if moments is None else error,
