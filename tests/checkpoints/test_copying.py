@@ -257,6 +257,60 @@ def test_a_link_out_of_the_folder_is_refused(to: str, tmp_path: Path) -> None:
         FolderCopy(source, tmp_path / "target")
 
 
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_shard_or_index_that_is_a_link_out_is_refused_but_in_the_cache_of_the_hub(
+    name: str, cached: bool, tmp_path: Path
+) -> None:
+    place = tmp_path / "models--a--b" / "snapshots" if cached else tmp_path
+    place.mkdir(parents=True, exist_ok=True)
+    source, elsewhere = sharded(place / "source"), (place.parent / "blobs") if cached else tmp_path / "blobs"
+    elsewhere.mkdir()
+    before = content(source)
+    (source / name).rename(elsewhere / "0123")
+    (source / name).symlink_to(elsewhere / "0123")
+    if cached:
+        copied(source, tmp_path / "target")
+        assert content(tmp_path / "target") == before
+        assert not any(path.is_symlink() for path in (tmp_path / "target").rglob("*"))
+        return
+    with pytest.raises(DataError, match=rf"{name} is a link out of its folder, to .*/blobs/0123"):
+        FolderCopy(source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_shards_in_a_folder_that_is_a_link_out_are_refused(tmp_path: Path) -> None:
+    source = sharded(tmp_path / "source")
+    index = source / "model.safetensors.index.json"
+    record = json.loads(index.read_text())
+    (tmp_path / "elsewhere").mkdir()
+    for name in set(record["weight_map"].values()):
+        (source / name).rename(tmp_path / "elsewhere" / name)
+    (source / "inner").symlink_to(tmp_path / "elsewhere")
+    record["weight_map"] = {tensor: f"inner/{name}" for tensor, name in record["weight_map"].items()}
+    index.write_text(json.dumps(record))
+    with pytest.raises(DataError, match=r"inner/model-.* is a link out of its folder, to .*/elsewhere/"):
+        FolderCopy(source, tmp_path / "target")
+
+
+def test_weights_in_one_file_that_is_a_link_out_are_refused(tmp_path: Path) -> None:
+    source = whole(tmp_path / "source")
+    (source / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    (source / "model.safetensors").symlink_to("../elsewhere.safetensors")
+    with pytest.raises(DataError, match=r"model\.safetensors is a link out of its folder"):
+        FolderCopy(source, tmp_path / "target")
+
+
+def test_a_link_to_another_file_of_the_folder_is_copied_as_a_file(tmp_path: Path) -> None:
+    source = whole(tmp_path / "source")
+    (source / "inner").mkdir()
+    (source / "inner" / "model.safetensors").symlink_to("../model.safetensors")
+    (source / "notes.txt").symlink_to("config.json")
+    copied(source, tmp_path / "target")
+    assert (tmp_path / "target" / "notes.txt").read_text() == (source / "config.json").read_text()
+    assert not (tmp_path / "target" / "notes.txt").is_symlink()
+
+
 def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
     source = sharded(tmp_path / "source")
     index = source / "model.safetensors.index.json"

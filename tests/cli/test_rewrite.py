@@ -499,6 +499,46 @@ def test_a_rewritten_run_keeps_all_but_what_training_goes_on_from(
     assert answer.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "to", "reason"),
+    [
+        ("notes.txt", "../secret", "notes.txt is a link out of its folder, to "),
+        ("notes.txt", "nowhere", "notes.txt is no file that can be copied: a link to nothing, perhaps"),
+        ("model.safetensors", "../secret", "model.safetensors is a link out of its folder, to "),
+    ],
+)
+def test_a_run_with_a_link_that_leads_elsewhere_is_one_line(
+    triptych: Command, small_run: Path, tmp_path: Path, name: str, to: str, reason: str
+) -> None:
+    source = tmp_path / "run"
+    shutil.copytree(small_run, source)
+    (tmp_path / "secret").write_text("key")
+    if (source / name).exists():
+        (source / name).replace(tmp_path / "secret")
+    (source / name).symlink_to(to)
+    answer = triptych("rewrite", source, "-o", tmp_path / "out", "--do", "gauge_fix")
+    assert answer.code == 1
+    assert reason in answer.err
+    assert answer.err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "secret"]
+
+
+def test_of_links_in_a_run_files_become_files_and_folders_are_left_behind(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(small_run, source)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "secret").write_text("key")
+    (source / "more").symlink_to("../elsewhere")
+    (source / "notes.txt").symlink_to("config.json")
+    assert triptych("rewrite", source, "-o", out, "--do", "gauge_fix").code == 0
+    assert "more/" in certified(out).left_out
+    assert not (out / "more").exists()
+    assert not (out / "notes.txt").is_symlink()
+    assert (out / "notes.txt").read_text() == (source / "config.json").read_text()
+
+
 def test_a_run_is_compared_and_calibrated_on_pairs(
     triptych: Command, small_run: Path, tmp_path: Path
 ) -> None:
@@ -537,6 +577,31 @@ def test_a_marian_translator_stays_one(triptych: Command, tmp_path: Path) -> Non
     assert triptych("verify", out, "--against", source, "--text", pairs).code == 0
     for run in (source, out):
         assert triptych("translate", run, stdin=b"a b c\n").code == 0
+
+
+def test_a_marian_translator_that_stays_as_large_is_offered_the_format_that_shrinks(
+    triptych: Command, tmp_path: Path
+) -> None:
+    source = tmp_path / "marian"
+    source.mkdir()
+    write_marian(source, dtype=torch.float32)
+    rank = ("--rank", "2")
+    plan = json.loads(
+        triptych("rewrite", str(source), "--out", str(tmp_path / "no"), "--plan", "--json", *rank).out
+    )
+    assert plan["bytes_after"] == plan["bytes_before"]
+    (offer,) = [note for note in plan["notes"] if "--from hf" in note]
+    assert "rewrite RUN" in offer
+    triptych("convert", str(source), "--from", "hf", "--out", str(tmp_path / "run"))
+    triptych("rewrite", str(tmp_path / "run"), "--out", str(tmp_path / "small"), *rank)
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("run", "small")]
+    assert sizes[1] < sizes[0]
+    offer_for_exact = json.loads(
+        triptych(
+            "rewrite", str(source), "--out", str(tmp_path / "no"), "--plan", "--json", "--do", "gauge_fix"
+        ).out
+    )
+    assert not offer_for_exact["notes"]
 
 
 # The page about it.

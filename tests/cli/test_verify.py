@@ -1,14 +1,19 @@
 """`triptych verify`: what holds, what does not, and how that is said."""
 
+import hashlib
 import json
+import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from command import Command
 from small_checkpoints import LAYERS, gpt2, gpt2_that_runs
+from triptych.rewriting import running
+from triptych.rewriting.certificate import card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.steps import FoldNorm
@@ -159,8 +164,173 @@ def test_whole_models_are_compared_again_on_the_text(triptych: Command, tmp_path
     assert record["held"] is True
     assert record["checks"][-1]["claim"] == "whole models compared"
     assert f"{found.end_to_end.tokens:,} tokens" in record["checks"][-1]["found"]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `source`, `text.txt`, and `out` and `drawn`: compared on that, and on random tokens."""
+    pytest.importorskip("transformers", reason="it comes with the extra [dev]")
+    folder = tmp_path_factory.mktemp("compared")
+    source = str(gpt2_that_runs(folder / "source"))
+    (folder / "text.txt").write_text("To be, or not to be, that is the question.\n" * 5)
+    recipe = RewriteRecipe(step=(Truncate(rank=5),))
+    rewrite_checkpoint(source, folder / "out", recipe, text=folder / "text.txt")
+    rewrite_checkpoint(source, folder / "drawn", recipe)
+    return folder
+
+
+def whole_models(triptych: Command, *arguments: object) -> dict[str, Any]:
+    """The last claim of all, as JSON."""
+    answer = triptych("verify", *arguments, "--json")
+    found: dict[str, Any] = json.loads(answer.out)["checks"][-1]
+    assert found["claim"] == "whole models compared"
+    assert answer.code == (1 if found["held"] is False else 0)
+    return found
+
+
+@pytest.mark.parametrize("end", ["", "one more line\n"])
+def test_another_text_is_refused_in_one_line(
+    triptych: Command, compared: Path, tmp_path: Path, end: str
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(f"{(compared / 'text.txt').read_text()}{end}")
+    answer = triptych("verify", compared / "out", "--text", text)
+    if not end:
+        assert answer.code == 0
+        return
+    assert answer.code == 2
+    assert f"{text} is another text than both models were compared on: that was text.txt" in answer.err
+    assert answer.err.count("\n") == 1
+    assert answer.out == ""
+
+
+def test_a_text_where_there_was_none_is_refused(triptych: Command, compared: Path) -> None:
+    answer = triptych("verify", compared / "drawn", "--text", compared / "text.txt")
+    assert answer.code == 2
+    assert "both models were compared on random tokens, not on a text: leave out --text" in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_a_comparison_that_nobody_gave_the_text_of_is_said_not_to_be_tried(
+    triptych: Command, compared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = whole_models(triptych, compared / "out")
+    assert found["held"] is None
+    assert found["found"] == "not tried again: give the text, text.txt, with --text"
+    monkeypatch.setenv("COLUMNS", "160")
+    answer = triptych("verify", compared / "out")
+    assert answer.code == 0
+    (row,) = [line for line in answer.out.splitlines() if "whole models compared" in line]
+    assert "not tried" in row
+    assert "yes" not in row
+
+
+def test_a_comparison_without_the_original_is_said_not_to_be_tried(
+    triptych: Command, compared: Path, tmp_path: Path
+) -> None:
+    out = sealed_anew(compared / "drawn", tmp_path / "out", source="nowhere")
+    found = whole_models(triptych, out)
+    assert found["held"] is None
+    assert found["found"] == "not tried again: give the original with --against"
+
+
+def test_random_tokens_are_drawn_again_without_being_asked_for(triptych: Command, compared: Path) -> None:
+    certified = read_certificate(compared / "drawn").end_to_end
+    assert certified is not None
+    assert certified.text_sha256 is None
+    found = whole_models(triptych, compared / "drawn")
+    assert found["held"] is True
+    assert f"{certified.tokens:,} tokens" in found["found"]
+    assert f"logits within {certified.worst_logit:.3g}" in found["found"]
+
+
+def test_what_cannot_be_run_here_is_said_not_to_be_tried(
+    triptych: Command, compared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "find_spec", lambda name: None)
+    found = whole_models(triptych, compared / "drawn")
+    assert found["held"] is None
+    assert "transformers, which would run it, is not installed" in found["found"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("out", "worst_logit", "logits"),
+        ("out", "divergence_nats", "divergence"),
+        ("out", "loss_before_nats", "loss before"),
+        ("out", "loss_after_nats", "loss after"),
+        ("out", "tokens", "tokens"),
+        ("drawn", "worst_logit", "logits"),
+        ("drawn", "divergence_nats", "divergence"),
+        ("drawn", "tokens", "tokens"),
+    ],
+)
+@pytest.mark.parametrize("way", [1, -1])
+def test_a_digit_of_what_was_measured_of_whole_models_is_noticed(
+    triptych: Command, compared: Path, tmp_path: Path, kind: str, name: str, said: str, way: int
+) -> None:
+    certified = read_certificate(compared / kind).end_to_end
+    assert certified is not None
+    value = getattr(certified, name)
+    # The second digit that counts; of a number of tokens the last.
+    changed = value + way * (1 if name == "tokens" else 10 ** (math.floor(math.log10(value)) - 1))
+    assert value > 0
+    told = certified.model_copy(update={name: changed})
+    out = sealed_anew(compared / kind, tmp_path / "out", end_to_end=told)
+    found = whole_models(triptych, out, *(["--text", compared / "text.txt"] if kind == "out" else []))
+    assert found["held"] is False
+    assert said in found["found"]
+    assert "certified" in found["found"]
+    assert ";" not in found["found"]
+
+
+@pytest.mark.parametrize("name", ["loss_before_nats", "loss_after_nats"])
+def test_a_loss_that_was_left_out_is_noticed(
+    triptych: Command, compared: Path, tmp_path: Path, name: str
+) -> None:
+    certified = read_certificate(compared / "out").end_to_end
+    assert certified is not None
+    out = sealed_anew(
+        compared / "out", tmp_path / "out", end_to_end=certified.model_copy(update={name: None})
+    )
+    found = whole_models(triptych, out, "--text", compared / "text.txt")
+    assert found["held"] is False
+    assert "certified none" in found["found"]
+
+
+def test_rounding_where_nothing_else_moves_is_held_against_by_its_size(
+    triptych: Command, compared: Path, tmp_path: Path
+) -> None:
+    rewrite_checkpoint(str(compared / "source"), tmp_path / "exact", RewriteRecipe(step=(FoldNorm(),)))
+    certified = read_certificate(tmp_path / "exact").end_to_end
+    assert certified is not None
+    for worst, held in ((certified.worst_logit * 1.2, True), (certified.worst_logit + 1e-3, False)):
+        told = certified.model_copy(update={"worst_logit": worst})
+        out = sealed_anew(tmp_path / "exact", tmp_path / f"{held}", end_to_end=told)
+        assert whole_models(triptych, out)["held"] is held
+
+
+def test_a_certificate_from_before_texts_had_hashes_is_still_read(
+    triptych: Command, compared: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(compared / "out", out)
+    record = json.loads((out / "certificate.json").read_text())
+    del record["sha256"], record["end_to_end"]["text_sha256"]
+    plain = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    record["sha256"] = hashlib.sha256(plain.encode()).hexdigest()
+    (out / "certificate.json").write_text(json.dumps(record))
+    assert whole_models(triptych, out, "--text", compared / "text.txt")["held"] is True
     other = tmp_path / "other.txt"
-    other.write_text("Whether 'tis nobler in the mind to suffer\n" * 5)
-    answer = triptych("verify", tmp_path / "out", "--text", other)
-    assert answer.code == 1
-    assert "do not hold: whole models compared" in answer.err
+    other.write_text("Whether 'tis nobler in the mind to suffer\n" * 6)
+    assert whole_models(triptych, out, "--text", other)["held"] is False
+
+
+def sealed_anew(folder: Path, place: Path, **changed: object) -> Path:
+    """A copy whose certificate has other entries, with a seal that fits them."""
+    shutil.copytree(folder, place)
+    forged = read_certificate(folder).model_copy(update=changed).sealed()
+    (place / "certificate.json").write_bytes(forged.as_json())
+    (place / "README.md").write_text(card(forged))
+    return place

@@ -108,7 +108,7 @@ class Link:
         else:
             # The batch beside the length: otherwise there would be a copy of every map for each of the batch.
             rows = x.transpose(0, 1).flatten(1, 2)
-            y = (rows @ self.weight).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)  # type: ignore[no-untyped-call]
+            y = _applied(rows, self.weight).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias[:, None, :]
 
 
@@ -455,6 +455,13 @@ def _product(one: Tensor, two: Tensor) -> Tensor:
             return one * two[:, None, :]
         case _:
             return one @ two
+
+
+def _applied(rows: Tensor, weight: Tensor) -> Tensor:
+    """`rows @ weight`. In float16 on a CPU by way of float32, in which such products are summed anyway."""
+    if weight.dtype == torch.float16 and weight.device.type == "cpu":
+        return (rows.float() @ weight.float()).half()  # two to four times as fast
+    return rows @ weight
 
 
 def _row_times(row: Tensor, matrix: Tensor) -> Tensor:

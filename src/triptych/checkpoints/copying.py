@@ -210,7 +210,11 @@ class FolderCopy:
         """Names of what is left out, and of what is copied beside the tensors."""
         left_out: list[str] = []
         beside: list[str] = []
-        used = set(self._layout.shards) | {self._source / self._layout.index}
+        used = set(self._layout.shards)
+        if self._layout.index:
+            used.add(self._source / self._layout.index)
+        for path in sorted(used):
+            require_own(self._source, path)
         for path in _files_below(self._source, left_out):
             name = path.relative_to(self._source).as_posix()
             if path in used:
@@ -218,23 +222,9 @@ class FolderCopy:
             if _is_other_weights(name):
                 left_out.append(name)
                 continue
-            self._require_own(path)
+            require_own(self._source, path)
             beside.append(name)
         return tuple(sorted(left_out)), tuple(sorted(beside))
-
-    def _require_own(self, path: Path) -> None:
-        """A link may lead to another file of the checkpoint, or to where a Hub's cache keeps it.
-
-        Raises:
-            DataError: it leads elsewhere, or nowhere.
-        """
-        if not path.is_file():
-            raise DataError(f"{path} is no file that can be copied: a link to nothing, perhaps")
-        source, found = self._source.resolve(), path.resolve()
-        cache = source.parent.parent / "blobs"
-        if found.is_relative_to(source) or (source.parent.name == "snapshots" and found.parent == cache):
-            return
-        raise DataError(f"{path} is a link out of its folder, to {found}: put the file itself there")
 
     def _write_index(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         layout = self._layout
@@ -258,6 +248,25 @@ class FolderCopy:
             if "total_parameters" in metadata:
                 metadata["total_parameters"] = sum(numbers.values())
         (self.folder / layout.weights).write_bytes(_as_json(record))
+
+
+def require_own(folder: Path, path: Path) -> None:
+    """A link may lead to another file of the folder, or to where a Hub's cache keeps it.
+
+    Args:
+        folder: that is copied.
+        path: of something in it.
+
+    Raises:
+        DataError: it leads elsewhere, or nowhere; or it is no file.
+    """
+    if not path.is_file():
+        raise DataError(f"{path} is no file that can be copied: a link to nothing, perhaps")
+    source, found = folder.resolve(), path.resolve()
+    cache = source.parent.parent / "blobs"
+    if found.is_relative_to(source) or (source.parent.name == "snapshots" and found.parent == cache):
+        return
+    raise DataError(f"{path} is a link out of its folder, to {found}: put the file itself there")
 
 
 def require_place(source: Path, target: Path) -> None:

@@ -13,6 +13,8 @@ from triptych.checkpoints.family import read_family
 from triptych.errors import DataError
 from triptych.rewriting.verification import verify_certificate
 
+_HOLDS = {True: "yes", False: "NO", None: "not tried"}
+
 
 def verify(
     rewritten: Annotated[
@@ -33,7 +35,7 @@ def verify(
     """Try the claims of a certificate again; exit code 1 if one does not hold."""
     own = None if family is None else read_family(family)
     checks = verify_certificate(rewritten, against, text, own)
-    failed = [check for check in checks if not check.held]
+    failed = [check for check in checks if check.held is False]
     if as_json:
         print(json.dumps({"held": not failed, "checks": [check._asdict() for check in checks]}))
         if failed:
@@ -42,7 +44,7 @@ def verify(
     console = Console(highlight=False, markup=False, soft_wrap=True)
     table = Table("claim", "holds", "found")
     for check in checks:
-        table.add_row(check.claim, "yes" if check.held else "NO", check.found)
+        table.add_row(check.claim, _HOLDS[check.held], check.found)
     console.print(table)
     if failed:
         raise DataError(f"{rewritten}: {len(failed)} of {len(checks)} claims do not hold: {failed[0].claim}")

@@ -26,6 +26,7 @@ from triptych.errors import DataError
 CERTIFICATE, MODEL_CARD = "certificate.json", "README.md"
 FORMAT = 1
 Tier = Literal["bit-exact", "rounding-exact", "bounded"]
+RANDOM_TOKENS = "random tokens"
 _TIERS: tuple[Tier, ...] = ("bit-exact", "rounding-exact", "bounded")
 
 
@@ -138,12 +139,15 @@ class LayerRecord(_Record):
     Attributes:
         module: its name in the checkpoint.
         steps: what was done to it, or refused.
-        measured: errors; None for a layer in which nothing changed.
+        measured: errors on the probes; None for a layer in which nothing changed.
+        measured_on_text: errors on what the original is given for some positions of the text that whole
+            models were compared on; None without such a text.
     """
 
     module: str
     steps: tuple[StepRecord, ...]
     measured: Measured | None = None
+    measured_on_text: Measured | None = None
 
     @property
     def tier(self) -> Tier:
@@ -207,7 +211,8 @@ class EndToEnd(_Record):
 
     Attributes:
         by: what ran them.
-        text: what they ran on.
+        text: what they ran on: the name of a file, or "random tokens", drawn with the seed of the probes.
+        text_sha256: of the file; None for random tokens, and in certificates older than this entry.
         tokens: how many were predicted.
         worst_logit: largest difference of a logit.
         divergence_nats: mean KL divergence of the rewritten model's next token from the original's.
@@ -216,6 +221,7 @@ class EndToEnd(_Record):
 
     by: str
     text: str
+    text_sha256: str | None = None
     tokens: int
     worst_logit: float
     divergence_nats: float
@@ -244,6 +250,7 @@ class Certificate(_Record):
         left_out: files of the source that were not taken along.
         probes: what layers were tried on.
         end_to_end: whole models compared; None if that was not done, and `not_compared` says why.
+        not_on_text: why layers were not tried on what the text gives them; "" if they were, or without one.
         sha256: of all other entries.
     """
 
@@ -265,6 +272,7 @@ class Certificate(_Record):
     probes: Probes
     end_to_end: EndToEnd | None = None
     not_compared: str = ""
+    not_on_text: str = ""
     sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
 
     @property
@@ -287,13 +295,16 @@ class Certificate(_Record):
 
     def own_hash(self) -> str:
         """Of all entries but this."""
-        record = self.model_dump(mode="json", exclude={"sha256"})
-        plain = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return hashlib.sha256(plain.encode()).hexdigest()
+        return _hash_of(self.model_dump(mode="json", exclude={"sha256"}))
 
     def as_json(self) -> bytes:
         """As it is written."""
         return (self.model_dump_json(indent=1) + "\n").encode()
+
+
+def _hash_of(record: dict[str, Any]) -> str:
+    plain = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(plain.encode()).hexdigest()
 
 
 def read_certificate(path: Path) -> Certificate:
@@ -312,9 +323,10 @@ def read_certificate(path: Path) -> Certificate:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise DataError(f"{path}: {where}: {first['msg']}") from None
-    if found.model_dump(mode="json") != record:
+    # What an older version did not write is left out of both.
+    if found.model_dump(mode="json", exclude_unset=True) != record:
         raise DataError(f"{path}: it does not read back as it stands there: it was changed by hand")
-    if found.sha256 != found.own_hash():
+    if found.sha256 != _hash_of({name: value for name, value in record.items() if name != "sha256"}):
         raise DataError(
             f"{path}: its entries do not have the hash that it gives: it was changed since it was written"
         )
@@ -350,11 +362,22 @@ def _card(certificate: Certificate) -> Iterator[str]:
     measured = [layer.measured for layer in certificate.layers if layer.measured is not None]
     if measured:
         yield ""
+        count = certificate.probes.count
         yield (
-            f"Measured on the saved numbers, {certificate.probes.count} random sequences of "
+            f"Measured on the saved numbers, {count} random sequence{'s' * (count > 1)} of "
             f"{certificate.probes.length}: the output of a layer moves by at most "
             f"{max(found.relative for found in measured):.2g} of its size."
         )
+    on_text = [layer.measured_on_text for layer in certificate.layers if layer.measured_on_text is not None]
+    if on_text and certificate.end_to_end is not None:
+        yield ""
+        yield (
+            f"On what the original gives its layers for some positions of {certificate.end_to_end.text}: "
+            f"by at most {max(found.relative for found in on_text):.2g}."
+        )
+    if certificate.not_on_text:
+        yield ""
+        yield f"Layers were not tried on what the text gives them: {certificate.not_on_text}."
     measured = [norm.measured for norm in certificate.norms if norm.measured is not None]
     if measured:
         yield ""

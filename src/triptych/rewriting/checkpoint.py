@@ -15,7 +15,7 @@ from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.copying import CONFIG, FolderCopy, require_place
+from triptych.checkpoints.copying import CONFIG, FolderCopy, require_own, require_place
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel
@@ -29,6 +29,7 @@ from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import (
     CERTIFICATE,
     MODEL_CARD,
+    RANDOM_TOKENS,
     Certificate,
     Cost,
     EndToEnd,
@@ -37,8 +38,9 @@ from triptych.rewriting.certificate import (
     TensorRecord,
     card,
 )
+from triptych.rewriting.inputs import INPUTS, gather_inputs, write_inputs
 from triptych.rewriting.layers import RewrittenLayer
-from triptych.rewriting.measuring import PROBES, measure_change
+from triptych.rewriting.measuring import PROBES, measure_change, measure_change_on
 from triptych.rewriting.models import with_rewritten
 from triptych.rewriting.planning import (
     Prepared,
@@ -50,7 +52,15 @@ from triptych.rewriting.planning import (
     written_layer,
 )
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.running import can_run, compared, first_line, open_model, read_whole_text
+from triptych.rewriting.running import (
+    RunnableModel,
+    Window,
+    can_run,
+    compared,
+    first_line,
+    open_model,
+    read_whole_text,
+)
 
 Progress = Callable[[str, int, int], None]
 
@@ -123,6 +133,7 @@ class _Rewriting(ABC):
         self.source, self.prepared, self.request = source, prepared, request
         self.layers: dict[str, LayerRecord] = {}
         self.costs: list[tuple[Cost, Cost]] = []
+        self.not_on_text = ""
 
     @abstractmethod
     def write(self) -> Certificate:
@@ -160,6 +171,7 @@ class _Rewriting(ABC):
             probes=PROBES,
             end_to_end=compared_as,
             not_compared=why_not,
+            not_on_text=self.not_on_text,
         ).sealed()
 
     def _compared(self, written: Path) -> tuple[EndToEnd | None, str]:
@@ -189,17 +201,44 @@ class _Rewriting(ABC):
             if isinstance(error, TriptychError):
                 raise
             raise DataError(f"{request.folder}: {reason}") from error
+        if request.text is not None:
+            self._try_on_text(one, windows, written)
         other = open_model(written)
-        tokens, worst, divergence, before, after = compared(one, other, iter(windows))
+        found = compared(one, other, iter(windows))
         return EndToEnd(
             by=one.by,
-            text="random tokens" if request.text is None else request.text.name,
-            tokens=tokens,
-            worst_logit=worst,
-            divergence_nats=divergence,
-            loss_before_nats=before,
-            loss_after_nats=after,
+            text=RANDOM_TOKENS if request.text is None else request.text.name,
+            text_sha256=_hash_of(request.text),
+            tokens=found.tokens,
+            worst_logit=found.worst_logit,
+            divergence_nats=found.divergence_nats,
+            loss_before_nats=found.loss_before_nats,
+            loss_after_nats=found.loss_after_nats,
         ), ""
+
+    def _try_on_text(self, model: RunnableModel, windows: Sequence[Window], written: Path) -> None:
+        """Measure what changed on what the text gives the original, and keep that."""
+        try:
+            inputs = gather_inputs(model, self.source, windows)
+        except DataError as error:
+            self.not_on_text = str(error)
+            return
+        write_inputs(written / INPUTS, inputs)
+        after = self._reopened(written)
+        places = {site.module: site for site in after.sites}
+        for number, site in enumerate(self.source.sites):
+            record = self.layers[site.name]
+            if record.measured is None or site.name not in inputs:
+                continue
+            self.request.progress(f"trying {site.name} on the text", number, len(self.source.sites))
+            found = measure_change_on(
+                self.source.read(site), after.read(places[site.module]), inputs[site.name]
+            )
+            self.layers[site.name] = record.model_copy(update={"measured_on_text": found})
+
+    @abstractmethod
+    def _reopened(self, written: Path) -> AttentionSource:
+        """What was written, to be read back."""
 
     def note(self, read: AttentionLayer, done: RewrittenLayer, measured: Measured | None) -> None:
         """Keep what is to be certified of a layer."""
@@ -231,7 +270,7 @@ class _RunRewriting(_Rewriting):
         def fill(folder: Path) -> None:
             left_out = _copy_run(request.folder, folder)
             write_model(new, folder)
-            written = OwnModel(folder)
+            written = self._reopened(folder)
             sites = {site.name: site for site in written.sites}
             for name, (read, done) in done_by_site.items():
                 measured = (
@@ -248,6 +287,9 @@ class _RunRewriting(_Rewriting):
 
         write_folder(request.target, fill)
         return result[0]
+
+    def _reopened(self, written: Path) -> OwnModel:
+        return OwnModel(written)
 
     def took_up_norm(self, site: Site) -> bool:
         """Norms of ours are changed with their layers, and those of nothing else."""
@@ -286,6 +328,7 @@ class _FolderRewriting(_Rewriting):
 
             hashes = copy.write_shards(self._replacement, progress)
             copy.write_beside(self._settings)
+            (copy.folder / INPUTS).unlink(missing_ok=True)  # of what the source was rewritten from
             self._measure(copy.folder)
             tensors = {
                 name: TensorRecord(read=found.read, written=found.written)
@@ -334,15 +377,18 @@ class _FolderRewriting(_Rewriting):
         self.costs.append(costs_of(read, done))
         self._done[site.name] = RewrittenLayer(_without_numbers(done.weights), done.kept, done.records)
 
+    def _reopened(self, written: Path) -> Checkpoint:
+        return Checkpoint(
+            str(written),
+            self.checkpoint.family,
+            Settings(read_json(written / CONFIG), CONFIG),
+            open_tensors(written),
+        )
+
     def _measure(self, folder: Path) -> None:
         if self._ready:
             raise AssertionError(f"{next(iter(self._ready))} was rewritten and never asked for")
-        written = Checkpoint(
-            str(folder),
-            self.checkpoint.family,
-            Settings(read_json(folder / CONFIG), CONFIG),
-            open_tensors(folder),
-        )
+        written = self._reopened(folder)
         sites = {site.module: site for site in written.sites}
         for number, site in enumerate(self.checkpoint.sites):
             done, found = self._done[site.name], self._measured.get(site.name)
@@ -381,14 +427,18 @@ def _owners(source: Checkpoint) -> dict[str, Site]:
 
 
 def _copy_run(source: Path, target: Path) -> tuple[str, ...]:
-    """What is beside the weights of a run; how to go on with its training is left behind."""
+    """What is beside the weights of a run; how to go on with its training is left behind.
+
+    Raises:
+        DataError: a link leads out of the run, or nowhere.
+    """
     left_out = []
     for path in sorted(source.iterdir()):
-        if path.name in ("config.json", SAFETENSORS, CERTIFICATE):
-            continue
         if path.is_dir():
             left_out.append(f"{path.name}/")
-        else:
+            continue
+        require_own(source, path)
+        if path.name not in (CONFIG, SAFETENSORS, CERTIFICATE, INPUTS):
             shutil.copyfile(path, target / path.name)
     return tuple(left_out)
 

@@ -1,4 +1,4 @@
-"""What the output of a rewritten layer does on random inputs, and what its weights allow on others."""
+"""What the output of a rewritten layer does on random and on real inputs, and what it may do on others."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,9 @@ from triptych.algebra.slices import groups_of, heads_of, scoring_of, separable
 from triptych.algebra.weights import SIDES, AttentionWeights, Norm
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.certificate import Measured, Probes
+from triptych.rewriting.inputs import before_gain
 from triptych.rewriting.layers import MOST_NUMBERS
+from triptych.rewriting.running import Seen
 
 PROBES = Probes(count=1, length=16, seed=2017)
 
@@ -41,6 +43,35 @@ def measure_change(
         most_numbers: larger layers are measured a few groups of heads at a time.
     """
     x, memory = _probes(before, probes)
+    return _measured(before, after, x, memory, bounded, most_numbers)
+
+
+def measure_change_on(
+    before: AttentionLayer, after: AttentionLayer, given: Seen, *, most_numbers: int = MOST_NUMBERS
+) -> Measured:
+    """How far the output of a layer moves on what the original is given, both as saved.
+
+    Args:
+        before: the original layer.
+        after: the rewritten one, read back from what was saved.
+        given: to the original, by the norm before it; a layer whose norm was folded gets it without gain and
+            shift.
+        most_numbers: larger layers are measured a few groups of heads at a time.
+    """
+    x = before_gain(given.x.double(), before.weights.norm)
+    memory = None if given.memory is None else before_gain(given.memory.double(), before.weights.memory_norm)
+    return _measured(before, after, x, memory, False, most_numbers)
+
+
+def _measured(
+    before: AttentionLayer,
+    after: AttentionLayer,
+    x: Tensor,
+    memory: Tensor | None,
+    bounded: bool,
+    most_numbers: int,
+) -> Measured:
+    """Both layers on what a norm makes before its gain and shift."""
     reference = _output(before, x, memory, torch.float64, most_numbers)
     moved = _output(after, x, memory, torch.float64, most_numbers)
     difference = moved - reference

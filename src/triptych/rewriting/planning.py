@@ -35,6 +35,10 @@ _KEEPS_SHAPES = (
     "the format keeps its shapes: biases that are gone, and what heads have less than before, are filled up "
     "with zeros, and the file stays as large"
 )
+_OURS_SHRINKS = (
+    "our own format has widths of every layer's own, and would shrink: triptych convert MODEL --from hf "
+    "--out RUN, then rewrite RUN"
+)
 
 
 @final
@@ -225,6 +229,8 @@ def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | Non
             bytes_after += _bytes_after(source, site, written.tensors)
             if other.parameters < one.parameters and not written.settings:
                 notes[_KEEPS_SHAPES] = None
+                if source.settings.value("model_type") == "marian":
+                    notes[_OURS_SHRINKS] = None
         else:
             bytes_after += other.parameters * read.weights.dtype.itemsize
     return Plan(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -85,11 +85,31 @@ class RunnableModel(ABC):
         """Keep what attention layers are given at the next run, in `seen`, until the stack is closed."""
 
 
+class Compared(NamedTuple):
+    """Two models on the same windows.
+
+    Attributes:
+        tokens: how many were predicted.
+        worst_logit: largest difference of a logit.
+        divergence_nats: mean KL divergence of the second model's next token from the first's.
+        loss_before_nats: of the first, per token; None where nothing is predicted. Likewise
+            `loss_after_nats`, of the second.
+    """
+
+    tokens: int
+    worst_logit: float
+    divergence_nats: float
+    loss_before_nats: float | None
+    loss_after_nats: float | None
+
+
 @torch.inference_mode()
-def compared(
-    original: RunnableModel, rewritten: RunnableModel, windows: Iterator[Window]
-) -> tuple[int, float, float, float | None, float | None]:
-    """Tokens, worst difference of a logit, mean KL divergence, and both losses (None without targets)."""
+def compared(original: RunnableModel, rewritten: RunnableModel, windows: Iterator[Window]) -> Compared:
+    """How far two models are apart on a text.
+
+    Raises:
+        UsageError: there are no windows.
+    """
     tokens, worst, divergence, predicted = 0, 0.0, 0.0, 0
     losses = [0.0, 0.0]
     for window in windows:
@@ -105,8 +125,8 @@ def compared(
     if not tokens:
         raise UsageError("the text is empty: there is nothing to compare on")
     if not predicted:
-        return tokens, worst, divergence / tokens, None, None
-    return tokens, worst, divergence / tokens, losses[0] / predicted, losses[1] / predicted
+        return Compared(tokens, worst, divergence / tokens, None, None)
+    return Compared(tokens, worst, divergence / tokens, losses[0] / predicted, losses[1] / predicted)
 
 
 def open_model(path: Path) -> RunnableModel:

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +16,13 @@ from triptych.checkpoints.norms import norm_sites
 from triptych.checkpoints.shards import tensor_hash
 from triptych.checkpoints.tensors import Tensors, open_tensors, read_json, shown, stays_in_folder
 from triptych.errors import DataError, TriptychError, UsageError
+from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import (
     CERTIFICATE,
     MODEL_CARD,
+    RANDOM_TOKENS,
     Certificate,
+    EndToEnd,
     LayerRecord,
     Measured,
     NormRecord,
@@ -27,19 +30,39 @@ from triptych.rewriting.certificate import (
     card,
     read_certificate,
 )
+from triptych.rewriting.inputs import INPUTS, gather_inputs, read_inputs
 from triptych.rewriting.measuring import (
     PROBES,
     measure_change,
+    measure_change_on,
     measure_map,
     move_of_forms,
     total_errors,
 )
-from triptych.rewriting.running import compared, open_model, read_whole_text
+from triptych.rewriting.running import (
+    Compared,
+    Seen,
+    can_run,
+    compared,
+    first_line,
+    open_model,
+    read_whole_text,
+)
 
 # Measured again on another machine, float64 sums come out in another order, and products of the checkpoint's
 # own dtype by another kernel.
 _SAME, _SAME_RATIO = 1e-6, 0.5
+# Of inputs that the original made in float32 once more.
+_SAME_INPUTS = 1e-3
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# Whole models run in float32. A loss and a divergence are means over tokens, in which the rounding of another
+# machine's kernels cancels; the largest difference of a logit is one number and does not. Where nothing but
+# rounding moves, that difference is rounding itself: only its size can be held against.
+_SAME_LOSS_NATS = 1e-4
+_SAME_DIVERGENCE, _DIVERGENCE_NATS = 1e-3, 1e-7
+_SAME_LOGIT, _LOGIT = 1e-3, 1e-3
+_SAME_LOGIT_IF_EXACT, _LOGIT_IF_EXACT = 0.5, 1e-4
+_WHOLE_MODELS = "whole models compared"
 _MOST_NAMED = 3
 # Sums of the same numbers in another order, in float64.
 _ONLY_ORDER = 1e-11
@@ -48,10 +71,10 @@ _MOST_TIMES_ROUNDING = 20.0
 
 
 class Check(NamedTuple):
-    """One claim: whether it held, and what was found."""
+    """One claim: whether it held (None if it was not tried again), and what was found."""
 
     claim: str
-    held: bool
+    held: bool | None
     found: str
 
 
@@ -63,16 +86,25 @@ def verify_certificate(
     Args:
         folder: of the rewritten checkpoint, or the certificate in it.
         against: the original; the folder that the certificate names, if it is there, if None.
-        text: what both models were compared on, to compare them again.
+        text: what both models were compared on, to compare them again. Random tokens are drawn again
+            without being asked for.
         family: how both are written, for a family that was given by hand.
 
     Raises:
         DataError: there is no certificate, or it was changed since it was written.
-        UsageError: `text` without an original, or none that can be read.
+        UsageError: `text` without an original, none that can be read, or another than the models were
+            compared on; the original cannot be run on it.
     """
     if text is not None:
         read_whole_text(text)
     certificate = read_certificate(folder)
+    original = against
+    if original is None and Path(certificate.source).is_dir():
+        original = Path(certificate.source)
+    if text is not None:
+        if original is None:
+            raise UsageError("--text compares two models: give the original with --against")
+        _require_text(certificate, text)
     folder = folder.parent if folder.is_file() else folder
     if not _as_hard(certificate.probes):
         raise DataError(
@@ -81,20 +113,45 @@ def verify_certificate(
     checks = [Check("the certificate is as it was written", True, f"sha256 {certificate.sha256[:16]}…")]
     checks += _files(certificate, folder)
     checks.append(_hashes(certificate, open_tensors(folder), "written", "tensors as written"))
-    original = against
-    if original is None and Path(certificate.source).is_dir():
-        original = Path(certificate.source)
     if original is None:
-        if text is not None:
-            raise UsageError("--text compares two models: give the original with --against")
-        return checks
+        return [*checks, *_not_compared(certificate, "give the original with --against")]
     checks.append(_hashes(certificate, open_tensors(original), "read", f"tensors of {original}"))
-    if all(check.held for check in checks):
-        one, other = open_checkpoint(original, family), open_checkpoint(folder, family)
-        checks += [*_nothing_else(certificate, original, folder, one), *_layers(certificate, one, other)]
-    if text is not None:
-        checks.append(_end_to_end(certificate, original, folder, text))
-    return checks
+    if not all(check.held for check in checks):
+        return [*checks, *_not_compared(certificate, "these are other files than those certified")]
+    one, other = open_checkpoint(original, family), open_checkpoint(folder, family)
+    checks += [*_nothing_else(certificate, original, folder, one), *_layers(certificate, one, other)]
+    if INPUTS in certificate.files:
+        inputs = read_inputs(folder / INPUTS)
+        checks.append(_on_text(certificate, inputs, one, other))
+        if text is not None:
+            checks.append(_inputs_of_text(inputs, original, one, text))
+    return [*checks, *_end_to_end(certificate, original, folder, text)]
+
+
+def _require_text(certificate: Certificate, text: Path) -> None:
+    """It is the text that both models were compared on, as far as the certificate says.
+
+    Raises:
+        UsageError: it is another, or there is none.
+    """
+    found = certificate.end_to_end
+    if found is None:
+        raise UsageError(
+            f"{text}: no whole models were compared ({certificate.not_compared}): leave out --text"
+        )
+    if _on_random_tokens(found):
+        raise UsageError(
+            f"{text}: both models were compared on random tokens, not on a text: leave out --text"
+        )
+    if found.text_sha256 is not None and found.text_sha256 != _hash_of(text):
+        raise UsageError(
+            f"{text} is another text than both models were compared on: that was {shown(found.text)}, with "
+            f"sha256 {shown(found.text_sha256)[:16]}…"
+        )
+
+
+def _on_random_tokens(certified: EndToEnd) -> bool:
+    return certified.text == RANDOM_TOKENS and certified.text_sha256 is None
 
 
 def _as_hard(probes: Probes) -> bool:
@@ -159,7 +216,7 @@ def _nothing_else(
         wrong += [
             f"{shown(name)} is other than the original's"
             for name, digits in certificate.files.items()
-            if name != CONFIG
+            if name not in (CONFIG, INPUTS)
             and stays_in_folder(name)
             and not name.endswith(".index.json")
             and _hash_of(original / name) != digits
@@ -242,6 +299,63 @@ def _layers(certificate: Certificate, original: AttentionSource, written: Attent
     yield _listed("what was done is of its tier, and within its bounds", outside, f"{certificate.tier}")
 
 
+def _on_text(
+    certificate: Certificate,
+    inputs: Mapping[str, Seen],
+    original: AttentionSource,
+    written: AttentionSource,
+) -> Check:
+    """Layers on what the original was given for some positions of the text, with no model around them."""
+    names = {site.module: site.name for site in original.sites}
+    before = {site.module: site for site in original.sites}
+    after = {site.module: site for site in written.sites}
+    wrong, worst, counted = list[str](), 0.0, 0
+    for layer in certificate.layers:
+        certified, given = layer.measured_on_text, inputs.get(names.get(layer.module, ""))
+        if layer.measured is not None and (certified is None) != (given is None):
+            wrong.append(f"{layer.module}: inputs or what was measured on them are missing")
+        if certified is None or given is None:
+            continue
+        one, other = original.read(before[layer.module]), written.read(after[layer.module])
+        found = measure_change_on(one, other, given)
+        counted += 1
+        worst = max(worst, found.relative)
+        if not _alike(certified, found):
+            wrong.append(
+                f"{layer.module}: {found.relative:.3g} of the output, certified {certified.relative:.3g}"
+            )
+        wrong += _outside(layer, found, one.weights.dtype)
+    said = f"{counted} layers, at most {worst:.3g} of the output"
+    return _listed("errors measured on what the text gives", wrong, said)
+
+
+def _inputs_of_text(inputs: Mapping[str, Seen], original: Path, source: AttentionSource, text: Path) -> Check:
+    """What was kept is what the original is given for this text."""
+    claim = "inputs kept of the text"
+    try:
+        model = open_model(original)
+        found = gather_inputs(model, source, model.windows(text, MOST_TOKENS))
+    except TriptychError as error:
+        return Check(claim, False, str(error))
+    wrong = [
+        f"those of {name} are others"
+        for name in inputs.keys() | found.keys()
+        if name not in inputs or name not in found or not _are_near(inputs[name], found[name])
+    ]
+    return _listed(claim, sorted(wrong), f"{len(found)} layers")
+
+
+def _are_near(one: Seen, other: Seen) -> bool:
+    """Whether inputs are the same but for the order of float32 sums."""
+    for a, b in ((one.x, other.x), (one.memory, other.memory)):
+        if a is None or b is None:
+            if a is not b:
+                return False
+        elif a.shape != b.shape or float((a - b).norm()) > _SAME_INPUTS * float(b.norm()):
+            return False
+    return True
+
+
 def _measured_again(
     norm: NormRecord, original: AttentionSource, written: AttentionSource, probes: Probes
 ) -> tuple[Measured, torch.dtype] | None:
@@ -303,21 +417,66 @@ def _same_order(layer: LayerRecord) -> bool:
     )
 
 
-def _end_to_end(certificate: Certificate, original: Path, folder: Path, text: Path) -> Check:
+def _not_compared(certificate: Certificate, reason: str) -> Iterator[Check]:
+    """Says that whole models were not run again, if the certificate has something to say of them."""
+    if certificate.end_to_end is not None:
+        yield Check(_WHOLE_MODELS, None, f"not tried again: {reason}")
+
+
+def _end_to_end(certificate: Certificate, original: Path, folder: Path, text: Path | None) -> Iterator[Check]:
     certified = certificate.end_to_end
     if certified is None:
-        return Check("whole models compared", False, "the certificate has no such comparison")
+        return
+    if text is None and not _on_random_tokens(certified):
+        yield from _not_compared(certificate, f"give the text, {shown(certified.text)}, with --text")
+        return
+    if text is None and (reason := can_run(original)):
+        yield from _not_compared(certificate, reason)
+        return
     try:
-        one, other = open_model(original), open_model(folder)
-        tokens, worst, divergence, before, after = compared(one, other, one.windows(text, certified.tokens))
+        one = open_model(original)
     except TriptychError as error:
-        return Check("whole models compared", False, str(error))
-    said = f"{tokens:,} tokens, logits within {worst:.3g}, {divergence:.3g} nats"
-    if before is not None and after is not None:
-        said += f", loss {before:.4f} → {after:.4f}"
-    held = tokens == certified.tokens and math.isclose(
-        worst, certified.worst_logit, rel_tol=_SAME_RATIO, abs_tol=1e-4
-    )
-    for wanted, got in ((certified.loss_before_nats, before), (certified.loss_after_nats, after)):
-        held = held and (wanted is None or (got is not None and math.isclose(wanted, got, abs_tol=1e-3)))
-    return Check("whole models compared", held, said)
+        if text is not None:
+            raise
+        yield from _not_compared(certificate, str(error))
+        return
+    try:
+        windows = (
+            one.random_windows(certificate.probes.seed) if text is None else one.windows(text, MOST_TOKENS)
+        )
+        found = compared(one, open_model(folder), windows)
+    except (TriptychError, RuntimeError, ValueError, LookupError, TypeError) as error:
+        yield Check(_WHOLE_MODELS, False, first_line(error))
+        return
+    wrong = list(_other_than(certified, found, exact=certificate.tier != "bounded"))
+    said = f"{found.tokens:,} tokens, logits within {found.worst_logit:.3g}, {found.divergence_nats:.3g} nats"
+    if found.loss_before_nats is not None and found.loss_after_nats is not None:
+        said += f", loss {found.loss_before_nats:.4f} → {found.loss_after_nats:.4f}"
+    yield _listed(_WHOLE_MODELS, wrong, said)
+
+
+def _other_than(certified: EndToEnd, found: Compared, *, exact: bool) -> Iterator[str]:
+    """What was found of whole models and is not as certified."""
+    if certified.tokens != found.tokens:
+        yield f"{found.tokens:,} tokens, certified {certified.tokens:,}"
+    relative, absolute = (_SAME_LOGIT_IF_EXACT, _LOGIT_IF_EXACT) if exact else (_SAME_LOGIT, _LOGIT)
+    for name, wanted, got, share, most in (
+        ("logits", certified.worst_logit, found.worst_logit, relative, absolute),
+        (
+            "divergence",
+            certified.divergence_nats,
+            found.divergence_nats,
+            _SAME_DIVERGENCE,
+            _DIVERGENCE_NATS,
+        ),
+        ("loss before", certified.loss_before_nats, found.loss_before_nats, 0.0, _SAME_LOSS_NATS),
+        ("loss after", certified.loss_after_nats, found.loss_after_nats, 0.0, _SAME_LOSS_NATS),
+    ):
+        if wanted is None and got is None:
+            continue
+        if wanted is None or got is None or not math.isclose(wanted, got, rel_tol=share, abs_tol=most):
+            yield f"{name} {_number(got)}, certified {_number(wanted)}"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.6g}"
