@@ -15,6 +15,7 @@ from triptych.algebra.weights import SIDES, AttentionWeights, Norm
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.certificate import Measured, Probes
 from triptych.rewriting.layers import MOST_NUMBERS
+from triptych.rewriting.memory import give_back_memory
 
 PROBES = Probes(count=1, length=16, seed=2017)
 
@@ -85,6 +86,8 @@ def _output(
     for start, stop in groups_of(weights, most_numbers):
         part = heads_of(weights, start, stop).to(dtype)
         total = total + attend(part, scoring_of(scoring, start, stop), x, memory).double()
+        del part
+        give_back_memory()
     return total
 
 
