@@ -1,4 +1,4 @@
-"""Free memory goes back."""
+"""Free memory goes back, and memory of maps is used again."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from triptych.rewriting.memory import give_back_memory
+from heads import make_layer
+from triptych.algebra.slices import heads_of
+from triptych.algebra.weights import SIDES, AttentionWeights
+from triptych.rewriting.memory import Workspace, give_back_memory
 
 
 def resident_bytes() -> int:
@@ -22,3 +25,36 @@ def test_gaps_between_what_is_in_use_are_given_back() -> None:
     for _ in range(8):  # not every call does it
         give_back_memory()
     assert held - resident_bytes() > 0.5 * 2048 * (1 << 16)
+
+
+def test_a_workspace_has_the_numbers_of_the_last_heads_in_the_same_memory() -> None:
+    weights: AttentionWeights = make_layer("factored", biased=True).weights().to(torch.float16)
+    workspace = Workspace()
+    places: list[list[int]] = []
+    biases = []
+    for start in range(weights.num_heads):
+        part = heads_of(weights, start, start + 1)
+        cast, plain = workspace.cast(part, torch.float64), part.to(torch.float64)
+        for one, other in zip(cast.tensors(), plain.tensors(), strict=True):
+            assert one.dtype == torch.float64
+            assert one.shape == other.shape
+            assert one.stride() == other.stride()
+            assert torch.equal(one, other)
+        places.append([cast.chain(side)[0].weight.data_ptr() for side in SIDES])
+        biases.append(cast.q[0].bias)
+    assert len(places) > 1
+    assert all(place == places[0] for place in places)
+    assert len(set(places[0])) == len(SIDES)
+    for head, bias in enumerate(biases):  # those of earlier heads are still what they were
+        whole = weights.q[0].bias
+        assert bias is not None
+        assert whole is not None
+        assert torch.equal(bias[0], whole[head].double())
+
+
+def test_a_workspace_takes_heads_of_other_sizes() -> None:
+    workspace = Workspace()
+    for heads in (2, 1, 2):
+        part = heads_of(make_layer("factored", biased=False).weights(), 0, heads)
+        cast = workspace.cast(part, torch.float16)
+        assert torch.equal(cast.q[0].weight, part.q[0].weight.half())

@@ -95,6 +95,8 @@ def rewritten_parts(
 ) -> Iterator[Layer]:
     """A layer after the steps in float64, a few groups of heads at a time where it is large.
 
+    What is given holds until the next is asked for.
+
     Arguments and errors as those of `rewrite_layer`.
     """
     mine = _steps_of(read, steps)

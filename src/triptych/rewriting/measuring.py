@@ -19,7 +19,7 @@ from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.certificate import Measured, Probes
 from triptych.rewriting.inputs import before_gain
 from triptych.rewriting.layers import MOST_NUMBERS
-from triptych.rewriting.memory import give_back_memory
+from triptych.rewriting.memory import Workspace
 from triptych.rewriting.running import Seen
 
 PROBES = Probes(count=1, length=16, seed=2017)
@@ -117,11 +117,10 @@ def _output(
     if size <= most_numbers or not separable(weights, scoring):
         return attend(weights.to(dtype), scoring, x, memory)
     total = torch.zeros((), dtype=torch.float64)  # each head rounds in its dtype, their sum does not
+    workspace = Workspace()
     for start, stop in groups_of(weights, most_numbers):
-        part = heads_of(weights, start, stop).to(dtype)
+        part = workspace.cast(heads_of(weights, start, stop), dtype)
         total = total + attend(part, scoring_of(scoring, start, stop), x, memory).double()
-        del part
-        give_back_memory()
     return total
 
 

@@ -6,8 +6,15 @@ a layer of 411 MB whose heads are treated one by one grew the process to 4 GB, a
 
 import ctypes
 import sys
+from collections.abc import Iterator
 from functools import cache
 from itertools import count
+from typing import final
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.weights import AttentionWeights
 
 # Fresh memory costs time: giving it back after every head took 10 s longer for 2.5 GB of attention than this.
 _EVERY = 8
@@ -18,6 +25,37 @@ def give_back_memory() -> None:
     """Give back what is free, with glibc, every few times that this is called; elsewhere nothing happens."""
     if next(_calls) % _EVERY == 0 and (trim := _malloc_trim()) is not None:
         trim(0)
+
+
+@final
+class Workspace:
+    """Memory for the maps of a few heads in another dtype, used again for the next few.
+
+    A layer's heads one after the other would else take, and give back, as much memory as the whole layer does
+    in that dtype; pages that are fresh cost more than the numbers written into them.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    def cast(self, weights: AttentionWeights, dtype: torch.dtype) -> AttentionWeights:
+        """The same numbers in a dtype; what the last call gave is overwritten.
+
+        Biases, and all that is no map, are in memory of their own.
+        """
+        places = count()
+        return weights.mapped(lambda numbers: self._cast(numbers, dtype, places))
+
+    def _cast(self, numbers: Tensor, dtype: torch.dtype, places: Iterator[int]) -> Tensor:
+        if numbers.ndim < 3 or numbers.dtype == dtype:
+            return numbers.to(dtype)
+        place = next(places)
+        if place == len(self._buffers):
+            self._buffers.append(torch.empty_like(numbers, dtype=dtype))
+        buffer = self._buffers[place]
+        if buffer.shape != numbers.shape or buffer.dtype != dtype or buffer.device != numbers.device:
+            buffer = self._buffers[place] = torch.empty_like(numbers, dtype=dtype)
+        return buffer.copy_(numbers)
 
 
 @cache

@@ -19,7 +19,7 @@ from triptych.algebra.slices import heads_of, joined, joined_links, scoring_of
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.certificate import StepRecord
-from triptych.rewriting.memory import give_back_memory
+from triptych.rewriting.memory import Workspace, give_back_memory
 from triptych.rewriting.steps import AttentionStep, Layer
 
 Found = TypeVar("Found")
@@ -122,7 +122,7 @@ class LayerInParts:
         return Through(layer.weights, kept, tuple(said))
 
     def layers(self) -> Iterator[Layer]:
-        """Its heads after all steps in float64, run by run."""
+        """Its heads after all steps in float64, run by run; each holds until the next is asked for."""
         if self._at_end:
             raise ValueError(f"{self._steps[-1].rewrite} is done to all heads at once")
         self._choose(len(self._steps))
@@ -134,8 +134,9 @@ class LayerInParts:
 
     def _parts(self, upto: int) -> Iterator["_Part"]:
         """Every run of heads after the first steps."""
+        workspace = Workspace()
         for start, stop in self._runs:
-            weights = heads_of(self._read.weights, start, stop).to(torch.float64)
+            weights = workspace.cast(heads_of(self._read.weights, start, stop), torch.float64)
             scoring = scoring_of(self._read.scoring, start, stop)
             layer = Layer(
                 self._read.site.name,
