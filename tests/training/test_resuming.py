@@ -145,6 +145,30 @@ def test_a_killed_process_resumes_to_bit_identical_weights(uninterrupted: Path, 
     assert_same_run(folder, uninterrupted)
 
 
+_SAVING = """
+import itertools, json, sys
+from dataclasses import asdict
+from pathlib import Path
+import torch
+from triptych.training.state import Counters, save_or_explain
+for step in itertools.count():
+    numbers = {"numbers": torch.zeros(10 + 1000 * (step % 2))}  # another size each time
+    save_or_explain(numbers, Path(sys.argv[1]), {"counters": json.dumps(asdict(Counters(step=step)))})
+"""
+
+
+def test_where_a_run_stands_can_be_read_while_it_saves(tmp_path: Path) -> None:
+    path = tmp_path / "last.safetensors"
+    with subprocess.Popen([sys.executable, "-c", _SAVING, str(path)]) as saving:
+        try:
+            _wait_until(path.exists, saving)
+            steps = [read_counters(tmp_path).step for _ in range(3000)]
+        finally:
+            saving.kill()
+    assert steps == sorted(steps)
+    assert steps[-1] > steps[0]
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signalled_process_saves_says_how_to_go_on_and_exits_with_its_code(
     tmp_path: Path, number: signal.Signals, code: int

@@ -103,7 +103,7 @@ def read_counters(folder: Path) -> Counters:
     if not path.exists():
         raise DataError(f"{path} is missing: this run saved no state to resume from")
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="numpy") as file:  # torch would open it twice, and it may be replaced
             record: dict[str, Any] = json.loads(file.metadata()["counters"])
         known = {item.name for item in fields(Counters)}
         if record.keys() != known:
