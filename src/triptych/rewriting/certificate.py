@@ -368,16 +368,6 @@ def _card(certificate: Certificate) -> Iterator[str]:
             f"{certificate.probes.length}: the output of a layer moves by at most "
             f"{max(found.relative for found in measured):.2g} of its size."
         )
-    on_text = [layer.measured_on_text for layer in certificate.layers if layer.measured_on_text is not None]
-    if on_text and certificate.end_to_end is not None:
-        yield ""
-        yield (
-            f"On what the original gives its layers for some positions of {certificate.end_to_end.text}: "
-            f"by at most {max(found.relative for found in on_text):.2g}."
-        )
-    if certificate.not_on_text:
-        yield ""
-        yield f"Layers were not tried on what the text gives them: {certificate.not_on_text}."
     measured = [norm.measured for norm in certificate.norms if norm.measured is not None]
     if measured:
         yield ""
@@ -385,6 +375,16 @@ def _card(certificate: Certificate) -> Iterator[str]:
             "What the maps put out that took up a norm moves on them by at most "
             f"{max(found.relative for found in measured):.2g} of its size."
         )
+    on_text = [layer.measured_on_text for layer in certificate.layers if layer.measured_on_text is not None]
+    if on_text and certificate.end_to_end is not None:
+        yield ""
+        yield (
+            f"On what the original gives its layers for some positions of {certificate.end_to_end.text}, the "
+            f"output of a layer moves by at most {max(found.relative for found in on_text):.2g} of its size."
+        )
+    if certificate.not_on_text:
+        yield ""
+        yield f"Layers were not tried on what the text gives them: {certificate.not_on_text}."
     yield ""
     yield _whole_model(certificate)
     yield ""
