@@ -16,15 +16,24 @@ from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
 
-# Fresh memory costs time: giving it back after every head took 10 s longer for 2.5 GB of attention than this.
-_EVERY = 8
-_calls = count(1)
+# So much may lie free: to give it back after every head took 10 s longer for 2.5 GB of attention.
+_MOST_FREE = 16 << 20
 
 
 def give_back_memory() -> None:
-    """Give back what is free, with glibc, every few times that this is called; elsewhere nothing happens."""
-    if next(_calls) % _EVERY == 0 and (trim := _malloc_trim()) is not None:
-        trim(0)
+    """Give back what is free once it is much, with glibc; elsewhere nothing happens."""
+    library = _glibc()
+    if library is not None and library.mallinfo2().fordblks > _MOST_FREE:
+        library.malloc_trim(0)
+
+
+class _MallocInfo(ctypes.Structure):
+    """What glibc says of its memory: `fordblks` are the bytes that lie free."""
+
+    _fields_ = (
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
+    )
 
 
 @final
@@ -59,7 +68,10 @@ class Workspace:
 
 
 @cache
-def _malloc_trim() -> "ctypes._NamedFuncPointer | None":
-    if sys.platform != "linux":
+def _glibc() -> ctypes.CDLL | None:
+    """The C library, if it is one that can give back what is free (glibc 2.33 or later)."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if library is None or not hasattr(library, "malloc_trim") or not hasattr(library, "mallinfo2"):
         return None
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    library.mallinfo2.restype = _MallocInfo
+    return library
