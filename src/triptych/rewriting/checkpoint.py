@@ -13,7 +13,6 @@ from typing import Any, final
 
 from torch import Tensor
 
-from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.copying import CONFIG, FolderCopy, require_own, require_place
 from triptych.checkpoints.family import Family
@@ -42,6 +41,7 @@ from triptych.rewriting.inputs import INPUTS, gather_inputs, write_inputs
 from triptych.rewriting.layers import RewrittenLayer
 from triptych.rewriting.measuring import PROBES, measure_change, measure_change_on
 from triptych.rewriting.models import with_rewritten
+from triptych.rewriting.parts import shape_of
 from triptych.rewriting.planning import (
     Prepared,
     costs_of,
@@ -63,8 +63,6 @@ from triptych.rewriting.running import (
 )
 
 Progress = Callable[[str, int, int], None]
-
-
 # Models up to this size are run, original and rewritten, without being asked for: both are held in float32.
 _LARGEST_COMPARED = 2_000_000_000
 
@@ -375,7 +373,7 @@ class _FolderRewriting(_Rewriting):
         self._ready |= written.tensors
         self._settings |= written.settings
         self.costs.append(costs_of(read, done))
-        self._done[site.name] = RewrittenLayer(_without_numbers(done.weights), done.kept, done.records)
+        self._done[site.name] = RewrittenLayer(shape_of(done.weights), done.kept, done.records)
 
     def _reopened(self, written: Path) -> Checkpoint:
         return Checkpoint(
@@ -401,11 +399,6 @@ class _FolderRewriting(_Rewriting):
                     self.checkpoint.read(site), written.read(sites[site.module]), bounded=done.bounded
                 )
             self.layers[site.name] = LayerRecord(module=site.module, steps=done.records, measured=measured)
-
-
-def _without_numbers(weights: AttentionWeights) -> AttentionWeights:
-    """The shapes of weights, for the records."""
-    return weights.mapped(lambda tensor: tensor.to("meta"))
 
 
 def _owners(source: Checkpoint) -> dict[str, Site]:

@@ -1,7 +1,7 @@
 """Memory that is free goes back to the system.
 
 The C library of Linux seldom uses a freed piece again for an aligned one as large, which torch asks for:
-a layer of 411 MB whose heads are treated one by one grew the process to 4 GB, and to 1.3 GB with this.
+a layer of 411 MB whose heads are treated one by one grew the process to 4 GB (docs/log.md).
 """
 
 import ctypes
