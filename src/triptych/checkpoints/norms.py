@@ -44,7 +44,11 @@ class NormReader:
     def read(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
         """Weight `[…, out, in]` and bias `[…, out]`, as stored; a transposed one is a view."""
         weight = tensors.read(self.weight)
-        return (weight.mT if self.transposed else weight), (tensors.read(self.bias) if self.bias else None)
+        return self.turned(weight), (tensors.read(self.bias) if self.bias else None)
+
+    def turned(self, weight: Tensor) -> Tensor:
+        """A weight `[…, out, in]` as its file has it, or back."""
+        return weight.mT if self.transposed else weight
 
 
 @final

@@ -1,6 +1,6 @@
 """Norms that maps outside the attention read, folded into these maps one at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -21,6 +21,7 @@ from triptych.checkpoints.norms import NormReader, NormSite, norm_sites
 from triptych.checkpoints.tensors import Tensors
 from triptych.rewriting.certificate import NormRecord, StepRecord
 from triptych.rewriting.measuring import MapErrors, blocks, measure_map, total_errors
+from triptych.rewriting.memory import give_back_memory
 from triptych.rewriting.steps import FoldNorm, FoldOtherNorms, Step
 
 _NAME = "fold_other_norms"
@@ -63,6 +64,7 @@ class OtherNorms:
         self._tensors = source.tensors if isinstance(source, Checkpoint) else None
         self._examined: dict[str, _Examined] = {}
         self._errors: dict[str, MapErrors] = {}
+        self._biases: dict[str, Tensor] = {}  # new ones, of maps whose weight came first
         asked = [step for step in steps if isinstance(step, FoldOtherNorms)]
         along = [step for step in steps if isinstance(step, FoldNorm)]
         sites = norm_sites(source) if isinstance(source, Checkpoint) and (asked or along) else ()
@@ -110,21 +112,26 @@ class OtherNorms:
             return None
         norm = self._look_at(site).norm
         assert norm is not None
-        old = self._tensors.read(name)
         reader = next((reader for reader in site.readers if name in reader.tensors), None)
         if reader is None:
-            neutral = neutral_norm(norm)
+            old, neutral = self._tensors.read(name), neutral_norm(norm)
             new = neutral.shift if name.endswith(".bias") and neutral.shift is not None else neutral.gain
-        elif name == reader.bias and (norm.shift is None or not bool(norm.shift.any())):
-            return None
-        else:
+        elif name == reader.weight:
+            # A map may be the largest tensor that there is: the old and the new one are all that is held.
+            give_back_memory()
             before = reader.read(self._tensors)
             after = _folded(norm, *before)
-            new = _as_stored(reader, name, after)
-            if not are_finite(new) and are_finite(old):
-                raise RewriteRefusedError(_NAME, _does_not_fit(name, new.dtype)).at(site.module)
-            if name == reader.weight:
-                self._errors[name] = measure_map(norm, neutral_norm(norm), before, after)
+            self._errors[name] = measure_map(norm, neutral_norm(norm), before, after)
+            old, new = (reader.turned(weight) for weight, _ in (before, after))
+            if after[1] is not None:
+                self._biases[reader.bias] = after[1]
+        elif norm.shift is None or not bool(norm.shift.any()):
+            return None
+        else:
+            old, found = self._tensors.read(name), self._biases.pop(name, None)
+            new = _folded_bias(norm, *reader.read(self._tensors)) if found is None else found
+        if not are_finite(new) and are_finite(old):
+            raise RewriteRefusedError(_NAME, _does_not_fit(name, new.dtype)).at(site.module)
         return None if torch.equal(new, old) else new
 
     def records(self, is_folded: IsFolded) -> tuple[NormRecord, ...]:
@@ -208,36 +215,49 @@ def _why_not(norm: Norm, reader: NormReader, tensors: Tensors) -> str:
     read = shape[-2] if reader.transposed else shape[-1]
     if (read,) != tuple(norm.gain.shape):
         return f"{reader.module} reads {read} channels, and the norm has shape {list(norm.gain.shape)}"
-    narrow = [name for name in reader.tensors if tensors.infos[name].dtype == torch.float16]
-    if narrow:  # others hold any product that is likely; they are looked at when they are written
-        before = reader.read(tensors)
-        after = _folded(norm, *before)
-        for name in narrow:
-            if not are_finite(_as_stored(reader, name, after)) and are_finite(tensors.read(name)):
-                return _does_not_fit(name, torch.float16)
+    # Others hold any product that is likely; they are looked at when they are written.
+    if torch.float16 in (tensors.infos[name].dtype for name in reader.tensors):
+        weight, bias = reader.read(tensors)
+        for block, *new in _folded_blocks(norm, weight, bias):
+            for name, old, part in zip(reader.tensors, (weight, bias), new, strict=False):
+                if old is None or part is None or part.dtype != torch.float16:
+                    continue
+                if not are_finite(part) and are_finite(old[block]):
+                    return _does_not_fit(name, torch.float16)
     return ""
 
 
 def _folded(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The map with the norm in it, computed in float64 block by block and cast once."""
-    wide = Norm(norm.gain.double(), None if norm.shift is None else norm.shift.double(), norm.offset)
+    """The map with the norm in it."""
     new = torch.empty_like(weight)
     new_bias = None if bias is None else torch.empty_like(bias)
-    for block in blocks(weight):
-        part = None if bias is None else bias[block].double()
-        new[block], part = fold_norm_into_map(wide, weight[block].double(), part)
-        if new_bias is not None and part is not None:
-            new_bias[block] = part
+    for block, part, part_of_bias in _folded_blocks(norm, weight, bias):
+        new[block] = part
+        if new_bias is not None and part_of_bias is not None:
+            new_bias[block] = part_of_bias
     return new, new_bias
 
 
-def _as_stored(reader: NormReader, name: str, new: tuple[Tensor, Tensor | None]) -> Tensor:
-    """One of the two tensors of a map as its file has it."""
-    weight, bias = new
-    if name == reader.bias:
-        assert bias is not None
-        return bias
-    return (weight.mT if reader.transposed else weight).contiguous()
+def _folded_bias(norm: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The bias of the map with the norm in it."""
+    assert bias is not None
+    new = torch.empty_like(bias)
+    for block, _, part in _folded_blocks(norm, weight, bias):
+        assert part is not None
+        new[block] = part
+    return new
+
+
+def _folded_blocks(
+    norm: Norm, weight: Tensor, bias: Tensor | None
+) -> Iterator[tuple[tuple[int | slice, ...], Tensor, Tensor | None]]:
+    """The map with the norm in it, so many rows after the other: computed in float64 and cast once."""
+    wide = Norm(norm.gain.double(), None if norm.shift is None else norm.shift.double(), norm.offset)
+    for block in blocks(weight):
+        part = None if bias is None else bias[block].double()
+        new, new_bias = fold_norm_into_map(wide, weight[block].double(), part)
+        cast = None if bias is None or new_bias is None else new_bias.to(bias.dtype)
+        yield block, new.to(weight.dtype), cast
 
 
 def _does_not_fit(name: str, dtype: torch.dtype) -> str:
