@@ -387,12 +387,14 @@ def test_blocks_have_every_row_once(shape: tuple[int, ...]) -> None:
     assert torch.equal(counted, torch.ones_like(counted))
 
 
+@pytest.mark.parametrize("first", ["weights", "biases"])
 @pytest.mark.parametrize("name", ["llama", "phi", "gpt2"])
-def test_a_norm_and_what_reads_it_may_lie_in_different_files(name: str, tmp_path: Path) -> None:
+def test_a_norm_and_what_reads_it_may_lie_in_different_files(name: str, first: str, tmp_path: Path) -> None:
     model, source = in_double(name, tmp_path)
     tensors = load_file(source / "model.safetensors")
     # Maps first, the norms they read last, a file for each.
-    files = sorted(tensors, key=lambda tensor: ("norm" in tensor or "ln_" in tensor, tensor))
+    end = {"weights": ".bias", "biases": ".weight"}[first]
+    files = sorted(tensors, key=lambda tensor: ("norm" in tensor or "ln_" in tensor, tensor.endswith(end)))
     names = {tensor: f"model-{place:05}-of-{len(files):05}.safetensors" for place, tensor in enumerate(files)}
     for tensor, file in names.items():
         save_file({tensor: tensors[tensor]}, source / file, {"format": "pt"})

@@ -9,6 +9,7 @@ import torch
 from heads import make_layer
 from triptych.algebra.slices import heads_of
 from triptych.algebra.weights import SIDES, AttentionWeights
+from triptych.rewriting import memory
 from triptych.rewriting.memory import Workspace, give_back_memory
 
 
@@ -49,6 +50,19 @@ def test_a_workspace_has_the_numbers_of_the_last_heads_in_the_same_memory() -> N
         assert bias is not None
         assert whole is not None
         assert torch.equal(bias[0], whole[head].double())
+
+
+def test_a_workspace_gives_back_after_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back = []
+    part = heads_of(make_layer("factored", biased=False).weights(), 0, 1)
+    size = 8 * sum(link.weight.numel() for link in part.links())
+    monkeypatch.setattr(memory, "_MOST_PASSED", 3 * size)
+    monkeypatch.setattr(memory, "give_back_memory", lambda: given_back.append(1))
+    workspace, seen = Workspace(), []
+    for _ in range(9):
+        workspace.cast(part, torch.float64)
+        seen.append(len(given_back))
+    assert seen == [0, 0, 0, 1, 1, 1, 1, 2, 2]
 
 
 def test_a_workspace_takes_heads_of_other_sizes() -> None:

@@ -40,6 +40,7 @@ from triptych.rewriting.certificate import (
 from triptych.rewriting.inputs import INPUTS, gather_inputs, write_inputs
 from triptych.rewriting.layers import RewrittenLayer
 from triptych.rewriting.measuring import PROBES, measure_change, measure_change_on
+from triptych.rewriting.memory import give_back_memory
 from triptych.rewriting.models import with_rewritten
 from triptych.rewriting.parts import shape_of
 from triptych.rewriting.planning import (
@@ -345,6 +346,8 @@ class _FolderRewriting(_Rewriting):
         """The new tensor of a name; its layer is rewritten when the first of its tensors is asked for."""
         site = self._site_of.get(name)
         if site is None:
+            if self.prepared.norms.concern(name):
+                wait(self._measured.values())  # a map may be as large as all of the attention: one of them
             return self.prepared.norms.replacement(name, self.took_up_norm)
         self._rewritten(site)
         return self._ready.pop(name, None)
@@ -374,6 +377,7 @@ class _FolderRewriting(_Rewriting):
         self._settings |= written.settings
         self.costs.append(costs_of(read, done))
         self._done[site.name] = RewrittenLayer(shape_of(done.weights), done.kept, done.records)
+        give_back_memory()
 
     def _reopened(self, written: Path) -> Checkpoint:
         return Checkpoint(

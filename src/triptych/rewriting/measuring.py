@@ -19,7 +19,7 @@ from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.certificate import Measured, Probes
 from triptych.rewriting.inputs import before_gain
 from triptych.rewriting.layers import MOST_NUMBERS
-from triptych.rewriting.memory import Workspace, give_back_memory
+from triptych.rewriting.memory import Workspace
 from triptych.rewriting.running import Seen
 
 PROBES = Probes(count=1, length=16, seed=2017)
@@ -121,7 +121,6 @@ def _output(
     for start, stop in groups_of(weights, most_numbers):
         part = workspace.cast(heads_of(weights, start, stop), dtype)
         total = total + attend(part, scoring_of(scoring, start, stop), x, memory).double()
-        give_back_memory()
     return total
 
 

@@ -16,24 +16,15 @@ from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
 
-# So much may lie free: to give it back after every head took 10 s longer for 2.5 GB of attention.
-_MOST_FREE = 16 << 20
+# Bytes of maps that a workspace sees before memory is given back: to do so after every head of 29 MB took a
+# tenth of the time, and what lies free until then adds to the peak (docs/log.md).
+_MOST_PASSED = 1 << 28
 
 
 def give_back_memory() -> None:
-    """Give back what is free once it is much, with glibc; elsewhere nothing happens."""
-    library = _glibc()
-    if library is not None and library.mallinfo2().fordblks > _MOST_FREE:
+    """Give back what is free, with glibc; elsewhere nothing happens."""
+    if (library := _glibc()) is not None:
         library.malloc_trim(0)
-
-
-class _MallocInfo(ctypes.Structure):
-    """What glibc says of its memory: `fordblks` are the bytes that lie free."""
-
-    _fields_ = (
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
-        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
-    )
 
 
 @final
@@ -41,17 +32,23 @@ class Workspace:
     """Memory for the maps of a few heads in another dtype, used again for the next few.
 
     A layer's heads one after the other would else take, and give back, as much memory as the whole layer does
-    in that dtype; pages that are fresh cost more than the numbers written into them.
+    in that dtype; pages that are fresh cost more than the numbers written into them. What else is taken for a
+    few heads is given back after so many of them.
     """
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
+        self._passed = 0
 
     def cast(self, weights: AttentionWeights, dtype: torch.dtype) -> AttentionWeights:
         """The same numbers in a dtype; what the last call gave is overwritten.
 
         Biases, and all that is no map, are in memory of their own.
         """
+        self._passed += sum(link.weight.numel() for link in weights.links()) * dtype.itemsize
+        if self._passed > _MOST_PASSED:
+            self._passed = 0
+            give_back_memory()
         places = count()
         return weights.mapped(lambda numbers: self._cast(numbers, dtype, places))
 
@@ -69,9 +66,6 @@ class Workspace:
 
 @cache
 def _glibc() -> ctypes.CDLL | None:
-    """The C library, if it is one that can give back what is free (glibc 2.33 or later)."""
+    """The C library, if it is one that can give back what is free."""
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if library is None or not hasattr(library, "malloc_trim") or not hasattr(library, "mallinfo2"):
-        return None
-    library.mallinfo2.restype = _MallocInfo
-    return library
+    return library if hasattr(library, "malloc_trim") else None

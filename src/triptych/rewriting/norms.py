@@ -97,6 +97,10 @@ class OtherNorms:
             return None
         return OtherReaders(tuple(reader.module for reader in shared.readers), self._look_at(shared).refused)
 
+    def concern(self, name: str) -> bool:
+        """Whether a tensor may be replaced."""
+        return name in self._owners
+
     def replacement(self, name: str, is_folded: IsFolded) -> Tensor | None:
         """The new tensor of a name, measured as it will be saved; None if it stays as it is.
 

@@ -19,7 +19,7 @@ from triptych.algebra.slices import heads_of, joined, joined_links, scoring_of
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.certificate import StepRecord
-from triptych.rewriting.memory import Workspace, give_back_memory
+from triptych.rewriting.memory import Workspace
 from triptych.rewriting.steps import AttentionStep, Layer
 
 Found = TypeVar("Found")
@@ -152,7 +152,6 @@ class LayerInParts:
                     part = self._after(part, part.layer, place)
             yield part
             del weights, layer, part
-            give_back_memory()
 
     def _after(self, part: "_Part", layer: Layer, place: int) -> "_Part":
         if place in self._chosen:
