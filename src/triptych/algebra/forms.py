@@ -231,7 +231,7 @@ class BilinearForm:
 
     def singular_values(self) -> Float[Tensor, "*batch k"]:
         """The k = min(r, d_left, d_right) singular values of A, descending; any others are 0."""
-        S: Tensor = torch.linalg.svdvals(self._reduce().core)
+        S: Tensor = torch.linalg.svdvals(self._core())
         return S
 
     def spectrum(self) -> Spectrum:
@@ -259,7 +259,7 @@ class BilinearForm:
 
     def frobenius_norm(self) -> Float[Tensor, "*batch"]:
         """√Σ σ_i²."""
-        core = self._reduce().core
+        core = self._core()
         largest = core.abs().amax(dim=(-2, -1))
         # The squares of very small entries would vanish, those of very large ones overflow.
         norm: Tensor = torch.linalg.matrix_norm(core / or_one(largest)[..., None, None])
@@ -405,10 +405,14 @@ class BilinearForm:
         left, right = self._working_factors()
         Q_left, R_left = torch.linalg.qr(left)
         Q_right, R_right = torch.linalg.qr(right)
-        core = R_left @ R_right.mT
-        if not bool(core.isfinite().all()):
-            raise ValueError(f"the product of the factors overflows {core.dtype}: cast the form to float64")
-        return _Reduced(Q_left, core, Q_right)
+        return _Reduced(Q_left, _finite_product(R_left, R_right.mT), Q_right)
+
+    def _core(self) -> Tensor:
+        """That of `_reduce`, a small matrix with the singular values of A, at half the cost."""
+        factors = self._working_factors()
+        learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in factors)
+        left, right = (torch.linalg.qr(factor, mode="reduced" if learns else "r").R for factor in factors)
+        return _finite_product(left, right.mT)  # without Q, R has no gradient
 
     def _squeeze(self, what: str) -> Tensor:
         """Small matrix with the traces and non-zero eigenvalues of a square A and of its powers.
@@ -446,6 +450,15 @@ class BilinearForm:
         _require_same_kind(name, x, "the form", self.left)
 
 
+def are_finite(numbers: Tensor) -> bool:
+    """Whether there is no NaN and no infinity; reads the numbers once, in the order of the memory."""
+    if not numbers.numel():
+        return True
+    by_stride = sorted(range(numbers.ndim), key=numbers.stride, reverse=True)
+    least, most = numbers.detach().permute(by_stride).aminmax()
+    return bool(least.isfinite() and most.isfinite())
+
+
 def _times(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape))
 
@@ -466,8 +479,15 @@ def _require_same_kind(name: str, first: Tensor, other_name: str, second: Tensor
         raise ValueError(f"{name} is on {first.device} and {other_name} on {second.device}: move one of them")
 
 
+def _finite_product(one: Tensor, two: Tensor) -> Tensor:
+    product = one @ two
+    if not bool(product.isfinite().all()):
+        raise ValueError(f"the product of the factors overflows {product.dtype}: cast the form to float64")
+    return product
+
+
 def _require_finite(**tensors: Tensor) -> None:
-    counts = {name: int((~tensor.isfinite()).sum()) for name, tensor in tensors.items()}
-    if any(counts.values()):
+    if not all(are_finite(tensor) for tensor in tensors.values()):
+        counts = {name: int((~tensor.isfinite()).sum()) for name, tensor in tensors.items()}
         where = " and ".join(f"{count} of {name}" for name, count in counts.items() if count)
         raise ValueError(f"not finite (NaN or infinite) are {where}: entries must be finite")

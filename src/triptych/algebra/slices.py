@@ -53,7 +53,7 @@ def joined(parts: Sequence[AttentionWeights]) -> AttentionWeights:
         k=k,
         v=v,
         o=o,
-        o_bias=sum(biases[1:], start=biases[0]) if biases else None,
+        o_bias=_total(biases) if biases else None,
     )
 
 
@@ -77,7 +77,7 @@ def joined_links(links: Sequence[Link], order: Sequence[int] | None = None) -> L
     return replace(
         links[0],
         weight=_stacked(copies),
-        bias=torch.cat(biases) if biases else None,
+        bias=_stacked(biases) if biases else None,
         learned=any(link.learned for link in links),
     )
 
@@ -150,9 +150,15 @@ def _padded(tensor: Tensor, columns: int, rows: int | None = None) -> Tensor:
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:
     """All copies one after the other, in memory as the first has them: in rows or in columns."""
+    if weights[0].is_meta:  # torch would load its compiler to do this with shapes alone
+        return weights[0].new_empty(len(weights), *weights[0].shape[1:])
     if weights[0].ndim == 3 and weights[0].mT.is_contiguous():
         return torch.cat([weight.mT for weight in weights]).mT
     return torch.cat(list(weights))
+
+
+def _total(biases: Sequence[Tensor]) -> Tensor:
+    return biases[0] if biases[0].is_meta else sum(biases[1:], start=biases[0])  # as in `_stacked`
 
 
 def _bias_of(bias: ScoreBias | None, start: int, stop: int) -> ScoreBias | None:

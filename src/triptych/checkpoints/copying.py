@@ -145,16 +145,11 @@ class FolderCopy:
         """
         copier = ShardCopier(replacement, progress)
         try:
-            shapes: dict[str, tuple[int, ...]] = {}
             for path, name in self._layout.shards.items():
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shard = (SafetensorsShard if path.suffix == ".safetensors" else PickledShard)(path)
-                try:
-                    shapes |= copier.copy(shard, self.folder / name)
-                finally:
-                    shard.close()
-            self._write_index(shapes)
-            copier.finish()
+                copier.copy(shard, self.folder / name)
+            self._write_index(copier.finish())
         finally:
             copier.close()
         return copier.hashes

@@ -36,8 +36,8 @@ _CANNOT_COPY = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno
 # What the system keeps of files in memory is given back after so many bytes: what a copy goes through once
 # would push out everything else, and fresh memory costs more than the copying itself.
 _MOST_KEPT = 256 << 20
-# Tensors that wait to be copied; tensors that replace others and wait to be written: these are in memory.
-_MOST_WAITING, _MOST_REPLACED = 64, 1
+# Tensors that wait to be copied or written; bytes in memory of those that replace others.
+_MOST_WAITING, _MOST_HELD = 64, 256 << 20
 
 
 class TensorHash(NamedTuple):
@@ -179,8 +179,38 @@ class PickledShard(Shard):
 
 
 @final
+class _Copy:
+    """A file on its way.
+
+    Attributes:
+        shard: what is copied.
+        target: where to.
+        handle: of the target, once it is open.
+        room: bytes of the header that stands in it.
+        shapes: of the tensors as they are now.
+        waiting: tensors that are not there yet.
+    """
+
+    def __init__(self, shard: Shard, target: Path) -> None:
+        self.shard, self.target = shard, target
+        self.handle: int | None = None
+        self.room = 0
+        self.shapes = dict(shard.shapes)
+        self.waiting: set[Future[None]] = set()
+
+    def close(self) -> None:
+        """Close both files."""
+        self.shard.close()
+        if self.handle is not None:
+            os.close(self.handle)
+            self.handle = None
+
+
+@final
 class ShardCopier:
     """Copies files of tensors, several tensors at a time.
+
+    While the last tensors of a file are copied, the next file is begun.
 
     Args:
         replacement: a new tensor for a name, in the dtype of the old one; None to copy the old. Called from
@@ -193,75 +223,95 @@ class ShardCopier:
         self._replacement, self._progress = replacement, progress
         self._pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
         self._lock, self._stopped = threading.Lock(), False
+        self._copies: list[_Copy] = []
+        self._held: dict[Future[None], int] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._syncing: list[Future[None]] = []
         self._kept = 0
 
-    def copy(self, shard: Shard, target: Path) -> dict[str, tuple[int, ...]]:
+    def copy(self, shard: Shard, target: Path) -> None:
         """Copy one file.
 
         Args:
-            shard: the file.
+            shard: the file; it is closed once all of it is copied.
             target: where to; must not exist.
+
+        Raises:
+            OSError: the disk is full, or a file cannot be read; this one, or the one before.
+        """
+        copy = _Copy(shard, target)
+        self._copies.append(copy)
+        header = shard.header(shard.shapes)
+        copy.handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        copy.room = len(header)
+        _write_at(copy.handle, header, 0)
+        self._copy_tensors(copy, copy.handle)
+        while len(self._copies) > 1:
+            self._complete_first()
+
+    def finish(self) -> dict[str, tuple[int, ...]]:
+        """Wait until all is on the disk.
 
         Returns:
             The shapes that the tensors have now.
 
         Raises:
-            OSError: the disk is full, or a file cannot be read.
-        """
-        header = shard.header(shard.shapes)
-        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            _write_at(handle, header, 0)
-            shapes = self._copy_tensors(shard, handle, len(header))
-            fits = shapes == shard.shapes or _fit_header(handle, shard.header(shapes), len(header))
-        finally:
-            os.close(handle)
-        if not fits:
-            _move_data(target, shard.header(shapes), len(header))
-        self._syncing.append(self._pool.submit(_sync_and_forget, target))
-        return shapes
-
-    def finish(self) -> None:
-        """Wait until all is on the disk.
-
-        Raises:
             OSError: it did not get there.
         """
+        while self._copies:
+            self._complete_first()
         for future in self._syncing:
             future.result()
+        return self._shapes
 
     def close(self) -> None:
         """Stop."""
         self._stopped = True
         self._pool.shutdown(cancel_futures=True)
+        for copy in self._copies:
+            copy.close()
 
-    def _copy_tensors(self, shard: Shard, handle: int, at: int) -> dict[str, tuple[int, ...]]:
-        """All tensors one after the other from a place on; the shapes that they have."""
-        shapes = dict(shard.shapes)
-        waiting: set[Future[None]] = set()
-        replacing: set[Future[None]] = set()
-        try:
-            for name in shapes:
-                waiting = _drained(waiting, _MOST_WAITING)
-                new = self._replacement(name)
-                if new is None:
-                    waiting.add(self._pool.submit(self._copy, shard, name, handle, at))
-                    at += shard.sizes[name]
-                    continue
-                if _LABELS.get(new.dtype) != shard.labels[name]:
-                    raise ValueError(f"{name} is {shard.labels[name]}, and what replaces it {new.dtype}")
-                shapes[name] = tuple(new.shape)
-                replacing.add(self._pool.submit(self._replace, shard, name, new, handle, at))
-                at += new.numel() * new.element_size()
-                del new
-                replacing = _drained(replacing, _MOST_REPLACED)
-            _drained(waiting | replacing, 0)
-        except BaseException:
-            self._stopped = True
-            wait(waiting | replacing)
-            raise
-        return shapes
+    def _complete_first(self) -> None:
+        """Wait for the tensors of a file, and give it its header."""
+        copy = self._copies[0]
+        _drained(copy.waiting, 0)
+        assert copy.handle is not None
+        header = copy.shard.header(copy.shapes)
+        fits = copy.shapes == copy.shard.shapes or _fit_header(copy.handle, header, copy.room)
+        copy.close()
+        del self._copies[0]
+        if not fits:
+            _move_data(copy.target, header, copy.room)
+        self._shapes |= copy.shapes
+        self._syncing.append(self._pool.submit(_sync_and_forget, copy.target))
+
+    def _copy_tensors(self, copy: _Copy, handle: int) -> None:
+        """All tensors one after the other; the last of them may be on their way at the end."""
+        shard, at = copy.shard, copy.room
+        for name in shard.shapes:
+            copy.waiting = _drained(copy.waiting, _MOST_WAITING)
+            new = self._replacement(name)
+            if new is None:
+                copy.waiting.add(self._pool.submit(self._copy, shard, name, handle, at))
+                at += shard.sizes[name]
+                continue
+            if _LABELS.get(new.dtype) != shard.labels[name]:
+                raise ValueError(f"{name} is {shard.labels[name]}, and what replaces it {new.dtype}")
+            copy.shapes[name] = tuple(new.shape)
+            future = self._pool.submit(self._replace, shard, name, new, handle, at)
+            copy.waiting.add(future)
+            self._held[future] = new.nbytes
+            at += new.nbytes
+            del new, future
+            self._write_held()
+
+    def _write_held(self) -> None:
+        """Wait until not too much is in memory that is to be written."""
+        while True:
+            self._held = {future: size for future, size in self._held.items() if not future.done()}
+            if sum(self._held.values()) <= _MOST_HELD:
+                return
+            wait(self._held, return_when=FIRST_COMPLETED)
 
     def _copy(self, shard: Shard, name: str, handle: int, at: int) -> None:
         found, where, done = _begun(shard.labels[name], shard.shapes[name]), shard.where(name), 0

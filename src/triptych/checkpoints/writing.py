@@ -13,8 +13,9 @@ from typing import Any, Literal, NoReturn, final
 import torch
 from torch import Tensor
 
+from triptych.algebra.forms import are_finite
 from triptych.algebra.function import Disentangled, HeadNorm
-from triptych.algebra.rewrites.legality import are_finite, require_nothing_between
+from triptych.algebra.rewrites.legality import require_nothing_between
 from triptych.algebra.rewrites.norms import fold_norm
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import SIDES, AttentionWeights, Link

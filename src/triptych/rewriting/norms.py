@@ -7,13 +7,13 @@ from typing import final
 import torch
 from torch import Tensor
 
+from triptych.algebra.forms import are_finite
 from triptych.algebra.rewrites import (
     OtherReaders,
     RewriteRefusedError,
     fold_norm_into_map,
     require_readers_foldable,
 )
-from triptych.algebra.rewrites.legality import are_finite
 from triptych.algebra.weights import Norm
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import AttentionSource, Site

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from torch import Tensor
-
+from triptych.algebra.forms import are_finite
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Side, Traits
 
@@ -55,15 +54,6 @@ def require_whole_number(name: str, what: str, value: object) -> None:
     """
     if type(value) is not int:
         raise RewriteRefusedError(name, f"{what} is {value!r}: it must be a whole number")
-
-
-def are_finite(numbers: Tensor) -> bool:
-    """Whether there is no NaN and no infinity; reads the numbers once, in the order of the memory."""
-    if not numbers.numel():
-        return True
-    by_stride = sorted(range(numbers.ndim), key=numbers.stride, reverse=True)
-    least, most = numbers.permute(by_stride).aminmax()
-    return bool(least.isfinite() and most.isfinite())
 
 
 def require_finite(name: str, weights: AttentionWeights) -> None:

@@ -13,12 +13,12 @@ from triptych.algebra.rewrites.channels import (
     NAMES,
     SIDES_OF,
     Form,
+    bias_row,
     in_working_precision,
     joint_basis,
     move,
     newly_apart,
     one_map,
-    size,
     times,
     why_channels_stay,
     with_learned_maps,
@@ -80,7 +80,7 @@ def truncate(
     moves = {form: move(start, result, form) for form in ranks}
     exact = all(
         all(had <= rank for had, rank in zip(needed[form], given, strict=True))
-        and float(moves[form].bias.max()) <= rounding * float(size(start, form).bias.max())
+        and float(moves[form].bias.max()) <= rounding * float(bias_row(start, form).norm(dim=-1).max())
         for form, given in ranks.items()
     )
     cuts = [
@@ -280,7 +280,9 @@ def _truncate_ov(
         return replace(start, v=new_v, o=new_o)
 
     attempt = cut_down(weights, [])
-    if float(move(weights, attempt, "ov").bias.max()) > rounding * float(size(weights, "ov").bias.max()):
+    row = bias_row(weights, "ov")
+    lost = (row - bias_row(attempt, "ov")).norm(dim=-1)
+    if float(lost.max()) > rounding * float(row.norm(dim=-1).max()):
         try:
             weights = fold_value_bias(weights).weights
             notes.append("the value bias does not fit the channels left: it went into that of the output")
