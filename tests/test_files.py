@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from triptych.files import write_atomically, write_bytes, write_text
+from triptych.files import NewFolder, write_atomically, write_bytes, write_folder, write_text
 
 
 def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> None:
@@ -69,3 +69,45 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     write_text(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "target").read_text() == "new"
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "below").mkdir()
+        (folder / "below" / "file").write_text("x")
+
+    write_folder(tmp_path / "out", write)
+    assert (tmp_path / "out" / "below" / "file").read_text() == "x"
+    assert (tmp_path / "out").stat().st_mode & 0o777 == tmp_path.stat().st_mode & 0o777 | 0o055
+
+    def fail(folder: Path) -> None:
+        write(folder)
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        write_folder(tmp_path / "other", fail)
+    with pytest.raises(FileExistsError):
+        write_folder(tmp_path / "out", write)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_the_killed_left_of_a_folder_goes_and_what_the_living_fill_stays(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / ".out.partial-left").mkdir()
+    (tmp_path / ".out.partial-left" / "file").touch()
+    (tmp_path / ".outer.partial-other").mkdir()
+    with NewFolder(tmp_path / "out") as living:
+        assert not (tmp_path / ".out.partial-left").exists()
+        write_folder(tmp_path / "out", lambda folder: (folder / "second").touch())
+        assert living.path.is_dir()
+        with pytest.raises(FileExistsError):
+            living.finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".outer.partial-other", "out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["second"]
+
+
+def test_a_place_may_have_any_name(tmp_path: Path) -> None:
+    (tmp_path / ".a.partial-x").mkdir()
+    write_folder(tmp_path / "[a]*", lambda folder: (folder / "file").touch())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.partial-x", "[a]*"]

@@ -3,9 +3,14 @@
 import errno
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import final
+
+if sys.platform != "win32":
+    import fcntl
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -30,8 +35,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     temporary = Path(name)
     try:
         write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(temporary)
         # mkstemp makes a private file; give it the mode that open() would have given.
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
@@ -40,10 +44,80 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     _sync_folder(path.parent)
 
 
-def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary neighbour of `path`, flush all of it to the disk, then rename it.
+@final
+class NewFolder:
+    """A folder in the making; a context, within which it is filled.
 
-    Whatever goes wrong, the temporary folder is removed and `path` is not there.
+        with NewFolder(Path("out")) as folder:
+            (folder.path / "file").write_text("…")
+            folder.finish()
+
+    It grows in a temporary neighbour of its place and is given its name at the end, once all of it is on the
+    disk. Left without `finish`, nothing stays behind; what a process that was killed left behind is removed
+    when the same place is made the next time.
+
+    Attributes:
+        path: where it is while it is made; its place once it is finished.
+
+    Args:
+        place: the folder to make; it must not exist, and the folder it lies in must.
+
+    Raises:
+        OSError: the place exists, or its folder cannot be written.
+    """
+
+    path: Path
+
+    def __init__(self, place: Path) -> None:
+        self._place = place.absolute()
+        self._handle: int | None = None
+        self._require_free()
+
+    def __enter__(self) -> "NewFolder":
+        for folder in self._place.parent.glob(f".{_plain(self._place.name)}.partial-*"):
+            _remove_if_left(folder)
+        while True:
+            prefix = f".{self._place.name}.partial-"
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=self._place.parent))
+            self._handle = _hold(self.path, wait=True)
+            if self.path.exists():  # nobody took it for a leftover in between
+                return self
+            self._let_go()
+
+    def __exit__(self, *exception: object) -> None:
+        if self.path != self._place:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._let_go()
+
+    def finish(self) -> None:
+        """Have all of it on the disk, and give it its name.
+
+        Raises:
+            OSError: the disk is full, or the place has come into being meanwhile.
+        """
+        # mkdtemp makes a private folder; give it the mode that mkdir() would have given.
+        self.path.chmod(0o777 & ~_umask())
+        for folder, _, names in os.walk(self.path, topdown=False):
+            for name in names:
+                sync(Path(folder, name))
+            _sync_folder(Path(folder))
+        self._require_free()
+        self.path = self.path.rename(self._place)
+        _sync_folder(self._place.parent)
+        self._let_go()
+
+    def _require_free(self) -> None:
+        if os.path.lexists(self._place):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self._place))
+
+    def _let_go(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a new folder, which is there whole or not at all (`NewFolder`).
 
     Args:
         path: the folder to make; it must not exist, and the folder it lies in must.
@@ -52,23 +126,9 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     Raises:
         OSError: the disk is full, the folder cannot be written, or `path` exists.
     """
-    path = path.absolute()
-    if path.exists() or path.is_symlink():
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
-    try:
-        write(temporary)
-        for folder, _, names in os.walk(temporary):
-            for name in names:
-                with (Path(folder) / name).open("rb") as file:
-                    os.fsync(file.fileno())
-            _sync_folder(Path(folder))
-        # mkdtemp makes a private folder; give it the mode that mkdir() would have given.
-        temporary.chmod(0o777 & ~_umask())
-        temporary.rename(path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    _sync_folder(path.parent)
+    with NewFolder(path) as folder:
+        write(folder.path)
+        folder.finish()
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -89,6 +149,40 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
     write_atomically(path, write)
+
+
+def sync(path: Path) -> None:
+    """Have a file on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a folder that no process holds."""
+    handle = _hold(folder, wait=False)
+    if handle is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def _hold(folder: Path, *, wait: bool) -> int | None:
+    """Hold a folder until the handle is closed or the process ends; None if another one does."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        if sys.platform != "win32":
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _plain(name: str) -> str:
+    """A name without what a pattern would read into it."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def _umask() -> int:

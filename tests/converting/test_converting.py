@@ -21,7 +21,6 @@ from triptych.converting.conversion import Conversion, Format, convert_from_hf, 
 from triptych.converting.plain_heads import plain_model
 from triptych.decoding import SearchOptions, Translator
 from triptych.errors import DataError, UsageError
-from triptych.files import write_folder
 from triptych.models import EncoderDecoder, ModelConfig
 from triptych.runs import Run, train
 from triptych.text import TokenizerPair, TokenizerSpec, generate_pairs, train_tokenizers
@@ -316,26 +315,6 @@ def test_an_output_that_exists_is_left_alone(joint: TokenizerPair, tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link"]
     with pytest.raises(UsageError, match="does not exist: make it first"):
         convert_to(make_run(joint), tmp_path / "no" / "out", "hf")
-
-
-def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    def write(folder: Path) -> None:
-        (folder / "below").mkdir()
-        (folder / "below" / "file").write_text("x")
-
-    write_folder(tmp_path / "out", write)
-    assert (tmp_path / "out" / "below" / "file").read_text() == "x"
-    assert (tmp_path / "out").stat().st_mode & 0o777 == tmp_path.stat().st_mode & 0o777 | 0o055
-
-    def fail(folder: Path) -> None:
-        write(folder)
-        raise OSError("no space left")
-
-    with pytest.raises(OSError, match="no space left"):
-        write_folder(tmp_path / "other", fail)
-    with pytest.raises(FileExistsError):
-        write_folder(tmp_path / "out", write)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

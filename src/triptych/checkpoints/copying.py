@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -23,7 +22,6 @@ from triptych.checkpoints.shards import (
     SafetensorsShard,
     ShardCopier,
     TensorHash,
-    sync,
 )
 from triptych.checkpoints.tensors import (
     PICKLED,
@@ -35,9 +33,7 @@ from triptych.checkpoints.tensors import (
     read_json,
 )
 from triptych.errors import DataError, UsageError
-
-if sys.platform != "win32":
-    import fcntl
+from triptych.files import NewFolder
 
 CONFIG = "config.json"
 # The same weights in other formats, and what belongs to those: they would say something else than the copy.
@@ -109,18 +105,14 @@ class FolderCopy:
             raise UsageError(
                 f"{target}: the copy takes {needed / 1e9:.2f} GB, and its disk has {free / 1e9:.2f} GB free"
             )
-        self._held: int | None = None
+        self._made = NewFolder(self._target)
 
     def __enter__(self) -> "FolderCopy":
-        remove_leftovers(self._target)
-        self.folder, self._held = _new_folder(self._target)
+        self.folder = self._made.__enter__().path
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._held is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(self._held)
-            self._held = None
+        self._made.__exit__(*exception)
 
     @property
     def checkpoint(self) -> Path:
@@ -185,20 +177,13 @@ class FolderCopy:
             UsageError: the target has come into being meanwhile.
             OSError: the disk is full.
         """
-        assert self._held is not None, "finish belongs within the context"
         for name, content in (extra or {}).items():
             (self.folder / name).write_bytes(content)
-        self.folder.chmod(0o777 & ~_umask())
-        for parent, _, names in os.walk(self.folder, topdown=False):
-            for name in names:
-                sync(Path(parent, name))
-            _sync_folder(Path(parent))
-        if os.path.lexists(self._target):
-            raise UsageError(f"{self._target} has come into being meanwhile: give another name")
-        self.folder.rename(self._target)
-        _sync_folder(self._target.parent)
-        os.close(self._held)
-        self.folder, self._held = self._target, None
+        try:
+            self._made.finish()
+        except FileExistsError:
+            raise UsageError(f"{self._target} has come into being meanwhile: give another name") from None
+        self.folder = self._target
         return CopiedCheckpoint(self._target, self.checkpoint, self.left_out)
 
     def _sorted_out(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -280,15 +265,6 @@ def require_place(source: Path, target: Path) -> None:
         raise UsageError(f"{target} lies within {source}, which is to be copied: give a place outside")
 
 
-def remove_leftovers(target: Path) -> None:
-    """Remove what processes that were killed left behind of copies to this place."""
-    for folder in target.parent.glob(f".{_plain(target.name)}.partial-*"):
-        handle = _hold(folder, wait=False)
-        if handle is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(handle)
-
-
 @final
 @dataclass(frozen=True)
 class _Layout:
@@ -367,45 +343,3 @@ def set_entry(record: dict[str, Any], path: str, value: Any) -> None:
 
 def _as_json(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _new_folder(target: Path) -> tuple[Path, int]:
-    """A folder beside the target that this process holds."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-        handle = _hold(folder, wait=True)
-        if handle is not None and folder.exists():  # nobody took it for a leftover in between
-            return folder, handle
-        if handle is not None:
-            os.close(handle)
-
-
-def _hold(folder: Path, *, wait: bool) -> int | None:
-    """Hold a folder until the handle is closed or the process ends; None if another one does."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        if sys.platform != "win32":
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":
-        sync(folder)
-
-
-def _plain(name: str) -> str:
-    """A name without what a pattern would read into it."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

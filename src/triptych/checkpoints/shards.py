@@ -358,15 +358,6 @@ class ShardCopier:
             yield block
 
 
-def sync(path: Path) -> None:
-    """Have a file or a folder on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _sync_and_forget(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
