@@ -68,6 +68,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     "gemma": {"post_attention_layernorm": "gate_proj up_proj", "norm": "! tied"},
     "gemma2": {"pre_feedforward_layernorm": "! sandwich", "norm": "! tied"},
     "gemma3, text": {"pre_feedforward_layernorm": "! sandwich", "norm": "! tied"},
+    "gemma3, both ways": {"pre_feedforward_layernorm": "! sandwich", "norm": "! tied"},
     "gemma3": {"pre_feedforward_layernorm": "! sandwich", "layer_norm2": "fc1", "norm": "! tied"},
     "phi": {"input_layernorm": "fc1", "final_layernorm": "lm_head"},
     "phi3": {"post_attention_layernorm": "gate_up_proj", "norm": "lm_head"},

@@ -253,6 +253,17 @@ TINY: dict[str, Tiny] = {
         "Gemma3TextConfig",
         {**_NARROW, "sliding_window": 4, "query_pre_attn_scalar": 7, "num_hidden_layers": 6},
     ),
+    "gemma3, both ways": Tiny(
+        "Gemma3TextModel",
+        "Gemma3TextConfig",
+        {
+            **_NARROW,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 7,
+            "num_hidden_layers": 6,
+            "use_bidirectional_attention": True,
+        },
+    ),
     "gemma3": Tiny(
         "Gemma3ForConditionalGeneration",
         "Gemma3Config",

@@ -133,6 +133,8 @@ def test_a_page_is_written_beside_what_is_printed(triptych: Command, tmp_path: P
         (("--measure", "--device", "cuda:99"), "torch sees"),
         (("--measure", "--seconds", "nan"), "--seconds is nan: it must be 0 or more"),
         (("--measure", "--seconds", -1), "--seconds is -1.0"),
+        (("--seconds", 2), "--seconds is for --measure, which is not given"),
+        (("--device", "cuda"), "--device is for --measure, which is not given"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_one_line_and_exit_code_2(

@@ -1,5 +1,7 @@
 from pathlib import Path
 
+import pytest
+
 from triptych.training.metrics import MetricsLog, read_metrics
 
 
@@ -43,3 +45,18 @@ def test_tensorboard_gets_the_same_numbers_where_it_is_installed(tmp_path: Path)
     log.close()
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert b"loss" in events.read_bytes()
+
+
+def test_tensorboard_forgets_with_the_run(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    before = MetricsLog(tmp_path)
+    for step in (1, 2, 3, 4):
+        before.add({"step": step, "loss": 2.0})
+    before.close()
+    resumed = MetricsLog(tmp_path)
+    resumed.forget_after(2, validated=True)
+    resumed.add({"step": 3, "loss": 1.0})
+    resumed.close()
+    shown = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+    shown.Reload()
+    assert [(event.step, event.value) for event in shown.Scalars("loss")] == [(1, 2.0), (2, 2.0), (3, 1.0)]

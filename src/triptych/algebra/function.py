@@ -246,7 +246,8 @@ class Scoring:
         between: of a side's chain, the normalisation between its first and second map.
         soft_cap: c where scores s become c · tanh(s / c); None if they do not.
         sinks: a score for each head that takes part in the softmax and moves nothing; None without.
-        window: how many keys up to its own position a query sees, at most; None for all.
+        window: how many keys up to its own position a query sees, at most, and as many from there on where
+            later ones are seen; None for all.
         clip: what queries, keys and values are clipped to, ±; None if they are not.
     """
 
@@ -367,7 +368,7 @@ def _visible(
     if weights.traits.kind == "causal":
         seen = seen & (behind >= 0)
     if scoring.window is not None:
-        seen = seen & (behind < scoring.window)
+        seen = seen & (behind.abs() < scoring.window)
     return seen if mask is None else seen & mask
 
 

@@ -126,7 +126,9 @@ class Checkpoint(AttentionSource):
                         raise DataError(
                             f"{self.name}: no tensor is below {module}, attention layer {layer} of {layers:,}"
                         )
-                    site = Site(spec.stack, layer * inner + within, spec.kind, module)
+                    both_ways = bool(spec.both_ways) and settings.holds(spec.both_ways, layer)
+                    kind = "self" if both_ways else spec.kind
+                    site = Site(spec.stack, layer * inner + within, kind, module)
                     yield Place(site, spec, settings, prefix, layer, within)
                     found_any = True
         self.absent = tuple(stack for stack in wanted if stack not in present)

@@ -182,6 +182,8 @@ class AttentionSpec(_Spec):
     Attributes:
         stack: "encoder", "decoder", "vision": for reports.
         kind: where queries and keys come from.
+        both_ways: on what condition of the configuration a causal layer sees what comes later, too; never
+            if empty.
         when: on what condition of the configuration such layers exist.
         settings: path of the record in the configuration that this stack has for itself.
         defaults: by `model_type`, what a configuration that leaves a field out has, as its class has it.
@@ -219,6 +221,7 @@ class AttentionSpec(_Spec):
 
     stack: str = "decoder"
     kind: Literal["self", "causal", "cross"] = "causal"
+    both_ways: str = ""
     when: str = ""
     settings: str = ""
     defaults: dict[str, dict[str, Any]] = {}

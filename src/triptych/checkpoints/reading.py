@@ -403,7 +403,11 @@ class LayerReader:
         for choice in self.spec.window:
             if self.settings.holds(choice.when, self.layer):
                 found = self.settings.value(choice.value, self.layer)
-                return None if found is None else self.settings.count(choice.value, self.layer)
+                if found is None:
+                    return None
+                width = self.settings.count(choice.value, self.layer)
+                # Half of a window that was written for keys on one side is on either.
+                return width if self.site.kind == self.spec.kind else width // 2 + 1
         return None
 
     def _chosen_number(self, choices: Sequence[Choice], otherwise: float) -> float:

@@ -51,9 +51,11 @@ def cost(
     formulas: Annotated[bool, typer.Option("--formulas", help="Show forms and formulas too.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Time them on this machine too.")] = False,
     seconds: Annotated[
-        float, typer.Option("--seconds", help="With --measure: time for each figure, about.")
-    ] = 1.0,
-    device: Annotated[str, typer.Option("--device", help="With --measure: cpu, cuda or cuda:N.")] = "cpu",
+        float | None, typer.Option("--seconds", help="With --measure: time for each figure, about; 1.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="With --measure: cpu (if not given), cuda or cuda:N.")
+    ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
@@ -79,7 +81,12 @@ def cost(
         raise UsageError(str(error)) from None
     if html is not None and not html.parent.is_dir():
         raise UsageError(f"the folder of {html} does not exist: make it first")
-    timed = _measured(report, seconds, device) if measure else None
+    if not measure and not (seconds is None and device is None):
+        given = "--device" if seconds is None else "--seconds"
+        raise UsageError(f"{given} is for --measure, which is not given: add it, or leave {given} out")
+    timed = None
+    if measure:
+        timed = _measured(report, 1.0 if seconds is None else seconds, "cpu" if device is None else device)
     if html is not None:
         command = shlex.join(["triptych", *sys.argv[1:]])
         write_comparison_report(pages.cost_page(report, timed, command), html)

@@ -17,6 +17,7 @@ class MetricsLog:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
         self._board: Any = None
+        self._forgotten_from: int | None = None  # TensorBoard shows nothing older of this step and later ones
 
     def add(self, record: Mapping[str, float | int | str]) -> None:
         """Append a record; its "step" places it.
@@ -37,7 +38,8 @@ class MetricsLog:
             # An optional library that is slow to import.
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(self.path.parent / "tensorboard"))
+            folder = self.path.parent / "tensorboard"
+            self._board = SummaryWriter(str(folder), purge_step=self._forgotten_from)
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
                 self._board.add_scalar(name, value, record["step"])
@@ -49,6 +51,7 @@ class MetricsLog:
             step: of the state.
             validated: whether the state was saved after the validation of its step; if not, that goes too.
         """
+        self._forgotten_from = step + 1 if validated else step
         if self.path.exists():
             records = read_metrics(self.path)
             kept = [
