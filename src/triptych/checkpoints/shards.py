@@ -222,6 +222,8 @@ class ShardCopier:
         self.hashes: dict[str, TensorHash] = {}
         self._replacement, self._progress = replacement, progress
         self._pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+        self._beside = ThreadPoolExecutor(1)  # has what is written on the disk while more is copied
+        self._giving_back: Future[None] | None = None
         self._lock, self._stopped = threading.Lock(), False
         self._copies: list[_Copy] = []
         self._held: dict[Future[None], int] = {}
@@ -260,7 +262,7 @@ class ShardCopier:
         """
         while self._copies:
             self._complete_first()
-        for future in self._syncing:
+        for future in (*self._syncing, *([self._giving_back] if self._giving_back else [])):
             future.result()
         return self._shapes
 
@@ -268,6 +270,7 @@ class ShardCopier:
         """Stop."""
         self._stopped = True
         self._pool.shutdown(cancel_futures=True)
+        self._beside.shutdown()
         for copy in self._copies:
             copy.close()
 
@@ -283,7 +286,7 @@ class ShardCopier:
         if not fits:
             _move_data(copy.target, header, copy.room)
         self._shapes |= copy.shapes
-        self._syncing.append(self._pool.submit(_sync_and_forget, copy.target))
+        self._syncing.append(self._beside.submit(_sync_and_forget, os.open(copy.target, os.O_RDONLY)))
 
     def _copy_tensors(self, copy: _Copy, handle: int) -> None:
         """All tensors one after the other; the last of them may be on their way at the end."""
@@ -344,11 +347,15 @@ class ShardCopier:
             self._progress(num_bytes)
             self._kept += num_bytes
             enough = self._kept > _MOST_KEPT
-            if enough:
-                self._kept = 0
-        if enough:
-            os.fsync(handle)
-            _forget(handle)
+            if not enough:
+                return
+            self._kept = 0
+            before, self._giving_back = (
+                self._giving_back,
+                self._beside.submit(_sync_and_forget, os.dup(handle)),
+            )
+        if before is not None:
+            before.result()  # the disk is no further behind than that
 
     def _going_on(self, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
         """The blocks; an error once another tensor has failed."""
@@ -358,8 +365,8 @@ class ShardCopier:
             yield block
 
 
-def _sync_and_forget(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def _sync_and_forget(handle: int) -> None:
+    """Have what was written into a file on the disk, and nothing of it in memory; the file is closed."""
     try:
         os.fsync(handle)
         _forget(handle)

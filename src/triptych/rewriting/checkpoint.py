@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -132,6 +133,7 @@ class _Rewriting(ABC):
         self.source, self.prepared, self.request = source, prepared, request
         self.layers: dict[str, LayerRecord] = {}
         self.costs: list[tuple[Cost, Cost]] = []
+        self.dtypes: dict[str, torch.dtype] = {}
         self.not_on_text = ""
 
     @abstractmethod
@@ -156,7 +158,7 @@ class _Rewriting(ABC):
             tool=f"triptych {version('triptych')}",
             source=request.checkpoint,
             family=self.source.written_as,
-            dtype=str(self.source.read(self.source.sites[0]).weights.dtype).removeprefix("torch."),
+            dtype=str(self.dtypes[self.source.sites[0].name]).removeprefix("torch."),
             settings=dict(settings),
             recipe=tuple(step.model_dump(mode="json", exclude_none=True) for step in request.recipe.step),
             calibration=_hash_of(request.recipe.calibration),
@@ -239,12 +241,17 @@ class _Rewriting(ABC):
     def _reopened(self, written: Path) -> AttentionSource:
         """What was written, to be read back."""
 
+    def count(self, read: AttentionLayer, done: RewrittenLayer) -> None:
+        """Keep what a layer costs, and how it was stored."""
+        self.costs.append(costs_of(read, done))
+        self.dtypes[read.site.name] = read.weights.dtype
+
     def note(self, read: AttentionLayer, done: RewrittenLayer, measured: Measured | None) -> None:
         """Keep what is to be certified of a layer."""
         self.layers[read.site.name] = LayerRecord(
             module=read.site.module, steps=done.records, measured=measured
         )
-        self.costs.append(costs_of(read, done))
+        self.count(read, done)
 
 
 @final
@@ -375,7 +382,7 @@ class _FolderRewriting(_Rewriting):
             self._measured[site.name] = self._beside.submit(measure_change, read, saved, bounded=done.bounded)
         self._ready |= written.tensors
         self._settings |= written.settings
-        self.costs.append(costs_of(read, done))
+        self.count(read, done)
         self._done[site.name] = RewrittenLayer(shape_of(done.weights), done.kept, done.records)
         give_back_memory()
 
