@@ -1,6 +1,7 @@
 """Writing files so that a reader, or the next run, never meets half of one."""
 
 import errno
+import hashlib
 import os
 import shutil
 import sys
@@ -149,6 +150,12 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
     write_atomically(path, write)
+
+
+def file_hash(path: Path) -> str:
+    """sha256 of a file's bytes, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -1,6 +1,5 @@
 """A checkpoint's attention rewritten: planned, written beside the original, and certified."""
 
-import hashlib
 import re
 import shutil
 from abc import ABC, abstractmethod
@@ -23,7 +22,7 @@ from triptych.checkpoints.settings import Settings
 from triptych.checkpoints.shards import tensor_hash
 from triptych.checkpoints.tensors import SAFETENSORS, Tensors, open_tensors, read_json
 from triptych.errors import DataError, TriptychError
-from triptych.files import write_bytes, write_folder
+from triptych.files import file_hash, write_bytes, write_folder
 from triptych.models.storage import write_model
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import (
@@ -461,14 +460,14 @@ def _files(folder: Path) -> dict[str, str]:
     """Hashes of what is neither tensors nor written after them."""
     tensors = {path for path in folder.rglob("*.safetensors") if path.parent == folder}
     return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        path.relative_to(folder).as_posix(): file_hash(path)
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path not in tensors and path not in (folder / CERTIFICATE, folder / MODEL_CARD)
     }
 
 
 def _hash_of(path: Path | None) -> str | None:
-    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+    return None if path is None else file_hash(path)
 
 
 def _with_card(path: Path, section: str) -> bytes:

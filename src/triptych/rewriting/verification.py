@@ -1,6 +1,5 @@
 """The claims of a certificate, tried again."""
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from triptych.checkpoints.norms import norm_sites
 from triptych.checkpoints.shards import tensor_hash
 from triptych.checkpoints.tensors import Tensors, open_tensors, read_json, shown, stays_in_folder
 from triptych.errors import DataError, TriptychError, UsageError
+from triptych.files import file_hash
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import (
     CERTIFICATE,
@@ -167,7 +167,7 @@ def _files(certificate: Certificate, folder: Path) -> Iterator[Check]:
             wrong.append(f"{shown(name)} leads out of the folder")
         elif not path.is_file():
             wrong.append(f"{shown(name)} is missing")
-        elif hashlib.sha256(path.read_bytes()).hexdigest() != wanted:
+        elif file_hash(path) != wanted:
             wrong.append(f"{shown(name)} was changed")
     wrong += [
         f"{shown(name)} is not in the certificate"
@@ -230,7 +230,7 @@ def _was_changed(certificate: Certificate, name: str) -> bool:
 
 
 def _hash_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    return file_hash(path) if path.is_file() else ""
 
 
 def _hashes(certificate: Certificate, tensors: Tensors, which: str, claim: str) -> Check:
