@@ -1,5 +1,5 @@
 # make demo: install into .venv and run the main job. make test: install and run lint, types and tests.
-# Tests run in as many processes as there are cores, of one thread each.
+# make test-all: the tests marked `slow` as well. Tests run in as many processes as there are cores, of one thread each.
 # make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
 
 PYTHON ?= python3
@@ -10,7 +10,7 @@ BENCH := .bench
 BENCH_STAMP := $(BENCH)/.installed
 TABLE ?= all
 
-.PHONY: demo test install lint types bench clean
+.PHONY: demo test test-all install lint types bench clean
 
 demo: $(STAMP)
 	@echo "== demo: train a small translator, try it, write a report"
@@ -18,6 +18,10 @@ demo: $(STAMP)
 
 test: lint types
 	@echo "== tests"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow"
+
+test-all: lint types
+	@echo "== all tests, slow ones too"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 lint: $(STAMP)
