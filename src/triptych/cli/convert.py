@@ -31,7 +31,7 @@ def convert(
     ] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print a record as JSON.")] = False,
 ) -> None:
-    """Write a model in another library's format, and try what was written beside it.
+    """Convert a model to or from the format of another library.
 
     A way to write heads that the format has not is multiplied out first, exactly; what does not fit is
     refused with what would.

@@ -59,7 +59,10 @@ def cost(
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """What each parameterisation of attention costs at a size: parameters, FLOPs, bytes and cache."""
+    """Compare the costs of the parameterisations of attention.
+
+    Reports parameters, FLOPs, bytes and cache of each at one size.
+    """
     try:
         spec = CostSpec(
             d_model=d_model,

@@ -18,7 +18,7 @@ def demo(
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train a small translator on text made on the spot, try it on unseen sentences, and show how it looks.
+    """Train a small translator, test it, and write a report.
 
     German numbers, dates, times and amounts of money become English. Needs no download and takes a few
     minutes on two cores.

@@ -37,7 +37,10 @@ def evaluate(
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
-    """Translate a test text and score it: BLEU and chrF of sacreBLEU, with 95 % bootstrap intervals."""
+    """Score a model on a test text with BLEU and chrF.
+
+    The scores are sacreBLEU's, with their signatures and 95 % bootstrap intervals.
+    """
     sources, references = read_lines(source), read_lines(reference)
     if len(sources) != len(references):
         raise DataError(f"{source} has {len(sources):,} lines but {reference} has {len(references):,}")

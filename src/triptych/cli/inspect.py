@@ -54,9 +54,10 @@ def inspect(
     parquet: Annotated[Path | None, typer.Option("--parquet", help="The same as Parquet.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """What the attention of a checkpoint looks like, head by head, without running it.
+    """Measure the attention weights of a checkpoint, head by head.
 
-    Spectra and ranks of W_QK and W_OV, how alike the maps of a head are beside chance, symmetry, copying.
+    Reports spectra and ranks of W_QK and W_OV, the similarity of W_Q, W_K and W_V next to chance, symmetry
+    and copying. The model is not run.
     """
     _require_free((html, csv_file, parquet), (checkpoint, compare))
     own = None if family is None else read_family(family)

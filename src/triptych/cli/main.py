@@ -9,8 +9,19 @@ import typer
 
 from triptych.errors import TriptychError
 
-# Each is a function of the module of its name, in this room.
-COMMANDS = ("demo", "train", "translate", "evaluate", "inspect", "rewrite", "verify", "convert", "cost")
+# Each is a function of the module of its name, in this room. The summaries are the first lines of their
+# docstrings: `triptych --help` prints them and imports none of the modules.
+COMMANDS = {
+    "demo": "Train a small translator, test it, and write a report.",
+    "train": "Train a model.",
+    "translate": "Translate text line by line, in the order of the input.",
+    "evaluate": "Score a model on a test text with BLEU and chrF.",
+    "inspect": "Measure the attention weights of a checkpoint, head by head.",
+    "rewrite": "Rewrite the attention of a checkpoint, with a certificate.",
+    "verify": "Check a certificate again; exit code 1 if a claim fails.",
+    "convert": "Convert a model to or from the format of another library.",
+    "cost": "Compare the costs of the parameterisations of attention.",
+}
 _ABOUT = "Train, run and look into Transformers, with the matrices of every head in your hands."
 
 
@@ -30,7 +41,10 @@ def main(
 
 
 def application(arguments: Sequence[str]) -> typer.Typer:
-    """The command with its subcommands; one that is named comes alone, without what the others would load."""
+    """The command with its subcommands.
+
+    The one that is named is imported, and no other; if none is named, each is its name and its summary.
+    """
     app = typer.Typer(
         name="triptych",
         help=_ABOUT,
@@ -41,9 +55,16 @@ def application(arguments: Sequence[str]) -> typer.Typer:
     )
     app.callback(help=_ABOUT)(main)
     named = next((word for word in arguments if not word.startswith("-")), None)
-    for name in (named,) if named in COMMANDS else COMMANDS:
-        app.command()(getattr(import_module(f"triptych.cli.{name}"), name))
+    if named in COMMANDS:
+        app.command()(getattr(import_module(f"triptych.cli.{named}"), named))
+    else:
+        for name, summary in COMMANDS.items():
+            app.command(name, help=summary)(_not_named)
     return app
+
+
+def _not_named() -> None:
+    raise AssertionError("a command runs only if it is named, and then it is imported")
 
 
 def run() -> None:

@@ -106,7 +106,10 @@ def rewrite(
     plan: Annotated[bool, typer.Option("--plan", help="Only say what would be done.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print plan or certificate as JSON.")] = False,
 ) -> None:
-    """Write a checkpoint's attention another way, in its own format, with a certificate of what changed."""
+    """Rewrite the attention of a checkpoint, with a certificate.
+
+    The result has the format of the original. The certificate says what was changed and what was measured.
+    """
     own = None if family is None else read_family(family)
     chosen = _recipe(
         recipe=recipe,

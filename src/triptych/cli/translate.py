@@ -63,7 +63,7 @@ def translate(
         ),
     ] = None,
 ) -> None:
-    """Translate text, line by line, in the order of the input and as soon as it is there.
+    """Translate text line by line, in the order of the input.
 
     An empty line gives an empty line. A line longer than the model's limit is translated in pieces, and
     standard error says so.

@@ -32,7 +32,7 @@ def verify(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
 ) -> None:
-    """Try the claims of a certificate again; exit code 1 if one does not hold."""
+    """Check a certificate again; exit code 1 if a claim fails."""
     own = None if family is None else read_family(family)
     checks = verify_certificate(rewritten, against, text, own)
     failed = [check for check in checks if check.held is False]

@@ -1,0 +1,44 @@
+"""`triptych --help`: what it says, and that nothing heavy is imported for it."""
+
+import inspect
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import triptych
+from triptych.cli.main import COMMANDS
+
+_HEAVY = ("torch", "numpy", "tokenizers", "altair", "sacrebleu", "pydantic")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["no-such-command"], []])
+def test_help_and_version_import_nothing_heavy(arguments: list[str]) -> None:
+    script = (
+        "import sys\nfrom triptych.cli.main import run\n"
+        "try:\n    run()\nexcept SystemExit:\n    pass\n"
+        f"print([name for name in {_HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_summary_of_a_command_is_the_first_line_of_its_docstring(name: str) -> None:
+    function = getattr(import_module(f"triptych.cli.{name}"), name)
+    assert (inspect.getdoc(function) or "").splitlines()[0] == COMMANDS[name]
+    assert len(COMMANDS[name]) <= 63, "longer ones are cut off on a terminal of 80 columns"
+
+
+def test_everything_that_the_package_offers_is_there_and_is_what_its_module_has() -> None:
+    for name, module in triptych._MODULE_OF.items():
+        assert getattr(triptych, name) is getattr(import_module(module), name)
+    assert set(triptych._MODULE_OF) == set(triptych.__all__)
+    assert set(triptych.__all__) <= set(dir(triptych))
+
+
+def test_a_name_that_the_package_has_not_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        triptych.no_such_name  # noqa: B018
