@@ -114,7 +114,8 @@ class PositionSpec(_Spec):
         when: on what condition; the first position of a list whose condition holds counts.
         pairing: of rotary channels.
         width: channels turned; all of a head if empty. `start` is the first of them.
-        share: of the width that is turned, rounded down to whole planes.
+        share: of the width that is turned, rounded down to whole planes; all of it if not given, whatever the
+            configuration says: few models read its `partial_rotary_factor`.
         base: of the frequencies.
         scaling: paths of the record that scales them; the first that is one.
         slopes: how ALiBi's are found: as its authors do, or as MPT does.
@@ -132,7 +133,7 @@ class PositionSpec(_Spec):
     pairing: Literal["halves", "interleaved"] = "halves"
     width: str = ""
     start: str = "0"
-    share: str = "rope_parameters.partial_rotary_factor | partial_rotary_factor | 1.0"
+    share: str = "1.0"
     base: str = "rope_parameters.rope_theta | rope_theta | 10000.0"
     scaling: tuple[str, ...] = ("rope_scaling", "rope_parameters")
     slopes: Literal["authors", "mpt"] = "authors"

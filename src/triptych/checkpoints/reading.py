@@ -22,7 +22,7 @@ from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Traits
 from triptych.attention.positions import alibi_slopes
 from triptych.checkpoints.family import AttentionSpec, Choice, HeadNormSpec, NormSpec, PositionSpec
 from triptych.checkpoints.layer import AttentionLayer, Site
-from triptych.checkpoints.rope import frequencies, yarn_magnitude
+from triptych.checkpoints.rope import frequencies, rope_type, yarn_magnitude
 from triptych.checkpoints.settings import Settings
 from triptych.checkpoints.tensors import Tensors
 from triptych.errors import DataError
@@ -317,19 +317,21 @@ class LayerReader:
             return None
         settings, layer = self.settings, self.layer
         whole = settings.count(spec.width, layer) if spec.width else width
+        scaling = self._rope_scaling(spec)
         share, start = settings.number(spec.share, layer), int(settings.number(spec.start, layer))
-        turned = int(whole * share) // 2 * 2 if 0 <= share <= 1 else width + 1
-        if turned + start > width:
+        # "proportional" turns a share of the planes of whole heads, and not all planes of a share of them.
+        turned = whole if rope_type(scaling) == "proportional" else int(whole * share)
+        turned = turned // 2 * 2
+        if not 0 <= share <= 1 or start < 0 or turned + start > width:
             raise DataError(
                 f"{settings.where}: rotary positions would turn more than the {width} channels of a head"
             )
-        scaling = self._rope_scaling(spec)
         first = settings.value("original_max_position_embeddings", layer)
         if scaling and first is not None:  # some have it beside the record, which counts for more
             scaling = {**scaling, "original_max_position_embeddings": first}
         longest = settings.number("max_position_embeddings | 2048", layer)
         try:
-            found = frequencies(scaling, turned, settings.number(spec.base, layer), longest)
+            found = frequencies(scaling, turned, settings.number(spec.base, layer), longest, share)
         except (ValueError, TypeError, ArithmeticError) as error:
             raise DataError(f"{settings.where}: rotary positions cannot be scaled so: {error}") from None
         return Rotation(found.per_position, spec.pairing, start, found.factor)

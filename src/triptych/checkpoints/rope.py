@@ -25,7 +25,16 @@ class Frequencies(NamedTuple):
     factor: float
 
 
-def frequencies(scaling: Mapping[str, Any], width: int, base: float, max_positions: float) -> Frequencies:
+def rope_type(scaling: Mapping[str, Any]) -> str:
+    """The kind of scaling that a record names; "default" if none."""
+    found = scaling.get("rope_type")
+    found = scaling.get("type") if found is None else found
+    return "default" if found is None else str(found)
+
+
+def frequencies(
+    scaling: Mapping[str, Any], width: int, base: float, max_positions: float, share: float = 1.0
+) -> Frequencies:
     """The frequencies of `width` channels, for texts within the length that a model was first trained on.
 
     Args:
@@ -33,16 +42,25 @@ def frequencies(scaling: Mapping[str, Any], width: int, base: float, max_positio
         width: channels that are turned, even.
         base: of the geometric row.
         max_positions: the configuration's own, for ratios that it leaves open.
+        share: of the planes that turn, in [0, 1]; read for "proportional" only, where the other planes have
+            frequency 0.
 
     Raises:
         ValueError: a kind that is not known, or a number that is missing.
     """
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
     plain = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    match kind:
+    match rope_type(scaling):
         # "dynamic" leaves texts within max_positions alone.
-        case "default" | "dynamic" | "proportional":
+        # "mrope" counts pictures' positions in three ways; those of text are all the same.
+        case "default" | "mrope":
             return Frequencies(plain, 1.0)
+        case "dynamic":
+            if scaling.get("alpha"):
+                raise ValueError("an alpha of rope_type 'dynamic' (HunYuan's) is not supported")
+            return Frequencies(plain, 1.0)
+        case "proportional":
+            plain[int(share * width // 2) :] = 0
+            return Frequencies(plain / _number(scaling, "factor", 1.0), 1.0)
         case "linear":
             return Frequencies(plain / _number(scaling, "factor"), 1.0)
         case "llama3":
@@ -51,7 +69,7 @@ def frequencies(scaling: Mapping[str, Any], width: int, base: float, max_positio
             return _yarn(scaling, plain, base, max_positions)
         case "longrope" | "su" | "yarn":
             return _longrope(scaling, plain, max_positions)
-    raise ValueError(f"{str(kind)[:80]!r} is not known here")
+    raise ValueError(f"rope_type {rope_type(scaling)[:80]!r} is not supported")
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
@@ -76,8 +94,8 @@ def _yarn(scaling: Mapping[str, Any], plain: Tensor, base: float, max_positions:
     def plane_that_turns(times: float) -> float:
         return width * math.log(first / (times * 2 * math.pi)) / (2 * math.log(base))
 
-    low = plane_that_turns(_number(scaling, "beta_fast", 32.0))
-    high = plane_that_turns(_number(scaling, "beta_slow", 1.0))
+    low = plane_that_turns(_number(scaling, "beta_fast", 32.0) or 32.0)
+    high = plane_that_turns(_number(scaling, "beta_slow", 1.0) or 1.0)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0.0), min(high, width - 1.0)
