@@ -68,6 +68,17 @@ def test_n_best_gives_that_many_different_translations_with_falling_scores(
     assert scores == sorted(scores, reverse=True)
 
 
+def test_an_empty_line_has_one_translation_among_n_best_and_in_json(
+    triptych: Command, small_run: Path
+) -> None:
+    answer = triptych("translate", small_run, "--n-best", 2, stdin=b"\nVier.\n")
+    lines = answer.out.splitlines()
+    assert lines[0] == "1 |||  ||| 0.0000"
+    assert [line.split(" ||| ")[0] for line in lines] == ["1", "2", "2"]
+    record = json.loads(triptych("translate", small_run, "--json", stdin=b"\n").out)
+    assert record["candidates"] == [{"text": "", "score": 0.0, "log_prob": 0.0, "tokens": []}]
+
+
 def test_more_translations_than_the_beam_given_holds_is_a_usage_error(
     triptych: Command, small_run: Path
 ) -> None:

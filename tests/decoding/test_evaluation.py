@@ -40,6 +40,12 @@ def test_bleu_alone_is_the_same_bleu() -> None:
     assert measure_bleu(HYPOTHESES, REFERENCES) == score_translations(HYPOTHESES, REFERENCES, 2)[0].value
 
 
+def test_a_string_is_one_translation() -> None:
+    assert measure_bleu(REFERENCES[0], REFERENCES[0]) == measure_bleu(REFERENCES[:1], REFERENCES[:1])
+    scores = score_translations(REFERENCES[0], REFERENCES[0], num_resamples=2)
+    assert scores == score_translations(REFERENCES[:1], REFERENCES[:1], num_resamples=2)
+
+
 def test_the_interval_holds_the_score_and_is_neither_empty_nor_everything() -> None:
     for score in score_translations(HYPOTHESES, REFERENCES, num_resamples=200):
         assert score.low < score.value < score.high

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tolerances import assert_same
-from triptych.decoding import SearchOptions, Translation, Translator, search
+from triptych.decoding import Candidate, SearchOptions, Translation, Translator, search
 from triptych.decoding.pieces import split_line
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers
@@ -64,11 +64,22 @@ def test_a_line_is_encoded_searched_and_decoded(translator: Translator, tokenize
 @pytest.mark.parametrize("empty", ["", "   ", "\t\n"])
 def test_an_empty_line_gives_an_empty_translation(translator: Translator, empty: str) -> None:
     (translation,) = translator.translate([empty])
-    assert translation == Translation(source=empty, candidates=(), num_pieces=0)
+    assert translation == Translation(source=empty, candidates=(Candidate("", (), 0.0, 0.0),), num_pieces=0)
     assert translation.text == ""
     with_others = translator.translate([GERMAN[0], empty, GERMAN[1]])
     assert texts(with_others) == [*texts(translator.translate([GERMAN[0]])), "",
                                   *texts(translator.translate([GERMAN[1]]))]  # fmt: skip
+
+
+def test_a_string_is_one_line(translator: Translator) -> None:
+    (expected,) = translator.translate([GERMAN[0]])
+    assert translator.translate(GERMAN[0]) == expected
+    assert list(translator.translate_stream(GERMAN[0])) == [expected]
+    assert list(translator.translate_stream([GERMAN[0], [GERMAN[0]]])) == [expected, expected]
+
+
+def test_lines_may_come_one_by_one(translator: Translator) -> None:
+    assert translator.translate(line for line in GERMAN) == translator.translate(GERMAN)
 
 
 def test_no_lines_give_no_translations(translator: Translator) -> None:

@@ -15,6 +15,7 @@ from tolerances import assert_same
 from triptych import EncoderDecoder, ModelConfig, MultiHeadAttention, rewriting
 from triptych.algebra import rewrites
 from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.algebra.weights import Norm
 from triptych.attention import PARAMETERISATIONS, Rotary
 from triptych.decoding import SearchOptions, search
 from triptych.models import attention_sites, attention_weights, read_model, write_model
@@ -287,6 +288,17 @@ def test_weights_of_layers_that_we_have_not_make_no_layer(traits: dict[str, Any]
     foreign = replace(weights, traits=replace(weights.traits, **traits))
     with pytest.raises(ValueError, match=f"the weights are of a layer with {named}"):
         MultiHeadAttention.from_weights(foreign)
+
+
+def test_the_norm_that_weights_carry_is_not_dropped() -> None:
+    weights = MultiHeadAttention(8, 2).weights()
+    norm = Norm(torch.full((8,), 2.0))
+    for carried in (replace(weights, norm=norm), replace(weights, memory_norm=norm)):
+        with pytest.raises(ValueError, match=r"carry the norm before the layer.*without_norms"):
+            MultiHeadAttention.from_weights(carried)
+        held = MultiHeadAttention.from_weights(carried.without_norms())
+        for one, other in zip(held.weights().tensors(), weights.tensors(), strict=True):
+            assert_same(one, other, kind="exact")
 
 
 def test_what_stands_between_two_maps_is_not_lost() -> None:

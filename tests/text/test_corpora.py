@@ -307,7 +307,16 @@ def test_a_generated_corpus_is_what_the_generator_gives() -> None:
             r'source_field of a \.tsv file is a column number .*not "de"',
         ),
         ({"file": "a.tsv.gz", "target_field": "0"}, "target_field of a .tsv file is a column number"),
-        ({"source": "a.jsonl", "target": "b"}, r"a\.jsonl holds records, not lines of text; give it as file"),
+        (
+            {"source": "a.jsonl", "target": "b"},
+            r'source = "a\.jsonl": a \.jsonl file holds both sides .* write file = "a\.jsonl" instead, '
+            "and source_field and target_field for each name",
+        ),
+        (
+            {"source": "train.tsv"},
+            r'write file = "train\.tsv" instead, and source_field and target_field for each column number',
+        ),
+        ({"target": "x/a.parquet"}, r'target = "x/a\.parquet": .* write file = "x/a\.parquet" instead'),
         ({"source": "a", "targets": "b"}, "targets"),
     ],
 )

@@ -49,6 +49,12 @@ def test_special_tokens_spelled_out_in_a_text_are_text(kind: str, text: str, tmp
         assert tokenizer.decode([ids]) == [text]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_string_is_one_text(kind: str) -> None:
+    tokenizer = JOINT[kind]
+    assert tokenizer.encode("ab cd") == tokenizer.encode(["ab cd"])
+
+
 def test_special_tokens_are_text_even_if_the_corpus_is_full_of_them() -> None:
     pair = train_tokenizers(TokenizerSpec(vocab_size=400), ["<eos>"] * 50, ["<pad> <eos>"] * 50)
     assert min(pair.source.encode(["<eos> <pad>"])[0]) > 2

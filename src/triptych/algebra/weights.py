@@ -423,6 +423,10 @@ class AttentionWeights:
         heads = self.num_heads
         return replace(self, q=even("q", heads), k=even("k", groups), v=even("v", groups), o=even("o", heads))
 
+    def without_norms(self) -> "AttentionWeights":
+        """The maps alone; the norms before them stay where they are."""
+        return replace(self, norm=None, memory_norm=None)
+
     def to(self, dtype: torch.dtype) -> "AttentionWeights":
         """The same numbers in another dtype."""
         return self.mapped(lambda tensor: tensor.to(dtype))

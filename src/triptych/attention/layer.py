@@ -85,7 +85,8 @@ class MultiHeadAttention(nn.Module):
         """A layer that holds these weights, in the parameterisation that their structure calls for.
 
         Raises:
-            ValueError: no parameterisation has that structure, or the positions do not go with it.
+            ValueError: no parameterisation has that structure, the positions do not go with it, or the
+                weights carry something that the layer has no place for, such as the norm before it.
         """
         _check_can_be_held(weights)
         held, wanted = "none" if positions is None else positions.scheme, weights.traits.positions
@@ -288,7 +289,7 @@ class MultiHeadAttention(nn.Module):
 
 
 def _check_can_be_held(weights: AttentionWeights) -> None:
-    """Refuse traits that no layer of ours has: without them it would be another function.
+    """Refuse traits and norms that no layer of ours has: without them it would be another function.
 
     Raises:
         ValueError: there is one, named.
@@ -307,6 +308,11 @@ def _check_can_be_held(weights: AttentionWeights) -> None:
     if found := [name for name, present in foreign.items() if present]:
         raise ValueError(
             f"the weights are of a layer with {', '.join(found)}, which MultiHeadAttention has not"
+        )
+    if weights.norm is not None or weights.memory_norm is not None:
+        raise ValueError(
+            "the weights carry the norm before the layer, which MultiHeadAttention has not: "
+            "keep that norm beside the layer and pass weights.without_norms()"
         )
 
 

@@ -65,8 +65,8 @@ def translate(
 ) -> None:
     """Translate text line by line, in the order of the input.
 
-    An empty line gives an empty line. A line longer than the model's limit is translated in pieces, and
-    standard error says so.
+    An empty line gives an empty line, and with --n-best one empty translation. A line longer than the
+    model's limit is translated in pieces, and standard error says so.
     """
     opened = runs.Run.open(run, device)
     # Asking for more translations than the recipe's beam holds widens it; a beam given is taken as it is.
@@ -150,7 +150,7 @@ def _standard_input() -> Iterator[str]:
 
 def _text_renderer(num_best: int) -> Callable[[Translation, int], list[str]]:
     def render(translation: Translation, number: int) -> list[str]:
-        if num_best == 1 or not translation.candidates:
+        if num_best == 1:
             return [translation.text]
         return [f"{number} ||| {c.text} ||| {c.score:.4f}" for c in translation.candidates]
 

@@ -8,6 +8,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
 from triptych.errors import DataError
+from triptych.text import as_lines
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,12 @@ class Score:
 
 
 def score_translations(
-    hypotheses: Sequence[str], references: Sequence[str], num_resamples: int = 1000, seed: int = 12345
+    hypotheses: str | Sequence[str],
+    references: str | Sequence[str],
+    num_resamples: int = 1000,
+    seed: int = 12345,
 ) -> list[Score]:
-    """BLEU and chrF of translations against one reference each.
+    """BLEU and chrF of translations against one reference each; a string is one translation.
 
     The interval is the middle 95 % of the scores of `num_resamples` corpora of the same size, drawn
     with replacement (Koehn 2004). sacreBLEU's own sentence statistics are summed, so the score of the
@@ -45,6 +49,7 @@ def score_translations(
     Raises:
         DataError: the numbers of lines differ, or there is none.
     """
+    hypotheses, references = as_lines(hypotheses), as_lines(references)
     if len(hypotheses) != len(references):
         raise DataError(f"{len(hypotheses):,} translations but {len(references):,} references")
     if not hypotheses:
@@ -69,6 +74,6 @@ def _score(
     return Score(whole.name, float(whole.score), float(low), float(high), signature)
 
 
-def measure_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:
-    """Corpus BLEU alone, quickly."""
-    return float(BLEU().corpus_score(list(hypotheses), [list(references)]).score)
+def measure_bleu(hypotheses: str | Sequence[str], references: str | Sequence[str]) -> float:
+    """Corpus BLEU alone, quickly; a string is one translation."""
+    return float(BLEU().corpus_score(list(as_lines(hypotheses)), [list(as_lines(references))]).score)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import final
+from typing import final, overload
 
 import torch
 from jaxtyping import Float
@@ -18,7 +18,7 @@ from triptych.decoding.pieces import split_line
 from triptych.decoding.workers import Searcher, WorkerPool
 from triptych.errors import UsageError
 from triptych.models import AttentionMaps, EncoderDecoder
-from triptych.text import TokenizerPair
+from triptych.text import TokenizerPair, as_lines
 
 # Groups of lines read before they are asked for, and groups being translated.
 _GROUPS_READ_AHEAD, _GROUPS_IN_HAND = 2, 3
@@ -50,8 +50,9 @@ class Translation:
 
     Attributes:
         source: the line.
-        candidates: best first; empty for an empty line.
-        num_pieces: in how many pieces it was translated; more than 1 only past the model's limit.
+        candidates: best first, at least one; an empty line has the empty translation, of score 0.
+        num_pieces: in how many pieces it was translated; 0 for an empty line, more than 1 only past the
+            model's limit.
     """
 
     source: str
@@ -61,7 +62,7 @@ class Translation:
     @property
     def text(self) -> str:
         """The best translation."""
-        return self.candidates[0].text if self.candidates else ""
+        return self.candidates[0].text
 
 
 @dataclass(frozen=True)
@@ -129,20 +130,41 @@ class Translator:
         if precision != "fp32" and (reason := why_no_engine(model, self.options, precision)):
             raise UsageError(f"this model cannot be run in {precision}: {reason}")
 
-    def translate(self, lines: Sequence[str]) -> list[Translation]:
-        """Translate lines, in their order.
+    @overload
+    def translate(self, lines: str) -> Translation: ...
+
+    @overload
+    def translate(self, lines: Iterable[str]) -> list[Translation]: ...
+
+    def translate(self, lines: str | Iterable[str]) -> Translation | list[Translation]:
+        """Translate a line, or several in their order.
 
         An empty line gives an empty translation. A line past `max_source_tokens` is cut into pieces
         between sentences where possible; no part of it is dropped.
-        """
-        return list(self.translate_stream([lines]))
 
-    def translate_stream(self, batches: Iterable[Sequence[str]]) -> Iterator[Translation]:
+        Args:
+            lines: a string is one line.
+
+        Returns:
+            The translation of a string; a list for anything else.
+        """
+        if isinstance(lines, str):
+            return next(self.translate_stream([[lines]]))
+        return list(self.translate_stream([list(lines)]))
+
+    def translate_stream(self, batches: Iterable[str | Sequence[str]]) -> Iterator[Translation]:
         """Translate batch by batch, each as soon as it is there, in their order.
 
         With more than one worker the next batches are read while the first is translated, a few at
         most: memory does not grow with the length of the stream.
+
+        Args:
+            batches: lines that are translated together; a string is a batch of one line.
         """
+        several = [batches] if isinstance(batches, str) else batches
+        yield from self._translated_stream(as_lines(batch) for batch in several)
+
+    def _translated_stream(self, batches: Iterable[Sequence[str]]) -> Iterator[Translation]:
         if self.workers == 1:
             for lines in batches:
                 yield from self._translated(lines)
@@ -317,8 +339,8 @@ class Translator:
             yield batch
 
     def _assemble(self, line: str, found: list[list[Hypothesis]]) -> Translation:
-        # The n-th best of a line cut in pieces is the n-th best of every piece.
-        num_candidates = min((len(hypotheses) for hypotheses in found), default=0)
+        # The n-th best of a line cut in pieces is the n-th best of every piece; of no piece, there is one.
+        num_candidates = min((len(hypotheses) for hypotheses in found), default=1)
         candidates = tuple(
             self._candidate([hypotheses[rank] for hypotheses in found]) for rank in range(num_candidates)
         )
@@ -331,8 +353,8 @@ class Translator:
             # Text learned from records may hold line breaks; a line's translation is a line.
             text=" ".join(text for text in texts if text).translate(_LINE_BREAKS),
             pieces=tuple(piece for h in hypotheses for piece in tokenizer.pieces(h.ids)),
-            score=sum(h.score for h in hypotheses),
-            log_prob=sum(h.log_prob for h in hypotheses),
+            score=sum((h.score for h in hypotheses), start=0.0),
+            log_prob=sum((h.log_prob for h in hypotheses), start=0.0),
         )
 
 

@@ -92,7 +92,11 @@ def with_attention(model: EncoderDecoder, changed: Mapping[str, AttentionWeights
         if read != has:
             raise ValueError(f"the weights for {name} read {read} channels, the model has {has}")
     layers = {
-        name: MultiHeadAttention.from_weights(changed[name], site.layer.dropout, site.layer.positions)
+        name: MultiHeadAttention.from_weights(
+            changed[name].without_norms(),  # the model has them
+            site.layer.dropout,
+            site.layer.positions,
+        )
         if name in changed
         else site.layer
         for name, site in sites.items()

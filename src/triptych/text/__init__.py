@@ -9,7 +9,7 @@ from triptych.text.batches import Batch, TokenBatches
 from triptych.text.corpora import CorpusCounts, CorpusSpec, ParallelCorpus, read_parallel
 from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
 from triptych.text.generated import generate_pairs
-from triptych.text.lines import iterate_file, iterate_lines, read_lines
+from triptych.text.lines import as_lines, iterate_file, iterate_lines, read_lines
 from triptych.text.sentencepiece import SentencePieceSpec
 from triptych.text.tokenizers import (
     SentencePieceRecord,
@@ -34,6 +34,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerPair",
     "TokenizerSpec",
+    "as_lines",
     "encode_corpus",
     "generate_pairs",
     "iterate_file",

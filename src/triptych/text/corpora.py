@@ -63,6 +63,7 @@ class CorpusSpec(BaseModel):
 
     @model_validator(mode="after")
     def _check_that_the_options_agree(self) -> "CorpusSpec":
+        self._check_sides()
         place = self._place()
         for option, places in _OPTION_PLACES.items():
             given = getattr(self, option) != type(self).model_fields[option].default
@@ -95,10 +96,17 @@ class CorpusSpec(BaseModel):
             raise ValueError(f"{' and '.join(used)} contradict each other; keep one of them")
         return used[0]
 
-    def _check_endings(self) -> None:
-        for side in (self.source, self.target):
+    def _check_sides(self) -> None:
+        """Each of two files holds lines: one of records has both sides, and goes elsewhere."""
+        for name, side in (("source", self.source), ("target", self.target)):
             if side is not None and _record_ending(side) is not None:
-                raise ValueError(f"{side} holds records, not lines of text; give it as file")
+                number = "column number" if _record_ending(side) == ".tsv" else "name"
+                raise ValueError(
+                    f'{name} = "{side}": a {_record_ending(side)} file holds both sides of a corpus; write '
+                    f'file = "{side}" instead, and source_field and target_field for each {number}'
+                )
+
+    def _check_endings(self) -> None:
         if self.file is None:
             return
         if not self.file.name.lower().endswith(_FILE_ENDINGS):

@@ -7,7 +7,7 @@ other separators occur inside sentences, and splitting at them would shift one s
 import gzip
 import io
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import final
 
@@ -25,6 +25,11 @@ _DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdE
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _CHUNK_BYTES = 1 << 16
+
+
+def as_lines(text: str | Sequence[str]) -> Sequence[str]:
+    """Lines of text; a string, which Python would take for a sequence of letters, is one line."""
+    return [text] if isinstance(text, str) else text
 
 
 def read_lines(path: Path) -> list[str]:

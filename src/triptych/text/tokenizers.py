@@ -18,6 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
+from triptych.text.lines import as_lines
 from triptych.text.sentencepiece import SPACE_MARK, SentencePiece, SentencePieceSpec
 
 PAD_ID = 0
@@ -91,8 +92,8 @@ class Tokenizer(ABC):
         """Every token by id, as its file has it; no two are the same."""
 
     @abstractmethod
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without beginning and end."""
+    def encode(self, texts: str | Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without beginning and end; a string is one text."""
 
     @abstractmethod
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
@@ -165,9 +166,9 @@ class ByteLevelTokenizer(Tokenizer):
         """Every token by id, its bytes in the characters that stand for them."""
         return tuple(str(self._inner.id_to_token(token)) for token in range(self.vocab_size))
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without `<bos>` and `<eos>`."""
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+    def encode(self, texts: str | Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without `<bos>` and `<eos>`; a string is one text."""
+        encodings = self._inner.encode_batch_fast(list(as_lines(texts)), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
@@ -287,9 +288,12 @@ class SentencePieceTokenizer(Tokenizer):
         """The pieces by id."""
         return self._record.vocab
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without beginning and end."""
-        return [[self._ids.get(piece, self._record.unk_id) for piece in self._cut(text)] for text in texts]
+    def encode(self, texts: str | Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without beginning and end; a string is one text."""
+        return [
+            [self._ids.get(piece, self._record.unk_id) for piece in self._cut(text)]
+            for text in as_lines(texts)
+        ]
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """Text of each sequence of ids; special ids and unknown tokens are skipped."""

@@ -178,7 +178,7 @@ def test_the_rewritten_layer_attends_as_before_or_the_rewrite_is_refused(
         new = REWRITES[rewrite](weights)
     if new is weights:
         return
-    rebuilt = MultiHeadAttention.from_weights(new, positions=POSITIONS[positions]())
+    rebuilt = MultiHeadAttention.from_weights(new.without_norms(), positions=POSITIONS[positions]())
     found = attend(rebuilt, new, x, memory, towards)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * float(other.abs().max()))
