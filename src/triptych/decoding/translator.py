@@ -131,7 +131,7 @@ class Translator:
             raise UsageError(f"this model cannot be run in {precision}: {reason}")
 
     @overload
-    def translate(self, lines: str) -> Translation: ...
+    def translate(self, lines: str) -> Translation: ...  # type: ignore[overload-overlap]
 
     @overload
     def translate(self, lines: Iterable[str]) -> list[Translation]: ...
