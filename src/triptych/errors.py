@@ -19,3 +19,7 @@ class UsageError(TriptychError):
 
 class DataError(TriptychError):
     """The content of an input file is not what it should be."""
+
+
+class ConfigurationWarning(UserWarning):
+    """A field of a checkpoint's configuration that is set and not followed, as `transformers` does not."""

@@ -157,3 +157,15 @@ def test_what_is_infinite_and_what_is_not_measured_are_told_apart(triptych: Comm
     rows = list(csv.DictReader(io.StringIO(as_csv.read_text())))
     assert [row["ov_condition"] for row in rows[:2]] == ["inf", ""]
     assert pyarrow.parquet.read_table(as_parquet)["ov_condition"][:2].to_pylist() == [math.inf, None]
+
+
+def test_a_field_that_is_not_followed_is_one_line_of_warning_and_in_the_json(
+    triptych: Command, tmp_path: Path
+) -> None:
+    folder = gpt2(tmp_path / "model", config={"clip_qkv": 8})
+    answer = triptych("inspect", folder, "--json")
+    assert answer.code == 0
+    assert answer.err.count("\n") == 1
+    assert answer.err.startswith("triptych: warning: ")
+    assert "clip_qkv is no field of a gpt2 in transformers" in answer.err
+    assert json.loads(answer.out)["warnings"] == [answer.err.removeprefix("triptych: warning: ").rstrip()]

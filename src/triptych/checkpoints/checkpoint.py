@@ -7,6 +7,7 @@ another shape than the configuration says is an error that names it.
 import copy
 import fnmatch
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import final
@@ -14,6 +15,7 @@ from typing import final
 from torch import Tensor
 
 from triptych.checkpoints.family import AttentionSpec, Family, family_of
+from triptych.checkpoints.fields import not_followed, require_known_kinds, sees_both_ways
 from triptych.checkpoints.hub import download_model, is_hub_id, open_hub
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel, is_own
@@ -22,7 +24,7 @@ from triptych.checkpoints.reading import LayerReader, Place
 from triptych.checkpoints.settings import Settings
 from triptych.checkpoints.tensors import SAFETENSORS, Tensors, open_tensors, read_json
 from triptych.checkpoints.unknown import work_out_family
-from triptych.errors import DataError, UsageError
+from triptych.errors import ConfigurationWarning, DataError, UsageError
 
 # A tensor with such a name, and in no layer that is known, may be attention that nobody told us of.
 _LOOKS_LIKE_ATTENTION = re.compile(
@@ -30,6 +32,7 @@ _LOOKS_LIKE_ATTENTION = re.compile(
     re.I,
 )
 _LONGEST_SAID = 1 << 40
+_MOST_LAYERS = 10_000  # that a configuration may say before the tensors are asked
 _LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"
 
 
@@ -50,6 +53,7 @@ class Checkpoint(AttentionSource):
         self.written_as, self.known_by = family.name, known_by
         self.absent = ()
         self._places = {place.site: place for place in self._find()}
+        self.warnings = self._not_followed()
         self.sites = tuple(self._places)
         self.unread = {}
         self.num_tensors = len(tensors.infos)
@@ -103,6 +107,9 @@ class Checkpoint(AttentionSource):
         return {name: count for name, count in counts.items() if count}
 
     def _find(self) -> Iterator[Place]:
+        for choice in self.family.refused:
+            if self.settings.holds(choice.when):
+                raise DataError(f"{self.name}: {self.family.name} cannot be read: {choice.value}")
         found_any, present, wanted = False, set[str](), dict[str, None]()
         for spec in self.family.attention:
             settings = self._settings_of(spec)
@@ -117,6 +124,7 @@ class Checkpoint(AttentionSource):
             if spec.needs and settings.value(spec.needs) is None:
                 raise DataError(f"{settings.where}: {spec.needs} is missing, and nothing else tells")
             inner, layers = settings.count(spec.inner), settings.count(spec.layers)
+            require_known_kinds(spec, settings, min(layers, _MOST_LAYERS))
             for layer in range(layers + self._more_layers(spec, settings)):
                 if layer >= layers and not self.tensors.below(prefix + spec.at.format(layer=layer, inner=0)):
                     break  # those after the last need not be there
@@ -126,8 +134,7 @@ class Checkpoint(AttentionSource):
                         raise DataError(
                             f"{self.name}: no tensor is below {module}, attention layer {layer} of {layers:,}"
                         )
-                    both_ways = bool(spec.both_ways) and settings.holds(spec.both_ways, layer)
-                    kind = "self" if both_ways else spec.kind
+                    kind = "self" if sees_both_ways(spec, settings, layer) else spec.kind
                     site = Site(spec.stack, layer * inner + within, kind, module)
                     yield Place(site, spec, settings, prefix, layer, within)
                     found_any = True
@@ -138,6 +145,17 @@ class Checkpoint(AttentionSource):
                 f"{self.name}: it says that it is {self.family.name}, and no tensor is named as there; "
                 f"what looks like attention: {', '.join(looks[:6]) or 'nothing'}"
             )
+
+    def _not_followed(self) -> tuple[str, ...]:
+        """Sentences on fields of the configuration that are set and change nothing."""
+        found = {id(place.spec): place for place in self._places.values()}
+        return tuple(
+            dict.fromkeys(
+                said
+                for place in found.values()
+                for said in not_followed(self.family, place.spec, place.settings)
+            )
+        )
 
     def _more_layers(self, spec: AttentionSpec, settings: Settings) -> int:
         if not spec.more_layers or settings.value(spec.more_layers) in (None, 0):
@@ -233,8 +251,18 @@ def open_checkpoint(path: Path | str, family: Family | None = None) -> Attention
             leave as the only way.
 
     Raises:
-        DataError: it cannot be read, its family is not known, or its tensors are not what that has.
+        DataError: it cannot be read, its family is not known, or its tensors are not what that has. The notes
+            of the error say more.
+
+    A `ConfigurationWarning` says which fields of the configuration are set and not followed.
     """
+    opened = _opened(path, family)
+    for said in opened.warnings:
+        warnings.warn(said, ConfigurationWarning, stacklevel=2)
+    return opened
+
+
+def _opened(path: Path | str, family: Family | None) -> AttentionSource:
     if not Path(path).exists() and is_hub_id(str(path)):
         record, where, tensors = open_hub(str(path))
         if is_own(record):

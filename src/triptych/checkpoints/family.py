@@ -17,10 +17,27 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from triptych.errors import DataError, UsageError
 
 _FOLDER = files("triptych.checkpoints") / "families"
+# What holds a value or a condition out of the configuration, in the words of `settings`.
+_EXPRESSIONS = (
+    "when", "value", "eps", "width", "start", "share", "base", "scaling", "times", "max_distance",
+    "buckets", "shared_maps", "image", "patch", "before", "rank", "q_rank", "plain", "turned",
+    "both_ways", "needs", "layers", "inner", "more_layers", "uses", "size", "heads", "value_width",
+    "scale", "soft_cap", "clip", "field",
+)  # fmt: skip
 
 
 class _Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def expressions(self) -> Iterator[str]:
+        """Every value and condition in it, those of its parts included."""
+        for name in type(self).model_fields:
+            held = getattr(self, name)
+            for part in held if isinstance(held, tuple) else (held,):
+                if isinstance(part, _Spec):
+                    yield from part.expressions()
+                elif name in _EXPRESSIONS and isinstance(part, str):
+                    yield part
 
 
 @final
@@ -34,6 +51,19 @@ class Choice(_Spec):
 
     when: str = ""
     value: str
+
+
+@final
+class Ignored(_Spec):
+    """A field that the model's class in `transformers` has and does not run by; nor does this library.
+
+    Attributes:
+        field: its path.
+        as_with: what the model does all the same, as if the field said so; "null" for as without it.
+    """
+
+    field: str
+    as_with: str = "null"
 
 
 @final
@@ -218,6 +248,7 @@ class AttentionSpec(_Spec):
         clip: of queries, keys and values.
         sinks: tensor with a score a head.
         known: tensors within the attention's module that are not maps, as patterns.
+        ignored: fields of the configuration that `transformers` has and does not run by.
     """
 
     stack: str = "decoder"
@@ -259,6 +290,7 @@ class AttentionSpec(_Spec):
     clip: str = ""
     sinks: str = ""
     known: tuple[str, ...] = ()
+    ignored: tuple[Ignored, ...] = ()
 
 
 @final
@@ -281,6 +313,7 @@ class Family(_Spec):
     Attributes:
         name: for people.
         model_types: of configurations.
+        refused: why its checkpoints cannot be read, on conditions of the configuration.
         attention: its kinds of attention layers.
         rest: tensors that look like attention by their names and are not, as patterns.
         unread: attention that is reported, and not read.
@@ -288,6 +321,7 @@ class Family(_Spec):
 
     name: str
     model_types: tuple[str, ...] = ()
+    refused: tuple[Choice, ...] = ()
     attention: tuple[AttentionSpec, ...] = Field(min_length=1)
     rest: tuple[str, ...] = ()
     unread: tuple[Unread, ...] = ()

@@ -64,6 +64,7 @@ class AttentionSource(ABC):
         left_over: tensors that are no attention, as far as their names tell.
         unread: tensors of attention that is known and not read, and why.
         absent: stacks that the configuration has and the tensors have not.
+        warnings: sentences on fields of the configuration that are set and not followed.
     """
 
     name: str
@@ -74,6 +75,7 @@ class AttentionSource(ABC):
     left_over: tuple[str, ...]
     unread: dict[str, str]
     absent: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @abstractmethod
     def read(self, site: Site) -> AttentionLayer:

@@ -21,6 +21,7 @@ from triptych.algebra.function import (
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Traits
 from triptych.attention.positions import alibi_slopes
 from triptych.checkpoints.family import AttentionSpec, Choice, HeadNormSpec, NormSpec, PositionSpec
+from triptych.checkpoints.fields import is_turned_round
 from triptych.checkpoints.layer import AttentionLayer, Site
 from triptych.checkpoints.rope import frequencies, rope_type, yarn_magnitude
 from triptych.checkpoints.settings import Settings
@@ -343,9 +344,7 @@ class LayerReader:
     def _bias(self, spec: PositionSpec, heads: int, scale: float, q: Link, k: Link) -> ScoreBias | None:
         match spec.kind:
             case "alibi":
-                of_heads = (
-                    alibi_slopes(heads) if spec.slopes == "authors" else _mpt_slopes(heads, self.settings)
-                )
+                of_heads = alibi_slopes(heads) if spec.slopes == "authors" else _mpt_slopes(heads)
                 times = scale if spec.times == "scale" else self.settings.number(spec.times, self.layer)
                 return Slopes(torch.tensor(of_heads, dtype=torch.float64) * times)
             case "distance table":
@@ -408,6 +407,8 @@ class LayerReader:
                 if found is None:
                     return None
                 width = self.settings.count(choice.value, self.layer)
+                if is_turned_round(self.spec, self.settings):
+                    return width + 1  # so many on either side, and its own place
                 # Half of a window that was written for keys on one side is on either.
                 return width if self.site.kind == self.spec.kind else width // 2 + 1
         return None
@@ -552,9 +553,8 @@ def tensor_names(module: str) -> tuple[str, str]:
     return f"{module}.weight", f"{module}.bias"
 
 
-def _mpt_slopes(heads: int, settings: Settings) -> list[float]:
+def _mpt_slopes(heads: int) -> list[float]:
     """As MPT finds them: by the power of two above, every second first."""
-    steepest = settings.number("attn_config.alibi_bias_max | 8")
     above = 1 << (heads - 1).bit_length()
-    slopes = [2 ** (-steepest * (i + 1) / above) for i in range(above)]
+    slopes = [2 ** (-8 * (i + 1) / above) for i in range(above)]
     return slopes if above == heads else (slopes[1::2] + slopes[::2])[:heads]

@@ -19,6 +19,8 @@ from triptych.errors import DataError
 
 _MISSING = object()
 _LARGEST = 1e15
+_A_PATH = re.compile(r"[A-Za-z_][\w.]*(?:\[\])?")
+_CONDITION = re.compile(r"(.+?)\s*(==|!=|>=|<)\s*(.+)")
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -102,7 +104,7 @@ class Settings:
         condition = condition.strip()
         if not condition:
             return True
-        if found := re.fullmatch(r"(.+?)\s*(==|!=|>=|<)\s*(.+)", condition):
+        if found := _CONDITION.fullmatch(condition):
             left, sign, right = found.groups()
             value = self._of_number(left, layer)
             value = self.value(left, layer) if value is None else value
@@ -167,6 +169,17 @@ class Settings:
                     return _MISSING
                 found = found[layer]
         return found
+
+
+def paths_in(expression: str) -> set[str]:
+    """The fields that a value or a condition reads, as paths."""
+    sides = [expression]
+    if found := _CONDITION.fullmatch(expression.strip()):
+        sides = [found[1], found[3]] if found[2] in ("<", ">=") else [found[1]]
+    words = {
+        word.removesuffix("[]") for side in sides for word in re.findall(r"[A-Za-z_][\w.]*(?:\[\])?", side)
+    }
+    return words - {"layer", "null", "true", "false"}
 
 
 def _literal(text: str) -> Any:

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family, read_family
 from triptych.cli.selection import numbers
+from triptych.cli.verbose import VerboseOption
 from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
@@ -53,6 +54,7 @@ def inspect(
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a row a head.")] = None,
     parquet: Annotated[Path | None, typer.Option("--parquet", help="The same as Parquet.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Measure the attention weights of a checkpoint, head by head.
 

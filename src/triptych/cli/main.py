@@ -1,12 +1,14 @@
 """The command `triptych`: parses, calls the library, prints."""
 
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version as installed_version
 
 import typer
 
+from triptych.cli.verbose import print_error, show_warning
 from triptych.errors import TriptychError
 
 # Each is a function of the module of its name, in this room. The summaries are the first lines of their
@@ -69,10 +71,11 @@ def _not_named() -> None:
 
 def run() -> None:
     """Entry point: errors a user can put right become one line and an exit code."""
+    warnings.showwarning = show_warning
     try:
         application(sys.argv[1:])()
     except TriptychError as error:
-        print(f"triptych: {error}", file=sys.stderr)
+        print_error(error)
         sys.exit(error.exit_code)
     except OSError as error:
         # typer itself ends quietly when whoever read our output has seen enough.

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from triptych.checkpoints.family import read_family
 from triptych.cli.selection import numbers
+from triptych.cli.verbose import VerboseOption
 from triptych.errors import UsageError
 from triptych.rewriting.certificate import Certificate, Cost, LayerRecord, NormRecord, card
 from triptych.rewriting.checkpoint import rewrite_checkpoint
@@ -105,6 +106,7 @@ def rewrite(
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what would be done.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print plan or certificate as JSON.")] = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Rewrite the attention of a checkpoint, with a certificate.
 

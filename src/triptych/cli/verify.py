@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from triptych.checkpoints.family import read_family
+from triptych.cli.verbose import VerboseOption
 from triptych.errors import DataError
 from triptych.rewriting.verification import verify_certificate
 
@@ -31,6 +32,7 @@ def verify(
         Path | None, typer.Option("--family", help="A file that says how attention is written, in both.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Check a certificate again; exit code 1 if a claim fails."""
     own = None if family is None else read_family(family)

@@ -61,6 +61,7 @@ class Inspection:
         more_copies: whether there may be more of them than were worked out.
         unread: tensors of attention that is known and not read, and why.
         absent: stacks that the configuration has and the tensors have not.
+        warnings: sentences on fields of the configuration that are set and not followed.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Inspection:
     more_copies: bool
     unread: dict[str, str]
     absent: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
         """A flat record of every head: its place, then every measure."""
@@ -160,6 +162,7 @@ def inspect_checkpoint(
         more_copies=more_copies,
         unread=dict(checkpoint.unread),
         absent=checkpoint.absent,
+        warnings=checkpoint.warnings,
         seconds=time.monotonic() - started,
     )
 

@@ -225,7 +225,7 @@ def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | Non
     prepared = prepare(source, folder, recipe)
     layers, before, after, folded = [], [], [], set[Site]()
     settings: dict[str, Any] = {}
-    bytes_after, notes = 0, dict[str, None]()
+    bytes_after, notes = 0, dict.fromkeys(source.warnings)
     stay = fixed_sizes(source, prepared) if isinstance(source, Checkpoint) else set[str]()
     for site in source.sites:
         read = source.read(site)

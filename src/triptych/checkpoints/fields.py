@@ -1,0 +1,160 @@
+"""Fields of a configuration that nobody reads: which of them can change what attention computes.
+
+Of a family in a file `transformers` is followed. What its class of the model reads, the family reads, or says
+that it does not (`ignored`); what is not among its fields changes nothing there, and nothing here.
+
+Of a checkpoint that no family file knows, every field counts: it is one of those listed here, or the
+checkpoint is refused.
+"""
+
+import re
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from importlib.resources import files
+from typing import Any
+
+from triptych.checkpoints.family import AttentionSpec, Family
+from triptych.checkpoints.settings import Settings, paths_in
+from triptych.checkpoints.tensors import shown
+from triptych.errors import DataError
+
+_NAMES: dict[str, frozenset[str]] = {
+    name: frozenset(names)
+    for name, names in tomllib.loads(
+        (files("triptych.checkpoints") / "fields.toml").read_text(encoding="utf-8")
+    ).items()
+}
+# What names of fields that have to do with attention, or with the norm before it, are made of.
+_OF_ATTENTION = re.compile(
+    r"att(n|ention)|softmax|soft_?cap|rope|rotary|alibi|causal|bidirection|window|clip|sink|quer(y|ies)|heads?(_|$)"
+    r"|(^|_)(q|k|v|qk|kv|qkv)(_|$)|position|relative|layer_types|layernorm|qk_?norm|parallel|temperature_tuning"
+)
+_HARMLESS_ENDS = re.compile(
+    r"(_token_id|_token_ids|_token_index|dropout|dropout_prob|dropout_rate|_pdrop|_drop_path_rate)$"
+    r"|^(initializer|classifier|summary|router|forced)_"
+)
+_AS_USUAL: dict[str, Collection[Any]] = {
+    "position_embedding_type": ("absolute", "rotary"),
+    "scale_attn_weights": (True,),
+    "pruned_heads": ({},),
+}
+_WORD_OF_LAYER = re.compile(r"([\w.]+)\[\]\s*(?:==|!=)\s*([a-z_]+)")
+
+
+def overlooked(record: Mapping[str, Any], read: Collection[str], path: str = "") -> Iterator[str]:
+    """The fields that are set and not read, as paths; records of which parts are read are looked into."""
+    for name, value in record.items():
+        at = path + name
+        if value is None or at in read:
+            continue
+        if isinstance(value, dict) and any(of.startswith(f"{at}.") for of in read):
+            yield from overlooked(value, read, f"{at}.")
+        else:
+            yield at
+
+
+def fields_read(family: Family) -> frozenset[str]:
+    """The fields that a family reads, or says that nobody does, as paths."""
+    ignored = {ignored.field for spec in family.attention for ignored in spec.ignored}
+    return _NAMES["read_in_code"].union(
+        ignored, *(paths_in(expression) for expression in family.expressions())
+    )
+
+
+def of_attention(path: str) -> bool:
+    """Whether a field may have to do with attention, as far as its name tells."""
+    name = path.rpartition(".")[2]
+    return bool(_OF_ATTENTION.search(name)) and name not in _NAMES["sounds_only"] and not _is_harmless(name)
+
+
+def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Iterator[str]:
+    """Sentences on fields that are set and change nothing, of a family that a file describes."""
+    for ignored in spec.ignored:
+        said = settings.value(ignored.field)
+        if said is not None and settings.holds(f"{ignored.field} != {ignored.as_with}"):
+            as_if = "without it" if ignored.as_with == "null" else f"with {ignored.as_with}"
+            yield (
+                f"{settings.where}: {ignored.field} is {shown(said)}, which transformers does not follow; "
+                f"read as it runs, {as_if}"
+            )
+    read = fields_read(family)
+    model_type = settings.value("model_type")
+    of = "this model" if model_type is None else f"a {model_type}"
+    if strange := [path for path in overlooked(settings.record, read) if of_attention(path)]:
+        are = "is no field" if len(strange) == 1 else "are no fields"
+        yield (
+            f"{settings.where}: {listed(strange)} {are} of {of} in transformers, and not followed here either"
+        )
+
+
+def require_known_kinds(spec: AttentionSpec, settings: Settings, layers: int) -> None:
+    """Every layer is of a kind that the family knows, where a list such as `layer_types` has a word for each.
+
+    Raises:
+        DataError: one is not.
+    """
+    asked = [found for e in spec.expressions() if (found := _WORD_OF_LAYER.fullmatch(e.strip()))]
+    known = {found[2] for found in asked} | {"full_attention", "global"}
+    for path in dict.fromkeys(found[1] for found in asked):
+        for layer in range(layers):
+            word = settings.value(f"{path}[]", layer)
+            if word is not None and word not in known:
+                raise DataError(
+                    f"{settings.where}: {path} of layer {layer} is {shown(word)}, which is not supported; "
+                    f"there are {', '.join(sorted(known))}"
+                )
+
+
+def sees_both_ways(spec: AttentionSpec, settings: Settings, layer: int) -> bool:
+    """Whether a causal layer sees what comes later, too.
+
+    `transformers` makes the mask of any decoder-only model by `is_causal` of its configuration, a field that
+    no class has (`masking_utils.py`).
+
+    Raises:
+        DataError: two fields say so, with windows that are counted in two ways.
+    """
+    own = bool(spec.both_ways) and settings.holds(spec.both_ways, layer)
+    if not is_turned_round(spec, settings):
+        return own
+    if own:
+        raise DataError(
+            f"{settings.where}: is_causal is false, and {spec.both_ways} is true: give one of them"
+        )
+    return True
+
+
+def is_turned_round(spec: AttentionSpec, settings: Settings) -> bool:
+    """Whether `is_causal` makes a causal layer one that sees both sides."""
+    heeded = spec.kind == "causal" and all(ignored.field != "is_causal" for ignored in spec.ignored)
+    return heeded and settings.value("is_causal") is False
+
+
+def not_understood(record: Mapping[str, Any], path: str = "") -> list[str]:
+    """The fields of a configuration of which it is not known that they leave attention alone, as paths.
+
+    Args:
+        record: the configuration of a model that no family knows, or a record in it.
+        path: of that record, with a "." at its end.
+    """
+    found = []
+    for name, value in record.items():
+        if value is None or _is_harmless(name) or name in _NAMES["understood"]:
+            continue
+        if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+            found += [f"{path}{name}.{own}" for own in value if own not in _NAMES["rope"]]
+            continue
+        if name == "layer_types" and isinstance(value, list) and {*map(str, value)} <= {"full_attention"}:
+            continue
+        if name not in _AS_USUAL or value not in _AS_USUAL[name]:
+            found.append(path + name)
+    return found
+
+
+def _is_harmless(name: str) -> bool:
+    return name in _NAMES["harmless"] or bool(_HARMLESS_ENDS.search(name))
+
+
+def listed(names: Collection[str]) -> str:
+    """Names from a file in a row, cut off after a few."""
+    return ", ".join(shown(name) for name in [*names][:6]) + (" …" if len(names) > 6 else "")
