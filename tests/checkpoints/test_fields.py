@@ -153,7 +153,9 @@ def test_a_kind_of_layer_that_a_family_does_not_know_is_refused(tmp_path: Path) 
 def test_a_field_that_transformers_follows_now_and_then_is_refused(tmp_path: Path) -> None:
     made("gemma", tmp_path)
     changed(tmp_path, {"use_bidirectional_attention": True})
-    with pytest.raises(DataError, match="with use_bidirectional_attention transformers sees both sides or one"):
+    with pytest.raises(
+        DataError, match="with use_bidirectional_attention transformers sees both sides or one"
+    ):
         open_checkpoint(tmp_path)
 
 

@@ -1,14 +1,13 @@
 """The command `triptych`: parses, calls the library, prints."""
 
 import sys
-import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version as installed_version
 
 import typer
 
-from triptych.cli.verbose import print_error, show_warning
+from triptych.cli.verbose import print_error, warnings_as_lines
 from triptych.errors import TriptychError
 
 # Each is a function of the module of its name, in this room. The summaries are the first lines of their
@@ -71,9 +70,9 @@ def _not_named() -> None:
 
 def run() -> None:
     """Entry point: errors a user can put right become one line and an exit code."""
-    warnings.showwarning = show_warning
     try:
-        application(sys.argv[1:])()
+        with warnings_as_lines():
+            application(sys.argv[1:])()
     except TriptychError as error:
         print_error(error)
         sys.exit(error.exit_code)

@@ -2,7 +2,9 @@
 
 import sys
 import warnings
-from typing import Annotated, TextIO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +15,6 @@ VerboseOption = Annotated[
     bool,
     typer.Option("--verbose", help="If it fails, print all that was found, and what to do."),
 ]
-_as_before = warnings.showwarning
 
 
 def print_error(error: TriptychError) -> None:
@@ -23,16 +24,18 @@ def print_error(error: TriptychError) -> None:
     print("\n".join([f"triptych: {error}{more}", *(notes if says_all else ())]), file=sys.stderr)
 
 
-def show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """One of ours as one line; others as Python has them."""
-    if issubclass(category, ConfigurationWarning):
-        print(f"triptych: warning: {message}", file=sys.stderr)
-    else:
-        _as_before(message, category, filename, lineno, file, line)
+@contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """While entered, warnings about configurations are lines of their own, each printed once."""
+    with warnings.catch_warnings():
+        as_before = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
+            if issubclass(category, ConfigurationWarning):
+                print(f"triptych: warning: {message}", file=sys.stderr)
+            else:
+                as_before(message, category, *where, **how)
+
+        warnings.simplefilter("default", ConfigurationWarning)
+        warnings.showwarning = show
+        yield
