@@ -112,11 +112,15 @@ def sees_both_ways(spec: AttentionSpec, settings: Settings, layer: int) -> bool:
     no class has (`masking_utils.py`).
 
     Raises:
-        DataError: two fields say so, with windows that are counted in two ways.
+        DataError: two fields say so, with windows that are counted in two ways; or positions are ALiBi's, whose
+            bias `transformers` lets grow with what comes later.
     """
     own = bool(spec.both_ways) and settings.holds(spec.both_ways, layer)
     if not is_turned_round(spec, settings):
         return own
+    position = next((p for p in spec.positions if settings.holds(p.when, layer)), None)
+    if position is not None and position.kind == "alibi":
+        raise DataError(f"{settings.where}: is_causal is false, which is not supported with ALiBi positions")
     if own:
         raise DataError(
             f"{settings.where}: is_causal is false, and {spec.both_ways} is true: give one of them"

@@ -331,8 +331,13 @@ class LayerReader:
         if scaling and first is not None:  # some have it beside the record, which counts for more
             scaling = {**scaling, "original_max_position_embeddings": first}
         longest = settings.number("max_position_embeddings | 2048", layer)
+        base = settings.number(spec.base, layer)
+        if "rope_theta" in spec.base and scaling.get("rope_theta") is not None:
+            base = Settings(scaling, settings.where).number(
+                "rope_theta"
+            )  # a record takes another's place whole
         try:
-            found = frequencies(scaling, turned, settings.number(spec.base, layer), longest, share)
+            found = frequencies(scaling, turned, base, longest, share)
         except (ValueError, TypeError, ArithmeticError) as error:
             raise DataError(f"{settings.where}: rotary positions cannot be scaled so: {error}") from None
         return Rotation(found.per_position, spec.pairing, start, found.factor)
