@@ -112,7 +112,7 @@ def sees_both_ways(spec: AttentionSpec, settings: Settings, layer: int) -> bool:
     no class has (`masking_utils.py`).
 
     Raises:
-        DataError: two fields say so, with windows that are counted in two ways; or positions are ALiBi's, whose
+        DataError: two fields say so, with windows counted in two ways; or positions are ALiBi's, whose
             bias `transformers` lets grow with what comes later.
     """
     own = bool(spec.both_ways) and settings.holds(spec.both_ways, layer)
