@@ -95,7 +95,7 @@ def test_is_causal_is_followed_in_every_family(name: str, tmp_path: Path) -> Non
         ("mpt", {"attn_config.alibi": False}, "attn_config.alibi is false"),
         ("mpt", {"attn_config.alibi_bias_max": 4}, "attn_config.alibi_bias_max is 4"),
         ("gemma3, text", {"attn_logit_softcapping": 0.02}, "attn_logit_softcapping is 0.02"),
-        ("llama", {"clip_qkv": 0.01}, "clip_qkv is no field of a llama in transformers"),
+        ("llama", {"clip_qkv": 0.01}, "clip_qkv is no field of Llama in transformers"),
         ("llama", {"attention_multiplier": 9.0, "sliding_window": 2}, "attention_multiplier is no field"),
         ("llama", {"rope_parameters.partial_rotary_factor": 0.5}, ""),
         ("gpt2", {"attn_scale": 9.0, "use_alibi": True}, "attn_scale, use_alibi are no fields of a gpt2"),

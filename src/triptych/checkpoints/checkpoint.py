@@ -33,6 +33,7 @@ _LOOKS_LIKE_ATTENTION = re.compile(
 )
 _LONGEST_SAID = 1 << 40
 _MOST_LAYERS = 10_000  # that a configuration may say before the tensors are asked
+_GUESSED = "names and shapes"
 _LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"
 
 
@@ -53,7 +54,7 @@ class Checkpoint(AttentionSource):
         self.written_as, self.known_by = family.name, known_by
         self.absent = ()
         self._places = {place.site: place for place in self._find()}
-        self.warnings = self._not_followed()
+        self.warnings = () if known_by == _GUESSED else self._not_followed()
         self.sites = tuple(self._places)
         self.unread = {}
         self.num_tensors = len(tensors.infos)
@@ -291,7 +292,7 @@ def _opened(path: Path | str, family: Family | None) -> AttentionSource:
         model_type = settings.value("model_type")
         family, how_known = family_of(str(model_type)), f"model_type {model_type!r}"
     if family is None:
-        family, how_known = work_out_family(settings, tensors, str(path)), "names and shapes"
+        family, how_known = work_out_family(settings, tensors, str(path)), _GUESSED
     return Checkpoint(str(path), family, settings, tensors, how_known)
 
 

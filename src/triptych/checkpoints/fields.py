@@ -77,14 +77,15 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
                 f"{settings.where}: {ignored.field} is {shown(said)}, which transformers does not follow; "
                 f"read as it runs, {as_if}"
             )
-    read = fields_read(family)
-    model_type = settings.value("model_type")
-    of = "this model" if model_type is None else f"a {model_type}"
-    if strange := [path for path in overlooked(settings.record, read) if of_attention(path)]:
+    strange = [path for path in overlooked(settings.record, fields_read(family)) if of_attention(path)]
+    if strange and family.model_types:
         are = "is no field" if len(strange) == 1 else "are no fields"
         yield (
-            f"{settings.where}: {listed(strange)} {are} of {of} in transformers, and not followed here either"
+            f"{settings.where}: {listed(strange)} {are} of {family.name} in transformers, and not followed here "
+            "either"
         )
+    elif strange:
+        yield f"{settings.where}: {family.name} does not say what {listed(strange)} does: not followed"
 
 
 def require_known_kinds(spec: AttentionSpec, settings: Settings, layers: int) -> None:
