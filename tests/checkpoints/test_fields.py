@@ -98,7 +98,7 @@ def test_is_causal_is_followed_in_every_family(name: str, tmp_path: Path) -> Non
         ("llama", {"clip_qkv": 0.01}, "clip_qkv is no field of Llama in transformers"),
         ("llama", {"attention_multiplier": 9.0, "sliding_window": 2}, "attention_multiplier is no field"),
         ("llama", {"rope_parameters.partial_rotary_factor": 0.5}, ""),
-        ("gpt2", {"attn_scale": 9.0, "use_alibi": True}, "attn_scale, use_alibi are no fields of a gpt2"),
+        ("gpt2", {"attn_scale": 9.0, "use_alibi": True}, "attn_scale, use_alibi are no fields of GPT-2"),
     ],
 )
 def test_what_transformers_does_not_follow_is_not_followed_and_said(

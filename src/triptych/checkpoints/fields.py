@@ -81,10 +81,10 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
     if strange and family.model_types:
         are = "is no field" if len(strange) == 1 else "are no fields"
         yield (
-            f"{settings.where}: {listed(strange)} {are} of {family.name} in transformers, and not followed here "
-            "either"
+            f"{settings.where}: {listed(strange)} {are} of {family.name} in transformers: not followed, here or "
+            "there"
         )
-    elif strange:
+    elif strange := [path for path in strange if path not in _NAMES["understood"]]:
         yield f"{settings.where}: {family.name} does not say what {listed(strange)} does: not followed"
 
 
