@@ -81,8 +81,8 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
     if strange and family.model_types:
         are = "is no field" if len(strange) == 1 else "are no fields"
         yield (
-            f"{settings.where}: {listed(strange)} {are} of {family.name} in transformers: not followed, here or "
-            "there"
+            f"{settings.where}: {listed(strange)} {are} of {family.name} in transformers: "
+            "not followed, here or there"
         )
     elif strange := [path for path in strange if path not in _NAMES["understood"]]:
         yield f"{settings.where}: {family.name} does not say what {listed(strange)} does: not followed"
