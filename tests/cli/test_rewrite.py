@@ -178,6 +178,19 @@ def test_key_value_heads_are_merged(triptych: Command, tmp_path: Path) -> None:
     assert certified(out).after.kv_bytes_per_token == certified(out).before.kv_bytes_per_token / 2
 
 
+def test_more_key_value_heads_than_there_are_are_copies(triptych: Command, tmp_path: Path) -> None:
+    source, out = llama(tmp_path / "source"), tmp_path / "out"
+    answer = triptych("rewrite", source, "-o", out, "--kv-heads", "4", "--rank", "8", "--no-compare")
+    assert answer.code == 0, answer.err
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 4
+    steps = json.loads((out / "certificate.json").read_text())["layers"][0]["steps"]
+    assert [step["rewrite"] for step in steps] == ["truncate", "repeat_kv_heads"]
+    assert triptych("verify", out, "--against", source).code == 0
+    refused = triptych("rewrite", source, "-o", tmp_path / "other", "--kv-heads", "3", "--no-compare")
+    assert refused.code == 1
+    assert "num_kv_heads 3 is no multiple of 2 that divides 4 heads" in refused.err
+
+
 def test_heads_that_do_least_are_left_out(triptych: Command, tmp_path: Path) -> None:
     tensors = load_file(gpt2(tmp_path / "source") / "model.safetensors")
     weak = tensors["h.1.attn.c_proj.weight"].clone()

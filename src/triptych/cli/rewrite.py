@@ -18,7 +18,7 @@ from triptych.cli.verbose import VerboseOption
 from triptych.errors import UsageError
 from triptych.rewriting.certificate import Certificate, Cost, LayerRecord, NormRecord, card
 from triptych.rewriting.checkpoint import rewrite_checkpoint
-from triptych.rewriting.planning import Plan, plan_rewrite
+from triptych.rewriting.planning import Plan, plan_rewrite, resize_kv_heads
 from triptych.rewriting.recipe import (
     EXACT,
     AnyStep,
@@ -113,11 +113,12 @@ def rewrite(
     The result has the format of the original. The certificate says what was changed and what was measured.
     """
     own = None if family is None else read_family(family)
+    kv_rewrite = None if kv_heads is None else resize_kv_heads(checkpoint, kv_heads, own)
     chosen = _recipe(
         recipe=recipe,
         exact=exact,
         records=_records(
-            do or [], rank, energy, budget, forms, criterion, rotary, calibrate, kv_heads, prune
+            do or [], rank, energy, budget, forms, criterion, rotary, calibrate, kv_heads, kv_rewrite, prune
         ),
         layers=None if layers is None else tuple(numbers(layers, "--layers")),
         skip_refused=skip_refused,
@@ -169,14 +170,15 @@ def _records(
     rotary: str | None,
     calibrate: Path | None,
     kv_heads: int | None,
+    kv_rewrite: str | None,
     prune: int | None,
 ) -> list[dict[str, Any]]:
     """The steps that options ask for, as records."""
     found: list[dict[str, Any]] = [{"rewrite": name} for name in do]
     if prune is not None:
         found.append({"rewrite": "prune_heads", "number": prune, "on_text": calibrate is not None})
-    if kv_heads is not None:
-        found.append({"rewrite": "merge_kv_heads", "num_kv_heads": kv_heads})
+    if kv_rewrite == "merge_kv_heads":
+        found.append({"rewrite": kv_rewrite, "num_kv_heads": kv_heads})
     cut = {"rank": rank, "energy": energy, "budget": budget}
     cut = {name: value for name, value in cut.items() if value is not None}
     if cut:
@@ -187,6 +189,8 @@ def _records(
         raise UsageError("--rotary is for a lower rank: give --rank, --energy or --budget with it")
     elif criterion is not None:
         raise UsageError("--criterion is for a lower rank: give --rank, --energy or --budget with it")
+    if kv_rewrite == "repeat_kv_heads":  # copies come last
+        found.append({"rewrite": kv_rewrite, "num_kv_heads": kv_heads})
     return found
 
 

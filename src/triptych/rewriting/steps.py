@@ -355,17 +355,22 @@ class SortHeads(AttentionStep):
 
 @final
 class RepeatKVHeads(AttentionStep):
-    """A key-value head for every query head."""
+    """More key-value heads, copies of those there are.
+
+    Attributes:
+        num_kv_heads: how many there are then; one for every query head if None.
+    """
 
     place = 9
     by_groups = True
     at_end = True
     resizes = True
     rewrite: Literal["repeat_kv_heads"] = "repeat_kv_heads"
+    num_kv_heads: int | None = Field(None, ge=1)
 
     def apply(self, layer: Layer) -> Rewritten:
         """Repeat."""
-        return rewrites.repeat_kv_heads(layer.weights)
+        return rewrites.repeat_kv_heads(layer.weights, self.num_kv_heads)
 
 
 @final

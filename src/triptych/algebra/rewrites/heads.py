@@ -205,24 +205,39 @@ def measure_importance(
     return squares.clamp(min=0.0).sqrt()
 
 
-def repeat_kv_heads(weights: AttentionWeights) -> Rewritten:
-    """Give every query head a key and a value head of its own, copies of those that it reads.
+def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) -> Rewritten:
+    """Give fewer query heads, or each, a key and a value head of their own, copies of those that they read.
 
     Args:
         weights: the layer.
+        num_kv_heads: number of key-value heads of the result, a multiple of those there are that divides the
+            number of heads; one for every head if None.
 
     Returns:
-        The same function, for more memory; the weights given if every head has its own.
+        The same function, for more memory; the weights given if there are as many already.
 
     Raises:
-        RewriteRefusedError: queries must be multiplied out for it (heads that weigh the channels of one
-            key map), and something stands between their maps.
+        RewriteRefusedError: numbers that do not divide; queries must be multiplied out for it (heads that
+            weigh the channels of one key map), and something stands between their maps.
     """
-    heads = weights.num_heads
+    heads = weights.num_heads if num_kv_heads is None else num_kv_heads
     both: tuple[Side, Side] = ("k", "v")
     sides = [
         side for side in both if 0 < max((link.copies for link in weights.chain(side)), default=0) < heads
     ]
+    there = [max(link.copies for link in weights.chain(side)) for side in sides]
+    if weights.num_heads % heads or any(heads % copies for copies in there):
+        raise RewriteRefusedError(
+            "repeat_kv_heads",
+            f"num_kv_heads {heads} is no multiple of {max(there, default=1)} that divides {weights.num_heads} "
+            "heads",
+        )
+    if not sides and num_kv_heads is not None and heads < weights.num_key_heads:
+        raise RewriteRefusedError(
+            "repeat_kv_heads",
+            f"there are {weights.num_key_heads} key-value heads, more than {heads}",
+            "merge_kv_heads leaves fewer",
+        )
     if not sides:
         return unchanged(
             "repeat_kv_heads", weights, "every head has its own keys and values, as far as they have maps"
