@@ -215,7 +215,7 @@ def local_folder(checkpoint: str) -> Path:
 
 
 def resize_kv_heads(checkpoint: str, num_kv_heads: int, family: Family | None = None) -> str:
-    """The rewrite that gives so many key-value heads: merging, or repeating where the first layer has fewer."""
+    """The rewrite that gives so many key-value heads: merging, or repeating if the first layer has fewer."""
     source = open_checkpoint(local_folder(checkpoint), family)
     there = source.read(source.sites[0]).weights.num_key_heads
     return "repeat_kv_heads" if num_kv_heads > there else "merge_kv_heads"

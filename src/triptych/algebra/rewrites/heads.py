@@ -229,8 +229,8 @@ def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) 
     if weights.num_heads % heads or any(heads % copies for copies in there):
         raise RewriteRefusedError(
             "repeat_kv_heads",
-            f"num_kv_heads {heads} is no multiple of {max(there, default=1)} that divides {weights.num_heads} "
-            "heads",
+            f"num_kv_heads {heads} is no multiple of {max(there, default=1)} that divides "
+            f"{weights.num_heads} heads",
         )
     if not sides and num_kv_heads is not None and heads < weights.num_key_heads:
         raise RewriteRefusedError(
