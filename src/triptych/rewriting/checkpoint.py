@@ -21,14 +21,12 @@ from triptych.checkpoints.own import OwnModel
 from triptych.checkpoints.settings import Settings
 from triptych.checkpoints.shards import tensor_hash
 from triptych.checkpoints.tensors import SAFETENSORS, Tensors, open_tensors, read_json
-from triptych.errors import DataError, TriptychError
+from triptych.errors import DataError
 from triptych.files import file_hash, write_bytes, write_folder
 from triptych.models.storage import write_model
-from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import (
     CERTIFICATE,
     MODEL_CARD,
-    RANDOM_TOKENS,
     Certificate,
     Cost,
     EndToEnd,
@@ -37,6 +35,7 @@ from triptych.rewriting.certificate import (
     TensorRecord,
     card,
 )
+from triptych.rewriting.comparing import compare_models, open_original, why_not_by_itself
 from triptych.rewriting.inputs import INPUTS, gather_inputs, write_inputs
 from triptych.rewriting.layers import RewrittenLayer
 from triptych.rewriting.measuring import PROBES, measure_change, measure_change_on
@@ -53,19 +52,10 @@ from triptych.rewriting.planning import (
     written_layer,
 )
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.running import (
-    RunnableModel,
-    Window,
-    can_run,
-    compared,
-    first_line,
-    open_model,
-    read_whole_text,
-)
+from triptych.rewriting.rounding import coarsest_changed
+from triptych.rewriting.running import RunnableModel, Window, read_whole_text
 
 Progress = Callable[[str, int, int], None]
-# Models up to this size are run, original and rewritten, without being asked for: both are held in float32.
-_LARGEST_COMPARED = 2_000_000_000
 
 
 def rewrite_checkpoint(
@@ -152,7 +142,10 @@ class _Rewriting(ABC):
     ) -> Certificate:
         """Of what is in a folder now."""
         request = self.request
-        compared_as, why_not = self._compared(written)
+        norms = self.prepared.norms.records(self.took_up_norm)
+        bounded = any(layer.tier == "bounded" for layer in self.layers.values())
+        stored = None if bounded else coarsest_changed(tensors, open_tensors(written))
+        compared_as, why_not = self._compared(written, stored)
         return Certificate(
             tool=f"triptych {version('triptych')}",
             source=request.checkpoint,
@@ -162,7 +155,7 @@ class _Rewriting(ABC):
             recipe=tuple(step.model_dump(mode="json", exclude_none=True) for step in request.recipe.step),
             calibration=_hash_of(request.recipe.calibration),
             layers=tuple(self.layers[site.name] for site in self.source.sites),
-            norms=self.prepared.norms.records(self.took_up_norm),
+            norms=norms,
             before=total([one for one, _ in self.costs]),
             after=total([other for _, other in self.costs]),
             tensors=dict(tensors),
@@ -174,47 +167,20 @@ class _Rewriting(ABC):
             not_on_text=self.not_on_text,
         ).sealed()
 
-    def _compared(self, written: Path) -> tuple[EndToEnd | None, str]:
+    def _compared(self, written: Path, stored: torch.dtype | None) -> tuple[EndToEnd | None, str]:
         """Both whole models on the text, or on random tokens; or why not."""
         request = self.request
         if not request.compare:
             return None, "it was not asked for"
-        if request.text is None:
-            if reason := can_run(request.folder):
-                return None, reason
-            size = sum(path.stat().st_size for path in request.folder.glob("*.*") if path.is_file())
-            if size > _LARGEST_COMPARED:
-                return None, f"it has {size / 1e9:.1f} GB; --text FILE compares them nevertheless"
+        if request.text is None and (reason := why_not_by_itself(request.folder)):
+            return None, reason
         request.progress("comparing both models", 0, 1)
-        try:
-            one = open_model(request.folder)
-            if request.text is None:
-                windows = list(one.random_windows(PROBES.seed))
-                one.outputs(windows[0])
-            else:
-                windows = list(one.windows(request.text, MOST_TOKENS))
-        # The original may be of a kind that takes no tokens: pictures, speech.
-        except Exception as error:
-            reason = f"the original cannot be run: {first_line(error)}"
-            if request.text is None:
-                return None, reason
-            if isinstance(error, TriptychError):
-                raise
-            raise DataError(f"{request.folder}: {reason}") from error
+        opened = open_original(request.folder, request.text)
+        if isinstance(opened, str):
+            return None, opened
         if request.text is not None:
-            self._try_on_text(one, windows, written)
-        other = open_model(written)
-        found = compared(one, other, iter(windows))
-        return EndToEnd(
-            by=one.by,
-            text=RANDOM_TOKENS if request.text is None else request.text.name,
-            text_sha256=_hash_of(request.text),
-            tokens=found.tokens,
-            worst_logit=found.worst_logit,
-            divergence_nats=found.divergence_nats,
-            loss_before_nats=found.loss_before_nats,
-            loss_after_nats=found.loss_after_nats,
-        ), ""
+            self._try_on_text(opened.model, opened.windows, written)
+        return compare_models(opened, self.source, written, request.text, stored), ""
 
     def _try_on_text(self, model: RunnableModel, windows: Sequence[Window], written: Path) -> None:
         """Measure what changed on what the text gives the original, and keep that."""

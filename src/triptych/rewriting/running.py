@@ -25,6 +25,7 @@ from triptych.runs import Run
 
 WINDOW_TOKENS = 128
 _RANDOM_WINDOWS = 4
+_FARTHEST = 4
 Kind = Literal["causal", "pairs", "encoder"]
 
 
@@ -57,11 +58,13 @@ class RunnableModel(ABC):
     Attributes:
         by: what runs it.
         kind: what it does with text.
+        model: its module.
         seen: what the layers that are watched were given in the last run, by name: each time they were used.
     """
 
     by: str
     kind: Kind
+    model: nn.Module
     seen: dict[str, list[Seen]]
 
     @abstractmethod
@@ -84,6 +87,32 @@ class RunnableModel(ABC):
     def watch(self, source: AttentionSource, sites: Sequence[Site]) -> "contextlib.ExitStack":
         """Keep what attention layers are given at the next run, in `seen`, until the stack is closed."""
 
+    @abstractmethod
+    def attention_module(self, site: Site) -> nn.Module:
+        """The module of an attention layer.
+
+        Raises:
+            DataError: the model has none.
+        """
+
+    def attention_outputs(self, source: AttentionSource, window: Window) -> list[tuple[str, Tensor]]:
+        """What attention layers put out, by name, in the order in which they run.
+
+        Raises:
+            DataError: the model has no module of a layer's name.
+        """
+        found: list[tuple[str, Tensor]] = []
+
+        def keep(module: nn.Module, given: Any, output: Any, *, name: str) -> None:
+            found.append((name, output if isinstance(output, Tensor) else output[0]))
+
+        with contextlib.ExitStack() as stack:
+            for site in source.sites:
+                hook = partial(keep, name=site.name)
+                stack.callback(self.attention_module(site).register_forward_hook(hook).remove)
+            self.outputs(window)
+        return found
+
 
 class Compared(NamedTuple):
     """Two models on the same windows.
@@ -94,6 +123,7 @@ class Compared(NamedTuple):
         divergence_nats: mean KL divergence of the second model's next token from the first's.
         loss_before_nats: of the first, per token; None where nothing is predicted. Likewise
             `loss_after_nats`, of the second.
+        farthest: the windows on which logits differ most, the worst first.
     """
 
     tokens: int
@@ -101,6 +131,7 @@ class Compared(NamedTuple):
     divergence_nats: float
     loss_before_nats: float | None
     loss_after_nats: float | None
+    farthest: tuple[Window, ...] = ()
 
 
 @torch.inference_mode()
@@ -111,10 +142,12 @@ def compared(original: RunnableModel, rewritten: RunnableModel, windows: Iterato
         UsageError: there are no windows.
     """
     tokens, worst, divergence, predicted = 0, 0.0, 0.0, 0
-    losses = [0.0, 0.0]
+    losses, farthest = [0.0, 0.0], list[tuple[float, Window]]()
     for window in windows:
         one, other = original.outputs(window).double(), rewritten.outputs(window).double()
-        worst = max(worst, float((one - other).abs().max()))
+        apart = largest_difference(one, other)
+        worst = max(worst, apart)
+        farthest = sorted([*farthest, (apart, window)], key=lambda pair: -pair[0])[:_FARTHEST]
         log_p, log_q = one.log_softmax(dim=-1), other.log_softmax(dim=-1)
         divergence += float((log_p.exp() * (log_p - log_q)).sum().clamp(min=0))
         tokens += len(one)
@@ -124,9 +157,17 @@ def compared(original: RunnableModel, rewritten: RunnableModel, windows: Iterato
                 losses[place] -= float(found.gather(-1, window.targets[:, None]).sum())
     if not tokens:
         raise UsageError("the text is empty: there is nothing to compare on")
-    if not predicted:
-        return Compared(tokens, worst, divergence / tokens, None, None)
-    return Compared(tokens, worst, divergence / tokens, losses[0] / predicted, losses[1] / predicted)
+    before, after = (loss / predicted if predicted else None for loss in losses)
+    return Compared(
+        tokens, worst, divergence / tokens, before, after, tuple(window for _, window in farthest)
+    )
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    """Of two outputs, entry by entry; infinite where one of them is no number and the other is."""
+    one, other = one.double(), other.double()
+    same = (one == other) | (one.isnan() & other.isnan())
+    return float((one - other).abs().nan_to_num(nan=torch.inf).masked_fill(same, 0.0).max())
 
 
 def open_model(path: Path) -> RunnableModel:
@@ -191,7 +232,7 @@ class TransformersModel(RunnableModel):
             loader = getattr(transformers, name, None)
             if not (isinstance(loader, type) and issubclass(loader, transformers.PreTrainedModel)):
                 loader = transformers.AutoModel
-            self.model: nn.Module = loader.from_pretrained(
+            self.model = loader.from_pretrained(
                 path,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -264,6 +305,10 @@ class TransformersModel(RunnableModel):
                         self._module(name).register_forward_pre_hook(partial(hear, key=key)).remove
                     )
         return stack
+
+    def attention_module(self, site: Site) -> nn.Module:
+        """That of the layer's name, as near as the names in memory come to it."""
+        return self._module(site.module)
 
     def _module(self, name: str) -> nn.Module:
         """The module of a tensor's name: the file's names and those in memory may differ at the front.
@@ -392,7 +437,6 @@ class OwnRunnable(RunnableModel):
     def watch(self, source: AttentionSource, sites: Sequence[Site]) -> contextlib.ExitStack:
         """Hooks on the attention layers."""
         stack = contextlib.ExitStack()
-        layers = {(str(site.stack), site.block): site.layer for site in attention_sites(self.model)}
         for site in sites:
 
             def hear(
@@ -401,12 +445,15 @@ class OwnRunnable(RunnableModel):
                 memory = by_name.get("memory") if site.kind == "cross" else None
                 self.seen.setdefault(site.name, []).append(Seen(given[0].detach(), memory))
 
-            stack_name = (
-                "cross" if site.kind == "cross" else "encoder" if site.stack == "encoder" else "decoder"
-            )
-            layer = layers[stack_name, site.layer]
+            layer = self.attention_module(site)
             stack.callback(layer.register_forward_pre_hook(hear, with_kwargs=True).remove)
         return stack
+
+    def attention_module(self, site: Site) -> nn.Module:
+        """The attention layer of a stack and a block."""
+        layers = {(str(there.stack), there.block): there.layer for there in attention_sites(self.model)}
+        stack = "cross" if site.kind == "cross" else "encoder" if site.stack == "encoder" else "decoder"
+        return layers[stack, site.layer]
 
 
 def first_line(error: Exception) -> str:

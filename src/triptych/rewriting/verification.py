@@ -30,6 +30,7 @@ from triptych.rewriting.certificate import (
     card,
     read_certificate,
 )
+from triptych.rewriting.comparing import why_no_rounding
 from triptych.rewriting.inputs import INPUTS, gather_inputs, read_inputs
 from triptych.rewriting.measuring import (
     PROBES,
@@ -39,6 +40,7 @@ from triptych.rewriting.measuring import (
     move_of_forms,
     total_errors,
 )
+from triptych.rewriting.rounding import coarsest_changed
 from triptych.rewriting.running import (
     Compared,
     Seen,
@@ -125,7 +127,7 @@ def verify_certificate(
         checks.append(_on_text(certificate, inputs, one, other))
         if text is not None:
             checks.append(_inputs_of_text(inputs, original, one, text))
-    return [*checks, *_end_to_end(certificate, original, folder, text)]
+    return [*checks, *_end_to_end(certificate, original, folder, one, text)]
 
 
 def _require_text(certificate: Certificate, text: Path) -> None:
@@ -423,7 +425,9 @@ def _not_compared(certificate: Certificate, reason: str) -> Iterator[Check]:
         yield Check(_WHOLE_MODELS, None, f"not tried again: {reason}")
 
 
-def _end_to_end(certificate: Certificate, original: Path, folder: Path, text: Path | None) -> Iterator[Check]:
+def _end_to_end(
+    certificate: Certificate, original: Path, folder: Path, source: AttentionSource, text: Path | None
+) -> Iterator[Check]:
     certified = certificate.end_to_end
     if certified is None:
         return
@@ -444,11 +448,17 @@ def _end_to_end(certificate: Certificate, original: Path, folder: Path, text: Pa
         windows = (
             one.random_windows(certificate.probes.seed) if text is None else one.windows(text, MOST_TOKENS)
         )
-        found = compared(one, open_model(folder), windows)
+        other = open_model(folder)
+        found = compared(one, other, windows)
     except (TriptychError, RuntimeError, ValueError, LookupError, TypeError) as error:
         yield Check(_WHOLE_MODELS, False, first_line(error))
         return
-    wrong = list(_other_than(certified, found, exact=certificate.tier != "bounded"))
+    exact = certificate.tier != "bounded"
+    wrong = list(_other_than(certified, found, exact=exact))
+    if exact:
+        stored = coarsest_changed(certificate.tensors, open_tensors(folder))
+        if reason := why_no_rounding(found, one, other, source, stored):
+            wrong.insert(0, reason)
     said = f"{found.tokens:,} tokens, logits within {found.worst_logit:.3g}, {found.divergence_nats:.3g} nats"
     if found.loss_before_nats is not None and found.loss_after_nats is not None:
         said += f", loss {found.loss_before_nats:.4f} → {found.loss_after_nats:.4f}"

@@ -1,0 +1,165 @@
+"""How far rounding alone can move what a layer or a whole model computes.
+
+An exact rewrite computes the same function. What is left of a difference is rounding: of the weights when
+they are stored, and of the arithmetic. How far that goes depends on the model, so it is measured. Every
+weight moves by half a unit in its last place, up or down at random. The output of the moved model is compared
+with that of the model as it stands.
+"""
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from triptych.checkpoints.layer import AttentionSource
+from triptych.checkpoints.tensors import Tensors
+from triptych.rewriting.certificate import TensorRecord
+from triptych.rewriting.running import Compared, RunnableModel, Window, largest_difference
+
+# An exact rewrite may move outputs so many times as far as the largest of some random roundings does. Correct
+# ones move them at most 1.2 times as far, over all families (docs/log.md).
+MOST_TIMES = 4.0
+# Roundings that are tried at first; and at most, while none of them moves the output far enough: a model that
+# routes tokens to experts jumps where two experts are nearly level, and only some roundings tip the balance.
+_FIRST_DRAWS, _MOST_DRAWS = 3, 16
+
+
+class Judgement(NamedTuple):
+    """A difference between two models beside what rounding does.
+
+    Attributes:
+        moved: the largest difference of a logit.
+        by_rounding: the largest that a random rounding of the rewritten model's weights makes on the same
+            tokens.
+    """
+
+    moved: float
+    by_rounding: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.moved <= MOST_TIMES * self.by_rounding
+
+
+def changed_parameters(original: RunnableModel, rewritten: RunnableModel) -> frozenset[str]:
+    """Names of the parameters of the second model that the first does not have, or has otherwise."""
+    before = dict(original.model.named_parameters())
+    return frozenset(
+        name
+        for name, parameter in rewritten.model.named_parameters()
+        if name not in before
+        or before[name].shape != parameter.shape
+        or not torch.equal(before[name], parameter)
+    )
+
+
+def coarsest_changed(tensors: Mapping[str, TensorRecord], written: Tensors) -> torch.dtype:
+    """The coarsest dtype in which a tensor is stored that a rewrite changed; float64 if none is."""
+    dtypes = {
+        written.infos[name].dtype
+        for name, record in tensors.items()
+        if record.read != record.written and name in written.infos
+    }
+    floating = [torch.float64, *(dtype for dtype in dtypes if dtype.is_floating_point)]
+    return max(floating, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def judge(
+    found: Compared, rewritten: RunnableModel, changed: Collection[str], stored: torch.dtype
+) -> Judgement:
+    """Hold what two models are apart against what rounding does.
+
+    Args:
+        found: both models compared.
+        rewritten: the second of them.
+        changed: names of its parameters that are other than in the first.
+        stored: the coarsest dtype that one of these is stored in.
+    """
+    most, outputs = 0.0, [rewritten.outputs(window) for window in found.farthest]
+    for seed in range(_MOST_DRAWS):
+        moved = _rounded_again(rewritten, changed, stored, seed)
+        for window, as_it_stands in zip(found.farthest, outputs, strict=True):
+            most = max(most, largest_difference(as_it_stands, moved.outputs(window)))
+        del moved  # before the next copy is made: models may be large
+        if seed + 1 >= _FIRST_DRAWS and found.worst_logit <= MOST_TIMES * most:
+            break
+    return Judgement(found.worst_logit, most)
+
+
+def first_moved(
+    original: RunnableModel,
+    rewritten: RunnableModel,
+    source: AttentionSource,
+    window: Window,
+    stored: torch.dtype,
+) -> str:
+    """The name of the first attention layer whose output moves farther than rounding explains; "" if none.
+
+    Args:
+        original: the first model.
+        rewritten: the second.
+        source: the original's checkpoint.
+        window: what both run on.
+        stored: as in `judge`.
+
+    Raises:
+        DataError: the model has no module of a layer's name.
+    """
+    one = original.attention_outputs(source, window)
+    other = rewritten.attention_outputs(source, window)
+    changed, rounded = changed_parameters(original, rewritten), [0.0] * len(other)
+    for seed in range(_FIRST_DRAWS):
+        again = _rounded_again(rewritten, changed, stored, seed).attention_outputs(source, window)
+        for place, ((_, a), (_, b)) in enumerate(zip(other, again, strict=True)):
+            rounded[place] = max(rounded[place], _relative(a, b))
+    for (name, a), (_, b), most in zip(one, other, rounded, strict=True):
+        if not _relative(a, b) <= MOST_TIMES * most:
+            return name
+    return ""
+
+
+def _rounded_again(
+    model: RunnableModel, changed: Collection[str], stored: torch.dtype, seed: int
+) -> RunnableModel:
+    """A copy of a model whose parameters each move by a rounding, up or down at random.
+
+    Those that are changed move by that of the dtype they are stored in, half a unit in the last place. All
+    move by a unit of the dtype that the model runs in, which stands for the rounding of its arithmetic.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    moved = copy.copy(model)
+    moved.model = copy.deepcopy(model.model)
+    with torch.no_grad():
+        for name, parameter in moved.model.named_parameters():
+            step = unit(parameter, parameter.dtype)
+            if name in changed and not _is_constant(parameter):
+                step = torch.maximum(step, unit(parameter, stored) / 2)
+            parameter.add_(step * signs(parameter, generator))
+    return moved
+
+
+def unit(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance of each number to the next larger one of a dtype; 0 for zeros, which rounding keeps."""
+    limits = torch.finfo(dtype)
+    _, exponent = torch.frexp(numbers)
+    step = torch.ldexp(torch.full_like(numbers, limits.eps), exponent - 1)
+    step = step.clamp(min=max(limits.smallest_normal * limits.eps, torch.finfo(numbers.dtype).tiny))
+    return torch.where(numbers == 0, 0.0, step)
+
+
+def signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """1 or -1 at random."""
+    return torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8).to(like.dtype) * 2 - 1
+
+
+def _is_constant(parameter: Tensor) -> bool:
+    """Whether all numbers are one: the gain of a folded norm, which was set and not rounded."""
+    return bool((parameter == parameter.flatten()[:1]).all())
+
+
+def _relative(one: Tensor, other: Tensor) -> float:
+    one, other = one.double(), other.double()
+    return float((one - other).norm() / one.norm().clamp(min=torch.finfo(torch.float64).tiny))

@@ -1,0 +1,172 @@
+"""What rounding explains of a difference, and what it does not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints.tiny_models import TINY
+from triptych.checkpoints.family import read_family
+from triptych.rewriting.certificate import CERTIFICATE, MODEL_CARD, card, read_certificate
+from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.comparing import FailedRewriteError
+from triptych.rewriting.recipe import EXACT, RewriteRecipe
+from triptych.rewriting.rounding import changed_parameters, judge, unit
+from triptych.rewriting.running import compared, open_model
+from triptych.rewriting.steps import GaugeFix
+from triptych.rewriting.verification import verify_certificate
+
+transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
+
+EXACT_RECIPE = RewriteRecipe(step=EXACT, skip_refused=True)
+# A Llama whose queries and keys do not turn, it says: then they have a basis to choose.
+NOT_TURNED = """
+name = "Llama without rotation"
+model_types = ["llama"]
+[[attention]]
+at = "layers.{layer}.self_attn"
+norm = [{ at = "layers.{layer}.input_layernorm", kind = "rms" }]
+biases = [{ value = "" }]
+positions = [{ kind = "none" }]
+"""
+SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
+
+
+def tiny(name: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """A tiny model of a family with biases, gains and shifts that are not those of a fresh one."""
+    made = TINY[name]
+    torch.manual_seed(seed)
+    model = getattr(transformers, made.model)(getattr(transformers, made.config)(**made.settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def require_rounding(source: Path, out: Path) -> None:
+    """Rewrite exactly: the models were run, and are as near as rounding leaves them."""
+    found = rewrite_checkpoint(str(source), out, EXACT_RECIPE)
+    assert found.tier != "bounded"
+    assert found.end_to_end is not None, found.not_compared
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("mt5", torch.bfloat16),
+        ("bert with cross-attention", torch.float16),
+        ("olmo2", torch.float32),
+        ("gpt_oss", torch.bfloat16),
+    ],
+)
+def test_exact_rewrites_of_a_family_are_not_mistaken_for_others(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    require_rounding(tiny(name, tmp_path / "source", dtype), tmp_path / "out")
+
+
+NOT_RUN = {"marian", "whisper", "vit", "clip", "dinov2", "wav2vec2", "perceiver"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", sorted(TINY.keys() - NOT_RUN))
+def test_exact_rewrites_of_no_family_are_mistaken_for_others(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    for seed in range(3):
+        source = tiny(name, tmp_path / f"source-{seed}", dtype, seed)
+        require_rounding(source, tmp_path / f"out-{seed}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "marian-multi30k"])
+def test_exact_rewrites_of_trained_checkpoints_are_not_mistaken_for_others(name: str, tmp_path: Path) -> None:
+    if not (SHARED / name / "config.json").is_file():
+        pytest.skip(f"{name} is not among the shared checkpoints here")
+    require_rounding(SHARED / name, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def misread(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Llama, and a family that leaves its rotation out."""
+    folder = tmp_path_factory.mktemp("misread")
+    (folder / "family.toml").write_text(NOT_TURNED)
+    return tiny("llama", folder / "source"), folder / "family.toml"
+
+
+def test_a_family_that_was_misread_fails_the_rewrite_and_the_first_layer_is_named(
+    misread: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source, family = misread
+    for recipe, first in (
+        (EXACT_RECIPE, "decoder 0"),
+        (RewriteRecipe(step=(GaugeFix(layers=(1,)),)), "decoder 1"),
+    ):
+        with pytest.raises(FailedRewriteError) as failed:
+            rewrite_checkpoint(str(source), tmp_path / "out", recipe, family=read_family(family))
+        assert f"attention of {first} moves first" in str(failed.value)
+        assert "nothing is written" in str(failed.value)
+        assert "Llama without rotation" in str(failed.value)
+        assert failed.value.exit_code == 1
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_family_that_was_misread_is_noticed_when_the_certificate_is_tried_again(
+    misread: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source, family = misread
+    told = read_family(family)
+    rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE, family=told, compare=False)
+    one, other = open_model(source), open_model(tmp_path / "out")
+    found = compared(one, other, one.random_windows(2017))
+    entry = {
+        "by": one.by,
+        "text": "random tokens",
+        "tokens": found.tokens,
+        "worst_logit": found.worst_logit,
+        "divergence_nats": found.divergence_nats,
+    }
+    record = read_certificate(tmp_path / "out").model_dump(mode="json") | {"end_to_end": entry}
+    certificate = read_certificate(tmp_path / "out").model_validate(record).sealed()
+    (tmp_path / "out" / CERTIFICATE).write_bytes(certificate.as_json())
+    (tmp_path / "out" / MODEL_CARD).write_text(card(certificate), encoding="utf-8")
+    checks = verify_certificate(tmp_path / "out", source, None, told)
+    failed = [check for check in checks if check.held is False]
+    assert [check.claim for check in failed] == ["whole models compared"]
+    assert "and rounding moves them by" in failed[0].found
+    assert "attention of decoder 0 moves first" in failed[0].found
+
+
+def test_one_wrong_number_beside_the_attention_is_more_than_rounding(tmp_path: Path) -> None:
+    source = tiny("llama", tmp_path / "source")
+    rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE, compare=False)
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-3
+    save_file(tensors, path, {"format": "pt"})
+    one, other = open_model(source), open_model(tmp_path / "out")
+    found = compared(one, other, one.random_windows(1))
+    assert not judge(found, other, changed_parameters(one, other), torch.float32).is_rounding
+
+
+def test_outputs_that_are_no_numbers_are_infinitely_far(tmp_path: Path) -> None:
+    source = tiny("gpt2", tmp_path / "source")
+    rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE, compare=False)
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["transformer.ln_f.bias"][0] = torch.nan
+    save_file(tensors, path, {"format": "pt"})
+    one, other = open_model(source), open_model(tmp_path / "out")
+    assert compared(one, other, one.random_windows(1)).worst_logit == torch.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_unit_is_the_step_to_the_next_number_of_the_dtype(dtype: torch.dtype) -> None:
+    numbers = torch.tensor([1.0, -1.0, 0.75, 1.999, 3e-5, 5e-7, 1000.0]).to(dtype)
+    steps = unit(numbers.double(), dtype)
+    away = torch.nextafter(numbers, torch.sign(numbers) * torch.inf)
+    torch.testing.assert_close(steps, (away.double() - numbers.double()).abs(), rtol=0, atol=0)
+    assert not unit(torch.zeros(3, dtype=torch.float64), dtype).any()
