@@ -443,3 +443,20 @@ def test_a_form_that_all_heads_share_is_no_near_copy_of_itself() -> None:
     assert inspect_checkpoint(OneLayer(shared)).copies == ()
     written_out = replace(shared, v=(v.of_heads(HEADS),), o=(o.of_heads(HEADS),))
     assert len(inspect_checkpoint(OneLayer(written_out)).copies) == HEADS * (HEADS - 1) // 2
+
+
+def test_the_mean_of_copying_is_set_beside_how_means_of_random_heads_spread() -> None:
+    torch.manual_seed(9)
+    heads, d, width = 9, 12, 8
+    maps = {side: (Link(torch.randn(heads, d, width, dtype=torch.float64)),) for side in "qkv"}
+    o = (Link(torch.randn(heads, width, d, dtype=torch.float64)),)
+    weights = AttentionWeights(d_model=d, num_heads=heads, scale=1.0, o=o, **maps)
+    said = " ".join(summary(inspect_checkpoint(OneLayer(weights))))
+    found = re.search(r"the mean is ([-+.\d]+) \(that of as many random ones: 0 ± ([.\d]+)\)", said)
+    assert found is not None
+    forms = torch.randn(3000, heads, d, width, dtype=torch.float64)
+    eigenvalues = torch.linalg.eigvals(torch.randn(3000, heads, width, d, dtype=torch.float64) @ forms)
+    means = (eigenvalues.real.sum(dim=-1) / eigenvalues.abs().sum(dim=-1)).mean(dim=1)
+    assert float(found[2]) == pytest.approx(float(means.std()), rel=0.08)
+    assert abs(float(found[1])) < 4 * float(found[2])
+    assert f"random ones: {(1 + 1 / d) / 2:.3f})" in said

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from triptych.algebra.subspaces import chance_of_as_much
+
 
 class MapSimilarity(NamedTuple):
     """Two maps of every head side by side.
@@ -23,7 +25,7 @@ class MapSimilarity(NamedTuple):
         angles: principal angles of the column spaces, ascending, in radians; NaN past the ranks.
         overlap: mean squared cosine of the principal angles, 0 to 1: does not depend on the basis.
         chance: what the overlap is on average for random subspaces of the same dimensions.
-        p_value: how probable an overlap as large or larger is for random subspaces; gamma approximation.
+        p_value: how probable an overlap as large or larger is for random subspaces.
     """
 
     cosine: Float[Tensor, " heads"]
@@ -116,7 +118,7 @@ def compare(one: Span, other: Span, between: Float[Tensor, "heads k other_k"], d
         angles=cosines.acos().masked_fill(place >= smaller[:, None], math.nan),
         overlap=shared / smaller,
         chance=larger.to(shared.dtype) / d,
-        p_value=_chance_of_as_much(shared, one.rank, other.rank, d),
+        p_value=chance_of_as_much(shared, one.rank, other.rank, d),
     )
 
 
@@ -184,23 +186,6 @@ _SKETCH_MARGIN = 0.38
 def _inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> float:
     """Of A and B, Σ A_ij B_ij."""
     return float(((left.mT @ other_left) * (right.mT @ other_right)).sum())
-
-
-def _chance_of_as_much(shared: Tensor, p: Tensor, q: Tensor, d: int) -> Tensor:
-    """Upper tail of tr(P Q) for random projections of ranks p and q in d dimensions.
-
-    Mean p q / d, variance 2 p q (d − p)(d − q) / (d² (d − 1)(d + 2)). The gamma distribution with both has
-    a little more skew: tails come out up to twice too large for few channels, not too small as normal ones.
-    """
-    p, q = p.double(), q.double()
-    mean = p * q / d
-    variance = 2 * p * q * (d - p) * (d - q) / (d**2 * max(d - 1, 1) * (d + 2))
-    rate = mean / variance.clamp(min=1e-30)
-    # Where one space is everything, or nothing, there is nothing to be surprised at.
-    alive = (variance > 0) & (mean > 0)
-    shape = (mean * rate).where(alive, 1.0)
-    tail: Tensor = torch.special.gammaincc(shape, (shared.double() * rate).where(alive, 0.0))
-    return tail.to(shared.dtype)
 
 
 def _norm(x: Tensor) -> Tensor:

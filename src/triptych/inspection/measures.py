@@ -99,8 +99,7 @@ def _of_pair(pair: str) -> Iterator[Measure]:
         (
             "p_value",
             f"p-value of the overlap of {both}",
-            "How probable as much overlap is for random subspaces (gamma approximation: up to twice too "
-            "large).",
+            "How probable as much overlap, or more, is for random subspaces.",
         ),
     ):
         yield Measure(f"{pair}_{name}", title, meaning, _LIKENESS)
@@ -130,10 +129,10 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "qk_symmetric_share",
         "symmetric share of W_QK",
-        "‖½(W + Wᵀ)‖²/‖W‖²: 1 symmetric, 0 antisymmetric, ½ for random factors.",
+        "‖½(W + Wᵀ)‖²/‖W‖²: 1 symmetric, 0 antisymmetric, ½ (1 + 1/d) for random factors.",
         LOOKS,
     ),
-    Measure("qk_symmetry", "symmetry score of W_QK", "tr(W²)/‖W‖²: 1, −1 and 0 for the same.", LOOKS),
+    Measure("qk_symmetry", "symmetry score of W_QK", "tr(W²)/‖W‖²: 1, −1 and 1/d for the same.", LOOKS),
     *_of_form("ov", "W_OV", _MOVES),
     Measure(
         "ov_copying",

@@ -5,7 +5,12 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from triptych.algebra.chance import random_closeness, random_copying_spread, random_spectrum
+from triptych.algebra.chance import (
+    random_closeness,
+    random_copying_spread,
+    random_spectra,
+    random_symmetric_share,
+)
 from triptych.inspection.checkpoint import NEAR, Inspection
 from triptych.inspection.layers import FOLD, InspectedLayer
 from triptych.inspection.measures import LOOKS, LOSSES, MEASURES
@@ -162,9 +167,10 @@ def _rank_of(form: str, title: str, full: int, found: Sequence[Value], *, turns:
     what = "rotary planes and fixed directions" if turns else "directions"
     random, of_kept = "", ""
     if not turns:
-        spectra = [random_spectrum(v.layer.d_model, full) for v in found]
-        random = f"; random ones {statistics.fmean(float(s.effective_rank) for s in spectra):.1f}"
-        of_kept = f" (random ones: {statistics.median(int(s.rank_within(0.05)) for s in spectra):.0f})"
+        spectra = [random_spectra(v.layer.d_model, full) for v in found]
+        random = f"; random ones {statistics.fmean(float(s.effective_rank.mean()) for s in spectra):.1f}"
+        half = statistics.median(int(s.rank_within(0.05).median()) for s in spectra)
+        of_kept = f" (random ones: {half:.0f})"
     return (
         f"{title} uses {_mean(found):.1f} of {full} {what} on average (effective rank{random}), least in "
         f"{least.place} ({least.value:.1f}); in half of the heads rank {kept:.0f} keeps 95 %{of_kept}."
@@ -186,8 +192,9 @@ def _symmetry(inspection: Inspection) -> Iterator[str]:
     shares = values_of(inspection, "qk_symmetric_share")
     if shares:
         most, least = max(shares, key=_size), min(shares, key=_size)
+        random = statistics.fmean(random_symmetric_share(v.layer.d_model) for v in shares)
         yield (
-            f"{_mean(shares):.3f} of ‖W_QK‖² is symmetric on average (½ for random factors), most in "
+            f"{_mean(shares):.3f} of ‖W_QK‖² is symmetric on average (random ones: {random:.3f}), most in "
             f"{most.place} ({most.value:.3f}), least in {least.place} ({least.value:.3f})."
         )
 
@@ -196,11 +203,12 @@ def _copying(inspection: Inspection) -> Iterator[str]:
     found = values_of(inspection, "ov_copying")
     if found:
         back, away = sum(v.value > 0.5 for v in found), sum(v.value < -0.5 for v in found)
-        spread = max(random_copying_spread(v.layer.d_v) for v in found)
+        spreads = [random_copying_spread(v.layer.d_model, v.layer.d_v) for v in found]
+        of_mean = math.sqrt(sum(spread**2 for spread in spreads)) / len(found)
         yield (
             f"Of {_counted(len(found), 'head')} of self-attention, {back} write what they read (copying "
-            f"score above 0.5) and {away} take it away (below −0.5); the mean is {_mean(found):+.2f} (random "
-            f"ones: 0 ± {spread:.2f})."
+            f"score above 0.5) and {away} take it away (below −0.5); the mean is {_mean(found):+.3f} "
+            f"(that of as many random ones: 0 ± {of_mean:.3f})."
         )
 
 
