@@ -13,7 +13,7 @@ from triptych.algebra.bounds import output_bound, row_bound, score_bound
 from triptych.algebra.function import Rotation, Scoring, channels, of_heads
 from triptych.algebra.rewrites import drop_key_bias, gauge_fix, truncate, truncate_planes
 from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.weights import AttentionWeights
+from triptych.algebra.weights import AttentionWeights, Link, Traits
 
 
 def make(name: str, *, biased: bool, **options: int) -> AttentionWeights:
@@ -123,6 +123,51 @@ def test_under_rotary_positions_the_bound_holds_at_every_distance(start: int, bi
     assert float(score_bound(weights, weights, rotation).max()) < 1e-10
     with pytest.raises(RewriteRefusedError, match=r"under rotary positions .*; give the rotation$"):
         score_bound(weights, after)
+
+
+def one_head(q: Link, k: Link, v: Link, o: Tensor, **traits: Any) -> AttentionWeights:
+    return AttentionWeights(
+        d_model=D_MODEL,
+        num_heads=1,
+        scale=0.7,
+        q=(q,),
+        k=(k,),
+        v=(v,),
+        o=(Link(o),),
+        traits=Traits(norm="pre", **traits),
+    )
+
+
+def pointing(width: int, *, biased: bool, times: float) -> Link:
+    """A map that looks along the first channel of the input, and whose bias makes as much of nothing."""
+    weight = torch.zeros(1, D_MODEL, width, dtype=torch.float64)
+    weight[0, 0, -1] = times
+    bias = torch.zeros(1, width, dtype=torch.float64)
+    bias[0, -1] = times * math.sqrt(D_MODEL)
+    return Link(weight, bias if biased else None)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_the_worst_input_reaches_the_bound_with_biases_and_fixed_channels_too(
+    rotary: bool, biased: bool
+) -> None:
+    # The last channel is one that does not turn. With x along the first channel, bias and map add up.
+    rotation = Rotation(torch.tensor([1.0], dtype=torch.float64)) if rotary else None
+    traits = {"positions": "rotary"} if rotary else {"sinks": True}  # either way key biases count
+    output = torch.zeros(1, 3, D_MODEL, dtype=torch.float64)
+    output[0, -1, 5] = 1.0
+    before, after = (
+        one_head(*(pointing(3, biased=biased, times=times) for _ in "qkv"), output, **traits)
+        for times in (0.5, 0.8)
+    )
+    x = torch.zeros(1, 2, D_MODEL, dtype=torch.float64)
+    x[..., 0] = math.sqrt(D_MODEL)
+    moved = (scores(after, x, rotation) - scores(before, x, rotation)).abs().amax()
+    assert float(score_bound(before, after, rotation)) == pytest.approx(float(moved), rel=1e-12)
+    values = [channels(one, Scoring(), x).v[0] @ one.W_O[0] for one in (before, after)]
+    moved = (values[0] - values[1]).norm(dim=-1).amax()
+    assert float(output_bound(before, after)) == pytest.approx(float(moved), rel=1e-12)
 
 
 def test_the_bound_of_rows_is_reached_by_two_keys() -> None:

@@ -127,6 +127,27 @@ def test_a_budget_is_shared_out_over_groups_as_over_the_layer(
     assert_alike(*both(read, *before, ready[0]))
 
 
+def numbers_of(layers: Sequence[AttentionWeights]) -> int:
+    """Of the maps, without biases: what channels cost."""
+    return sum(link.weight.numel() for weights in layers for link in weights.links())
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.6, 0.85])
+def test_a_budget_holds_where_some_layers_share_keys_and_values_and_others_do_not(budget: float) -> None:
+    """A channel that eight heads share costs nine maps a column, one of a head of its own two."""
+    read = [layer_of(groups, seed=groups) for groups in (8, 1, 2)]
+    given = [Layer(f"layer {place}", one.weights, one.scoring) for place, one in enumerate(read)]
+    step = Truncate(budget=budget).prepare(given)
+    before = numbers_of([layer.weights for layer in given])
+    kept = 0
+    for layer, groups in zip(given, (8, 1, 2), strict=True):
+        for ranks in step.ranks[layer.name].values():
+            assert len(ranks) == groups
+            kept += sum(ranks) * D * (HEADS // groups + 1)
+    assert kept <= budget * before
+    assert kept > budget * before - D * (HEADS + 1)  # not a channel more would have been paid for
+
+
 def test_what_a_step_needs_of_a_large_layer_comes_in_parts() -> None:
     read = layer_of(4)
     layers = list(rewritten_parts(read, (PruneHeads(heads=(0, 1, 2)),), skip_refused=False, most_numbers=FEW))
