@@ -50,15 +50,15 @@ def test_in_bfloat16_a_run_learns_what_it_does_in_float32(tmp_path: Path) -> Non
         torch.manual_seed(4)
         folder = tmp_path / precision
         folder.mkdir()
-        given = {"precision": precision, "learning_rate": 0.03, "max_steps": 8, "log_every_steps": 1}
+        given = {"precision": precision, "learning_rate": 0.03, "max_steps": 4, "log_every_steps": 1}
         make_trainer(folder, **given).run(LineDisplay())
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses[precision] = [record["loss"] for record in records if "loss" in record]
     wide, narrow = losses["fp32"], losses["bf16"]
-    assert len(wide) == 8
-    assert narrow == pytest.approx(wide, rel=0.02)
+    assert len(wide) == 4
+    assert narrow == pytest.approx(wide, rel=0.01)
     assert narrow != wide
-    assert wide[-1] < 0.8 * wide[0]
+    assert wide[-1] < 0.85 * wide[0]
 
 
 def lines(batches: list[Batch]) -> list[tuple[int, ...]]:
