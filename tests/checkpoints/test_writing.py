@@ -445,10 +445,11 @@ def test_heads_whose_distances_share_their_maps_may_change_places(
 ) -> None:
     model, folder = saved("deberta-v2")
     order = [3, 0, 2, 1]
-    written(folder, tmp_path / "new", all_with(partial(permute_heads, order=order), order))
+    permuted = partial(permute_heads, order=order, distances_follow=True)
+    written(folder, tmp_path / "new", all_with(permuted, order))
     assert_models_agree(model, loaded(model, tmp_path / "new"))
     apart = opened(saved("deberta-v2, maps of its own")[1])
-    assert "disentangled positions" in refused(apart, lambda w: permute_heads(w, order).weights, kept=order)
+    assert "disentangled positions" in refused(apart, lambda w: permuted(w).weights, kept=order)
 
 
 def test_a_norm_that_another_layer_reads_is_not_made_neutral(

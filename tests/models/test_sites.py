@@ -24,6 +24,7 @@ from triptych.models import (
     with_attention,
     write_model,
 )
+from triptych.models.sites import input_norms
 
 PAD, VOCAB = 0, 20
 SRC = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 2, PAD, PAD], [11, 2, PAD, PAD, PAD]])
@@ -119,6 +120,30 @@ def test_weights_carry_what_the_model_knows_of_them(norm: Any, scheme: Any) -> N
             assert isinstance(model.encoder_norm, nn.LayerNorm)
             assert_same(weights.memory_norm.gain, model.encoder_norm.weight.detach(), kind="exact")
     assert not any(tensor.requires_grad for weights in found.values() for tensor in weights.tensors())
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_the_norms_that_layers_are_said_to_read_make_their_inputs(norm: Any) -> None:
+    model = make_model(norm=norm)
+    heard: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def listen(name: str) -> Any:
+        return lambda module, given, more: heard.update({name: (given[0], more.get("memory"))})
+
+    for site in attention_sites(model):
+        site.layer.register_forward_pre_hook(listen(site.name), with_kwargs=True)
+    model(SRC, TGT)
+    read = input_norms(model)
+    assert list(read) == list(heard) == NAMES
+    unknown = {name for name, (own, _) in read.items() if own is None}
+    assert unknown == (set() if norm == "pre" else {"encoder.0", "decoder.0"})
+    for name, norms in read.items():
+        assert (norms[1] is not None) == name.startswith("cross")
+        for norm_of, x in zip(norms, heard[name], strict=True):
+            if norm_of is not None and x is not None:
+                assert norm_of.shift is not None
+                squares = ((x - norm_of.shift) / norm_of.gain).square().sum(dim=-1)
+                torch.testing.assert_close(squares, torch.full_like(squares, x.shape[-1]), rtol=1e-2, atol=0)
 
 
 def test_the_forms_of_the_weights_are_what_the_model_computes() -> None:

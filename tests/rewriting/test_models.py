@@ -281,6 +281,7 @@ def test_frozen_parameters_stay_frozen() -> None:
         ({"value_gate": True}, "a gate on the values"),
         ({"clip": 6.0}, "clipped queries, keys and values"),
         ({"positions": "relative"}, "relative positions"),
+        ({"positions": "disentangled"}, "disentangled positions"),
     ],
 )
 def test_weights_of_layers_that_we_have_not_make_no_layer(traits: dict[str, Any], named: str) -> None:

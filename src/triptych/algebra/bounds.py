@@ -1,7 +1,8 @@
 """How far a layer's scores, attention rows and head outputs can move, whatever the input: no data needed.
 
-All hold for inputs no longer than √d, as a norm without gain (or with its gain folded into the maps) makes
-them. They are of one layer: composed over a whole network they say nothing.
+All hold for inputs no longer than √d, which is what a norm without gain and shift makes. Where a norm with
+gain γ and shift β makes them (with post-norm that of the layer before), fold both into the maps first. Of
+inputs that no norm makes nothing is said. They are of one layer: composed over a whole network they say nothing.
 """
 
 import math
@@ -57,7 +58,7 @@ def output_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Ten
     output belongs to no head and is passed over: a value bias that went into it counts as moved.
 
     Args:
-        before: a layer.
+        before: a layer; its norm is passed over (fold it first).
         after: the same in another writing, or nearly the same.
 
     Raises:

@@ -224,6 +224,11 @@ class Disentangled(ScoreBias):
             total = total + of_keys.mT
         return total * self.scale
 
+    def of_heads(self, kept: Sequence[int]) -> "Disentangled":
+        """Of some heads, in some order."""
+        keys, queries = (None if part is None else part[list(kept)] for part in (self.keys, self.queries))
+        return replace(self, keys=keys, queries=queries)
+
     def _bucketed(self, distance: Tensor) -> Tensor:
         if self.max_distance is None:
             return distance
@@ -262,11 +267,15 @@ class Scoring:
     clip: float | None = None
 
     def of_heads(self, kept: Sequence[int]) -> "Scoring":
-        """What it is where some heads are left, in some order: their sinks.
+        """What it is where some heads are left, in some order: their sinks, and what distances are to them.
 
-        Norms and biases of each head's own stay as they are: the rewrites that leave heads out refuse biases.
+        Norms and other biases of each head's own stay as they are: the rewrites that leave heads out refuse
+        these biases.
         """
-        return self if self.sinks is None else replace(self, sinks=self.sinks[list(kept)])
+        order = list(kept)
+        sinks = None if self.sinks is None else self.sinks[order]
+        bias = self.bias.of_heads(order) if isinstance(self.bias, Disentangled) else self.bias
+        return replace(self, sinks=sinks, bias=bias)
 
 
 def attend(

@@ -302,7 +302,7 @@ def _check_can_be_held(weights: AttentionWeights) -> None:
         "a sigmoid for the softmax": traits.sigmoid,
         "a gate on the values": traits.value_gate,
         "clipped queries, keys and values": traits.clip is not None,
-        "relative positions": traits.positions == "relative",
+        f"{traits.positions} positions": traits.positions in ("relative", "disentangled"),
         **{f"{link.after} between two maps": link.after is not None for link in weights.links()},
     }
     if found := [name for name, present in foreign.items() if present]:

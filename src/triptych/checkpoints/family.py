@@ -71,11 +71,14 @@ class NormSpec(_Spec):
     """A norm, of what the attention reads or of what other maps do.
 
     Attributes:
-        at: its module.
+        at: its module; of the attention's own norm, the one whose output the attention reads. With post-norm
+            that is the last norm of what stands before it ("{previous}" is the layer before).
         kind: LayerNorm or RMSNorm.
         place: "pre"; "post" where it follows the residual sum; "sandwich" where there is one on both sides.
         offset: what the stored gain is relative to.
         when: on what condition it is there.
+        memory: of cross-attention, the norm of the same kind whose output keys and values read; "{last}" is
+            the last layer of `memory_layers`, the number of layers of the stack that makes it.
     """
 
     at: str = ""
@@ -83,6 +86,8 @@ class NormSpec(_Spec):
     place: Literal["pre", "post", "sandwich"] = "pre"
     offset: float = 0.0
     when: str = ""
+    memory: str = ""
+    memory_layers: str = ""
 
 
 @final
@@ -378,15 +383,17 @@ def _try_names(spec: AttentionSpec) -> None:
         DataError: a name holds something else in braces.
     """
     head_norm = () if spec.head_norm is None else (spec.head_norm.q, spec.head_norm.k)
-    beside = [*(norm.at for norm in spec.norm), *(p.table for p in spec.positions)]
+    beside = [name for norm in spec.norm for name in (norm.at, norm.memory)]
+    beside += [p.table for p in spec.positions]
     for other in spec.other_norms:
         beside += [other.within, *(norm.at for norm in other.norm)]
     for name in (spec.at, *beside, *(p.table_norm for p in spec.positions), *head_norm):
         try:
-            name.format(layer=0, inner=0, head=0)
+            name.format(layer=0, inner=0, head=0, previous=0, last=0)
         except (KeyError, IndexError, ValueError):
             raise DataError(
-                f"{name}: a name may hold {{layer}}, {{inner}} and {{head}}, no other braces"
+                f"{name}: a name may hold {{layer}}, {{inner}} and {{head}}, that of a norm {{previous}} and "
+                "{last}, no other braces"
             ) from None
 
 

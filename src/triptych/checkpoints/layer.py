@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from triptych.algebra.function import Scoring
-from triptych.algebra.weights import AttentionWeights
+from triptych.algebra.weights import AttentionWeights, Norm
 
 
 @final
@@ -34,6 +34,21 @@ class Site:
 
 @final
 @dataclass(frozen=True, eq=False)
+class InputNorms:
+    """The norms whose outputs an attention layer reads, wherever they stand: they bound its inputs' length.
+
+    Attributes:
+        x: of the norm that makes what queries read (and keys and values, but for cross-attention); None where
+            there is none, or none is known.
+        memory: likewise, of what keys and values of cross-attention read.
+    """
+
+    x: Norm | None = None
+    memory: Norm | None = None
+
+
+@final
+@dataclass(frozen=True, eq=False)
 class AttentionLayer:
     """What was read of one layer.
 
@@ -43,6 +58,8 @@ class AttentionLayer:
         scoring: what it does besides.
         tensors: the names of all that was read for it.
         uses: how often the model applies it, one time after the other.
+        inputs: the norms whose outputs it reads, those included that `fold_norm` must leave alone (post-norm,
+            sandwich) and `weights` therefore does not have.
     """
 
     site: Site
@@ -50,6 +67,7 @@ class AttentionLayer:
     scoring: Scoring
     tensors: tuple[str, ...]
     uses: int = 1
+    inputs: InputNorms = InputNorms()
 
 
 class AttentionSource(ABC):

@@ -97,7 +97,7 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
     attention: dict[str, Site] = {}
     for site in checkpoint.sites:
         place = checkpoint.place(site)
-        if (spec := _first(place.spec.norm, place)) is not None and spec.at:
+        if (spec := _first(place.spec.norm, place)) is not None and spec.at and spec.place == "pre":
             attention.setdefault(_named(spec.at, place), site)
     found: dict[str, NormSite] = {}
     taken = {name for site in checkpoint.sites for name in checkpoint.read_names(site)}

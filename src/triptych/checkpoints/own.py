@@ -8,8 +8,8 @@ import torch
 
 from triptych.algebra.function import Rotation, Scoring
 from triptych.algebra.weights import AttentionWeights
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
-from triptych.models.sites import attention_sites, attention_weights
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, InputNorms, Site
+from triptych.models.sites import attention_sites, attention_weights, input_norms
 from triptych.models.storage import read_model
 
 
@@ -36,7 +36,7 @@ class OwnModel(AttentionSource):
     def __init__(self, folder: Path, name: str | None = None) -> None:
         self.model = read_model(folder)
         self.name, self.written_as, self.known_by = name or str(folder), "triptych", "its configuration"
-        self._weights = attention_weights(self.model)
+        self._weights, self._inputs = attention_weights(self.model), input_norms(self.model)
         stacks = {"cross": "decoder"}
         found = {
             Site(stacks.get(site.stack, site.stack), site.block, site.kind, site.name): site.name
@@ -62,7 +62,9 @@ class OwnModel(AttentionSource):
     def read(self, site: Site) -> AttentionLayer:
         """The weights of a layer; nothing is read."""
         weights = self._weights[self._names[site]]
-        return AttentionLayer(site, weights, Scoring(rotation=self._rotation(weights)), (site.module,))
+        scoring = Scoring(rotation=self._rotation(weights))
+        inputs = InputNorms(*self._inputs[self._names[site]])
+        return AttentionLayer(site, weights, scoring, (site.module,), inputs=inputs)
 
     def bytes_of(self, site: Site) -> int:
         """What they take in memory."""

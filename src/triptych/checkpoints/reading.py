@@ -22,7 +22,7 @@ from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Traits
 from triptych.attention.positions import alibi_slopes
 from triptych.checkpoints.family import AttentionSpec, Choice, HeadNormSpec, NormSpec, PositionSpec
 from triptych.checkpoints.fields import is_turned_round
-from triptych.checkpoints.layer import AttentionLayer, Site
+from triptych.checkpoints.layer import AttentionLayer, InputNorms, Site
 from triptych.checkpoints.rope import frequencies, rope_type, yarn_magnitude
 from triptych.checkpoints.settings import Settings
 from triptych.checkpoints.tensors import Tensors
@@ -128,6 +128,7 @@ class LayerReader:
             scoring,
             tuple(self.read_names),
             max(1, int(self.settings.number(spec.uses, self.layer))),
+            self._inputs(q, k),
         )
 
     def _require_sizes(self, q: Chain, k: Chain, v: Chain, o: Chain, norm: Norm | None) -> None:
@@ -283,6 +284,28 @@ class LayerReader:
             has_shift = f"{at}.bias" in self.tensors.infos
             return spec, Norm(gain, self._take(f"{at}.bias") if has_shift else None, spec.offset)
         return None, None
+
+    def _inputs(self, q: Chain, k: Chain) -> InputNorms:
+        """The norms whose outputs are read, wherever they stand, as far as the family tells."""
+        holds = (spec for spec in self.spec.norm if self.settings.holds(spec.when, self.layer))
+        if (spec := next(holds, None)) is None:
+            return InputNorms()
+        layers = self.settings.value(spec.memory_layers, self.layer) if spec.memory_layers else None
+        places = {"previous": self.layer - 1, "last": layers - 1 if isinstance(layers, int) else -1}
+        memory = spec.memory if self.spec.kind == "cross" else ""
+        return InputNorms(
+            self._input_norm(spec.at.format(layer=self.layer, inner=self.where.inner, **places), spec, q),
+            self._input_norm(memory.format(layer=self.layer, inner=self.where.inner, **places), spec, k),
+        )
+
+    def _input_norm(self, name: str, spec: NormSpec, reader: Chain) -> Norm | None:
+        """A norm by its name; None if there is none, or the maps read another width."""
+        at, infos = self.where.prefix + name, self.tensors.infos
+        gain = infos.get(f"{at}.weight")
+        if not name or gain is None or gain.shape != (reader[0].d_in,) or not gain.dtype.is_floating_point:
+            return None
+        shift = self.tensors.read(f"{at}.bias") if f"{at}.bias" in infos else None
+        return Norm(self.tensors.read(f"{at}.weight"), shift, spec.offset)
 
     def _head_norms(self, heads: int) -> tuple[HeadNorm | None, HeadNorm | None]:
         spec = self.spec.head_norm

@@ -411,8 +411,9 @@ def _norms_of(checkpoint: Checkpoint, site: Site) -> list[str]:
     place = checkpoint.place(site)
     for spec in place.spec.norm:
         if place.settings.holds(spec.when, place.layer):
-            at = place.prefix + spec.at.format(layer=place.layer, inner=place.inner)
-            return [at] if spec.at and spec.place == "pre" else []
+            if not spec.at or spec.place != "pre":
+                return []
+            return [place.prefix + spec.at.format(layer=place.layer, inner=place.inner)]
     return []
 
 

@@ -76,6 +76,28 @@ def attention_weights(model: EncoderDecoder) -> dict[str, AttentionWeights]:
     return found
 
 
+def input_norms(model: EncoderDecoder) -> dict[str, tuple[Norm | None, Norm | None]]:
+    """The norms whose outputs the layers read, by site: that of the input, and that of the memory.
+
+    Under post-norm they belong to the sub-layer before; the embedding, which first layers read, has none.
+    """
+    is_pre = model.config.norm == "pre"
+    last: dict[str, Norm | None] = {"encoder": None, "decoder": None}  # of the stack so far
+    found: dict[str, tuple[Norm | None, Norm | None]] = {}
+    for site in attention_sites(model):
+        stack = "encoder" if site.stack == "encoder" else "decoder"
+        own = _norm(site.residual.norm)
+        memory = None
+        if site.stack == "cross":
+            memory = _norm(model.encoder_norm) if is_pre else last["encoder"]
+        found[site.name] = (own if is_pre else last[stack], memory)
+        last[stack] = own
+        block = getattr(model, stack)[site.block]
+        if site.stack != "decoder":  # cross-attention comes before the feed-forward layer
+            last[stack] = _norm(block.feed_forward_residual.norm)
+    return found
+
+
 def with_attention(model: EncoderDecoder, changed: Mapping[str, AttentionWeights]) -> EncoderDecoder:
     """A new model with other weights at some sites and everything else copied; the old one is left alone.
 

@@ -120,9 +120,10 @@ class Measured(_Record):
         relative: norm of the difference over that of the output.
         error_ratio: error of the rewritten layer in the checkpoint's dtype over that of the original in it,
             both against the original in float64.
-        score_bound: largest move of a score that the weights allow for normalised inputs, without data; None
-            where nothing but rounding moves.
-        output_bound: largest move of a head's output that they allow, likewise.
+        score_bound: largest move of a score that the weights allow for all that the norms before the layer
+            can give it, without data; None where nothing but rounding moves, or no bound is known.
+        output_bound: largest move of a head's output that they allow where it attends as before, likewise.
+        no_bound: why there is none of one of these; "" if there is, or nothing but rounding moves.
     """
 
     worst_absolute: float
@@ -130,6 +131,7 @@ class Measured(_Record):
     error_ratio: float
     score_bound: float | None = None
     output_bound: float | None = None
+    no_bound: str = ""
 
 
 @final

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triptych.algebra.bounds import output_bound, score_bound
 from triptych.algebra.function import Rotation, attend
-from triptych.algebra.rewrites import FORMS, fold_norm
+from triptych.algebra.rewrites import FORMS, Form, RewriteRefusedError, fold_norm
 from triptych.algebra.rewrites.channels import move
 from triptych.algebra.rewrites.planes import rotary_move
 from triptych.algebra.slices import groups_of, heads_of, scoring_of, separable
@@ -81,13 +81,14 @@ def _measured(
     new_error = (_output(after, x, memory, own, most_numbers).double() - reference).norm()
     # Where the dtype is float64 itself, what it rounds is all that there is to compare with.
     floor = torch.finfo(own).eps * reference.norm() * 1e-3 + torch.finfo(torch.float64).tiny
-    scores, outputs = _bounds(before, after, most_numbers) if bounded else (None, None)
+    bounds = _bounds(before, after, most_numbers) if bounded else _Bounds(None, None, "")
     return Measured(
         worst_absolute=float(difference.abs().max()),
         relative=float(difference.norm() / reference.norm().clamp(min=torch.finfo(torch.float64).tiny)),
         error_ratio=float(new_error / own_error.clamp(min=float(floor))),
-        score_bound=scores,
-        output_bound=outputs,
+        score_bound=bounds.score,
+        output_bound=bounds.output,
+        no_bound=bounds.why_not,
     )
 
 
@@ -207,18 +208,68 @@ def _mapped(x: Tensor, map_: Map, block: tuple[int | slice, ...], dtype: torch.d
     return torch.nn.functional.linear(x.to(dtype), weight[block].to(dtype), shift)
 
 
-def _bounds(
-    before: AttentionLayer, after: AttentionLayer, most_numbers: int
-) -> tuple[float | None, float | None]:
-    """Largest moves of a score and of a head's output that the weights allow; None where none is known."""
+class _Bounds(NamedTuple):
+    """The largest moves of a score and of a head's output that the weights allow.
+
+    Attributes:
+        score: None where none is known; likewise `output`.
+        why_not: why one of them is not known; "" if both are.
+    """
+
+    score: float | None
+    output: float | None
+    why_not: str
+
+
+def _bounds(before: AttentionLayer, after: AttentionLayer, most_numbers: int) -> _Bounds:
+    """Of inputs as the norms that are there make them."""
+    if reason := _why_not_compared(before, after, most_numbers):
+        return _Bounds(None, None, reason)
+
+    def scores() -> Tensor:
+        one, other = (_of_normalised_input(layer, "qk") for layer in (before, after))
+        return score_bound(one, other, before.scoring.rotation)
+
+    def outputs() -> Tensor:
+        return output_bound(*(_of_normalised_input(layer, "ov") for layer in (before, after)))
+
+    found: list[float | None] = []
+    reasons: list[str] = []
+    for bound in (scores, outputs):
+        try:
+            found.append(float(bound().max()))
+        except RewriteRefusedError as refused:
+            found.append(None)
+            reasons.append(refused.reason)
+    return _Bounds(found[0], found[1], "; ".join(dict.fromkeys(reasons)))
+
+
+def _why_not_compared(before: AttentionLayer, after: AttentionLayer, most_numbers: int) -> str:
+    """Why no head can be bounded by itself; "" if heads can."""
     one, other = before.weights, after.weights
-    if one.num_heads != other.num_heads or sum(link.weight.numel() for link in one.links()) > most_numbers:
-        return None, None
-    if before.scoring.q_norm is not None or before.scoring.between or before.scoring.clip is not None:
-        return None, None
-    one, other = _with_norm_folded(one), _with_norm_folded(other)
-    scores = score_bound(one, other, before.scoring.rotation)
-    return float(scores.max()), float(output_bound(one, other).max())
+    if one.num_heads != other.num_heads:
+        return f"there are {other.num_heads} heads where there were {one.num_heads}"
+    if sum(link.weight.numel() for link in one.links()) > most_numbers:
+        return "the layer is too large for a bound of every head to be worked out"
+    return "norms stand between two maps of a side" if before.scoring.between else ""
+
+
+def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:
+    """A layer on inputs of length √d at most: gain and shift of the norms before it are in its maps.
+
+    Raises:
+        RewriteRefusedError: it is not known what norm makes the inputs that a form meets, or the layer has no
+            maps to take it up.
+    """
+    weights, inputs = layer.weights, layer.inputs
+    cross = weights.traits.kind == "cross"
+    of_keys = inputs.memory if cross else inputs.x
+    if of_keys is None or (form == "qk" and inputs.x is None):
+        which = "the memory" if of_keys is None and cross else "the input"
+        raise RewriteRefusedError(
+            f"{form}_bound", f"{which} may be of any length: no norm is known that makes it"
+        )
+    return _with_norm_folded(replace(weights, norm=inputs.x, memory_norm=inputs.memory if cross else None))
 
 
 def move_of_forms(

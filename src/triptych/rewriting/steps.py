@@ -254,7 +254,10 @@ class PruneHeads(AttentionStep):
         form, bias, importance = seen
         gone = self._chosen(whole.num_heads, importance)
         bounded = self.heads is not None or self.number is not None
-        done = rewrites.prune_heads(whole, gone, bounded=bounded, does=Move(form, bias))
+        # Where distances have maps of their own, heads that are left stay in their places.
+        done = rewrites.prune_heads(
+            whole, gone, bounded=bounded, does=Move(form, bias), distances_follow=True
+        )
         return Selected(done, tuple(head for head in range(whole.num_heads) if head not in gone))
 
     def _chosen(self, heads: int, does: Tensor) -> list[int]:
@@ -342,7 +345,8 @@ class SortHeads(AttentionStep):
     def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
         """All of them, sorted."""
         order = self._order(whole, seen)
-        return Selected(rewrites.permute_heads(whole, order), order)
+        # They follow where they share the maps of queries and keys; the format refuses the others.
+        return Selected(rewrites.permute_heads(whole, order, distances_follow=True), order)
 
     def _order(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> tuple[int, ...]:
         groups = max(1, min(whole.num_key_heads, whole.num_value_heads))

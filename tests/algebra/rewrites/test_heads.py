@@ -22,7 +22,7 @@ from heads import (
 )
 from tolerances import assert_same
 from triptych.algebra.cost import writing_cost
-from triptych.algebra.function import Scoring, attend
+from triptych.algebra.function import Disentangled, Scoring, attend
 from triptych.algebra.moments import MomentsGatherer
 from triptych.algebra.rewrites.heads import (
     measure_importance,
@@ -147,7 +147,7 @@ def test_what_is_no_permutation_is_refused(order: list[int]) -> None:
         permute_heads(make("factored"), order)
 
 
-@pytest.mark.parametrize("positions", ["alibi", "relative"])
+@pytest.mark.parametrize("positions", ["alibi", "relative", "disentangled"])
 def test_a_bias_of_each_head_would_stay_behind(positions: str) -> None:
     weights = with_traits(make("factored"), positions=positions)
     reason = f"{positions} positions add a bias of each head's own"
@@ -155,6 +155,24 @@ def test_a_bias_of_each_head_would_stay_behind(positions: str) -> None:
         permute_heads(weights, [1, 0, 2, 3])
     with pytest.raises(RewriteRefusedError, match=f"^prune_heads refused: {reason}"):
         prune_heads(weights, [0], bounded=True)
+
+
+def test_distances_follow_heads_that_change_places() -> None:
+    weights = with_traits(make("factored"), positions="disentangled")
+    d_k = weights.W_Q.shape[-1]
+    tables = torch.randn(2, weights.num_heads, 6, d_k, dtype=torch.float64)
+    scoring = Scoring(bias=Disentangled(tables[0], tables[1], 3, None, weights.scale))
+    x, order = torch.randn(2, 7, weights.d_model, dtype=torch.float64), [2, 0, 3, 1]
+    expected = attend(weights, scoring, x)
+    permuted = permute_heads(weights, order, distances_follow=True).weights
+    torch.testing.assert_close(attend(permuted, scoring.of_heads(order), x), expected, rtol=0, atol=1e-10)
+    assert float((attend(permuted, scoring, x) - expected).abs().max()) > 1e-3
+    pruned = prune_heads(weights, [1, 2], bounded=True, distances_follow=True).weights
+    silent = replace(weights, o=(replace(weights.o[0], weight=weights.o[0].weight.clone()),))
+    silent.o[0].weight[[1, 2]] = 0.0
+    torch.testing.assert_close(
+        attend(pruned, scoring.of_heads([0, 3]), x), attend(silent, scoring, x), rtol=0, atol=1e-10
+    )
 
 
 def test_what_may_be_each_heads_own_is_noted() -> None:

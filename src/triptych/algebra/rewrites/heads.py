@@ -28,12 +28,16 @@ from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rew
 from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
 
 
-def permute_heads(weights: AttentionWeights, order: Sequence[int]) -> Rewritten:
+def permute_heads(
+    weights: AttentionWeights, order: Sequence[int], *, distances_follow: bool = False
+) -> Rewritten:
     """Put the heads in another order; key-value heads move with the queries that read them.
 
     Args:
         weights: the layer.
         order: head i of the result is head `order[i]` of the weights.
+        distances_follow: whether queries and keys of distances (disentangled positions), which these weights
+            do not hold, are put in the same order (`Scoring.of_heads`).
 
     Returns:
         The same function: a sum of heads has no order.
@@ -50,7 +54,7 @@ def permute_heads(weights: AttentionWeights, order: Sequence[int]) -> Rewritten:
         )
     if list(order) == list(range(heads)):
         return unchanged("permute_heads", weights, "the heads are in that order")
-    _require_heads_without_numbers("permute_heads", weights)
+    _require_heads_without_numbers("permute_heads", weights, distances_follow)
 
     def permute(link: Link) -> Link:
         served = heads // link.copies
@@ -85,7 +89,12 @@ def permute_heads(weights: AttentionWeights, order: Sequence[int]) -> Rewritten:
 
 
 def prune_heads(
-    weights: AttentionWeights, heads: Sequence[int], *, bounded: bool = False, does: Move | None = None
+    weights: AttentionWeights,
+    heads: Sequence[int],
+    *,
+    bounded: bool = False,
+    does: Move | None = None,
+    distances_follow: bool = False,
 ) -> Rewritten:
     """Leave heads out. The widths of the others stay.
 
@@ -99,6 +108,7 @@ def prune_heads(
         bounded: whether heads that do something may go too.
         does: what `measure_heads` finds, if it is known: shapes of weights (on the "meta" device) are then
             enough.
+        distances_follow: as in `permute_heads`.
 
     Returns:
         The same function if `W_V W_O` and `b_V W_O` of each head is exactly 0; else, if allowed, one
@@ -111,7 +121,7 @@ def prune_heads(
     _require_prunable(weights, heads)
     if not heads:
         return unchanged("prune_heads", weights, "no head was named")
-    _require_heads_without_numbers("prune_heads", weights)
+    _require_heads_without_numbers("prune_heads", weights, distances_follow)
     for side in SIDES_OF["ov"]:
         require_nothing_between("prune_heads", side, weights.chain(side)[:-1])
     lost = _done_by(weights, list(heads)) if does is None else Move(*(part[list(heads)] for part in does))
@@ -268,8 +278,9 @@ def _taken(link: Link, copies: Tensor) -> Link:
     return replace(link, weight=link.weight[copies], bias=bias, learned=True)
 
 
-def _require_heads_without_numbers(name: str, weights: AttentionWeights) -> None:
-    if weights.traits.positions in ("alibi", "relative"):
+def _require_heads_without_numbers(name: str, weights: AttentionWeights, distances_follow: bool) -> None:
+    stays = ("alibi", "relative") if distances_follow else ("alibi", "relative", "disentangled")
+    if weights.traits.positions in stays:
         raise RewriteRefusedError(
             name,
             f"{weights.traits.positions} positions add a bias of each head's own, which these weights do not "
