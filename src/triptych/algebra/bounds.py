@@ -2,7 +2,7 @@
 
 All hold for inputs no longer than √d, which is what a norm without gain and shift makes. Where a norm with
 gain γ and shift β makes them (with post-norm that of the layer before), fold both into the maps first. Of
-inputs that no norm makes nothing is said. They are of one layer: composed over a whole network they say nothing.
+inputs that no norm makes nothing is said. They are of one layer: composed over a network they say nothing.
 """
 
 import math
