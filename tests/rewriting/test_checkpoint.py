@@ -233,7 +233,7 @@ def test_a_lower_rank_moves_the_model_within_what_is_certified(name: str, tmp_pa
     assert all(step.bound > 0 for layer in found.layers for step in layer.steps)
     assert found.end_to_end is not None
     assert found.end_to_end.worst_logit > 1e-4
-    assert found.after.parameters <= found.before.parameters
+    assert found.after.parameters == found.before.parameters
     assert all(check.held for check in verify_certificate(tmp_path / "out", source))
 
 
@@ -394,13 +394,49 @@ def test_planning_tells_what_would_be_written_and_writes_nothing(tmp_path: Path)
     source = small_gpt2(tmp_path / "source")
     plan = plan_rewrite(str(source), recipe(DropKeyBias(), Truncate(rank=3)))
     assert plan.bytes_after == plan.bytes_before
-    assert "filled up with zeros" in plan.notes[0]
-    assert plan.after.parameters < plan.before.parameters
-    assert plan.after.kv_bytes_per_token == plan.before.kv_bytes_per_token / 2
+    assert plan.after == plan.before
+    assert plan.unpadded is not None
+    assert plan.unpadded.parameters < plan.before.parameters
+    assert plan.unpadded.kv_bytes_per_token == plan.before.kv_bytes_per_token / 2
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     t5 = plan_rewrite(str(small_t5(tmp_path / "t5")), recipe(Truncate(rank=3)))
     table = 4 * 32 * 4  # of distances, in the module of the first layer of each stack
     assert t5.bytes_after - 2 * table == (t5.bytes_before - 2 * table) / 2
+    assert t5.unpadded is None
+    assert t5.after.parameters == t5.before.parameters / 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "step", [Truncate(rank=3), PruneHeads(number=1), DropKeyBias()], ids=lambda step: step.rewrite
+)
+def test_costs_are_those_of_what_was_written(name: str, step: Step, tmp_path: Path) -> None:
+    source = MODELS[name](tmp_path / "source")
+    asked = recipe(step, skip_refused=True)
+    plan = plan_rewrite(str(source), asked)
+    found = rewrite_checkpoint(str(source), tmp_path / "out", asked, compare=False)
+    for folder, said in ((source, found.before), (tmp_path / "out", found.after)):
+        checkpoint = open_checkpoint(folder)
+        layers = [checkpoint.read(site) for site in checkpoint.sites]
+        assert said.parameters == sum(layer.weights.num_parameters for layer in layers)
+        assert said.kv_bytes_per_token == sum(
+            4 * sum(link.copies * link.d_out for link in (layer.weights.k[-1], layer.weights.v[-1]))
+            for layer in layers
+            if layer.site.stack == "decoder"
+        )
+    assert (plan.before, plan.after, plan.unpadded) == (found.before, found.after, found.unpadded)
+    assert ("filled with zeros" in card(found)) == (found.unpadded is not None)
+
+
+def test_nothing_is_cached_where_nothing_is_decoded(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        hidden_size=24, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32, vocab_size=60
+    )
+    source = saved(transformers.BertModel(config), tmp_path / "source")
+    found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(Truncate(rank=2)), compare=False)
+    assert found.unpadded is not None
+    assert {found.before.kv_bytes_per_token, found.unpadded.kv_bytes_per_token} == {0}
+    assert "cached" not in card(found)
 
 
 def small_mpt(folder: Path) -> Path:

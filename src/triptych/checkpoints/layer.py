@@ -69,6 +69,12 @@ class AttentionLayer:
     uses: int = 1
     inputs: InputNorms = InputNorms()
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of a number that is kept of a token while decoding; 0 outside decoders, which keep none."""
+        cached = self.site.stack == "decoder" and self.site.kind != "self"
+        return self.weights.dtype.itemsize if cached else 0
+
 
 class AttentionSource(ABC):
     """Something with attention layers, of which one is read at a time.

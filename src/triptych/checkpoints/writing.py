@@ -40,10 +40,12 @@ class WrittenLayer:
             format has them.
         settings: entries that `config.json` must have from now on, by dotted path. All layers that share
             a configuration must agree on them (`resizing` says which those are).
+        shapes: the layer as the format has it, with what is filled up (on the "meta" device), for its costs.
     """
 
     tensors: dict[str, Tensor]
     settings: dict[str, Any]
+    shapes: AttentionWeights
 
 
 def write_layer(
@@ -102,7 +104,7 @@ class _LayerWriter:
     def write(self) -> WrittenLayer:
         in_place = self.kept == list(range(self.before.num_heads))
         if in_place and _are_the_same(self.before, self.after):
-            return WrittenLayer({}, {})
+            return WrittenLayer({}, {}, self.before.mapped(_to_meta))
         if self.spec.latent:
             _refuse(
                 "keys and values come through a latent, whose maps took up the gains of norms between them",
@@ -123,7 +125,8 @@ class _LayerWriter:
             stored = self._changed(name, full)
             if stored is not None:
                 tensors[name] = stored
-        return WrittenLayer(tensors, found.settings if found else {})
+        shapes = _with_biases_of(self.before, fitted.mapped(_to_meta))
+        return WrittenLayer(tensors, found.settings if found else {}, shapes)
 
     # Heads, groups and widths that the file can have.
 
@@ -400,6 +403,21 @@ class _LayerWriter:
                 "store the checkpoint in bfloat16 or float32 first",
             )
         return new
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def _with_biases_of(before: AttentionWeights, fitted: AttentionWeights) -> AttentionWeights:
+    """The shapes of a layer with a bias wherever the file has a place for one."""
+    chains = {}
+    for side in _INPUTS:
+        (link,), there = fitted.chain(side), before.chain(side)[-1].bias
+        bias = None if there is None else link.weight.new_empty(link.copies, link.d_out)
+        chains[str(side)] = (replace(link, bias=bias),)
+    o_bias = None if before.o_bias is None else before.o_bias.to("meta")
+    return replace(fitted, o_bias=o_bias, **chains)  # type: ignore[arg-type]
 
 
 def _refuse(reason: str, advice: str = "") -> NoReturn:

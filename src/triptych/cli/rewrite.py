@@ -16,7 +16,7 @@ from triptych.checkpoints.family import read_family
 from triptych.cli.selection import numbers
 from triptych.cli.verbose import VerboseOption
 from triptych.errors import UsageError
-from triptych.rewriting.certificate import Certificate, Cost, LayerRecord, NormRecord, card
+from triptych.rewriting.certificate import UNPADDED, Certificate, Cost, LayerRecord, NormRecord, card
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import Plan, plan_rewrite, resize_kv_heads
 from triptych.rewriting.recipe import (
@@ -57,7 +57,7 @@ def rewrite(
     ] = None,
     rank: Annotated[int | None, typer.Option("--rank", help="Cut W_QK and W_OV to this rank.")] = None,
     energy: Annotated[
-        float | None, typer.Option("--energy", help="Keep this share of the energy of every form.")
+        float | None, typer.Option("--energy", help="Every head keeps this share of each form's energy.")
     ] = None,
     budget: Annotated[
         float | None,
@@ -237,6 +237,7 @@ def _plain(plan: Plan) -> dict[str, Any]:
     for name in ("layers", "norms"):
         record[name] = [part.model_dump(mode="json") for part in getattr(plan, name)]
     record |= {name: getattr(plan, name).model_dump() for name in ("before", "after")}
+    record["unpadded"] = None if plan.unpadded is None else plan.unpadded.model_dump()
     return record
 
 
@@ -245,7 +246,7 @@ def _print_plan(plan: Plan, console: Console) -> None:
     console.print(_steps_table(plan.layers))
     if plan.norms:
         console.print(_steps_table(plan.norms, "norms beside"))
-    console.print(_savings(plan.before, plan.after))
+    _print_savings(plan, console)
     console.print(
         f"attention in the file: {plan.bytes_before:,} bytes now, {plan.bytes_after:,} afterwards"
         + ("" if plan.bytes_after != plan.bytes_before else " (the format keeps its shapes)")
@@ -278,15 +279,23 @@ def _steps_table(layers: Sequence[LayerRecord | NormRecord], of: str = "layers")
     return table
 
 
-def _savings(before: Cost, after: Cost) -> Table:
-    table = Table("attention, all layers", "now", "afterwards", "share")
-    for title, name in (
+def _print_savings(of: Plan | Certificate, console: Console) -> None:
+    console.print(_savings("attention in the file, all layers", of.before, of.after))
+    if of.unpadded is not None:
+        console.print(f"{UNPADDED}:")
+        console.print(_savings("attention without padding, not in this file", of.before, of.unpadded))
+
+
+def _savings(title: str, before: Cost, after: Cost) -> Table:
+    table = Table(title, "now", "afterwards", "share")
+    for what, name in (
         ("parameters", "parameters"),
         ("operations a token", "flops_per_token"),
         ("bytes cached a token", "kv_bytes_per_token"),
     ):
         one, other = getattr(before, name), getattr(after, name)
-        table.add_row(title, f"{one:,}", f"{other:,}", f"{other / one:.1%}" if one else "")
+        if one or other:  # encoders cache nothing
+            table.add_row(what, f"{one:,}", f"{other:,}", f"{other / one:.1%}" if one else "")
     return table
 
 
@@ -294,6 +303,6 @@ def _print_certificate(certificate: Certificate, out: Path, console: Console) ->
     console.print(_steps_table(certificate.layers))
     if certificate.norms:
         console.print(_steps_table(certificate.norms, "norms beside"))
-    console.print(_savings(certificate.before, certificate.after))
+    _print_savings(certificate, console)
     console.print(card(certificate))
     console.print(f"written: {out}, with certificate.json")

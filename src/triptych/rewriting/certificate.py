@@ -41,7 +41,8 @@ class Cost(_Record):
     Attributes:
         parameters: learned numbers, biases included.
         flops_per_token: to make queries, keys, values and output of one token.
-        kv_bytes_per_token: kept of a token while decoding, in the dtype of the checkpoint.
+        kv_bytes_per_token: kept of a token while decoding, in the dtype of the checkpoint; 0 for attention
+            that keeps nothing, as that of encoders.
     """
 
     parameters: int
@@ -49,12 +50,12 @@ class Cost(_Record):
     kv_bytes_per_token: int
 
     @classmethod
-    def of(cls, cost: WritingCost, number_bytes: int) -> "Cost":
-        """From a writing's."""
+    def of(cls, cost: WritingCost, cache_bytes: int) -> "Cost":
+        """From a writing's; `cache_bytes` for each number that is kept of a token."""
         return cls(
             parameters=cost.parameters,
             flops_per_token=cost.token_flops,
-            kv_bytes_per_token=cost.cached_numbers * number_bytes,
+            kv_bytes_per_token=cost.cached_numbers * cache_bytes,
         )
 
     def plus(self, other: "Cost") -> "Cost":
@@ -74,7 +75,8 @@ class StepRecord(_Record):
         rewrite: its name.
         tier: bit-exact, rounding-exact (equal in exact arithmetic) or bounded.
         checked: the preconditions that were looked at.
-        before: the cost of the layer before the step; likewise `after`.
+        before: the cost of the layer's maps before the step, without what the format fills up; likewise
+            `after`.
         choice: what was decided, with the numbers.
         notes: what else a reader must know.
         bound: the largest Frobenius norm by which a form of a head moves; 0 if exact.
@@ -94,14 +96,14 @@ class StepRecord(_Record):
     refused: str = ""
 
     @classmethod
-    def of(cls, name: str, record: RewriteRecord, number_bytes: int) -> "StepRecord":
+    def of(cls, name: str, record: RewriteRecord, cache_bytes: int) -> "StepRecord":
         """From what a rewrite says of itself."""
         return cls(
             rewrite=name,
             tier=record.tier,
             checked=record.checked,
-            before=Cost.of(record.before, number_bytes),
-            after=Cost.of(record.after, number_bytes),
+            before=Cost.of(record.before, cache_bytes),
+            after=Cost.of(record.after, cache_bytes),
             choice=record.choice,
             notes=record.notes,
             bound=record.bound,
@@ -246,7 +248,9 @@ class Certificate(_Record):
         calibration: hash of the text that steps looked at; None without.
         layers: one entry for each attention layer.
         norms: norms that maps outside the attention read and a step was for; left out if there are none.
-        before: cost of all of them; likewise `after`.
+        before: cost of all of them as read; `after`: as written, with all that the format fills up.
+        unpadded: what the new maps would cost in a format with a width for every layer, as runs of triptych
+            have them; None where the file has no more than that.
         tensors: every tensor read or written.
         files: sha256 of the other files as written.
         left_out: files of the source that were not taken along.
@@ -268,6 +272,7 @@ class Certificate(_Record):
     norms: tuple[NormRecord, ...] = ()
     before: Cost
     after: Cost
+    unpadded: Cost | None = None
     tensors: dict[str, TensorRecord]
     files: dict[str, str]
     left_out: tuple[str, ...] = ()
@@ -285,10 +290,11 @@ class Certificate(_Record):
 
     @model_serializer(mode="wrap")
     def _without_no_norms(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """As certificates were before there were norms in them, which have to read back as they stand."""
+        """Without entries that older certificates have not, which have to read back as they stand."""
         record = write(self)
-        if not self.norms:
-            record.pop("norms", None)
+        for name in ("norms", "unpadded"):
+            if not getattr(self, name):
+                record.pop(name, None)
         return record
 
     def sealed(self) -> "Certificate":
@@ -356,11 +362,10 @@ def _card(certificate: Certificate) -> Iterator[str]:
         yield from _said_of_step(name, certificate.layers, "layers")
         yield from _said_of_step(name, certificate.norms, "norms that maps outside the attention read")
     yield ""
-    yield (
-        f"Attention parameters {before.parameters:,} → {after.parameters:,}; operations a token "
-        f"{before.flops_per_token:,} → {after.flops_per_token:,}; bytes cached a token "
-        f"{before.kv_bytes_per_token:,} → {after.kv_bytes_per_token:,}."
-    )
+    yield _said_costs("In this file: attention", before, after)
+    if certificate.unpadded is not None:
+        yield ""
+        yield _said_costs(UNPADDED, before, certificate.unpadded)
     measured = [layer.measured for layer in certificate.layers if layer.measured is not None]
     if measured:
         yield ""
@@ -391,6 +396,22 @@ def _card(certificate: Certificate) -> Iterator[str]:
     yield _whole_model(certificate)
     yield ""
     yield "Try it again: `triptych verify .` (with `--against ORIGINAL` for the comparisons)."
+
+
+UNPADDED = (
+    "The format keeps its shapes, and what the new maps leave free is filled with zeros. In a format with a "
+    "width for every layer, as runs of triptych have them, they would have"
+)
+
+
+def _said_costs(what: str, before: Cost, after: Cost) -> str:
+    pairs = [
+        ("parameters", before.parameters, after.parameters),
+        ("operations a token", before.flops_per_token, after.flops_per_token),
+        ("bytes cached a token", before.kv_bytes_per_token, after.kv_bytes_per_token),
+    ]
+    said = (f"{name} {one:,} → {other:,}" for name, one, other in pairs if one or other)
+    return f"{what} {'; '.join(said)}."
 
 
 def _said_of_step(name: str, parts: Sequence[LayerRecord | NormRecord], what: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.copying import CONFIG, FolderCopy, require_own, require_place
 from triptych.checkpoints.family import Family
@@ -28,7 +29,6 @@ from triptych.rewriting.certificate import (
     CERTIFICATE,
     MODEL_CARD,
     Certificate,
-    Cost,
     EndToEnd,
     LayerRecord,
     Measured,
@@ -43,12 +43,13 @@ from triptych.rewriting.memory import give_back_memory
 from triptych.rewriting.models import with_rewritten
 from triptych.rewriting.parts import shape_of
 from triptych.rewriting.planning import (
+    Costs,
     Prepared,
     costs_of,
     fixed_sizes,
     local_folder,
     prepare,
-    total,
+    total_costs,
     written_layer,
 )
 from triptych.rewriting.recipe import RewriteRecipe
@@ -121,7 +122,7 @@ class _Rewriting(ABC):
     def __init__(self, source: AttentionSource, prepared: Prepared, request: _Request) -> None:
         self.source, self.prepared, self.request = source, prepared, request
         self.layers: dict[str, LayerRecord] = {}
-        self.costs: list[tuple[Cost, Cost]] = []
+        self.costs: list[Costs] = []
         self.dtypes: dict[str, torch.dtype] = {}
         self.not_on_text = ""
 
@@ -146,6 +147,7 @@ class _Rewriting(ABC):
         bounded = any(layer.tier == "bounded" for layer in self.layers.values())
         stored = None if bounded else coarsest_changed(tensors, open_tensors(written))
         compared_as, why_not = self._compared(written, stored)
+        costs = total_costs(self.costs)
         return Certificate(
             tool=f"triptych {version('triptych')}",
             source=request.checkpoint,
@@ -156,8 +158,9 @@ class _Rewriting(ABC):
             calibration=_hash_of(request.recipe.calibration),
             layers=tuple(self.layers[site.name] for site in self.source.sites),
             norms=norms,
-            before=total([one for one, _ in self.costs]),
-            after=total([other for _, other in self.costs]),
+            before=costs.before,
+            after=costs.after,
+            unpadded=costs.unpadded,
             tensors=dict(tensors),
             files=_files(written),
             left_out=tuple(left_out),
@@ -206,9 +209,11 @@ class _Rewriting(ABC):
     def _reopened(self, written: Path) -> AttentionSource:
         """What was written, to be read back."""
 
-    def count(self, read: AttentionLayer, done: RewrittenLayer) -> None:
-        """Keep what a layer costs, and how it was stored."""
-        self.costs.append(costs_of(read, done))
+    def count(
+        self, read: AttentionLayer, done: RewrittenLayer, written: AttentionWeights | None = None
+    ) -> None:
+        """Keep what a layer costs, and how it was stored; `written` as its format has it."""
+        self.costs.append(costs_of(read, done, written))
         self.dtypes[read.site.name] = read.weights.dtype
 
     def note(self, read: AttentionLayer, done: RewrittenLayer, measured: Measured | None) -> None:
@@ -347,7 +352,7 @@ class _FolderRewriting(_Rewriting):
             self._measured[site.name] = self._beside.submit(measure_change, read, saved, bounded=done.bounded)
         self._ready |= written.tensors
         self._settings |= written.settings
-        self.count(read, done)
+        self.count(read, done, written.shapes)
         self._done[site.name] = RewrittenLayer(shape_of(done.weights), done.kept, done.records)
         give_back_memory()
 

@@ -176,5 +176,5 @@ def _whole(
             kept = tuple(before[head] for head in order)
             layer = replace(layer, scoring=layer.scoring.of_heads(order))
         layer = replace(layer, weights=done.weights)
-        records.append(StepRecord.of(step.rewrite, done.record, read.weights.dtype.itemsize))
+        records.append(StepRecord.of(step.rewrite, done.record, read.cache_bytes))
     return RewrittenLayer(layer.weights, kept, tuple(records))

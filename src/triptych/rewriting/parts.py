@@ -229,7 +229,7 @@ class LayerInParts:
         name, record = self._steps[place].rewrite, records.get(place)
         if record is None:
             return StepRecord(rewrite=name, refused=self._refused[place])
-        return StepRecord.of(name, record, self._read.weights.dtype.itemsize)
+        return StepRecord.of(name, record, self._read.cache_bytes)
 
 
 def can_go_in_parts(steps: Sequence[AttentionStep]) -> bool:

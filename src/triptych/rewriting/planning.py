@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
@@ -31,10 +32,6 @@ from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import read_whole_text
 from triptych.rewriting.steps import Layer, Step
 
-_KEEPS_SHAPES = (
-    "the format keeps its shapes: biases that are gone, and what heads have less than before, are filled up "
-    "with zeros, and the file stays as large"
-)
 _OURS_SHRINKS = (
     "our own format has widths of every layer's own, and would shrink: triptych convert MODEL --from hf "
     "--out RUN, then rewrite RUN"
@@ -163,7 +160,8 @@ class Plan:
         family: how it is written.
         layers: what would be done to each, and what refused.
         norms: likewise, of norms that maps outside the attention read.
-        before: cost of all attention layers; likewise `after`, of the new weights.
+        before: cost of all attention layers as read; `after`: as they would be written.
+        unpadded: as in `Certificate`.
         settings: what would change in the configuration.
         bytes_before: of the attention layers' tensors as stored; likewise `bytes_after`.
         notes: what a reader should know: where the format keeps widths that the weights no longer need, say.
@@ -175,6 +173,7 @@ class Plan:
     norms: tuple[NormRecord, ...]
     before: Cost
     after: Cost
+    unpadded: Cost | None
     settings: dict[str, Any]
     bytes_before: int
     bytes_after: int
@@ -186,13 +185,38 @@ def total(costs: Sequence[Cost]) -> Cost:
     return reduce(Cost.plus, costs, Cost(parameters=0, flops_per_token=0, kv_bytes_per_token=0))
 
 
-def costs_of(read: AttentionLayer, done: RewrittenLayer) -> tuple[Cost, Cost]:
-    """Of a layer before and after."""
-    number_bytes = read.weights.dtype.itemsize
-    return (
-        Cost.of(writing_cost(read.weights), number_bytes),
-        Cost.of(writing_cost(done.weights), number_bytes),
+class Costs(NamedTuple):
+    """Of one layer, or all.
+
+    Attributes:
+        before: as read.
+        after: as written.
+        maps: of the new maps alone, without what a format fills up.
+    """
+
+    before: Cost
+    after: Cost
+    maps: Cost
+
+    @property
+    def unpadded(self) -> Cost | None:
+        """That of the maps, where it is not what is written."""
+        return None if self.maps == self.after else self.maps
+
+
+def costs_of(read: AttentionLayer, done: RewrittenLayer, written: AttentionWeights | None = None) -> Costs:
+    """Of a layer; `written` as its format has it, if that is not as the new maps are."""
+    return Costs(
+        *(
+            Cost.of(writing_cost(weights), read.cache_bytes)
+            for weights in (read.weights, done.weights if written is None else written, done.weights)
+        )
     )
+
+
+def total_costs(costs: Sequence[Costs]) -> Costs:
+    """Of all layers."""
+    return Costs(*(total(of_one) for of_one in zip(*costs, strict=True)))
 
 
 def local_folder(checkpoint: str) -> Path:
@@ -230,37 +254,38 @@ def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | Non
     folder = local_folder(checkpoint)
     source = open_checkpoint(folder, family)
     prepared = prepare(source, folder, recipe)
-    layers, before, after, folded = [], [], [], set[Site]()
+    layers, all_costs, folded = [], [], set[Site]()
     settings: dict[str, Any] = {}
     bytes_after, notes = 0, dict.fromkeys(source.warnings)
     stay = fixed_sizes(source, prepared) if isinstance(source, Checkpoint) else set[str]()
     for site in source.sites:
         read = source.read(site)
         done = prepared.through(source, read)
+        shapes = None
         if isinstance(source, Checkpoint):
             done, written = written_layer(source, read, done, prepared.skip_refused, site.name in stay)
+            shapes = written.shapes
         layers.append(LayerRecord(module=site.module, steps=done.records))
         if done.took_up_norm:
             folded.add(site)
-        one, other = costs_of(read, done)
-        before.append(one)
-        after.append(other)
+        costs = costs_of(read, done, shapes)
+        all_costs.append(costs)
         if isinstance(source, Checkpoint):
             settings |= written.settings
             bytes_after += _bytes_after(source, site, written.tensors)
-            if other.parameters < one.parameters and not written.settings:
-                notes[_KEEPS_SHAPES] = None
-                if source.settings.value("model_type") == "marian":
-                    notes[_OURS_SHRINKS] = None
+            if costs.unpadded is not None and source.settings.value("model_type") == "marian":
+                notes[_OURS_SHRINKS] = None
         else:
-            bytes_after += other.parameters * read.weights.dtype.itemsize
+            bytes_after += costs.after.parameters * read.weights.dtype.itemsize
+    costs = total_costs(all_costs)
     return Plan(
         source=checkpoint,
         family=source.written_as,
         layers=tuple(layers),
         norms=prepared.norms.records(folded.__contains__),
-        before=total(before),
-        after=total(after),
+        before=costs.before,
+        after=costs.after,
+        unpadded=costs.unpadded,
         settings=settings,
         bytes_before=sum(source.bytes_of(site) for site in source.sites),
         bytes_after=bytes_after,
@@ -291,7 +316,8 @@ def written_layer(
             record if record.refused else StepRecord(rewrite=record.rewrite, refused=refused.reason)
             for record in done.records
         )
-        return RewrittenLayer(read.weights, None, records), WrittenLayer({}, {})
+        shapes = read.weights.mapped(lambda tensor: tensor.to("meta"))
+        return RewrittenLayer(read.weights, None, records), WrittenLayer({}, {}, shapes)
 
 
 def fixed_sizes(source: Checkpoint, prepared: Prepared) -> set[str]:

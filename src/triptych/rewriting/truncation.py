@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, final
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -19,6 +20,8 @@ Criterion = Literal["free", "uncentred", "centred"]
 
 
 Rotary = Literal["maps", "planes"]
+# Of a share of energy: what is met but for rounding is met.
+_SHARE_ROUNDING = 1e-10
 
 
 @final
@@ -28,7 +31,10 @@ class Truncate(AttentionStep):
     Attributes:
         forms: which of the two.
         rank: of every form (planes count two); or
-        energy: share of each form's energy that is kept at least; or
+        energy: share of the energy of every head's form that is kept at least, by the lowest ranks found that
+            do: of its squares; of rotary scores, of their mean square over distances; with a criterion that
+            looks at a text, of the mean square of what the head does on it (about means, where those were
+            taken off); or
         budget: share of all channels that are kept, spread over layers and heads by what they are worth.
         criterion: what is kept: "free" of data, the forms themselves; "uncentred" or "centred", what they do
             on the calibration text, means of keys and of values counted, or taken off where that is free.
@@ -75,11 +81,13 @@ class Truncate(AttentionStep):
         if self.rank is not None:
             self._require_rank(layers)
             return self
-        places, spectra, costs = [], [], []
+        places, spectra, costs, chosen = [], [], [], []
         for layer in layers:
             for form in self.forms:
                 try:
                     found = self._spectrum(layer, form)
+                    if self.energy is not None:
+                        chosen += self._ranks_that_keep(self.energy, layer, form, found)
                 except RewriteRefusedError as refused:
                     if not skip_refused:
                         raise RewriteRefusedError(self.rewrite, refused.reason).at(layer.name) from None
@@ -88,13 +96,15 @@ class Truncate(AttentionStep):
                     places.append((layer.name, form, group))
                     spectra.append(energies)
                     costs.append(float(_numbers_a_channel(layer.weights, form) * self._step(layer, form)))
-        of_kind = dict.fromkeys(self.forms, 0.0)
-        for (_, form, _), energies in zip(places, spectra, strict=True):
-            of_kind[form] += float(energies.sum())
-        shares = [
-            energies / (of_kind[form] or 1.0) for (_, form, _), energies in zip(places, spectra, strict=True)
-        ]
-        chosen = allocate(shares, costs, energy=self.energy, share=self.budget)
+        if self.budget is not None:
+            of_kind = dict.fromkeys(self.forms, 0.0)
+            for (_, form, _), energies in zip(places, spectra, strict=True):
+                of_kind[form] += float(energies.sum())
+            shares = [
+                energies / (of_kind[form] or 1.0)
+                for (_, form, _), energies in zip(places, spectra, strict=True)
+            ]
+            chosen = allocate(shares, costs, share=self.budget)
         ranks: dict[str, dict[Form, list[int]]] = {}
         for (name, form, _), rank in zip(places, chosen, strict=True):
             ranks.setdefault(name, {}).setdefault(form, []).append(rank)
@@ -103,12 +113,33 @@ class Truncate(AttentionStep):
         }
         return self.model_copy(update={"ranks": fixed})
 
+    def _ranks_that_keep(self, energy: float, layer: Layer, form: Form, spectrum: Tensor) -> list[int]:
+        """For each group the lowest rank with which all its heads keep a share of their energy.
+
+        What a group keeps as a whole is where to begin: one of its heads may keep less than another, and
+        queries are cut as well as keys. Then by halves, each rank tried out; the full rank keeps everything.
+        """
+        low = allocate(list(spectrum), [1.0] * len(spectrum), energy=energy)
+        high, first = [spectrum.shape[1]] * len(spectrum), True
+        while low != high:
+            tried = low if first else [(one + other) // 2 for one, other in zip(low, high, strict=True)]
+            first = False
+            lost = torch.tensor(self._cut(layer, form, tried).record.cuts[0].lost)
+            enough = lost.view(len(tried), -1).amax(dim=1).le(1 - energy + _SHARE_ROUNDING).tolist()
+            high = [rank if kept else most for rank, kept, most in zip(tried, enough, high, strict=True)]
+            low = [
+                least if kept else min(rank + 1, most)
+                for rank, kept, least, most in zip(tried, enough, low, high, strict=True)
+            ]
+        return high
+
     def apply(self, layer: Layer) -> Rewritten:
         """Cut."""
         results = []
         weights = layer.weights
         for form in self.forms:
-            results.append(self._cut(replace(layer, weights=weights), form))
+            now = replace(layer, weights=weights)
+            results.append(self._cut(now, form, self._ranks(now, form)))
             weights = results[-1].weights
         return results[0] if len(results) == 1 else _as_one("truncate", layer.weights, results)
 
@@ -126,8 +157,7 @@ class Truncate(AttentionStep):
                 return
         raise UsageError(f"truncate: rank is {self.rank}, and the widest head has {widest} channels")
 
-    def _cut(self, layer: Layer, form: Form) -> Rewritten:
-        ranks = self._ranks(layer, form)
+    def _cut(self, layer: Layer, form: Form, ranks: list[int]) -> Rewritten:
         moments = layer.moments if self.needs_text else None
         weights, rotation = layer.weights, layer.scoring.rotation
         if form == "qk" and rotation is not None:

@@ -95,7 +95,8 @@ def truncate_on_data(
         words = (
             f"W_{form.upper()}: {{ranks}}, which leaves out at most {{worst:.3g}} of the mean square of a "
         )
-        cuts.append(Cut(f"{words}head's {what}{mean}", tuple(given), max(given), worst))
+        shares = Cut.shares(error, whole)
+        cuts.append(Cut(f"{words}head's {what}{mean}", tuple(given), max(given), worst, shares))
     moves = {form: move(start, result, form) for form in ranks}
     # With the mean taken off, what is lost of the value bias is in the output's.
     sizes = {

@@ -85,10 +85,13 @@ def truncate_planes(
     result = _with_qk(working, only, only, notes)
     of_heads = left_out.repeat_interleave(weights.num_heads // groups, dim=0).to(scores.dtype)
     lost, whole = torch.einsum("hf,hfg,hg->h", of_heads, scores, of_heads), scores.sum(dim=(-2, -1))
-    error = float((lost / torch.where(whole > 0, whole, 1.0)).clamp(min=0.0).max())
-    moved = rotary_move(working, result, rotation)
+    shares = Cut.shares(lost, whole)
+    moved, sizes = rotary_move(working, result, rotation), rotary_size(working, rotation)
     rounding = 100 * weights.d_model * torch.finfo(working.dtype).eps
-    exact = bool((moved <= rounding * rotary_size(working, rotation)).all())
+    exact = bool((moved <= rounding * sizes).all())
+    error = max(shares)
+    if moments is None:
+        shares = at_any_distance(shares, moved, sizes)
     words = "{each} of {most} planes, which leaves out at most {worst:.3g} of the mean square of a head's "
     return rewritten(
         name,
@@ -96,7 +99,7 @@ def truncate_planes(
         weights,
         result.to(weights.dtype),
         checked=("rotary positions", "no QK-norm: nothing stands between the maps and the rotation"),
-        choice=[Cut(f"{words}scores in its planes", tuple(kept), count, error)],
+        choice=[Cut(f"{words}scores in its planes", tuple(kept), count, error, shares)],
         notes=(*notes, *newly_apart(weights, result)),
         bound=0.0 if exact else float(moved.max()),
         error=None if moments is None else error,
@@ -224,6 +227,13 @@ def rotary_move(
     if one.fixed is not None and other.fixed is not None:
         total = total + one.fixed.difference_norm(other.fixed).square()
     return total.sqrt()
+
+
+def at_any_distance(
+    shares: tuple[float, ...], moved: Float[Tensor, " num_heads"], sizes: Float[Tensor, " num_heads"]
+) -> tuple[float, ...]:
+    """Of every head the larger share left out: over the distances of a text, or over long ones."""
+    return tuple(map(max, shares, Cut.shares(moved.square(), sizes.square())))
 
 
 def rotary_size(weights: AttentionWeights, rotation: Rotation) -> Float[Tensor, " num_heads"]:

@@ -19,6 +19,7 @@ from triptych.algebra.rewrites.channels import (
     move,
     newly_apart,
     one_map,
+    size,
     times,
     why_channels_stay,
     with_learned_maps,
@@ -89,6 +90,7 @@ def truncate(
             tuple(given),
             max(needed[form]),
             float(moves[form].form.max()),
+            Cut.shares(moves[form].form.square(), size(start, form).form.square()),
         )
         for form, given in ranks.items()
     ]

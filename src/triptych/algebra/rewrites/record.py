@@ -4,6 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, final
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from triptych.algebra.cost import WritingCost, writing_cost
 from triptych.algebra.weights import AttentionWeights
 from triptych.errors import TriptychError
@@ -37,18 +41,27 @@ class Cut:
         ranks: of each group of heads.
         most: channels that there were, or the largest rank.
         worst: the largest loss of a head, by the measure that the words name.
+        lost: of every head, the share of the energy that was left out: of the squares of its form, or of the
+            mean square of what it does on a text.
     """
 
     words: str
     ranks: tuple[int, ...]
     most: int
     worst: float
+    lost: tuple[float, ...] = ()
 
     @classmethod
     def of_groups(cls, cuts: Sequence["Cut"]) -> "Cut":
         """Of groups of heads one after the other."""
         ranks = tuple(rank for cut in cuts for rank in cut.ranks)
-        return cls(cuts[0].words, ranks, max(cut.most for cut in cuts), max(cut.worst for cut in cuts))
+        lost = tuple(share for cut in cuts for share in cut.lost)
+        return cls(cuts[0].words, ranks, max(cut.most for cut in cuts), max(cut.worst for cut in cuts), lost)
+
+    @classmethod
+    def shares(cls, lost: Float[Tensor, "*heads"], whole: Float[Tensor, "*heads"]) -> tuple[float, ...]:
+        """`lost / whole` of every head, 0 where there is nothing."""
+        return tuple((lost / torch.where(whole > 0, whole, 1.0)).clamp(min=0.0).flatten().tolist())
 
     def __str__(self) -> str:
         several = len(set(self.ranks)) > 1

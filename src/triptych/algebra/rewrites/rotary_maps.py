@@ -25,7 +25,13 @@ from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.channels import newly_apart, times
 from triptych.algebra.rewrites.data import PRIOR, require_moments_of
 from triptych.algebra.rewrites.legality import require_whole_number, why_key_bias_counts
-from triptych.algebra.rewrites.planes import mean_turn, require_rotary, rotary_move, rotary_size
+from triptych.algebra.rewrites.planes import (
+    at_any_distance,
+    mean_turn,
+    require_rotary,
+    rotary_move,
+    rotary_size,
+)
 from triptych.algebra.rewrites.rank import Ranks
 from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import AttentionWeights, Chain
@@ -85,13 +91,20 @@ def truncate_rotary_maps(
         notes.append(f"no mean was taken off: {why_key_bias_counts(weights.traits)}")
     true = _Scores.of(name, working, rotation, moments, longest, 0.0)
     whole = true.mean_square()
-    error = float((true.error(maps) / torch.where(whole > 0, whole, 1.0)).max())
-    moved = rotary_move(working, result, rotation)
+    shares = Cut.shares(true.error(maps), whole)
+    error = max(shares)
+    moved, sizes = rotary_move(working, result, rotation), rotary_size(working, rotation)
     rounding = 100 * weights.d_model * torch.finfo(working.dtype).eps
-    exact = bool((moved <= rounding * rotary_size(working, rotation)).all())
+    exact = bool((moved <= rounding * sizes).all())
+    if moments is None:
+        shares = at_any_distance(shares, moved, sizes)
     words = "W_Q and W_K: {ranks} of {most}, written back into {most} channels, which leaves out at most "
     cut = Cut(
-        f"{words}{{worst:.3g}} of the mean square of a head's scores", tuple(ranks), scores.width, error
+        f"{words}{{worst:.3g}} of the mean square of a head's scores",
+        tuple(ranks),
+        scores.width,
+        error,
+        shares,
     )
     return rewritten(
         name,
