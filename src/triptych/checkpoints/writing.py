@@ -416,7 +416,7 @@ def _with_biases_of(before: AttentionWeights, fitted: AttentionWeights) -> Atten
         (link,), there = fitted.chain(side), before.chain(side)[-1].bias
         bias = None if there is None else link.weight.new_empty(link.copies, link.d_out)
         chains[str(side)] = (replace(link, bias=bias),)
-    o_bias = None if before.o_bias is None else before.o_bias.to("meta")
+    o_bias = None if before.o_bias is None else fitted.o[0].weight.new_empty(before.o_bias.shape)
     return replace(fitted, o_bias=o_bias, **chains)  # type: ignore[arg-type]
 
 
