@@ -6,6 +6,7 @@ converted has no recipe: `decoding.toml` says how it is searched.
 """
 
 import hashlib
+import json
 import shutil
 import tomllib
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ import torch
 from pydantic import ValidationError
 
 from triptych.checkpoints import model_type, read_marian
-from triptych.decoding import Precision, SearchOptions, Stop, Translator, measure_bleu
+from triptych.decoding import Precision, SearchOptions, Stop, Translator, score_bleu
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.models import EncoderDecoder, read_model, write_model
@@ -34,6 +35,7 @@ from triptych.text import (
     train_tokenizers,
 )
 from triptych.training import DecodingConfig, Outcome, Recipe, Trainer, read_recipe
+from triptych.training.judging import LEAST_BLEU, Bleu
 from triptych.training.loop import Scorer
 from triptych.training.memory import keep_freed_memory, limit_kernel_cache
 from triptych.training.progress import Display, LineDisplay
@@ -76,6 +78,7 @@ class Summary:
             "padding_waste": round(self.padding_waste, 4),
             "chosen": self.outcome.chosen,
             "best_step": counters.best_step,
+            "best_by": counters.best_by,
             "best_score": None if counters.best_score is None else abs(counters.best_score),
             "average_scores": self.outcome.scores,
         }
@@ -346,7 +349,8 @@ def _trainer(
     )
     if not len(judged):
         raise DataError("no validation pair is within data.max_sentence_tokens")
-    counters = Counters(fingerprint=_fingerprint(kept, tokenizers, model), started_in=str(base))
+    fingerprints = _fingerprints(recipe, kept, valid_text, tokenizers, model)
+    counters = Counters(fingerprints=fingerprints, started_in=str(base))
     return Trainer(
         recipe.training,
         recipe.validation,
@@ -375,6 +379,8 @@ def _run(recipe: Recipe, trainer: Trainer, display: Display) -> Summary:
 def _model_card(recipe: Recipe, summary: Summary) -> str:
     counters, model = summary.outcome.counters, recipe.model
     best = abs(counters.best_score or 0.0)
+    noise = recipe.validation.metric == "bleu" and counters.best_by == "loss"
+    why = f" (BLEU decides once its 95 % interval lies above {LEAST_BLEU:g})" if noise else ""
     scores = ", ".join(f"{name} {value:.4f}" for name, value in (summary.outcome.scores or {}).items())
     return f"""---
 library_name: triptych
@@ -388,7 +394,7 @@ An encoder-decoder Transformer trained with triptych: d_model {model.d_model}, d
 {summary.num_parameters:,} parameters.
 
 - Training: {counters.step:,} steps, {counters.tokens:,} target tokens, {counters.seconds / 60:.1f} minutes.
-- Best validation ({recipe.validation.metric}): {best:.4f} at step {counters.best_step:,}.
+- Best validation, chosen by {counters.best_by}{why}: {best:.4f} at step {counters.best_step:,}.
 - Average of the last checkpoints: {scores}. `model.safetensors` holds the {summary.outcome.chosen} model.
 - `recipe.toml` is the whole recipe; `metrics.jsonl` has the curves.
 
@@ -424,9 +430,10 @@ def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) ->
         max_extra_tokens=recipe.decoding.max_extra_tokens,
     )
 
-    def score(model: EncoderDecoder) -> float:
+    def score(model: EncoderDecoder) -> Bleu:
         translated = Translator(model, tokenizers, options).translate(sources)
-        return measure_bleu([translation.text for translation in translated], references)
+        found = score_bleu([translation.text for translation in translated], references)
+        return Bleu(found.value, found.low)
 
     return score
 
@@ -447,12 +454,28 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _fingerprint(corpus: EncodedCorpus, tokenizers: TokenizerPair, model: EncoderDecoder) -> str:
-    digest = hashlib.sha256()
-    for sequences in (corpus.source, corpus.target):
-        digest.update(sequences.ids.tobytes())
-        digest.update(sequences.offsets.tobytes())
-    for tokenizer in (tokenizers.source, tokenizers.target):
-        digest.update(tokenizer.to_json().encode())
-    digest.update(model.config.model_dump_json().encode())
-    return digest.hexdigest()
+def _fingerprints(
+    recipe: Recipe,
+    corpus: EncodedCorpus,
+    valid: ParallelCorpus,
+    tokenizers: TokenizerPair,
+    model: EncoderDecoder,
+) -> dict[str, str]:
+    """What a resumed run must find as it was, by the words that name it."""
+    ids = [array for s in (corpus.source, corpus.target) for array in (s.ids.tobytes(), s.offsets.tobytes())]
+    # As read, not as tokens: pairs too long for the loss are translated all the same.
+    lines = [json.dumps(list(side)).encode() for side in (valid.source, valid.target)]
+    both = [tokenizer.to_json().encode() for tokenizer in (tokenizers.source, tokenizers.target)]
+    judged = [
+        recipe.validation.model_dump_json(exclude={"every_steps"}).encode(),
+        recipe.decoding.model_dump_json(include={"alpha", "max_extra_tokens"}).encode(),
+        str(recipe.data.max_sentence_tokens).encode(),
+    ]
+    parts = {
+        "the training text (data.train)": ids,
+        "the validation text (data.valid)": lines,
+        "the tokenizers": both,
+        "the model": [model.config.model_dump_json().encode()],
+        "how it is validated (validation, decoding, data.max_sentence_tokens)": judged,
+    }
+    return {name: hashlib.sha256(b"\0".join(part)).hexdigest() for name, part in parts.items()}

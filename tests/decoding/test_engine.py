@@ -93,7 +93,7 @@ def test_positions_are_where_they_belong(positions: str, projections: str) -> No
 
 
 @pytest.mark.parametrize("stop", ["certain", "full"])
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.5])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, 1.5, 2.0, 3.0])
 @pytest.mark.parametrize("num_best", [1, 3])
 def test_options_mean_the_same(stop: str, alpha: float, num_best: int) -> None:
     options = SearchOptions(beam_size=3, alpha=alpha, num_best=num_best, max_extra_tokens=9, stop=stop)

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from triptych.decoding import Hypothesis, SearchOptions, length_penalty, search
+from triptych.decoding.beams import search_with_engine
+from triptych.decoding.engine import GROUP, Engine
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 
 PAD, BOS, EOS = 0, 1, 2
 SOURCES = [[5, 9, 4, 7], [3], [6, 6, 8, 10, 11, 12, 13, 4], [14, 3, 9], [12, 4], [8, 7, 5, 3, 9, 11]]
 MAX_EXTRA = 6
+ALPHAS = (0.0, 0.6, 1.0, 1.5, 2.0, 3.0)
 
 
 def make_model(vocab_size: int = 24, seed: int = 1, ends_like: float = 1.0) -> EncoderDecoder:
@@ -102,9 +105,9 @@ def greedy(model: EncoderDecoder, source: list[int]) -> tuple[int, ...]:
 
 
 def beam_search(
-    model: EncoderDecoder, source: list[int], beam_size: int, alpha: float
+    model: EncoderDecoder, source: list[int], beam_size: int
 ) -> list[tuple[tuple[int, ...], float]]:
-    """Beam search by the book, on to the limit, whatever has ended by then; best first."""
+    """Beam search by the book, on to the limit, whatever has ended by then: outputs and log-probabilities."""
     limit = len(source) + MAX_EXTRA
     beam: list[tuple[list[int], float]] = [([], 0.0)]
     finished: list[tuple[tuple[int, ...], float]] = []
@@ -117,9 +120,17 @@ def beam_search(
         candidates.sort(key=lambda candidate: -candidate[2])
         for ids, token, log_prob in candidates[:beam_size]:
             if token == EOS:
-                finished.append((tuple(ids), log_prob / length_penalty(length, alpha)))
+                finished.append((tuple(ids), log_prob))
         beam = [([*ids, token], log_prob) for ids, token, log_prob in candidates if token != EOS][:beam_size]
-    return sorted(finished, key=lambda found: -found[1])
+    return finished
+
+
+def by_score(
+    finished: list[tuple[tuple[int, ...], float]], alpha: float
+) -> list[tuple[tuple[int, ...], float]]:
+    """Outputs with their scores, best first."""
+    scored = [(ids, log_prob / length_penalty(len(ids) + 1, alpha)) for ids, log_prob in finished]
+    return sorted(scored, key=lambda found: -found[1])
 
 
 def same(one: list[list[Hypothesis]], other: list[list[Hypothesis]]) -> None:
@@ -188,22 +199,75 @@ def test_a_beam_larger_than_the_search_space_gives_every_output_once() -> None:
     assert all(h.log_prob > -torch.inf for h in every)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("beam_size", [2, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_beams_are_those_of_beam_search_by_the_book(
-    seed: int, beam_size: int, alpha: float, monkeypatch: pytest.MonkeyPatch
+    seed: int, beam_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(seed=seed, vocab_size=15)
     favour(model, [EOS], 1.5, monkeypatch)  # so that several of a beam end at once
-    options = {"beam_size": beam_size, "alpha": alpha}
-    expected = [beam_search(model, source, beam_size, alpha) for source in SOURCES]
-    for num_best in (1, beam_size):  # the search stops early, but only when nothing can change
-        found = find(model, pad(SOURCES), num_best=num_best, **options)
-        for best, outputs in zip(found, expected, strict=True):
-            assert [h.ids for h in best] == [ids for ids, _ in outputs[:num_best]]
-            scores = [score for _, score in outputs[:num_best]]
-            assert [h.score for h in best] == pytest.approx(scores, abs=1e-5)
+    # What is pruned does not depend on alpha, so one search by the book serves all.
+    finished = [beam_search(model, source, beam_size) for source in SOURCES]
+    # The search stops early, but only when nothing can change.
+    for alpha, num_best in itertools.product(ALPHAS, (1, beam_size)):
+        found = find(model, pad(SOURCES), num_best=num_best, beam_size=beam_size, alpha=alpha)
+        for best, outputs in zip(found, finished, strict=True):
+            expected = by_score(outputs, alpha)[:num_best]
+            assert [h.ids for h in best] == [ids for ids, _ in expected]
+            assert [h.score for h in best] == pytest.approx([score for _, score in expected], abs=1e-5)
+
+
+def even_chance(limit: int, alpha: float) -> float:
+    """Probability at which the empty output scores as much as all else, ended after `limit` tokens."""
+    low, high = 0.0, 1.0
+    for _ in range(100):
+        q = (low + high) / 2
+        low, high = (q, high) if math.log(q) < math.log1p(-q) / length_penalty(limit + 1, alpha) else (low, q)
+    return low
+
+
+def never_surprised(q: float, limit: int, rows: int, width: int) -> tuple[Callable[..., Tensor], list[int]]:
+    """A model that ends at once with probability q, and else goes on to the limit in certainty.
+
+    Returns:
+        What gives the logits of the next step, and the numbers of the steps asked for.
+    """
+    steps: list[int] = []
+
+    def logits(*of_step: object) -> Tensor:
+        steps.append(len(steps))
+        p = torch.zeros(rows, width, dtype=torch.float64)
+        if len(steps) == 1:
+            p[:, EOS], p[:, 5] = q, 1 - q
+        else:
+            p[:, EOS if len(steps) > limit else 5] = 1.0
+        return p.log()
+
+    return logits, steps
+
+
+@pytest.mark.parametrize("searched", ["by modules", "by engine"])
+@pytest.mark.parametrize("alpha", ALPHAS[1:])
+def test_a_search_goes_on_while_the_longest_output_may_win_and_no_further(
+    alpha: float, searched: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 1 + MAX_EXTRA
+    # Between two bounds that differ by a token: the open hypothesis wins by less than one token's penalty, or
+    # loses by less.
+    bounds = [even_chance(length, alpha) for length in (limit - 1, limit, limit + 1)]
+    wins, loses = ((bounds[i] + bounds[i + 1]) / 2 for i in (0, 1))
+    for q, length, num_steps in ((wins, limit, limit + 1), (loses, 0, 1)):
+        model, options = make_model(vocab_size=6), SearchOptions(2, alpha, MAX_EXTRA)
+        if searched == "by modules":
+            logits, steps = never_surprised(q, limit, 2, 6)
+            monkeypatch.setattr(model, "logits", logits)
+            ((best,),) = search(model, pad([[4]]), options, BOS, EOS)
+        else:
+            engine = Engine(model, never=(PAD, BOS))
+            logits, steps = never_surprised(q, limit, 2, GROUP)
+            monkeypatch.setattr(engine, "step", logits)
+            ((best,),) = search_with_engine(engine, pad([[4]]), options, BOS, EOS)
+        assert (len(best.ids), len(steps)) == (length, num_steps)
 
 
 def test_a_wider_beam_finds_what_greedy_search_misses() -> None:

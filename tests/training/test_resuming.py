@@ -186,7 +186,15 @@ def test_a_signalled_process_saves_says_how_to_go_on_and_exits_with_its_code(
     assert _saved_step(folder) == stopped
 
 
-def test_resuming_with_other_text_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ("train.de", "the training text (data.train)"),
+        ("valid.de", "the validation text (data.valid)"),
+        ("valid.en", "the validation text (data.valid)"),
+    ],
+)
+def test_resuming_with_other_text_is_refused_and_named(tmp_path: Path, changed: str, named: str) -> None:
     for name in ("train.de", "train.en", "valid.de", "valid.en"):
         (tmp_path / name).write_text("\n".join(f"{name[:5]} Zeile {i} hier" for i in range(40)) + "\n")
     tree = recipe_tree()
@@ -195,9 +203,46 @@ def test_resuming_with_other_text_is_refused(tmp_path: Path) -> None:
         for part in ("train", "valid")
     } | {"cache": ""}
     runs.train(resolve(tree), tmp_path / "run", _SignalAt(4, signal.SIGTERM))
-    (tmp_path / "train.de").write_text("\n".join(f"eine andere Zeile {i}" for i in range(40)) + "\n")
-    with pytest.raises(TriptychError, match="differ from those the run began with"):
+    text = (tmp_path / changed).read_text()
+    # The last line alone, by one letter.
+    (tmp_path / changed).write_text(text.removesuffix("hier\n") + "Hier\n")
+    with pytest.raises(TriptychError) as refused:
         runs.resume(tmp_path / "run", (), LineDisplay())
+    message = str(refused.value)
+    assert f"changed since the run began: {named}; put back" in message
+    assert "\n" not in message
+    (tmp_path / changed).write_text(text)
+    assert runs.resume(tmp_path / "run", (), LineDisplay()).outcome.counters.step == _STEPS
+
+
+def test_resuming_with_another_way_to_validate_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    runs.train(small_recipe(), folder, _SignalAt(4, signal.SIGTERM))
+    recipe = (folder / "recipe.toml").read_text()
+    (folder / "recipe.toml").write_text(recipe.replace("max_sentences = 3", "max_sentences = 4"))
+    with pytest.raises(TriptychError, match=r"changed since the run began: how it is validated"):
+        runs.resume(folder, (), LineDisplay())
+
+
+def test_the_best_is_chosen_by_loss_while_bleu_is_noise_and_the_card_says_so(tmp_path: Path) -> None:
+    tree = recipe_tree()
+    tree["validation"] = {"every_steps": _VALIDATE_EVERY, "max_sentences": 3, "metric": "bleu"}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    summary = runs.train(resolve(tree), whole, LineDisplay())
+    counters = summary.outcome.counters
+    losses = {
+        record["step"]: record["valid_loss"]
+        for record in read_metrics(whole / "metrics.jsonl")
+        if "valid_loss" in record
+    }
+    assert (counters.best_by, counters.best_score) == ("loss", -min(losses.values()))
+    assert losses[counters.best_step] == min(losses.values())
+    assert summary.figures()["best_by"] == "loss"
+    card = (whole / "README.md").read_text()
+    assert "Best validation, chosen by loss (BLEU decides once its 95 % interval lies above 5): " in card
+    runs.train(resolve(tree), stopped, _SignalAt(_VALIDATE_EVERY + 1, signal.SIGTERM))
+    assert runs.resume(stopped, (), LineDisplay()).outcome.counters.best_by == "loss"
+    assert_same_run(stopped, whole)
 
 
 def test_resuming_keeps_the_recipe_but_may_go_on_longer(tmp_path: Path) -> None:
@@ -350,6 +395,7 @@ def test_the_average_is_the_mean_of_the_last_checkpoints(uninterrupted: Path) ->
     is_mean = all(torch.equal(final[key], mean[key]) for key in final)
     is_best = all(torch.equal(final[key], best[key]) for key in final)
     assert is_mean != is_best
+    assert counters.best_by == "loss"
     chosen = read_metrics(uninterrupted / "metrics.jsonl")[-1]["average_valid_loss"]
     assert is_mean == (-chosen >= (counters.best_score or 0))
 

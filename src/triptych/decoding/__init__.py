@@ -1,7 +1,7 @@
 """Greedy and beam search over a cache, and text in, text out."""
 
 from triptych.decoding.engine import PRECISIONS, Engine, Precision
-from triptych.decoding.evaluation import Score, measure_bleu, score_translations
+from triptych.decoding.evaluation import Score, measure_bleu, score_bleu, score_translations
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions, Stop, length_penalty
 from triptych.decoding.search import search
 from triptych.decoding.translator import Candidate, SentenceAttention, Translation, Translator
@@ -20,6 +20,7 @@ __all__ = [
     "Translator",
     "length_penalty",
     "measure_bleu",
+    "score_bleu",
     "score_translations",
     "search",
 ]

@@ -84,11 +84,13 @@ class _Beams:
         self.sentences = list(range(batch))
         self.done = [False] * batch
         self.enough = enough_finished(options)
-        # What the longest output would be divided by, the kindest penalty.
+        # Log-probabilities are at most 0 and only fall, and the penalty grows with the length (alpha >= 0): of
+        # all lengths that an open hypothesis may end at, the longest bounds its score from above. In float64,
+        # as scores are: in float32 the bound could be rounded below a score.
         kindest = [length_penalty(limit + 1, options.alpha) for limit in self.limits]
-        self.kindest = torch.tensor(kindest, device=device)
+        self.kindest = torch.tensor(kindest, dtype=torch.float64, device=device)
         # The score of the last finished hypothesis wanted; open ones must be able to overtake it.
-        self.wanted = torch.full((batch,), -torch.inf, device=device)
+        self.wanted = torch.full((batch,), -torch.inf, dtype=torch.float64, device=device)
         self.ids = torch.full((batch, k, 1), bos_id, device=device)
         # All rows of a sentence begin alike: only the first may be continued, or all would be copies.
         self.log_probs = torch.full((batch, k), -torch.inf, device=device)
@@ -165,7 +167,7 @@ class _Beams:
 
     def _retire(self, best_open: Tensor) -> None:
         """Take out the sentences whose open hypotheses cannot overtake the finished ones."""
-        over = (self.wanted >= best_open / self.kindest) | (best_open == -torch.inf)
+        over = (self.wanted >= best_open.double() / self.kindest) | (best_open == -torch.inf)
         self.done = [was or now for was, now in zip(self.done, over.tolist(), strict=True)]
         num_done = sum(self.done)
         if num_done == len(self.done):

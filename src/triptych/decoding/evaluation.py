@@ -74,6 +74,16 @@ def _score(
     return Score(whole.name, float(whole.score), float(low), float(high), signature)
 
 
+def score_bleu(
+    hypotheses: str | Sequence[str],
+    references: str | Sequence[str],
+    num_resamples: int = 1000,
+    seed: int = 12345,
+) -> Score:
+    """BLEU alone, as `score_translations` has it."""
+    return _score(BLEU(), as_lines(hypotheses), as_lines(references), num_resamples, seed)
+
+
 def measure_bleu(hypotheses: str | Sequence[str], references: str | Sequence[str]) -> float:
     """Corpus BLEU alone, quickly; a string is one translation."""
     return float(BLEU().corpus_score(list(as_lines(hypotheses)), [list(as_lines(references))]).score)

@@ -21,6 +21,7 @@ from triptych.training.ahead import ahead
 from triptych.training.compiling import compile_blocks
 from triptych.training.consistency import consistent_loss
 from triptych.training.interruption import StopRequest
+from triptych.training.judging import Bleu, Judgement, judge
 from triptych.training.metrics import MetricsLog
 from triptych.training.objective import Loss, output_loss
 from triptych.training.precision import NarrowTwin
@@ -31,13 +32,14 @@ from triptych.training.state import (
     Counters,
     average_checkpoints,
     checkpoint_path,
+    read_counters,
     read_state,
     save_or_explain,
     write_state,
 )
 
-# Translates the validation text with a model and returns its BLEU.
-Scorer = Callable[[EncoderDecoder], float]
+# Translates the validation text with a model and measures its BLEU.
+Scorer = Callable[[EncoderDecoder], Bleu]
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Trainer:
             valid: the text to be judged by.
             score: measures BLEU; None where the recipe does not want it.
             folder: the run folder; must exist when the run begins.
-            counters: of a new run, with fingerprint and folder filled in.
+            counters: of a new run, with fingerprints and folder filled in.
         """
         self.config = config
         self.validation = validation
@@ -118,13 +120,13 @@ class Trainer:
         Raises:
             DataError: no state, a damaged one, or one of other text or another model.
         """
-        expected = self.counters.fingerprint
-        self.counters = read_state(self.state_folder, self.model, self.optimizer)
-        if self.counters.fingerprint != expected:
+        expected, begun = self.counters.fingerprints, read_counters(self.state_folder).fingerprints
+        if changed := [name for name in expected if begun.get(name) != expected[name]]:
             raise TriptychError(
-                f"{self.folder}: text, tokenizer or model differ from those the run began with; "
-                "put the files back as they were or start a new run"
+                f"{self.folder}: changed since the run began: {', '.join(changed)}; "
+                "put back what was there or start a new run"
             )
+        self.counters = read_state(self.state_folder, self.model, self.optimizer)
         validated = self.counters.step in self.counters.checkpoints
         self.metrics.forget_after(self.counters.step, validated=validated)
         self._saved_step = self.counters.step
@@ -289,17 +291,17 @@ class Trainer:
         counters = self.counters
         figures = self._measure()
         self.metrics.add({"step": counters.step, **figures})
-        score = self._judge(figures)
-        better = counters.best_score is None or score > counters.best_score
+        judged, best = judge(figures, self.validation.metric), self._best()
+        better = best is None or judged.better_than(best)
         if better:
-            counters.best_score, counters.best_step = score, counters.step
+            (counters.best_by, counters.best_score), counters.best_step = judged, counters.step
             counters.validations_since_best = 0
             self._write_model(self.state_folder / "best.safetensors")
             self._write_model(self.folder / "model.safetensors")
         else:
             counters.validations_since_best += 1
         display.say(
-            f"validation at step {counters.step:,}: {_describe(figures)}{'  (best)' if better else ''}"
+            f"validation at step {counters.step:,}: {_describe(figures)}{f'  (best by {judged.by})' if better else ''}"
         )
         self._keep_checkpoint()
         self._saved_step = -1  # what was saved at this step knows nothing of its validation
@@ -316,13 +318,17 @@ class Trainer:
                     tokens += batch.num_target_tokens
                 figures = {"valid_loss": loss / tokens}
                 if self.score is not None:
-                    figures["valid_bleu"] = self.score(self.model)
+                    bleu = self.score(self.model)
+                    figures |= {"valid_bleu": bleu.value, "valid_bleu_low": bleu.low}
         finally:
             self._set_mode(training=True)
         return figures
 
-    def _judge(self, figures: dict[str, float]) -> float:
-        return figures["valid_bleu"] if self.validation.metric == "bleu" else -figures["valid_loss"]
+    def _best(self) -> Judgement | None:
+        counters = self.counters
+        if not counters.best_by or counters.best_score is None:
+            return None
+        return Judgement(counters.best_by, counters.best_score)
 
     def _keep_checkpoint(self) -> None:
         counters = self.counters
@@ -352,8 +358,8 @@ class Trainer:
         average = average_checkpoints(paths)
         load_tensors(self.model, average, "the average of the last checkpoints")
         figures = self._measure()
-        no_worse = counters.best_score is None or self._judge(figures) >= counters.best_score
-        chosen = "average" if no_worse else "best"
+        judged, best = judge(figures, self.validation.metric), self._best()
+        chosen = "best" if best is not None and best.better_than(judged) else "average"
         self.metrics.add({"step": counters.step, **{f"average_{k}": v for k, v in figures.items()}})
         display.say(f"average of the last {len(paths)} checkpoints: {_describe(figures)}")
         if chosen == "best":

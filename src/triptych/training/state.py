@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,13 +34,15 @@ class Counters:
         batch: batches of this epoch's plan that have been used.
         tokens: target tokens learned from.
         seconds: training time so far, over all sittings.
+        best_by: what the best validation was chosen by, "bleu" or "loss"; empty before the first.
         best_score: of the best validation, higher is better; None before the first.
         best_step: when that was.
         validations_since_best: for early stopping.
         checkpoints: steps of the checkpoints kept for averaging, oldest first.
         window_loss: smoothed loss since the last line of metrics, summed over tokens.
         window_tokens: tokens since then.
-        fingerprint: of text, tokenizer and model; a resumed run must have the same.
+        fingerprints: by name, of the texts, the tokenizers, the model and what a validation measures; a
+            resumed run must have the same.
         started_in: the folder that the recipe's relative paths are relative to.
     """
 
@@ -49,13 +51,14 @@ class Counters:
     batch: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    best_by: Literal["", "bleu", "loss"] = ""
     best_score: float | None = None
     best_step: int = 0
     validations_since_best: int = 0
     checkpoints: list[int] = field(default_factory=list)
     window_loss: float = 0.0
     window_tokens: int = 0
-    fingerprint: str = ""
+    fingerprints: dict[str, str] = field(default_factory=dict)
     started_in: str = ""
 
 

@@ -1,0 +1,52 @@
+"""Which validation is the best: by BLEU where it means something, by loss until then.
+
+BLEU of a model that cannot translate yet is noise: a few n-grams that happen to match. It decides from the
+first validation whose 95 % bootstrap interval lies above `LEAST_BLEU`; that one is better than all before it.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+# A model that says the same frequent words for every source stays below this; so does the lower end of the
+# interval of any model on a handful of sentences.
+LEAST_BLEU = 5.0
+
+
+class Bleu(NamedTuple):
+    """BLEU of the validation text, 0 to 100.
+
+    Attributes:
+        value: of the whole text.
+        low: lower end of its 95 % bootstrap interval.
+    """
+
+    value: float
+    low: float
+
+
+class Judgement(NamedTuple):
+    """How good a validation is. A later one must be greater to be better.
+
+    Attributes:
+        by: what decides; "bleu" is above "loss".
+        score: BLEU, or minus the loss.
+    """
+
+    by: Literal["bleu", "loss"]
+    score: float
+
+    def better_than(self, other: "Judgement") -> bool:
+        """Whether this one is strictly better."""
+        return (self.by == "bleu", self.score) > (other.by == "bleu", other.score)
+
+
+def judge(figures: Mapping[str, float], metric: Literal["bleu", "loss"]) -> Judgement:
+    """The judgement of a validation.
+
+    Args:
+        figures: "valid_loss" in nats a token and, for the metric "bleu", "valid_bleu" and "valid_bleu_low".
+        metric: what the recipe chooses by.
+    """
+    if metric == "bleu" and figures["valid_bleu_low"] > LEAST_BLEU:
+        return Judgement("bleu", figures["valid_bleu"])
+    return Judgement("loss", -figures["valid_loss"])
