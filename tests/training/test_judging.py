@@ -1,7 +1,5 @@
 """Which validation is the best."""
 
-import pytest
-
 from triptych.training.judging import LEAST_BLEU, Judgement, judge
 
 

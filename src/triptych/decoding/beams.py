@@ -84,9 +84,9 @@ class _Beams:
         self.sentences = list(range(batch))
         self.done = [False] * batch
         self.enough = enough_finished(options)
-        # Log-probabilities are at most 0 and only fall, and the penalty grows with the length (alpha >= 0): of
-        # all lengths that an open hypothesis may end at, the longest bounds its score from above. In float64,
-        # as scores are: in float32 the bound could be rounded below a score.
+        # Log-probabilities are at most 0 and only fall, and the penalty grows with the length: of all lengths
+        # that an open hypothesis may end at, the longest bounds its score from above. In float64, as scores
+        # are: in float32 the bound could be rounded below a score.
         kindest = [length_penalty(limit + 1, options.alpha) for limit in self.limits]
         self.kindest = torch.tensor(kindest, dtype=torch.float64, device=device)
         # The score of the last finished hypothesis wanted; open ones must be able to overtake it.

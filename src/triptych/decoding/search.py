@@ -144,5 +144,5 @@ class _Beams:
         if len(found) < self.options.num_best:
             return False
         wanted = best_first(found)[self.options.num_best - 1].score
-        # A log-probability is at most 0 and only falls; the longest output has the largest penalty (alpha >= 0).
+        # A log-probability is at most 0 and only falls; the longest output has the largest penalty.
         return wanted >= best_open / length_penalty(self.limits[sentence] + 1, self.options.alpha)

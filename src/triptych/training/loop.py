@@ -300,9 +300,8 @@ class Trainer:
             self._write_model(self.folder / "model.safetensors")
         else:
             counters.validations_since_best += 1
-        display.say(
-            f"validation at step {counters.step:,}: {_describe(figures)}{f'  (best by {judged.by})' if better else ''}"
-        )
+        mark = f"  (best by {judged.by})" if better else ""
+        display.say(f"validation at step {counters.step:,}: {_describe(figures)}{mark}")
         self._keep_checkpoint()
         self._saved_step = -1  # what was saved at this step knows nothing of its validation
         self._save()
