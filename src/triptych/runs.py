@@ -432,7 +432,7 @@ def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) ->
 
     def score(model: EncoderDecoder) -> Bleu:
         translated = Translator(model, tokenizers, options).translate(sources)
-        found = score_bleu([translation.text for translation in translated], references)
+        found = score_bleu([translation.text for translation in translated], references, num_resamples=200)
         return Bleu(found.value, found.low)
 
     return score
