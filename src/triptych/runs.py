@@ -35,9 +35,11 @@ from triptych.text import (
     train_tokenizers,
 )
 from triptych.training import DecodingConfig, Outcome, Recipe, Trainer, read_recipe
+from triptych.training.fitting import choices, fit_tokenizer, fit_training
 from triptych.training.judging import LEAST_BLEU, Bleu
 from triptych.training.loop import Scorer
 from triptych.training.memory import keep_freed_memory, limit_kernel_cache
+from triptych.training.plan import describe_plan
 from triptych.training.progress import Display, LineDisplay
 from triptych.training.state import Counters, read_counters
 
@@ -103,10 +105,18 @@ def train(recipe: Recipe, folder: Path, display: Display | None = None) -> Summa
         raise UsageError(f"{folder} holds a model that was converted: name another folder (--out)")
     base, display = Path.cwd(), display or LineDisplay()
     _prepare(recipe)
+    device = _device(recipe.training.device).type
     train_text, valid_text = _read_texts(recipe, base, display)
+    num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))
+    given, recipe = recipe, fit_tokenizer(recipe, num_chars, device)
     display.say(f"training a {recipe.tokenizer.kind} tokenizer")
     tokenizers = train_tokenizers(recipe.tokenizer, train_text.source, train_text.target)
-    trainer = _trainer(recipe, folder, base, tokenizers, train_text, valid_text, display)
+    texts = _encode(recipe, base, tokenizers, train_text, valid_text, display)
+    num_tokens = int((texts.train.target.lengths + 1).sum())
+    recipe = fit_training(recipe, num_tokens, device, lambda r: _steps_per_epoch(r, texts.train, tokenizers))
+    if chosen := ", ".join(choices(given, recipe)):
+        display.say(f"left out of the recipe, chosen for {num_tokens:,} target tokens on {device}: {chosen}")
+    trainer = _trainer(recipe, folder, base, tokenizers, texts)
     # No run folder is made before all that can be checked has been.
     folder.mkdir(parents=True, exist_ok=True)
     tokenizers.save(folder)
@@ -147,7 +157,8 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
     tokenizers = TokenizerPair.load(folder)
     _check_tokenizers(tokenizers, recipe, folder)
     train_text, valid_text = _read_texts(recipe, base, display)
-    trainer = _trainer(recipe, folder, base, tokenizers, train_text, valid_text, display)
+    texts = _encode(recipe, base, tokenizers, train_text, valid_text, display)
+    trainer = _trainer(recipe, folder, base, tokenizers, texts)
     if has_state:
         trainer.resume()
         display.say(f"resuming {folder} after step {trainer.counters.step:,}")
@@ -319,20 +330,23 @@ def _read_texts(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelC
     return texts[0], texts[1]
 
 
-def _trainer(
+@dataclass(frozen=True)
+class _Texts:
+    """The text as it is trained on, judged by its loss, and translated."""
+
+    train: EncodedCorpus
+    valid: EncodedCorpus
+    translated: ParallelCorpus
+
+
+def _encode(
     recipe: Recipe,
-    folder: Path,
     base: Path,
     tokenizers: TokenizerPair,
     train_text: ParallelCorpus,
     valid_text: ParallelCorpus,
     display: Display,
-) -> Trainer:
-    device = _device(recipe.training.device)
-    torch.manual_seed(recipe.seed)
-    model = EncoderDecoder(
-        recipe.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size, tokenizers.target.pad_id
-    ).to(device)
+) -> _Texts:
     cache = base / recipe.data.cache if recipe.data.cache else None
     display.say(f"tokenizing with {tokenizers.target.vocab_size:,} tokens")
     encoded = encode_corpus(train_text, tokenizers, cache_folder=cache)
@@ -349,15 +363,29 @@ def _trainer(
     )
     if not len(judged):
         raise DataError("no validation pair is within data.max_sentence_tokens")
-    fingerprints = _fingerprints(recipe, kept, valid_text, tokenizers, model)
+    return _Texts(kept, judged, valid_text)
+
+
+def _steps_per_epoch(recipe: Recipe, train: EncodedCorpus, tokenizers: TokenizerPair) -> int:
+    batches = len(_batches(recipe, train, tokenizers, shuffle=True).plan(0))
+    return -(-batches // recipe.training.accumulate_batches)
+
+
+def _trainer(recipe: Recipe, folder: Path, base: Path, tokenizers: TokenizerPair, texts: _Texts) -> Trainer:
+    device = _device(recipe.training.device)
+    torch.manual_seed(recipe.seed)
+    model = EncoderDecoder(
+        recipe.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size, tokenizers.target.pad_id
+    ).to(device)
+    fingerprints = _fingerprints(recipe, texts.train, texts.translated, tokenizers, model)
     counters = Counters(fingerprints=fingerprints, started_in=str(base))
     return Trainer(
         recipe.training,
         recipe.validation,
         model,
-        _batches(recipe, kept, tokenizers, shuffle=True),
-        _batches(recipe, judged, tokenizers, shuffle=False),
-        _scorer(recipe, tokenizers, valid_text) if recipe.validation.bleu else None,
+        _batches(recipe, texts.train, tokenizers, shuffle=True),
+        _batches(recipe, texts.valid, tokenizers, shuffle=False),
+        _scorer(recipe, tokenizers, texts.translated) if recipe.validation.bleu else None,
         folder,
         counters,
     )
@@ -370,6 +398,8 @@ def _run(recipe: Recipe, trainer: Trainer, display: Display) -> Summary:
         f"model: {num_parameters:,} parameters; padding {waste:.1%} of the batches; "
         f"{torch.get_num_threads()} threads, {recipe.training.precision}, {trainer.device}"
     )
+    if plan := describe_plan(trainer):
+        display.say(plan)
     summary = Summary(trainer.run(display), num_parameters, waste)
     if summary.outcome.signal_number is None:
         write_text(trainer.folder / "README.md", _model_card(recipe, summary))

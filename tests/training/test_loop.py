@@ -11,6 +11,7 @@ import torch
 from triptych.models import PRESETS, EncoderDecoder
 from triptych.text import Batch, EncodedCorpus, TokenBatches, TokenSequences
 from triptych.training import Trainer, TrainingConfig, ValidationConfig
+from triptych.training.plan import describe_plan
 from triptych.training.progress import LineDisplay
 from triptych.training.state import Counters
 
@@ -137,3 +138,34 @@ def test_a_page_locked_batch_holds_the_same_ids() -> None:
         assert getattr(pinned, name).is_pinned()
         torch.testing.assert_close(getattr(pinned, name), getattr(batch, name))
     assert pinned.line_numbers == batch.line_numbers
+
+
+@pytest.mark.parametrize(("seconds_a_batch", "said"), [(0.001, False), (10_000.0, True)])
+def test_a_plan_longer_than_a_day_says_so_and_what_would_shorten_it(
+    seconds_a_batch: float, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path, max_steps=50)
+    monkeypatch.setattr(trainer, "measure_seconds", lambda batch: seconds_a_batch)
+    plan = describe_plan(trainer)
+    assert plan.startswith("plan: 50 steps, ")
+    assert "\n" not in plan
+    assert ("longer than a day" in plan) == ("training.max_steps" in plan) == said
+    assert (" days" in plan) == said
+
+
+def test_the_plan_of_a_finished_run_is_empty(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=50)
+    trainer.counters.step = 50
+    assert describe_plan(trainer) == ""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_measuring_leaves_weights_gradients_and_random_numbers_alone(precision: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, precision=precision)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    random = torch.get_rng_state()
+    batch = trainer.train_batches.collate(trainer.train_batches.plan(0)[0])
+    assert trainer.measure_seconds(batch) > 0
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from triptych import runs
 from triptych.errors import DataError, TriptychError, UsageError
-from triptych.training import Recipe, resolve
+from triptych.training import Recipe, read_recipe, resolve
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import Display, LineDisplay, Moment
 from triptych.training.state import read_counters
@@ -242,6 +242,26 @@ def test_the_best_is_chosen_by_loss_while_bleu_is_noise_and_the_card_says_so(tmp
     assert "Best validation, chosen by loss (BLEU decides once its 95 % interval lies above 5): " in card
     runs.train(resolve(tree), stopped, _SignalAt(_VALIDATE_EVERY + 1, signal.SIGTERM))
     assert runs.resume(stopped, (), LineDisplay()).outcome.counters.best_by == "loss"
+    assert_same_run(stopped, whole)
+
+
+def test_what_was_chosen_is_said_stored_and_not_chosen_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = recipe_tree()
+    tree["training"] = {"max_steps": 6, "threads": 1, "save_every_steps": 3}
+    del tree["tokenizer"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    runs.train(resolve(tree), whole, LineDisplay())
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out of")]
+    assert "tokenizer.vocab_size = " in line
+    assert "training.batch_tokens = 512" in line
+    stored = read_recipe(whole / "recipe.toml")
+    assert stored.training.batch_tokens == 512
+    runs.train(resolve(tree), stopped, _SignalAt(2, signal.SIGTERM))
+    before = (stopped / "recipe.toml").read_text()
+    runs.resume(stopped, (), LineDisplay())
+    assert (stopped / "recipe.toml").read_text() == before
     assert_same_run(stopped, whole)
 
 

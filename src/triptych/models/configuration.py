@@ -257,7 +257,7 @@ def _check_layers(field: str, sites: dict[int, AttentionConfig], num_layers: int
             raise ValueError(f"{field} names layer {layer}: there are {num_layers}, counted from 0")
 
 
-PRESETS: dict[str, ModelConfig] = {
+_PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
         d_model=128,
         d_ff=256,
@@ -274,4 +274,10 @@ PRESETS: dict[str, ModelConfig] = {
     ),
     "base": ModelConfig(),
     "big": ModelConfig(d_model=1024, d_ff=4096, num_heads=16, dropout=0.3),
+}
+
+# With every size given: nothing of a preset is left to be chosen by the text.
+PRESETS: dict[str, ModelConfig] = {
+    name: ModelConfig.model_validate(preset.model_dump(exclude_none=True))
+    for name, preset in _PRESETS.items()
 }

@@ -125,6 +125,11 @@ class TokenBatches:
             num_target_tokens=int(self._tgt_lengths[indices].sum()),
         )
 
+    @property
+    def num_target_tokens(self) -> int:
+        """Tokens of one pass that are learned from, ends of sentence included."""
+        return int(self._tgt_lengths.sum())
+
     def padding_waste(self, epoch: int) -> float:
         """Share of padding among the entries of `src` and `tgt_out` over an epoch, from 0 up to 1."""
         num_slots = sum(

@@ -94,6 +94,7 @@ class Trainer:
         self.validation = validation
         self.model = model
         self.train_batches = train
+        self.steps_per_epoch = -(-len(train.plan(0)) // config.accumulate_batches)
         self.valid_batches = valid
         self.score = score
         self.folder = folder
@@ -112,7 +113,6 @@ class Trainer:
         if config.compile:
             compile_blocks(self._computing)
         self._saved_step = -1
-        self._steps_per_epoch = -(-len(train.plan(0)) // config.accumulate_batches)
 
     def resume(self) -> None:
         """Take up the saved state.
@@ -130,6 +130,33 @@ class Trainer:
         validated = self.counters.step in self.counters.checkpoints
         self.metrics.forget_after(self.counters.step, validated=validated)
         self._saved_step = self.counters.step
+
+    @property
+    def steps_left(self) -> int:
+        """Updates to the end of the recipe; patience may end it before."""
+        return max(self._last_step() - self.counters.step, 0)
+
+    def measure_seconds(self, batch: Batch) -> float:
+        """Seconds of forward and backward pass of a batch, the second time.
+
+        Weights, gradients and random numbers are left as they were.
+        """
+        random = torch.get_rng_state()
+        on_gpu = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+        self._set_mode(training=True)
+        for _ in range(2):
+            started = time.monotonic()
+            loss = self._training_loss(batch, self.config.consistency).smoothed
+            loss.backward()  # type: ignore[no-untyped-call]
+            if self._twin is not None:
+                self._twin.hand_over_gradients()
+            loss.item()  # waits for a GPU
+            seconds = time.monotonic() - started
+        self.optimizer.zero_grad()
+        torch.set_rng_state(random)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu)
+        return seconds
 
     def run(self, display: Display) -> Outcome:
         """Train to the end of the recipe, or to a signal.
@@ -213,8 +240,9 @@ class Trainer:
         tokens = sum(batch.num_target_tokens for batch in batches)
         self.optimizer.zero_grad()
         total = 0.0
+        consistency = self.config.consistency if step > self.config.consistency_after else 0.0
         for batch in batches:
-            loss = self._training_loss(batch).smoothed
+            loss = self._training_loss(batch, consistency).smoothed
             (loss / tokens).backward()  # type: ignore[no-untyped-call]
             if self._twin is not None:
                 self._twin.hand_over_gradients()
@@ -230,9 +258,9 @@ class Trainer:
         self.counters.tokens += tokens
         return total, tokens
 
-    def _training_loss(self, batch: Batch) -> Loss:
-        label_smoothing, consistency = self.config.label_smoothing, self.config.consistency
-        if not consistency or self.counters.step < self.config.consistency_after:
+    def _training_loss(self, batch: Batch, consistency: float) -> Loss:
+        label_smoothing = self.config.label_smoothing
+        if not consistency:
             return self._loss(batch, label_smoothing)
         src, tgt_in, tgt_out = self._sides(batch)
         real = tgt_out != self.model.pad_id
@@ -282,7 +310,7 @@ class Trainer:
     def _last_step(self) -> int:
         if self.config.max_epochs is None:
             return self.config.max_steps
-        return min(self.config.max_steps, self.config.max_epochs * self._steps_per_epoch)
+        return min(self.config.max_steps, self.config.max_epochs * self.steps_per_epoch)
 
     def _patience_is_over(self) -> bool:
         return 0 < self.config.patience <= self.counters.validations_since_best

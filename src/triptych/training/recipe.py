@@ -43,6 +43,10 @@ class DataConfig(_Section):
 class TrainingConfig(_Section):
     """The optimisation; defaults are the paper's.
 
+    Training replaces some of what a recipe leaves out (`fitting.py`): max_steps and batch_tokens follow the
+    size of the text and the machine; where warmup_steps is left out, it is a tenth of the steps, at most
+    4,000, and learning_rate, schedule ("linear") and clip_norm (1) are chosen with it.
+
     Attributes:
         max_steps: the run ends after this many updates.
         max_epochs: or after this many passes over the text, whichever comes first.
@@ -94,7 +98,7 @@ class ValidationConfig(_Section):
     """How the run is judged while it trains.
 
     Attributes:
-        every_steps: updates between validations.
+        every_steps: updates between validations; where it is left out, a tenth of the steps, 1,000 at most.
         metric: what decides which model is best: "loss" (lower), or "bleu" (higher; before its 95 %
             bootstrap interval lies above 5 it is noise, and the loss decides).
         bleu: whether the validation text is also translated.
@@ -188,6 +192,18 @@ class Recipe(_Section):
             )
         return self
 
+    def filled(self, choices: dict[str, Any]) -> "Recipe":
+        """The recipe with these values where it gives none.
+
+        Raises:
+            UsageError: they do not go with what is given.
+        """
+        tree = _merge(choices, self.model_dump(mode="json", exclude_unset=True))
+        try:
+            return Recipe.model_validate(tree)
+        except ValidationError as error:
+            raise UsageError(f"the recipe, with defaults for its text: {_explain(error)}") from None
+
     def to_toml(self) -> str:
         """The resolved recipe, every default written down."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
@@ -213,7 +229,8 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "the recipe") -> Recipe:
     """Make a recipe of a tree of plain values, a model preset and overrides.
 
-    `model.preset` names the configuration that the other keys of `[model]` change.
+    `model.preset` names the configuration that the other keys of `[model]` change; without one, training
+    chooses it by the size of the text.
 
     Raises:
         UsageError: an unknown key (with the nearest known one) or a value that is not valid.
@@ -222,11 +239,12 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
         tree = _merge(tree, _parse_override(override))
     if not isinstance(tree.get("model", {}), dict):
         raise UsageError(f"{origin}: model is a section, not a value: write model.preset={tree['model']!r}")
-    model = dict(tree.get("model", {}))
-    preset = model.pop("preset", "base")
-    if not isinstance(preset, str) or preset not in PRESETS:
-        raise UsageError(f"{origin}: model.preset is {preset!r}{_nearest(str(preset), list(PRESETS))}")
-    tree = {**tree, "model": _merge(PRESETS[preset].model_dump(exclude_none=True), model)}
+    if "preset" in tree.get("model", {}):
+        model = dict(tree["model"])
+        preset = model.pop("preset")
+        if not isinstance(preset, str) or preset not in PRESETS:
+            raise UsageError(f"{origin}: model.preset is {preset!r}{_nearest(str(preset), list(PRESETS))}")
+        tree = {**tree, "model": _merge(PRESETS[preset].model_dump(exclude_none=True), model)}
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:

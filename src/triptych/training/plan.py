@@ -1,0 +1,42 @@
+"""How long a run will take, measured before it begins."""
+
+from triptych.training.loop import Trainer
+
+# Of the batch that is timed on a CPU: enough for its usual rate, and over in seconds with any model.
+_TIMED_TOKENS = 1024
+_MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
+
+
+def describe_plan(trainer: Trainer) -> str:
+    """The steps to come and about how long they take on this machine; empty if there are none.
+
+    A small batch of the text goes through the model, forward and backward, and its time is scaled to the
+    tokens of the run; validations and updates of the weights are not in it. A plan that takes longer than a
+    day says so, and what would make it shorter.
+    """
+    steps = trainer.steps_left
+    if not steps:
+        return ""
+    text = trainer.train_batches
+    passes = steps / trainer.steps_per_epoch
+    indices = text.plan(0)[0]
+    batch = text.collate(indices)
+    if trainer.device.type == "cpu":
+        longest = max(batch.src.shape[1], batch.tgt_out.shape[1])
+        batch = text.collate(indices[: max(_TIMED_TOKENS // longest, 1)])
+    seconds = passes * text.num_target_tokens * trainer.measure_seconds(batch) / batch.num_target_tokens
+    told = f"plan: {steps:,} steps, {passes:.1f} passes over the text, about {_duration(seconds)}"
+    if seconds <= _DAY:
+        return told
+    return (
+        f"{told} on this machine: longer than a day. Fewer training.max_steps, a smaller model.preset, "
+        "training.precision = 'bf16' or a GPU make it shorter (Ctrl-C stops, --resume goes on)"
+    )
+
+
+def _duration(seconds: float) -> str:
+    """In the largest unit of which there are two."""
+    for unit, name in ((_DAY, "days"), (_HOUR, "hours"), (_MINUTE, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:,.0f} {name}"
+    return f"{seconds:.0f} seconds"
