@@ -24,6 +24,7 @@ from benchmarks.harness.page import show, write
 from benchmarks.tables import (
     ablations,
     attention,
+    busy,
     ceilings,
     compression,
     curves,
@@ -50,6 +51,7 @@ TABLES = {
     "parameterisations": parameterisations.measure,
     "scaling": scaling.measure,
     "ablations": ablations.measure,
+    "busy": busy.measure,
     "gpu": gpu.measure,
 }
 

@@ -12,6 +12,7 @@ from typing import Any, final
 from benchmarks.harness.figures import Summary, ratio, summarise
 from benchmarks.harness.machine import available_memory_mb
 from benchmarks.harness.turns import Answer, Worker, WorkerError, take_turns
+from triptych.cli.waiting import ASLEEP
 
 Options = Mapping[str, Any]
 
@@ -37,6 +38,13 @@ ALLOCATORS: dict[str, dict[str, str]] = {
         "MALLOC_TOP_PAD_": "268435456",
     },
     **_others(),
+}
+# How OpenMP's threads wait: as the runtime has it, asleep (as `triptych.cli.waiting` sets it), or spinning
+# for about a thirtieth of the usual time before they sleep.
+WAITING: dict[str, dict[str, str]] = {
+    "waiting: spinning": {},
+    "waiting: asleep": dict(ASLEEP),
+    "waiting: spinning briefly": {"GOMP_SPINCOUNT": "10000"},
 }
 # Closer than this, screening cannot tell two settings apart: both go on.
 _TOO_CLOSE = 0.04
@@ -159,6 +167,7 @@ def environment_of(options: Options) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **ALLOCATORS[options.get("allocator", "malloc as it is")],
+        **WAITING[options.get("waiting", "waiting: spinning")],
     }
     if "threads" in options:
         variables |= {name: str(options["threads"]) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}

@@ -42,7 +42,7 @@ def measure(command: Command) -> Page:
     race = command.race({"threads": command.threads})
     layers = 1 if command.quick else LAYERS
     folder = command.work / "inspected"
-    _write(folder, layers)
+    write_checkpoint(folder, layers)
     ways = [_way(race, way, folder, command.rounds) for way in WAYS]
     d = 512 if command.quick else 4096
     spectra = [
@@ -130,7 +130,7 @@ def _shapes(layer: int, heads: int, key_heads: int, d_k: int) -> dict[str, tuple
     }
 
 
-def _write(folder: Path, layers: int) -> None:
+def write_checkpoint(folder: Path, layers: int) -> None:
     """A Llama with random weights, one file."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -8,6 +8,7 @@ from importlib.metadata import version as installed_version
 import typer
 
 from triptych.cli.verbose import print_error, warnings_as_lines
+from triptych.cli.waiting import let_waiting_threads_sleep
 from triptych.errors import TriptychError
 
 # Each is a function of the module of its name, in this room. The summaries are the first lines of their
@@ -70,6 +71,7 @@ def _not_named() -> None:
 
 def run() -> None:
     """Entry point: errors a user can put right become one line and an exit code."""
+    let_waiting_threads_sleep()  # nothing has imported torch yet
     try:
         with warnings_as_lines():
             application(sys.argv[1:])()

@@ -1,0 +1,46 @@
+"""Waiting threads sleep in the command, unless the user decided; the library leaves it alone."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+_COMMAND = "import sys; sys.argv = ['triptych', 'cost', '--d-model', '8', '--num-heads', '2']; \
+from triptych.cli.main import run; run()"
+_LIBRARY = "import triptych; triptych.MultiHeadAttention"
+
+
+def spin_count(code: str, **environment: str) -> str:
+    """How often threads look before they sleep, as the OpenMP runtime of a new process says."""
+    decided = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS"}
+    inherited = {name: value for name, value in os.environ.items() if name not in decided}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**inherited, "OMP_DISPLAY_ENV": "verbose", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = re.search(r"GOMP_SPINCOUNT = '(\w+)'", done.stderr)
+    if found is None:
+        pytest.skip("torch's OpenMP runtime is not GNU's, which alone says how long it spins")
+    return found[1]
+
+
+def test_the_command_lets_waiting_threads_sleep() -> None:
+    assert spin_count(_COMMAND) == "0"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [("GOMP_SPINCOUNT", "1234", "1234"), ("OMP_WAIT_POLICY", "ACTIVE", None), ("KMP_BLOCKTIME", "1", None)],
+)
+def test_what_the_user_decided_stands(variable: str, value: str, expected: str | None) -> None:
+    found = spin_count(_COMMAND, **{variable: value})
+    assert found == expected if expected else found != "0"
+
+
+def test_the_library_leaves_it_alone() -> None:
+    assert spin_count(_LIBRARY) != "0"
