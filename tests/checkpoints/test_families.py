@@ -1,5 +1,6 @@
 """Every family, against the model that `transformers` makes of it: the outputs of its attention layers."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,18 @@ def inputs(model: Any) -> dict[str, Tensor]:
     return {"input_ids": ids}
 
 
+@contextlib.contextmanager
+def running(model: Any) -> Iterator[None]:
+    """Without gradients. XGLM makes the least number of its dtype in the default dtype, which must hold it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if model.config.model_type == "xglm" else before)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def maps_of(site: Site, checkpoint: Checkpoint) -> tuple[str, str, str]:
     """The modules that read the queries' input and the keys' input, and the one that gives the output."""
     spec = checkpoint.place(site).spec
@@ -106,8 +119,9 @@ def overheard(model: nn.Module, checkpoint: Checkpoint) -> dict[tuple[str, str],
     for site in checkpoint.sites:
         for part, name in zip(("x", "memory", "out"), maps_of(site, checkpoint), strict=True):
             module_of(model, f"{site.module}.{name}").register_forward_hook(listen(site, part))
-    with torch.no_grad():
-        model(**inputs(model))
+    given = inputs(model)
+    with running(model):
+        model(**given)
     return heard
 
 

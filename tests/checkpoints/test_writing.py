@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from checkpoints.test_families import inputs, made
+from checkpoints.test_families import inputs, made, running
 from checkpoints.tiny_models import TINY
 from triptych.algebra.function import attend
 from triptych.algebra.rewrites import (
@@ -77,7 +77,7 @@ def loaded(model: Any, folder: Path) -> Any:
 
 
 def outputs(model: Any, given: dict[str, Tensor]) -> Tensor:
-    with torch.no_grad(), InDouble():
+    with running(model), InDouble():
         found = model(**given).to_tuple()
     return next(t for t in found if isinstance(t, Tensor) and t.is_floating_point())
 

@@ -73,6 +73,16 @@ _LATENT: dict[str, Any] = {
     "topk_group": 1,
 }
 _GPT: dict[str, Any] = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 40}
+_XGLM: dict[str, Any] = {
+    "d_model": 24,
+    "ffn_dim": 32,
+    "num_layers": 2,
+    "attention_heads": 4,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+_TWO_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 _T5: dict[str, Any] = {
     "d_model": 24,
     "d_kv": 7,
@@ -163,6 +173,12 @@ TINY: dict[str, Tiny] = {
         "GPT2Config",
         {**_GPT, "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True},
     ),
+    "openai-gpt": Tiny("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", _GPT),
+    "biogpt": Tiny("BioGptForCausalLM", "BioGptConfig", _COMMON),
+    "xglm": Tiny("XGLMForCausalLM", "XGLMConfig", _XGLM),
+    "xglm with cross-attention": Tiny(
+        "XGLMForCausalLM", "XGLMConfig", {**_XGLM, "add_cross_attention": True}
+    ),
     "gpt_neo": Tiny(
         "GPTNeoForCausalLM",
         "GPTNeoConfig",
@@ -242,6 +258,54 @@ TINY: dict[str, Tiny] = {
     "mixtral": Tiny("MixtralForCausalLM", "MixtralConfig", {**_GROUPED, "num_local_experts": 2}),
     "qwen2": Tiny("Qwen2ForCausalLM", "Qwen2Config", _GROUPED),
     "qwen3": Tiny("Qwen3ForCausalLM", "Qwen3Config", _NARROW),
+    "qwen3_moe": Tiny(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {
+            **_NARROW,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 8,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 4,
+        },
+    ),
+    "granite": Tiny(
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        {**_GROUPED, "attention_multiplier": 0.7, "residual_multiplier": 0.3, "logits_scaling": 2.0},
+    ),
+    "granitemoe": Tiny(
+        "GraniteMoeForCausalLM",
+        "GraniteMoeConfig",
+        {**_GROUPED, "attention_multiplier": 0.7, "attention_bias": True, **_TWO_EXPERTS},
+    ),
+    "granitemoeshared": Tiny(
+        "GraniteMoeSharedForCausalLM",
+        "GraniteMoeSharedConfig",
+        {**_GROUPED, "attention_multiplier": 0.7, "shared_intermediate_size": 8, **_TWO_EXPERTS},
+    ),
+    "glm": Tiny("GlmForCausalLM", "GlmConfig", {**_NARROW, "head_dim": 12}),
+    "glm4": Tiny("Glm4ForCausalLM", "Glm4Config", {**_NARROW, "head_dim": 12}),
+    "nemotron": Tiny(
+        "NemotronForCausalLM",
+        "NemotronConfig",
+        {**_NARROW, "head_dim": 12, "attention_bias": True, "mlp_bias": True},
+    ),
+    "exaone4": Tiny(
+        "Exaone4ForCausalLM", "Exaone4Config", {**_NARROW, "num_hidden_layers": 4, "sliding_window": 4}
+    ),
+    "exaone4, all turned": Tiny(
+        "Exaone4ForCausalLM",
+        "Exaone4Config",
+        {**_NARROW, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
+    "ministral": Tiny(
+        "MinistralForCausalLM",
+        "MinistralConfig",
+        {**_NARROW, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "gemma": Tiny("GemmaForCausalLM", "GemmaConfig", _NARROW),
     "gemma2": Tiny(
         "Gemma2ForCausalLM",
@@ -284,7 +348,22 @@ TINY: dict[str, Tiny] = {
         {**_GROUPED, "partial_rotary_factor": 0.34, "use_qkv_bias": True, "qk_layernorm": True},
     ),
     "starcoder2": Tiny("Starcoder2ForCausalLM", "Starcoder2Config", _GROUPED),
+    "olmo": Tiny("OlmoForCausalLM", "OlmoConfig", _GROUPED),
+    "olmo, clipped": Tiny("OlmoForCausalLM", "OlmoConfig", {**_GROUPED, "clip_qkv": 0.05}),
     "olmo2": Tiny("Olmo2ForCausalLM", "Olmo2Config", _GROUPED),
+    "olmo3": Tiny(
+        "Olmo3ForCausalLM",
+        "Olmo3Config",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "sliding_window": 4,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
+                "full_attention": {**_YARN, "attention_factor": 1.2},
+            },
+        },
+    ),
     "cohere": Tiny("CohereForCausalLM", "CohereConfig", {**_GROUPED, "use_qk_norm": True}),
     "cohere2": Tiny(
         "Cohere2ForCausalLM", "Cohere2Config", {**_GROUPED, "num_hidden_layers": 4, "sliding_window": 4}

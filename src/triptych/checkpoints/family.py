@@ -149,8 +149,8 @@ class PositionSpec(_Spec):
         when: on what condition; the first position of a list whose condition holds counts.
         pairing: of rotary channels.
         width: channels turned; all of a head if empty. `start` is the first of them.
-        share: of the width that is turned, rounded down to whole planes; all of it if not given, whatever the
-            configuration says: few models read its `partial_rotary_factor`.
+        share: of the width that is turned, rounded down (an odd number is refused); all of it if not given,
+            whatever the configuration says: few models read its `partial_rotary_factor`.
         base: of the frequencies.
         scaling: paths of the record that scales them; the first that is one.
         slopes: how ALiBi's are found: as its authors do, or as MPT does.

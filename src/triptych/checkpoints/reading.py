@@ -345,10 +345,13 @@ class LayerReader:
         share, start = settings.number(spec.share, layer), int(settings.number(spec.start, layer))
         # "proportional" turns a share of the planes of whole heads, and not all planes of a share of them.
         turned = whole if rope_type(scaling) == "proportional" else int(whole * share)
-        turned = turned // 2 * 2
         if not 0 <= share <= 1 or start < 0 or turned + start > width:
             raise DataError(
                 f"{settings.where}: rotary positions would turn more than the {width} channels of a head"
+            )
+        if turned % 2:
+            raise DataError(
+                f"{settings.where}: rotary positions would turn {turned} channels of a head, an odd number"
             )
         first = settings.value("original_max_position_embeddings", layer)
         if scaling and first is not None:  # some have it beside the record, which counts for more
