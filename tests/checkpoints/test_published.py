@@ -195,6 +195,7 @@ def read_all(folder: Path) -> None:
         ({"model.layers.0.input_layernorm.weight": torch.ones(7)}, {}, "the norm has width 7"),
         ({}, {"partial_rotary_factor": 2.0}, "would turn more than the 8 channels"),
         ({}, {"partial_rotary_factor": -1.0}, "would turn more than the 8 channels"),
+        ({}, {"partial_rotary_factor": 0.7}, "would turn 5 channels of a head, an odd number"),
         ({}, {"rope_theta": 10**400}, "too large, or no number"),
         ({}, {"rope_scaling": {"rope_type": ["x"]}}, "rotary positions cannot be scaled so"),
         ({}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": {}}}, "scaled so"),
