@@ -62,7 +62,7 @@ def inputs(model: Any) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def running(model: Any) -> Iterator[None]:
-    """Without gradients. XGLM makes the least number of its dtype in the default dtype, which must hold it."""
+    """Without gradients. XGLM has the least number of its dtype in the default dtype, which must hold it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if model.config.model_type == "xglm" else before)
     try:

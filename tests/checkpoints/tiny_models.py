@@ -115,6 +115,21 @@ _LONGROPE = {
     "short_factor": [1.1, 1.2, 1.3],
     "long_factor": [2.0, 3.0, 4.0],
 }
+_TEMPERATURE = {
+    "sliding_window": 4,
+    "rope_parameters": {**_YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.4},
+}
+_LLAMA4: dict[str, Any] = {
+    **_NARROW,
+    **_TWO_EXPERTS,
+    "intermediate_size_mlp": 32,
+    "interleave_moe_layer_step": 2,
+    "num_hidden_layers": 4,
+    "attention_chunk_size": 4,
+    "floor_scale": 3,
+    "attn_scale": 0.5,
+}
+_PIXTRAL = {**_PICTURES, "model_type": "pixtral", "hidden_size": 16, "head_dim": 4, "num_hidden_layers": 1}
 
 TINY: dict[str, Tiny] = {
     "bert": Tiny("BertModel", "BertConfig", _COMMON),
@@ -193,6 +208,11 @@ TINY: dict[str, Tiny] = {
         },
     ),
     "gpt_neox": Tiny("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_COMMON, "hidden_size": 64}),
+    "codegen": Tiny(
+        "CodeGenForCausalLM",
+        "CodeGenConfig",
+        {**_GPT, "n_embd": 32, "n_head": 8, "rotary_dim": 2, "n_ctx": 64},
+    ),
     "gptj": Tiny("GPTJForCausalLM", "GPTJConfig", {**_GPT, "rotary_dim": 4}),
     "opt": Tiny(
         "OPTForCausalLM",
@@ -306,6 +326,64 @@ TINY: dict[str, Tiny] = {
         "MinistralConfig",
         {**_NARROW, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "ministral3": Tiny("Ministral3ForCausalLM", "Ministral3Config", {**_NARROW, **_TEMPERATURE}),
+    "mistral3": Tiny(
+        "Mistral3ForConditionalGeneration",
+        "Mistral3Config",
+        {
+            "text_config": {**_NARROW, "model_type": "mistral", "sliding_window": 4},
+            "vision_config": _PIXTRAL,
+        },
+    ),
+    "mistral3, ministral": Tiny(
+        "Mistral3ForConditionalGeneration",
+        "Mistral3Config",
+        {
+            "text_config": {**_NARROW, **_TEMPERATURE, "model_type": "ministral3"},
+            "vision_config": _PIXTRAL,
+        },
+    ),
+    "llama4, text": Tiny("Llama4ForCausalLM", "Llama4TextConfig", _LLAMA4),
+    "llama4, stretched": Tiny(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {**_LLAMA4, "num_hidden_layers": 2, "attn_temperature_tuning": False, "rope_parameters": _YARN},
+    ),
+    "llama4": Tiny(
+        "Llama4ForConditionalGeneration",
+        "Llama4Config",
+        {
+            "text_config": {
+                **_LLAMA4,
+                "num_hidden_layers": 2,
+                "no_rope_layers": [0, 1],
+                "use_qk_norm": False,
+            },
+            "vision_config": {
+                **_PICTURES,
+                "num_hidden_layers": 1,
+                "intermediate_size": 96,
+                "vision_output_dim": 8,
+                "projector_input_dim": 8,
+                "projector_output_dim": 8,
+            },
+        },
+    ),
+    "gemma3n": Tiny(
+        "Gemma3nForCausalLM",
+        "Gemma3nTextConfig",
+        {
+            **_NARROW,
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "full", "sliding", "full")],
+            "sliding_window": 4,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 40,
+            "laurel_rank": 4,
+            "attention_bias": True,
+        },
+    ),
     "gemma": Tiny("GemmaForCausalLM", "GemmaConfig", _NARROW),
     "gemma2": Tiny(
         "Gemma2ForCausalLM",
@@ -336,6 +414,23 @@ TINY: dict[str, Tiny] = {
     "phi": Tiny(
         "PhiForCausalLM", "PhiConfig", {**_GROUPED, "partial_rotary_factor": 0.67, "qk_layernorm": True}
     ),
+    "phimoe": Tiny(
+        "PhimoeForCausalLM",
+        "PhimoeConfig",
+        {
+            **_GROUPED,
+            **_TWO_EXPERTS,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "sliding_window": 4,
+            "rope_parameters": {
+                **_LONGROPE,
+                "original_max_position_embeddings": 16,
+                "short_mscale": 1.3,
+                "long_mscale": 1.7,
+            },
+        },
+    ),
     "phi3": Tiny("Phi3ForCausalLM", "Phi3Config", _GROUPED),
     "phi3, stretched": Tiny(
         "Phi3ForCausalLM",
@@ -350,6 +445,11 @@ TINY: dict[str, Tiny] = {
     "starcoder2": Tiny("Starcoder2ForCausalLM", "Starcoder2Config", _GROUPED),
     "olmo": Tiny("OlmoForCausalLM", "OlmoConfig", _GROUPED),
     "olmo, clipped": Tiny("OlmoForCausalLM", "OlmoConfig", {**_GROUPED, "clip_qkv": 0.05}),
+    "olmoe": Tiny(
+        "OlmoeForCausalLM",
+        "OlmoeConfig",
+        {**_GROUPED, "num_experts": 2, "num_experts_per_tok": 1, "clip_qkv": 0.5},
+    ),
     "olmo2": Tiny("Olmo2ForCausalLM", "Olmo2Config", _GROUPED),
     "olmo3": Tiny(
         "Olmo3ForCausalLM",

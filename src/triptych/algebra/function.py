@@ -120,6 +120,34 @@ class Rotation:
         return torch.cat([before, turned, after], dim=-1)
 
 
+@final
+@dataclass(frozen=True)
+class Temperature:
+    """Queries that count for more the further they stand in a text.
+
+    That at position m is multiplied by 1 + strength · ln(1 + ⌊(m + first) / every⌋).
+
+    Attributes:
+        strength: of the growth.
+        every: how many positions share a factor.
+        first: the number of position m = 0.
+
+    Source: Nakanishi 2025, arXiv 2501.19399; `modeling_llama4.py` and `modeling_ministral3.py` of
+    github.com/huggingface/transformers, version 5.23.0.
+    """
+
+    strength: float
+    every: float
+    first: int = 0
+
+    def __call__(
+        self, q: Float[Tensor, "batch heads length width"], positions: Int[Tensor, " length"]
+    ) -> Tensor:
+        """Queries times their factors."""
+        steps = ((positions.double() + self.first) / self.every).floor()
+        return q * (1 + self.strength * steps.log1p()).to(q.dtype)[:, None]
+
+
 class ScoreBias(ABC):
     """Numbers added to the scaled scores."""
 
@@ -253,7 +281,10 @@ class Scoring:
         sinks: a score for each head that takes part in the softmax and moves nothing; None without.
         window: how many keys up to its own position a query sees, at most, and as many from there on where
             later ones are seen; None for all.
-        clip: what queries, keys and values are clipped to, ±; None if they are not.
+        chunk: the text is cut into pieces of so many positions, and a query sees keys of its own piece; None
+            for one piece.
+        clip: what queries, keys and values are clipped to after their norms, ±; None if they are not.
+        temperature: of queries, after they were turned; None if all count alike.
     """
 
     rotation: Rotation | None = None
@@ -264,7 +295,9 @@ class Scoring:
     soft_cap: float | None = None
     sinks: Float[Tensor, " heads"] | None = None
     window: int | None = None
+    chunk: int | None = None
     clip: float | None = None
+    temperature: Temperature | None = None
 
     def of_heads(self, kept: Sequence[int]) -> "Scoring":
         """What it is where some heads are left, in some order: their sinks, and what distances are to them.
@@ -320,10 +353,10 @@ def channels(
     y = x if memory is None else memory
     q = _through(weights, scoring, "q", x)
     k, v = _through(weights, scoring, "k", y), _through(weights, scoring, "v", y)
-    if scoring.clip is not None:
-        q, k, v = (t.clamp(-scoring.clip, scoring.clip) for t in (q, k, v))
     q = q if scoring.q_norm is None else scoring.q_norm(q)
     k = k if scoring.k_norm is None else scoring.k_norm(k)
+    if scoring.clip is not None:
+        q, k, v = (t.clamp(-scoring.clip, scoring.clip) for t in (q, k, v))
     return Channels(of_heads(q, weights.num_heads), k, v)
 
 
@@ -343,6 +376,8 @@ def probabilities(
     query_positions, key_positions = (torch.arange(t.shape[2], device=t.device) for t in (q, k))
     if scoring.rotation is not None:
         q, k = scoring.rotation(q, query_positions), scoring.rotation(k, key_positions)
+    if scoring.temperature is not None:
+        q = scoring.temperature(q, query_positions)
     k = of_heads(k, weights.num_heads)
     scores = q @ k.mT * weights.scale
     if scoring.bias is not None:
@@ -378,6 +413,8 @@ def _visible(
         seen = seen & (behind >= 0)
     if scoring.window is not None:
         seen = seen & (behind.abs() < scoring.window)
+    if scoring.chunk is not None:
+        seen = seen & (queries[:, None] // scoring.chunk == keys // scoring.chunk)
     return seen if mask is None else seen & mask
 
 

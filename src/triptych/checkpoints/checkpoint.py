@@ -31,6 +31,7 @@ _LOOKS_LIKE_ATTENTION = re.compile(
     r"attn|attention|(^|[._])(q|k|v|qkv|kv)(_?(proj|lin|a_proj|b_proj))?\.(weight|bias)$|query|key_value|Wqkv",
     re.I,
 )
+_BORROWS = "a layer whose keys and values are those of an earlier one, made of what that one reads"
 _LONGEST_SAID = 1 << 40
 _MOST_LAYERS = 10_000  # that a configuration may say before the tensors are asked
 _GUESSED = "names and shapes"
@@ -53,6 +54,7 @@ class Checkpoint(AttentionSource):
         self.name, self.family, self.settings, self.tensors = name, family, settings, tensors
         self.written_as, self.known_by = family.name, known_by
         self.absent = ()
+        self._borrowing: list[str] = []
         self._places = {place.site: place for place in self._find()}
         self.warnings = () if known_by == _GUESSED else self._not_followed()
         self.sites = tuple(self._places)
@@ -126,6 +128,9 @@ class Checkpoint(AttentionSource):
                 raise DataError(f"{settings.where}: {spec.needs} is missing, and nothing else tells")
             inner, layers = settings.count(spec.inner), settings.count(spec.layers)
             require_known_kinds(spec, settings, min(layers, _MOST_LAYERS))
+            borrowing = self._borrowing_of(spec, settings, prefix, layers)
+            self._borrowing += borrowing
+            layers -= len(borrowing)
             for layer in range(layers + self._more_layers(spec, settings)):
                 if layer >= layers and not self.tensors.below(prefix + spec.at.format(layer=layer, inner=0)):
                     break  # those after the last need not be there
@@ -163,13 +168,25 @@ class Checkpoint(AttentionSource):
             return 0
         return settings.count(spec.more_layers)
 
+    def _borrowing_of(self, spec: AttentionSpec, settings: Settings, prefix: str, layers: int) -> list[str]:
+        """The modules of the layers that have no keys and values of their own, the last ones."""
+        if not spec.borrowing or settings.value(spec.borrowing) in (None, 0):
+            return []
+        count = settings.count(spec.borrowing)
+        if count >= layers:
+            raise DataError(
+                f"{settings.where}: {spec.borrowing} is {count:,}, and {layers:,} layers are too few for that"
+            )
+        return [prefix + spec.at.format(layer=layer, inner=0) for layer in range(layers - count, layers)]
+
     def _settings_of(self, spec: AttentionSpec) -> Settings | None:
         for path in spec.settings.split("|"):
             try:
                 found = self.settings.below(path.strip())
             except DataError:
                 continue
-            return found.over(spec.defaults.get(str(self.settings.value("model_type")), {}))
+            kinds = (str(settings.value("model_type")) for settings in (found, self.settings))
+            return found.over(next((spec.defaults[kind] for kind in kinds if kind in spec.defaults), {}))
         return None
 
     def _prefix(self, spec: AttentionSpec) -> str | None:
@@ -220,6 +237,8 @@ class Checkpoint(AttentionSource):
             if name in beside or any(name.startswith(module) for module in modules):
                 continue
             why = next((u.why for u in self.family.unread if fnmatch.fnmatchcase(name, u.names)), None)
+            if any(name.startswith(f"{module}.") for module in self._borrowing):
+                why = _BORROWS
             if why is not None:
                 self.unread[name] = why
                 continue

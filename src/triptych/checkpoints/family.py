@@ -14,6 +14,7 @@ from typing import Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from triptych.checkpoints.fused import Layout
 from triptych.errors import DataError, UsageError
 
 _FOLDER = files("triptych.checkpoints") / "families"
@@ -123,11 +124,14 @@ class HeadNormSpec(_Spec):
     """Norms of queries and keys (QK-norm).
 
     Attributes:
-        q: module within the attention; with "{head}" one for each head. Likewise `k`.
+        q: module within the attention; with "{head}" one for each head; "" for a norm without weights.
+            Likewise `k`.
         kind: LayerNorm or RMSNorm.
         over: each head by itself, or the channels of all heads side by side.
         eps: an expression.
         offset: what the stored gain is relative to.
+        turned: whether they follow the rotation, and are only there where positions turn something; all of a
+            head must be turned then.
         when: on what condition they are there.
     """
 
@@ -137,7 +141,27 @@ class HeadNormSpec(_Spec):
     over: Literal["head", "all heads"] = "head"
     eps: str = "rms_norm_eps | 1e-6"
     offset: float = 0.0
+    turned: bool = False
     when: str = ""
+
+
+@final
+class TemperatureSpec(_Spec):
+    """Queries that count for more the further they stand in a text.
+
+    Attributes:
+        when: on what condition of the configuration they do.
+        unturned: whether they do only in layers whose positions turn nothing.
+        strength: of the growth; none if no alternative gives anything.
+        every: how many positions share a factor.
+        first: the number of the first position.
+    """
+
+    when: str = ""
+    unturned: bool = False
+    strength: str
+    every: str
+    first: int = 0
 
 
 @final
@@ -153,6 +177,7 @@ class PositionSpec(_Spec):
             whatever the configuration says: few models read its `partial_rotary_factor`.
         base: of the frequencies.
         scaling: paths of the record that scales them; the first that is one.
+        factor: what turned channels are multiplied by under a scaling, instead of what its kind makes it.
         slopes: how ALiBi's are found: as its authors do, or as MPT does.
         times: what the slopes are multiplied by; "scale" for what the scores are.
         table: the tensor of a distance table; of the first layer, for all, with "{layer}" of each its own.
@@ -171,6 +196,7 @@ class PositionSpec(_Spec):
     share: str = "1.0"
     base: str = "rope_parameters.rope_theta | rope_theta | 10000.0"
     scaling: tuple[str, ...] = ("rope_scaling", "rope_parameters")
+    factor: str = ""
     slopes: Literal["authors", "mpt"] = "authors"
     times: str = "1.0"
     table: str = ""
@@ -226,6 +252,8 @@ class AttentionSpec(_Spec):
         needs: a field that has to be there, since no default can be told.
         layers: how many there are; `inner` how many there are within each, one after the other.
         more_layers: how many more there may be after them, where the file has them.
+        borrowing: how many of them, the last ones, have no keys and values of their own, but those of an
+            earlier layer, made of what that one reads. They are reported, and not read.
         uses: how often the model applies each of them, one time after the other.
         at: the module of a layer's attention.
         outside: words that are not in what stands before `at`: other stacks have the same names.
@@ -233,7 +261,8 @@ class AttentionSpec(_Spec):
         q: its map; likewise `k`, `v`, `o`.
         qkv: one map to all three instead.
         layout: of its rows: all queries, then all keys, then all values; or group by group of heads, the
-            queries of a group, its key, its value.
+            queries of a group, its key, its value; or four parts one after the other, each with a fourth of
+            the queries, of the values, of the keys.
         latent: keys and values through a latent instead.
         biases: which of "q k v o" have one, the first choice whose condition holds; not looked at if there is
             none.
@@ -245,10 +274,14 @@ class AttentionSpec(_Spec):
         scale_times: what they are multiplied by besides.
         norm: what is read; None without any.
         head_norm: of queries and keys.
+        value_norm: what is added to the mean square in an RMSNorm of each head's values, which has no
+            weights; "" for no such norm.
         positions: the first that applies.
         also_read_by: what else reads the norm's output, on conditions.
         other_norms: norms that maps outside the attention read.
         window: of keys that are seen.
+        chunk: of the text, in whose pieces queries see keys.
+        temperature: of queries.
         soft_cap: of scores.
         clip: of queries, keys and values.
         sinks: tensor with a score a head.
@@ -266,6 +299,7 @@ class AttentionSpec(_Spec):
     layers: str = "num_hidden_layers"
     inner: str = "1"
     more_layers: str = ""
+    borrowing: str = ""
     uses: str = "1"
     at: str
     outside: tuple[str, ...] = ()
@@ -275,7 +309,7 @@ class AttentionSpec(_Spec):
     v: str = "v_proj"
     o: str = "o_proj"
     qkv: str = ""
-    layout: Literal["q k v", "by group"] = "q k v"
+    layout: Layout = "q k v"
     latent: LatentSpec | None = None
     biases: tuple[Choice, ...] = ()
     transposed: bool = False
@@ -287,15 +321,27 @@ class AttentionSpec(_Spec):
     scale_times: tuple[Choice, ...] = ()
     norm: tuple[NormSpec, ...] = ()
     head_norm: HeadNormSpec | None = None
+    value_norm: str = ""
     positions: tuple[PositionSpec, ...] = (PositionSpec(kind="rotary"),)
     also_read_by: tuple[Choice, ...] = ()
     other_norms: tuple[OtherNormSpec, ...] = ()
     window: tuple[Choice, ...] = ()
+    chunk: tuple[Choice, ...] = ()
+    temperature: TemperatureSpec | None = None
     soft_cap: str = ""
     clip: str = ""
     sinks: str = ""
     known: tuple[str, ...] = ()
     ignored: tuple[Ignored, ...] = ()
+
+    @property
+    def why_kept(self) -> str:
+        """Why rewritten maps of such layers cannot be written back; "" if they can."""
+        if self.latent:
+            return "keys and values come through a latent, whose maps took up the gains of norms between them"
+        if self.value_norm:
+            return "the values of each head are normalised after their map, which no rewrite allows for"
+        return "other layers use the keys and values of these" if self.borrowing else ""
 
 
 @final

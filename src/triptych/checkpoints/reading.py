@@ -17,11 +17,13 @@ from triptych.algebra.function import (
     ScoreBias,
     Scoring,
     Slopes,
+    Temperature,
 )
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Traits
 from triptych.attention.positions import alibi_slopes
 from triptych.checkpoints.family import AttentionSpec, Choice, HeadNormSpec, NormSpec, PositionSpec
 from triptych.checkpoints.fields import is_turned_round
+from triptych.checkpoints.fused import parted
 from triptych.checkpoints.layer import AttentionLayer, InputNorms, Site
 from triptych.checkpoints.rope import frequencies, rope_type, yarn_magnitude
 from triptych.checkpoints.settings import Settings
@@ -86,16 +88,21 @@ class LayerReader:
         norm_spec, norm = self._norm()
         self._require_sizes(q, k, v, o, norm)
         self._require_biases(q, k, v, o_bias)
-        q_norm, k_norm = self._head_norms(heads)
+        rotation = self._rotation(position, width)
+        q_norm, k_norm = self._head_norms(heads, rotation)
+        if spec.head_norm is not None and spec.head_norm.turned and rotation is not None:
+            rotation = replace(rotation, factor=1.0)  # which the norm takes off again
         scoring = replace(
             scoring,
-            rotation=self._rotation(position, width),
+            rotation=rotation,
             bias=self._bias(position, heads, scale, q[-1], k[-1]),
             q_norm=q_norm,
             k_norm=k_norm,
             soft_cap=self._optional_number(spec.soft_cap),
             sinks=self._take(f"{self.site.module}.{spec.sinks}", (heads,)) if spec.sinks else None,
             window=self._window(),
+            chunk=self._chunk(),
+            temperature=self._temperature(rotation),
             clip=self._optional_number(spec.clip),
         )
         weights = AttentionWeights(
@@ -122,6 +129,8 @@ class LayerReader:
             clip=scoring.clip,
             bias_slots=frozenset(slots),
         )
+        if spec.value_norm:
+            weights, scoring = self._with_value_norm(weights, scoring)
         return AttentionLayer(
             self.site,
             replace(weights, traits=traits),
@@ -181,10 +190,14 @@ class LayerReader:
             raise DataError(f"{self.settings.where}: {groups} key heads do not divide {heads} heads")
         if spec.qkv:
             joined, bias = self._map(spec.qkv, (heads + groups) * width + groups * value_width)
-            q, k, v = self._parted(joined, heads, groups, width, value_width)
-            q_bias, k_bias, v_bias = (
-                (None, None, None) if bias is None else self._parted(bias, heads, groups, width, value_width)
-            )
+            sizes = heads, groups, width, value_width
+            try:
+                q, k, v = parted(spec.layout, joined, *sizes)
+                q_bias, k_bias, v_bias = (
+                    (None, None, None) if bias is None else parted(spec.layout, bias, *sizes)
+                )
+            except DataError as error:
+                raise DataError(f"{self.settings.where}: {error}") from None
         else:
             q, q_bias = self._map(spec.q, heads * width)
             k, k_bias = self._map(spec.k, groups * width)
@@ -198,20 +211,6 @@ class LayerReader:
             o_bias,
             Scoring(),
         )
-
-    def _parted(
-        self, joined: Tensor, heads: int, groups: int, width: int, value_width: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values out of the rows of one map."""
-        if self.spec.layout == "q k v":
-            first, second = heads * width, (heads + groups) * width
-            return joined[:first], joined[first:second], joined[second:]
-        rows = heads // groups
-        parts = joined.unflatten(0, (groups, rows * width + width + value_width))  # type: ignore[no-untyped-call]
-        ends = rows * width, (rows + 1) * width
-        parted = parts[:, : ends[0]], parts[:, ends[0] : ends[1]], parts[:, ends[1] :]
-        q, k, v = (part.flatten(0, 1) for part in parted)
-        return q, k, v
 
     def _latent(self, heads: int) -> tuple[Chain, Chain, Chain, Chain, Tensor | None, Scoring]:
         spec = self.spec.latent
@@ -307,14 +306,30 @@ class LayerReader:
         shift = self.tensors.read(f"{at}.bias") if f"{at}.bias" in infos else None
         return Norm(self.tensors.read(f"{at}.weight"), shift, spec.offset)
 
-    def _head_norms(self, heads: int) -> tuple[HeadNorm | None, HeadNorm | None]:
+    def _with_value_norm(
+        self, weights: AttentionWeights, scoring: Scoring
+    ) -> tuple[AttentionWeights, Scoring]:
+        """Values that are normalised head by head: a norm between their map and one that changes nothing."""
+        (link,) = weights.v
+        eye = torch.eye(link.d_out, dtype=weights.dtype).expand(link.copies, -1, -1)
+        chain = (replace(link, after="a norm"), Link(eye, learned=False))
+        norm = HeadNorm(self.settings.number(self.spec.value_norm, self.layer))
+        return replace(weights, v=chain), replace(scoring, between={**scoring.between, "v": norm})
+
+    def _head_norms(self, heads: int, rotation: Rotation | None) -> tuple[HeadNorm | None, HeadNorm | None]:
         spec = self.spec.head_norm
-        if spec is None or not self.settings.holds(spec.when, self.layer):
+        if spec is None or not self.settings.holds(spec.when, self.layer) or (spec.turned and not rotation):
             return None, None
-        return self._head_norm(spec, spec.q, heads), self._head_norm(spec, spec.k, self._groups(heads))
+        norms = self._head_norm(spec, spec.q, heads), self._head_norm(spec, spec.k, self._groups(heads))
+        if not spec.turned or rotation is None:
+            return norms
+        q, k = (replace(norm, eps=norm.eps / rotation.factor**2) for norm in norms)
+        return q, k
 
     def _head_norm(self, spec: HeadNormSpec, name: str, heads: int) -> HeadNorm:
         eps = self.settings.number(spec.eps, self.layer)
+        if not name:
+            return HeadNorm(eps, centred=spec.kind == "layer", over=spec.over)
         if "{head}" in name:
             names = [f"{self.site.module}.{name.format(head=head)}" for head in range(heads)]
             shape = (
@@ -366,7 +381,10 @@ class LayerReader:
             found = frequencies(scaling, turned, base, longest, share)
         except (ValueError, TypeError, ArithmeticError) as error:
             raise DataError(f"{settings.where}: rotary positions cannot be scaled so: {error}") from None
-        return Rotation(found.per_position, spec.pairing, start, found.factor)
+        factor = found.factor
+        if spec.factor and rope_type(scaling) != "default":
+            factor = settings.number(spec.factor, layer)
+        return Rotation(found.per_position, spec.pairing, start, factor)
 
     def _rope_scaling(self, spec: PositionSpec) -> dict[str, Any]:
         found = (self.settings.value(path, self.layer) for path in spec.scaling)
@@ -444,6 +462,24 @@ class LayerReader:
                 return width if self.site.kind == self.spec.kind else width // 2 + 1
         return None
 
+    def _chunk(self) -> int | None:
+        for choice in self.spec.chunk:
+            if self.settings.holds(choice.when, self.layer):
+                found = self.settings.value(choice.value, self.layer)
+                return None if found is None else self.settings.count(choice.value, self.layer)
+        return None
+
+    def _temperature(self, rotation: Rotation | None) -> Temperature | None:
+        spec, settings = self.spec.temperature, self.settings
+        if spec is None or not settings.holds(spec.when, self.layer) or (spec.unturned and rotation):
+            return None
+        if settings.value(spec.strength, self.layer) is None:
+            return None
+        every = settings.number(spec.every, self.layer)
+        if every <= 0:
+            raise DataError(f"{settings.where}: {spec.every} is {every:g}: a number above 0 is needed")
+        return Temperature(settings.number(spec.strength, self.layer), every, spec.first)
+
     def _chosen_number(self, choices: Sequence[Choice], otherwise: float) -> float:
         for choice in choices:
             if self.settings.holds(choice.when, self.layer):
@@ -498,7 +534,7 @@ class LayerReader:
             modules += [latent.kv_down, latent.kv_norm, latent.kv_up]
         modules.append(spec.o)
         if spec.head_norm:
-            modules += [spec.head_norm.q, spec.head_norm.k]
+            modules += [name for name in (spec.head_norm.q, spec.head_norm.k) if name]
         patterns = [name.replace("{head}", "*") for module in modules for name in tensor_names(module)]
         patterns += [*spec.known, *([spec.sinks] if spec.sinks else [])]
         below, beside = self.site.module + ".", self.names_beside()

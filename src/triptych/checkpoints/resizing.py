@@ -71,7 +71,7 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: Sizes) -> Resizing | No
         width: no rotary or disentangled positions, no norm of queries and keys; values have the same.
     """
     place = checkpoint.place(site)
-    if place.spec.latent:
+    if place.spec.why_kept:
         return None
     here = configured_sizes(place, place.settings)
     entries = _entries(place, here, wanted)
@@ -84,7 +84,7 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: Sizes) -> Resizing | No
     path = path_of_record(checkpoint, place)
     for other in checkpoint.sites:
         at = checkpoint.place(other)
-        if path_of_record(checkpoint, at) != path or at.spec.latent:
+        if path_of_record(checkpoint, at) != path or at.spec.why_kept:
             continue
         old, new = configured_sizes(at, at.settings), _sizes_or_none(at, changed)
         if old == new:
@@ -178,7 +178,7 @@ def _is_free(place: Place, old: Sizes, new: Sizes, tensors: Tensors) -> bool:
     gains_of_heads = norm is not None and (
         norm.over == "all heads"
         or any("{head}" in name for name in (norm.q, norm.k))
-        or len(tensors.infos[f"{place.site.module}.{norm.k}.weight"].shape) > 1
+        or (bool(norm.k) and len(tensors.infos[f"{place.site.module}.{norm.k}.weight"].shape) > 1)
     )
     if old.heads != new.heads:
         size = settings.value(spec.size, layer) if spec.size else None

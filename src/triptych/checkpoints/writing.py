@@ -20,6 +20,7 @@ from triptych.algebra.rewrites.norms import fold_norm
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 from triptych.checkpoints.checkpoint import Checkpoint
+from triptych.checkpoints.fused import joined
 from triptych.checkpoints.layer import AttentionLayer, Site
 from triptych.checkpoints.reading import tensor_names
 from triptych.checkpoints.resizing import Sizes, resizing, sizes_of
@@ -105,11 +106,8 @@ class _LayerWriter:
         in_place = self.kept == list(range(self.before.num_heads))
         if in_place and _are_the_same(self.before, self.after):
             return WrittenLayer({}, {}, self.before.mapped(_to_meta))
-        if self.spec.latent:
-            _refuse(
-                "keys and values come through a latent, whose maps took up the gains of norms between them",
-                "leave this layer out",
-            )
+        if self.spec.why_kept:
+            _refuse(self.spec.why_kept, "leave this layer out")
         old = sizes_of(self.before)
         whole = self._one_map_a_side()
         self._require_channels_of_old(whole)
@@ -297,16 +295,9 @@ class _LayerWriter:
         sizes, bias = sizes_of(fitted), None
         if any(link.bias is not None for link in links.values()):
             parts = [_or_zeros(link.bias, link.weight).flatten() for link in links.values()]
-            bias = self._joined(parts, sizes)
-        rows = self._joined([_rows(link) for link in links.values()], sizes)
+            bias = joined(spec.layout, parts, sizes.groups)
+        rows = joined(spec.layout, [_rows(link) for link in links.values()], sizes.groups)
         yield from self._map(spec.qkv, rows, bias, "q, k and v")
-
-    def _joined(self, parts: list[Tensor], sizes: Sizes) -> Tensor:
-        """Queries, keys and values as the rows of one map."""
-        if self.spec.layout == "q k v":
-            return torch.cat(parts)
-        by_group = [part.view(sizes.groups, -1, *part.shape[1:]) for part in parts]
-        return torch.cat(by_group, dim=1).flatten(0, 1)
 
     def _map(
         self, module: str, weight: Tensor, bias: Tensor | None, side: str

@@ -116,7 +116,8 @@ def inspect_layer(
     planes = None
     if layer.scoring.rotation is not None and not ignore_rotary:
         longest = checkpoint.longest_text(site)
-        planes = Planes.of(layer.scoring.rotation, min(longest, layer.scoring.window or longest))
+        seen = min(longest, layer.scoring.window or longest, layer.scoring.chunk or longest)
+        planes = Planes.of(layer.scoring.rotation, seen)
     measured = measure_heads(maps, planes, comparable(weights))
     chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
     return InspectedLayer(
@@ -197,6 +198,8 @@ def _caveats(layer: AttentionLayer) -> Iterator[str]:
         yield "distances meet queries and keys, too, and W_QK is the share of the content alone"
     if scoring.clip is not None:
         yield f"queries, keys and values are clipped at ±{scoring.clip:g}, and the forms are those without"
+    if scoring.temperature is not None:
+        yield "queries count for more the further they stand in a text, and W_QK is that of the first"
     if scoring.soft_cap is not None:
         yield f"scores are soft-capped at ±{scoring.soft_cap:g}"
     if scoring.sinks is not None:

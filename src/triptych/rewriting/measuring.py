@@ -227,6 +227,8 @@ def _bounds(before: AttentionLayer, after: AttentionLayer, most_numbers: int) ->
         return _Bounds(None, None, reason)
 
     def scores() -> Tensor:
+        if before.scoring.temperature is not None:
+            raise RewriteRefusedError("score_bound", "scores grow with the place of the query in its text")
         one, other = (_of_normalised_input(layer, "qk") for layer in (before, after))
         return score_bound(one, other, before.scoring.rotation)
 
