@@ -23,7 +23,7 @@ _EXPRESSIONS = (
     "when", "value", "eps", "width", "start", "share", "base", "scaling", "times", "max_distance",
     "buckets", "shared_maps", "image", "patch", "before", "rank", "q_rank", "plain", "turned",
     "both_ways", "needs", "layers", "inner", "more_layers", "uses", "size", "heads", "value_width",
-    "scale", "soft_cap", "clip", "field",
+    "scale", "soft_cap", "clip", "field", "borrowing", "value_norm", "factor", "strength", "every",
 )  # fmt: skip
 
 
