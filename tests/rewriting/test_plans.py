@@ -1,0 +1,165 @@
+"""What is planned is done: what is planned can be written, what is refused is refused in both."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from checkpoints.test_families import made
+from checkpoints.tiny_models import TINY
+from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.attention.projections import PARAMETERISATIONS
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.errors import TriptychError
+from triptych.models import EncoderDecoder, ModelConfig, write_model
+from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.planning import plan_rewrite
+from triptych.rewriting.recipe import EXACT, STEPS, RewriteRecipe
+from triptych.rewriting.steps import (
+    DropKeyBias,
+    Expand,
+    FoldMaps,
+    FoldNorm,
+    FoldOtherNorms,
+    FoldValueBias,
+    GaugeFix,
+    MergeKVHeads,
+    PruneHeads,
+    RepeatKVHeads,
+    SortHeads,
+    ToLatent,
+)
+from triptych.rewriting.truncation import Truncate
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+RECIPES: dict[str, tuple[Any, ...]] = {
+    "fold_maps": (FoldMaps(),),
+    "fold_maps, all": (FoldMaps(keep="folded"),),
+    "expand": (Expand(),),
+    "fold_norm": (FoldNorm(),),
+    "fold_other_norms": (FoldOtherNorms(),),
+    "both norms": (FoldNorm(), FoldOtherNorms()),
+    "drop_key_bias": (DropKeyBias(),),
+    "fold_value_bias": (FoldValueBias(),),
+    "prune_heads, dead": (PruneHeads(),),
+    "prune_heads, one": (PruneHeads(number=1),),
+    "prune_heads, named": (PruneHeads(heads=(0, 1)),),
+    "prune_heads, one layer": (PruneHeads(heads=(1,), layers=(0,)),),
+    "merge_kv_heads": (MergeKVHeads(num_kv_heads=1),),
+    "merge_kv_heads, exact": (MergeKVHeads(num_kv_heads=2, bounded=False),),
+    "truncate": (Truncate(rank=2),),
+    "truncate, qk": (Truncate(rank=2, forms=("qk",)),),
+    "truncate, ov": (Truncate(energy=0.7, forms=("ov",)),),
+    "truncate, planes": (Truncate(energy=0.7, rotary="planes"),),
+    "truncate, budget": (Truncate(budget=0.5),),
+    "gauge_fix": (GaugeFix(),),
+    "gauge_fix, qk": (GaugeFix(forms=("qk",)),),
+    "sort_heads": (SortHeads(),),
+    "repeat_kv_heads": (RepeatKVHeads(),),
+    "to_latent": (ToLatent(),),
+    "to_latent, narrow": (ToLatent(rank=3),),
+    "exact": EXACT,
+    "several": (FoldNorm(), PruneHeads(number=1), Truncate(rank=3), GaugeFix(), SortHeads()),
+}
+
+
+def test_every_step_is_tried() -> None:
+    assert {type(step) for steps in RECIPES.values() for step in steps} == set(STEPS)
+
+
+def disagreements(source: Path, folder: Path) -> Iterator[str]:
+    """Of every recipe, with what is refused left out and without."""
+    for number, (name, steps) in enumerate(RECIPES.items()):
+        for skip in (False, True):
+            recipe = RewriteRecipe(step=steps, skip_refused=skip)
+            out = folder / f"{number}{skip}"
+            try:
+                if wrong := disagreement(source, out, recipe):
+                    yield f"{name}{', skipping' * skip}: {wrong}"
+            except Exception as error:  # noqa: BLE001 - every one of them is a finding
+                yield f"{name}{', skipping' * skip}: {type(error).__name__}: {error}"
+
+
+def reason_of(refused: TriptychError) -> str:
+    """Without the layer: files are written in the order of their tensors, plans made in that of layers."""
+    return refused.reason if isinstance(refused, RewriteRefusedError) else str(refused)
+
+
+def disagreement(source: Path, out: Path, recipe: RewriteRecipe) -> str:
+    planned = run = ""
+    try:
+        plan = plan_rewrite(str(source), recipe)
+    except TriptychError as refused:
+        planned = reason_of(refused)
+    try:
+        certificate = rewrite_checkpoint(str(source), out, recipe, compare=False)
+    except TriptychError as refused:
+        run = reason_of(refused)
+    if planned != run:
+        return f"planned: {planned or 'done'}; run: {run or 'done'}"
+    if run:
+        return "a refused rewrite left something" if out.exists() else ""
+    for one, other in zip(plan.layers, certificate.layers, strict=True):
+        if one.steps != other.steps:
+            return f"{one.module}: {one.steps} and {other.steps}"
+        if any(not step.refused for step in other.steps) and other.measured is None:
+            return f"{one.module} was not measured"
+    said = (plan.settings, plan.before, plan.after, plan.unpadded)
+    if said != (certificate.settings, certificate.before, certificate.after, certificate.unpadded):
+        return f"{said} is not what was done"
+    written = open_checkpoint(out)
+    layers = [written.read(site) for site in written.sites]
+    return "" if len(layers) == len(certificate.layers) else f"{len(layers)} layers are read again"
+
+
+@pytest.mark.parametrize(
+    "name", ["deberta-v2", *(pytest.param(n, marks=pytest.mark.slow) for n in TINY if n != "deberta-v2")]
+)
+def test_of_every_family_what_is_planned_is_done(name: str, tmp_path: Path) -> None:
+    made(name, tmp_path / "source")
+    assert not list(disagreements(tmp_path / "source", tmp_path))
+
+
+def own_run(folder: Path, projections: str, norm: str, scheme: str) -> bool:
+    """A model of ours whose layers are all written in one way; whether there is one."""
+    site = {"projections": projections} | ({"num_kv_heads": 2} if projections == "grouped" else {})
+    stack = {"num_layers": 1, "attention": site}
+    sizes = {"d_model": 16, "d_ff": 24, "num_heads": 4, "norm": norm, "positions": {"scheme": scheme}}
+    try:
+        config = ModelConfig.model_validate(
+            {**sizes, "encoder": stack, "decoder": {**stack, "cross_attention": site}}
+        )
+        model = EncoderDecoder(config, 20, 20)
+    except ValueError:
+        return False
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    folder.mkdir()
+    write_model(model, folder)
+    return True
+
+
+OWN = [
+    (projections, norm, scheme)
+    for projections in PARAMETERISATIONS
+    for norm in ("pre", "post")
+    for scheme in ("sinusoidal", "rotary", "alibi")
+]
+ALWAYS = ("grouped", "pre", "rotary")
+
+
+@pytest.mark.parametrize(
+    ("projections", "norm", "scheme"),
+    [ALWAYS, *(pytest.param(*how, marks=pytest.mark.slow) for how in OWN if how != ALWAYS)],
+)
+def test_of_every_run_of_ours_what_is_planned_is_done(
+    projections: str, norm: str, scheme: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    if not own_run(tmp_path / "source", projections, norm, scheme):
+        pytest.skip(f"{projections} cannot have {scheme} positions")
+    assert not list(disagreements(tmp_path / "source", tmp_path))
