@@ -341,7 +341,8 @@ class _LayerWriter:
             RewriteRefusedError: heads that had one key head between them no longer stand together.
         """
         spec, heads = self.spec.head_norm, torch.tensor(self.kept)
-        if spec is None or len(heads) != new.heads or self.kept == list(range(old.heads)):
+        # Other numbers of heads are only written where no norm has a gain of each head's own.
+        if spec is None or not len(heads) == new.heads == old.heads or self.kept == list(range(old.heads)):
             return
         groups = (heads // (old.heads // old.groups)).view(old.groups, -1)
         for names, norm, order in (
