@@ -65,7 +65,8 @@ def test_what_holds_is_said_claim_by_claim(
 def test_the_certificate_itself_may_be_named(triptych: Command, rewritten: Path) -> None:
     answer = triptych("verify", rewritten / "out" / "certificate.json", "--json")
     assert answer.code == 0, answer.out
-    assert len(json.loads(answer.out)["checks"]) == 7
+    claims = [check["claim"] for check in json.loads(answer.out)["checks"]]
+    assert len(claims) == len(set(claims)) > 10
 
 
 def test_the_original_is_found_where_the_certificate_says(triptych: Command, rewritten: Path) -> None:
@@ -81,7 +82,7 @@ def test_without_an_original_what_is_there_is_checked(triptych: Command, tmp_pat
     (tmp_path / "source").rename(tmp_path / "elsewhere")
     record = json.loads(triptych("verify", tmp_path / "out", "--json").out)
     assert record["held"] is True
-    assert len(record["checks"]) == 3
+    assert [check["held"] for check in record["checks"]] == [True, True, True, None]
     (tmp_path / "text.txt").write_text("text")
     answer = triptych("verify", tmp_path / "out", "--text", tmp_path / "text.txt")
     assert answer.code == 2
@@ -101,7 +102,7 @@ def test_a_flipped_bit_is_exit_code_1_and_named(
     assert "NO" in answer.out
     (changed,) = (name for name, tensor in load_file(path).items() if not tensor.equal(before[name]))
     assert f"{changed} was changed" in answer.out
-    assert "1 of 4 claims do not hold: tensors as written" in answer.err
+    assert "1 of 5 claims do not hold: tensors as written" in answer.err
     assert answer.err.count("\n") == 1
 
 
@@ -112,7 +113,7 @@ def test_a_claim_that_fails_is_exit_code_1_as_json_too(triptych: Command, place:
     assert answer.err == ""
     record = json.loads(answer.out)
     assert record["held"] is False
-    assert [check["claim"] for check in record["checks"] if not check["held"]] == [
+    assert [check["claim"] for check in record["checks"] if check["held"] is False] == [
         f"tensors of {place / 'source'}"
     ]
 

@@ -82,6 +82,10 @@ class Checkpoint(AttentionSource):
         beside = [name for name in beside if name in self.tensors.infos]
         return tuple(dict.fromkeys((*self.tensors.below(site.module), *beside)))  # Perceiver's are within
 
+    def rewritable_names(self, site: Site) -> tuple[str, ...]:
+        """Names of the tensors that a rewrite of a layer may change."""
+        return tuple(LayerReader(self._places[site], self.tensors).rewritable())
+
     def bytes_of(self, site: Site) -> int:
         """How many bytes the tensors within the module of a layer take."""
         return sum(self.tensors.infos[name].num_bytes for name in self.tensors.below(site.module))

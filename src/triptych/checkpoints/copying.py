@@ -97,7 +97,7 @@ class FolderCopy:
         self._layout = _layout(source)
         self._source, self._target = self._layout.folder, target.absolute()
         require_place(self._source, self._target)
-        self.left_out, self._beside = self._sorted_out()
+        self.left_out, self._beside = _sorted_out(self._layout)
         self.num_bytes = sum(info.num_bytes for info in self._layout.tensors.infos.values())
         needed = self.num_bytes + sum((self._source / name).stat().st_size for name in self._beside)
         free = shutil.disk_usage(self._target.parent).free
@@ -185,26 +185,6 @@ class FolderCopy:
             raise UsageError(f"{self._target} has come into being meanwhile: give another name") from None
         self.folder = self._target
         return CopiedCheckpoint(self._target, self.checkpoint, self.left_out)
-
-    def _sorted_out(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of what is left out, and of what is copied beside the tensors."""
-        left_out: list[str] = []
-        beside: list[str] = []
-        used = set(self._layout.shards)
-        if self._layout.index:
-            used.add(self._source / self._layout.index)
-        for path in sorted(used):
-            require_own(self._source, path)
-        for path in _files_below(self._source, left_out):
-            name = path.relative_to(self._source).as_posix()
-            if path in used:
-                continue
-            if _is_other_weights(name):
-                left_out.append(name)
-                continue
-            require_own(self._source, path)
-            beside.append(name)
-        return tuple(sorted(left_out)), tuple(sorted(beside))
 
     def _write_index(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         layout = self._layout
@@ -314,6 +294,38 @@ def _in_safetensors(name: str) -> str:
     stem = path.stem
     stem = "model" + stem.removeprefix("pytorch_model") if stem.startswith("pytorch_model") else stem
     return path.with_name(f"{stem}.safetensors").as_posix()
+
+
+def names_beside(source: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of what a copy of a checkpoint leaves out, and of what it has beside the tensors.
+
+    Args:
+        source: as that of a `FolderCopy`.
+
+    Raises:
+        DataError: as those of a `FolderCopy`.
+    """
+    return _sorted_out(_layout(source))
+
+
+def _sorted_out(layout: _Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    left_out: list[str] = []
+    beside: list[str] = []
+    used = set(layout.shards)
+    if layout.index:
+        used.add(layout.folder / layout.index)
+    for path in sorted(used):
+        require_own(layout.folder, path)
+    for path in _files_below(layout.folder, left_out):
+        name = path.relative_to(layout.folder).as_posix()
+        if path in used:
+            continue
+        if _is_other_weights(name):
+            left_out.append(name)
+            continue
+        require_own(layout.folder, path)
+        beside.append(name)
+    return tuple(sorted(left_out)), tuple(sorted(beside))
 
 
 def _files_below(folder: Path, left_out: list[str]) -> Iterator[Path]:

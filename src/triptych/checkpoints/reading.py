@@ -524,8 +524,18 @@ class LayerReader:
                 found += [f"{self._beside(spec.at)}.{part}" for part in ("weight", "bias")]
         return found
 
-    def unknown(self) -> list[str]:
-        """Tensors within the module that have no place in the family."""
+    def rewritable(self) -> list[str]:
+        """Tensors that a rewrite of the layer may change: maps, norms of heads, sinks, its norm."""
+        below, patterns = self.site.module + ".", self._patterns()
+        within = [
+            name
+            for name in self.tensors.below(self.site.module)
+            if any(fnmatch.fnmatchcase(name.removeprefix(below), pattern) for pattern in patterns)
+        ]
+        return [*within, *(name for name in self.norm_names() if name in self.tensors.infos)]
+
+    def _patterns(self) -> list[str]:
+        """Names within the module of what a rewrite may change."""
         spec = self.spec
         modules = [spec.qkv] if spec.qkv else [spec.q, spec.k, spec.v]
         if spec.latent:
@@ -536,7 +546,11 @@ class LayerReader:
         if spec.head_norm:
             modules += [name for name in (spec.head_norm.q, spec.head_norm.k) if name]
         patterns = [name.replace("{head}", "*") for module in modules for name in tensor_names(module)]
-        patterns += [*spec.known, *([spec.sinks] if spec.sinks else [])]
+        return [*patterns, *([spec.sinks] if spec.sinks else [])]
+
+    def unknown(self) -> list[str]:
+        """Tensors within the module that have no place in the family."""
+        patterns = [*self._patterns(), *self.spec.known]
         below, beside = self.site.module + ".", self.names_beside()
         return [
             name

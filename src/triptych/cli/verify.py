@@ -31,12 +31,16 @@ def verify(
     family: Annotated[
         Path | None, typer.Option("--family", help="A file that says how attention is written, in both.")
     ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibrate", help="The text that steps looked at, to do those again."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Check a certificate again; exit code 1 if a claim fails."""
     own = None if family is None else read_family(family)
-    checks = verify_certificate(rewritten, against, text, own)
+    checks = verify_certificate(rewritten, against, text, own, calibration)
     failed = [check for check in checks if check.held is False]
     if as_json:
         print(json.dumps({"held": not failed, "checks": [check._asdict() for check in checks]}))

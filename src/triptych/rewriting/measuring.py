@@ -1,7 +1,7 @@
 """What the output of a rewritten layer does on random and on real inputs, and what it may do on others."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,9 +20,30 @@ from triptych.rewriting.certificate import Measured, Probes
 from triptych.rewriting.inputs import before_gain
 from triptych.rewriting.layers import MOST_NUMBERS
 from triptych.rewriting.memory import Workspace
+from triptych.rewriting.rounding import MOST_TIMES, MOST_TIMES_OF_LAYER, RoundedAgain, changed_numbers, unit
 from triptych.rewriting.running import Seen
 
 PROBES = Probes(count=1, length=16, seed=2017)
+_DRAWS = 3
+
+
+class Rounding(NamedTuple):
+    """How far rounding moves an output, relative to its norm.
+
+    Attributes:
+        of_weights: if each number that was changed moves by half a unit in its last place, at random.
+        in_dtype: what the original is off in the checkpoint's own dtype.
+    """
+
+    of_weights: float
+    in_dtype: float
+
+    def explains(self, found: Measured) -> bool:
+        """Whether a measured difference is no more than rounding."""
+        new_error = found.error_ratio * self.in_dtype
+        return found.relative <= MOST_TIMES_OF_LAYER * self.of_weights and new_error <= MOST_TIMES * (
+            self.of_weights + self.in_dtype
+        )
 
 
 def measure_change(
@@ -62,6 +83,47 @@ def measure_change_on(
     x = before_gain(given.x.double(), before.weights.norm)
     memory = None if given.memory is None else before_gain(given.memory.double(), before.weights.memory_norm)
     return _measured(before, after, x, memory, False, most_numbers)
+
+
+def rounding_of(
+    before: AttentionLayer,
+    after: AttentionLayer,
+    stored: torch.dtype | None,
+    given: Seen | None = None,
+    *,
+    probes: Probes = PROBES,
+    most_numbers: int = MOST_NUMBERS,
+) -> Rounding:
+    """What rounding explains of what two layers are apart.
+
+    Args:
+        before: the original layer.
+        after: the rewritten one, read back from what was saved.
+        stored: the coarsest dtype of what was changed; None if no number was, but only its place.
+        given: to the original, on a text; the probes if None.
+        probes: as those of `measure_change`.
+        most_numbers: larger layers are taken a few groups of heads at a time.
+
+    Returns:
+        Norms relative to that of the original's output, the largest of a few draws.
+    """
+    if given is None:
+        x, memory = _probes(before, probes)
+    else:
+        x = before_gain(given.x.double(), before.weights.norm)
+        memory = (
+            None if given.memory is None else before_gain(given.memory.double(), before.weights.memory_norm)
+        )
+    tiny = torch.finfo(torch.float64).tiny
+    original = _output(before, x, memory, torch.float64, most_numbers)
+    in_dtype = _output(before, x, memory, before.weights.dtype, most_numbers).double()
+    reference = _output(after, x, memory, torch.float64, most_numbers)
+    size, changed, most = original.norm().clamp(min=tiny), changed_numbers(before, after), 0.0
+    for seed in range(_DRAWS):
+        again = RoundedAgain(changed, stored, torch.Generator().manual_seed(seed))
+        moved = _output(after, x, memory, torch.float64, most_numbers, again)
+        most = max(most, float((moved - reference).norm() / size))
+    return Rounding(most, float((in_dtype - original).norm() / size))
 
 
 def _measured(
@@ -108,7 +170,12 @@ def _standardised(width: int, probes: Probes, generator: torch.Generator) -> Ten
 
 
 def _output(
-    layer: AttentionLayer, x: Tensor, memory: Tensor | None, dtype: torch.dtype, most_numbers: int
+    layer: AttentionLayer,
+    x: Tensor,
+    memory: Tensor | None,
+    dtype: torch.dtype,
+    most_numbers: int,
+    change: Callable[[AttentionWeights], AttentionWeights] = lambda weights: weights,
 ) -> Tensor:
     weights, scoring = layer.weights, layer.scoring
     x = _through_norm(x, weights.norm).to(dtype)
@@ -116,11 +183,11 @@ def _output(
         memory = _through_norm(memory, weights.memory_norm).to(dtype)
     size = sum(link.weight.numel() for link in weights.links())
     if size <= most_numbers or not separable(weights, scoring):
-        return attend(weights.to(dtype), scoring, x, memory)
+        return attend(change(weights.to(dtype)), scoring, x, memory)
     total = torch.zeros((), dtype=torch.float64)  # each head rounds in its dtype, their sum does not
     workspace = Workspace()
     for start, stop in groups_of(weights, most_numbers):
-        part = workspace.cast(heads_of(weights, start, stop), dtype)
+        part = change(workspace.cast(heads_of(weights, start, stop), dtype))
         total = total + attend(part, scoring_of(scoring, start, stop), x, memory).double()
     return total
 
@@ -141,6 +208,7 @@ class MapErrors(NamedTuple):
         size: of the norm of the original's output.
         own: of the norm of the original's error in the map's own dtype; `new` of that of the rewritten one.
         eps: of that dtype.
+        rounding: of the norm by which a rounding of every new number moves the output, at random.
     """
 
     worst: float
@@ -149,6 +217,7 @@ class MapErrors(NamedTuple):
     own: float
     new: float
     eps: float
+    rounding: float
 
 
 Map = tuple[Tensor, Tensor | None]
@@ -166,16 +235,17 @@ def measure_map(norm: Norm, new_norm: Norm, before: Map, after: Map, probes: Pro
     """
     x = _standardised(len(norm.gain), probes, torch.Generator().manual_seed(probes.seed)).flatten(0, 1)
     one, other, own = _through_norm(x, norm), _through_norm(x, new_norm), before[0].dtype
-    worst, sums = 0.0, torch.zeros(4, dtype=torch.float64)
+    worst, sums = 0.0, torch.zeros(5, dtype=torch.float64)
     for block in blocks(before[0]):
         reference = _mapped(one, before, block, torch.float64)
         difference = _mapped(other, after, block, torch.float64) - reference
         own_error = _mapped(one, before, block, own).double() - reference
         new_error = _mapped(other, after, block, own).double() - reference
         worst = max(worst, float(difference.abs().max()))
-        sums += torch.stack([t.square().sum() for t in (difference, reference, own_error, new_error)])
-    moved, size, own_sum, new_sum = sums.tolist()
-    return MapErrors(worst, moved, size, own_sum, new_sum, torch.finfo(own).eps)
+        squares = [t.square().sum() for t in (difference, reference, own_error, new_error)]
+        sums += torch.stack([*squares, _variance(other, after, block).sum()])
+    moved, size, own_sum, new_sum, rounding = sums.tolist()
+    return MapErrors(worst, moved, size, own_sum, new_sum, torch.finfo(own).eps, rounding)
 
 
 def total_errors(maps: Sequence[MapErrors]) -> Measured:
@@ -206,6 +276,27 @@ def _mapped(x: Tensor, map_: Map, block: tuple[int | slice, ...], dtype: torch.d
     weight, bias = map_
     shift = None if bias is None else bias[block].to(dtype)
     return torch.nn.functional.linear(x.to(dtype), weight[block].to(dtype), shift)
+
+
+def _variance(x: Tensor, map_: Map, block: tuple[int | slice, ...]) -> Tensor:
+    """Of what a map puts out, if each of its numbers moves by a rounding, up or down at random."""
+
+    def squared(numbers: Tensor) -> Tensor:
+        wide = numbers.double()
+        return (unit(wide, numbers.dtype) / 2).square() + unit(wide, torch.float64).square()
+
+    weight, bias = map_
+    shift = None if bias is None else squared(bias[block])
+    return torch.nn.functional.linear(x.square(), squared(weight[block]), shift)
+
+
+def rounding_of_maps(maps: Sequence[MapErrors]) -> Rounding:
+    """What rounding explains of what several maps are apart, side by side."""
+    size = math.sqrt(sum(errors.size for errors in maps)) or 1.0
+    by_rounding, own = (
+        math.sqrt(sum(getattr(errors, name) for errors in maps)) / size for name in ("rounding", "own")
+    )
+    return Rounding(by_rounding, own)
 
 
 class _Bounds(NamedTuple):
@@ -296,6 +387,25 @@ def move_of_forms(
         _move_of_forms(heads_of(one, *run), heads_of(other, *run), before.scoring.rotation)
         for run in groups_of(one, most_numbers)
     )
+
+
+def rounding_of_forms(
+    before: AttentionLayer,
+    after: AttentionLayer,
+    stored: torch.dtype | None,
+    *,
+    most_numbers: int = MOST_NUMBERS,
+) -> float:
+    """The norm by which a form of a head moves if what was changed is rounded at random."""
+    weights, rotation = after.weights, before.scoring.rotation
+    whole = not separable(weights, before.scoring)
+    runs = [(0, weights.num_heads)] if whole else groups_of(weights, most_numbers)
+    again = RoundedAgain(changed_numbers(before, after), stored, torch.Generator().manual_seed(0))
+    most = 0.0
+    for run in runs:
+        part = (weights if whole else heads_of(weights, *run)).to(torch.float64)
+        most = max(most, _move_of_forms(part, again(part), rotation))
+    return most
 
 
 def _move_of_forms(one: AttentionWeights, other: AttentionWeights, rotation: Rotation | None) -> float:

@@ -8,12 +8,14 @@ with that of the model as it stands.
 
 import copy
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from triptych.checkpoints.layer import AttentionSource
+from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource
 from triptych.checkpoints.tensors import Tensors
 from triptych.rewriting.certificate import TensorRecord
 from triptych.rewriting.running import Compared, RunnableModel, Window, largest_difference
@@ -21,6 +23,8 @@ from triptych.rewriting.running import Compared, RunnableModel, Window, largest_
 # An exact rewrite may move outputs so many times as far as the largest of some random roundings does. Correct
 # ones move them at most 1.2 times as far, over all families (docs/log.md).
 MOST_TIMES = 4.0
+# The same of one layer in float64, where only weights are rounded: correct ones move it 0.8 times as far.
+MOST_TIMES_OF_LAYER = 2.0
 # Roundings that are tried at first; and at most, while none of them moves the output far enough: a model that
 # routes tokens to experts jumps where two experts are nearly level, and only some roundings tip the balance.
 _FIRST_DRAWS, _MOST_DRAWS = 3, 16
@@ -139,6 +143,63 @@ def _rounded_again(
                 step = torch.maximum(step, unit(parameter, stored) / 2)
             parameter.add_(step * signs(parameter, generator))
     return moved
+
+
+def changed_numbers(before: AttentionLayer, after: AttentionLayer) -> frozenset[tuple[str, str]]:
+    """The weights and biases of a layer that are other than in the original: side, and "weight" or "bias"."""
+    found = set[tuple[str, str]]()
+    for side in SIDES:
+        one, other = before.weights.chain(side), after.weights.chain(side)
+        for part in ("weight", "bias"):
+            mine, theirs = ([getattr(link, part) for link in chain] for chain in (one, other))
+            if len(mine) != len(theirs) or not all(map(_are_the_same, mine, theirs)):
+                found.add((side, part))
+    if not _are_the_same(before.weights.o_bias, after.weights.o_bias):
+        found.add(("o", "bias"))
+    return frozenset(found)
+
+
+def _are_the_same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+@final
+class RoundedAgain:
+    """Moves every number of weights in float64 by a rounding, up or down at random.
+
+    Args:
+        changed: what moves by the rounding of the dtype that it is stored in; the others move by that of
+            float64, which stands for the arithmetic.
+        stored: that dtype; None if no number was changed.
+        generator: of the directions.
+    """
+
+    def __init__(
+        self, changed: frozenset[tuple[str, str]], stored: torch.dtype | None, generator: torch.Generator
+    ) -> None:
+        self._changed, self._stored, self._generator = changed, stored, generator
+
+    def __call__(self, weights: AttentionWeights) -> AttentionWeights:
+        """The weights after that."""
+        links: dict[int, Link] = {}
+
+        def moved(side: Side, link: Link) -> Link:
+            if id(link) not in links:  # what is shared stays so
+                bias = None if link.bias is None else self._moved(side, "bias", link.bias)
+                links[id(link)] = replace(link, weight=self._moved(side, "weight", link.weight), bias=bias)
+            return links[id(link)]
+
+        chains = {side: tuple(moved(side, link) for link in weights.chain(side)) for side in SIDES}
+        o_bias = None if weights.o_bias is None else self._moved("o", "bias", weights.o_bias)
+        return replace(weights, o_bias=o_bias, **chains)  # type: ignore[arg-type]
+
+    def _moved(self, side: Side, part: str, numbers: Tensor) -> Tensor:
+        step = unit(numbers, torch.float64)
+        if self._stored is not None and (side, part) in self._changed:
+            step = torch.maximum(step, unit(numbers, self._stored) / 2)
+        return numbers + step * signs(numbers, self._generator)
 
 
 def unit(numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,185 @@
+"""The recipe done again on the original, and what the certificate says of it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from triptych.checkpoints.checkpoint import Checkpoint
+from triptych.checkpoints.layer import AttentionLayer
+from triptych.errors import TriptychError
+from triptych.rewriting.certificate import Cost, LayerRecord, NormRecord, StepRecord
+from triptych.rewriting.layers import RewrittenLayer
+from triptych.rewriting.measuring import measure_change, rounding_of
+from triptych.rewriting.planning import (
+    Costs,
+    Prepared,
+    costs_of,
+    fixed_sizes,
+    prepare,
+    total,
+    total_costs,
+    written_layer,
+)
+from triptych.rewriting.recipe import RewriteRecipe, validated_step
+from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER
+from triptych.rewriting.running import first_line
+from triptych.rewriting.verification.check import Check, listed, near, same_words, stated
+from triptych.rewriting.verification.layers import Pair
+
+_CLAIM = "the recipe, done again"
+# Singular values come out in another order of sums on another machine; inputs that a text makes in float32.
+_SAME, _SAME_ON_TEXT = 1e-6, 1e-2
+
+
+def recipe_again(pair: Pair, folder: Path, calibration: Path | None, *, words: bool) -> Iterator[Check]:
+    """Steps, costs, settings and bounded layers as the recipe makes them of the original.
+
+    Args:
+        pair: both checkpoints.
+        folder: of the original.
+        calibration: the text that steps looked at; None if it is not at hand.
+        words: whether what is said in words must be the same: it was said by this version.
+    """
+    certificate = pair.certificate
+    try:
+        steps = tuple(validated_step(dict(step)) for step in certificate.recipe)
+        recipe = RewriteRecipe(step=steps, skip_refused=True, calibration=calibration)
+        needs_text = any(step.needs_text for step in steps)
+        if needs_text != (certificate.calibration is not None):
+            wanted = "a" if needs_text else "no"
+            yield Check(_CLAIM, False, f"its steps look at {wanted} text, and calibration says otherwise")
+            return
+        if needs_text and calibration is None:
+            yield stated(_CLAIM, "its steps look at a text: give it with --calibrate")
+            yield _without_text(pair)
+            return
+        yield from _Again(pair, prepare(pair.original, folder, recipe), words, needs_text).checks()
+    except (TriptychError, ValidationError, ValueError) as error:
+        yield Check(_CLAIM, False, first_line(error))
+
+
+def _without_text(pair: Pair) -> Check:
+    """What the original alone tells: which steps each layer has a record of, and what it cost before."""
+    certificate, wrong, before = pair.certificate, list[str](), list[Cost]()
+    for layer in certificate.layers:
+        if layer.module not in pair.before:
+            continue
+        site = pair.before[layer.module]
+        read = pair.original.read(site)
+        before.append(costs_of(read, RewrittenLayer(read.weights, None, ())).before)
+        wanted = [
+            str(step["rewrite"])
+            for step in certificate.recipe
+            if step["rewrite"] != "fold_other_norms"
+            and (step.get("layers") is None or site.layer in step["layers"])
+        ]
+        if [step.rewrite for step in layer.steps] != wanted:
+            wrong.append(f"{layer.module}: its steps are not those of the recipe")
+    if total(before) != certificate.before:
+        wrong.append(f"before is {certificate.before}, and the original has {total(before)}")
+    return listed("steps of the recipe, and costs before", wrong, f"{len(certificate.layers)} layers")
+
+
+class _Again:
+    """A recipe on its way through the layers once more."""
+
+    def __init__(self, pair: Pair, prepared: Prepared, words: bool, on_text: bool) -> None:
+        self._pair, self._prepared, self._words, self._on_text = pair, prepared, words, on_text
+        self._steps, self._costs, self._functions = list[str](), list[str](), list[str]()
+        self._all_costs = list[Costs]()
+        self._settings: dict[str, object] = {}
+        self._folded = set[str]()
+
+    def checks(self) -> Iterator[Check]:
+        """Of all layers."""
+        pair, certificate = self._pair, self._pair.certificate
+        stay = set[str]()
+        if isinstance(pair.original, Checkpoint):
+            stay = fixed_sizes(pair.original, self._prepared)
+        for layer in certificate.layers:
+            if layer.module in pair.before and layer.module in pair.after:
+                self._look_at(layer, stay)
+        norms = self._prepared.norms.records(lambda site: site.module in self._folded)
+        self._steps += self._unlike_norms(norms)
+        costs = total_costs(self._all_costs)
+        for name in ("before", "after", "unpadded"):
+            if getattr(certificate, name) != getattr(costs, name):
+                self._costs.append(
+                    f"{name} is {getattr(certificate, name)}, and comes out as {getattr(costs, name)}"
+                )
+        if dict(certificate.settings) != self._settings:
+            self._steps.append(f"settings are {certificate.settings}, and come out as {self._settings}")
+        number = len(certificate.layers)
+        yield listed(_CLAIM, self._steps, f"{len(certificate.recipe)} steps of {number} layers")
+        yield listed(
+            "costs", self._costs, f"{certificate.before.parameters:,} → {certificate.after.parameters:,}"
+        )
+        yield listed("layers compute what the recipe makes", self._functions, f"{number} layers")
+
+    def _look_at(self, layer: LayerRecord, stay: set[str]) -> None:
+        pair = self._pair
+        one, other = pair.read(layer.module)
+        done, shapes = self._prepared.through(pair.original, one), None
+        if isinstance(pair.original, Checkpoint):
+            done, written = written_layer(pair.original, one, done, True, one.site.name in stay)
+            self._settings |= written.settings
+            shapes = written.shapes
+        if done.took_up_norm:
+            self._folded.add(layer.module)
+        self._all_costs.append(costs_of(one, done, shapes))
+        self._steps += self._unlike_steps(layer.module, layer.steps, done.records)
+        if layer.measured is not None and done.bounded:
+            self._functions += self._other_function(layer, one, other, done)
+        elif done.changed != (layer.measured is not None):
+            self._functions.append(f"{layer.module}: measured is {'missing' if done.changed else 'too much'}")
+
+    def _other_function(
+        self, layer: LayerRecord, one: AttentionLayer, other: AttentionLayer, done: RewrittenLayer
+    ) -> Iterator[str]:
+        """Why a bounded layer is not the one that the recipe makes."""
+        scoring = one.scoring if done.kept is None else one.scoring.of_heads(done.kept)
+        expected = replace(one, weights=done.weights, scoring=scoring)
+        found = measure_change(expected, other, self._pair.certificate.probes).relative
+        rounding = rounding_of(
+            one, other, self._pair.stored(layer), probes=self._pair.certificate.probes
+        ).of_weights
+        if not found <= MOST_TIMES_OF_LAYER * rounding + (_SAME_ON_TEXT if self._on_text else 0.0):
+            yield (
+                f"{layer.module}: {found:.3g} of the output is other than the recipe makes it, and rounding "
+                f"moves it by {rounding:.3g}"
+            )
+
+    def _unlike_steps(
+        self, module: str, certified: Sequence[StepRecord], found: Sequence[StepRecord]
+    ) -> Iterator[str]:
+        if [step.rewrite for step in certified] != [step.rewrite for step in found]:
+            yield f"{module}: its steps are not those of the recipe"
+            return
+        for one, other in zip(certified, found, strict=True):
+            wrong = [name for name in StepRecord.model_fields if not self._alike(name, one, other)]
+            if wrong:
+                yield (
+                    f"{module}, {one.rewrite}: {wrong[0]} is {getattr(one, wrong[0])!r}, and comes out as "
+                    f"{getattr(other, wrong[0])!r}"
+                )
+
+    def _alike(self, name: str, one: StepRecord, other: StepRecord) -> bool:
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if name in ("bound", "error"):
+            return near(mine, theirs, _SAME_ON_TEXT if self._on_text else _SAME, 1e-12)
+        if name in ("choice", "refused", "notes", "checked"):
+            if not self._words:
+                return bool(mine) == bool(theirs) or name != "refused"
+            mine, theirs = ((found,) if isinstance(found, str) else found for found in (mine, theirs))
+            return len(mine) == len(theirs) and all(map(same_words, mine, theirs))
+        return bool(mine == theirs)
+
+    def _unlike_norms(self, found: Sequence[NormRecord]) -> Iterator[str]:
+        certified = self._pair.certificate.norms
+        if [(norm.module, norm.maps) for norm in certified] != [(norm.module, norm.maps) for norm in found]:
+            yield "norms are not those that come out"
+            return
+        for one, other in zip(certified, found, strict=True):
+            yield from self._unlike_steps(one.module, one.steps, other.steps)

@@ -1,0 +1,404 @@
+"""Certificates that were changed and sealed anew, so that certificate, card and files agree."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rewriting.test_rounding import tiny
+from small_checkpoints import gpt2_that_runs
+from triptych import EncoderDecoder, ModelConfig
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.checkpoints.shards import tensor_hash
+from triptych.errors import UsageError
+from triptych.files import file_hash
+from triptych.models import write_model
+from triptych.rewriting.certificate import (
+    CERTIFICATE,
+    MODEL_CARD,
+    Certificate,
+    LayerRecord,
+    StepRecord,
+    card,
+    read_certificate,
+)
+from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.measuring import measure_change
+from triptych.rewriting.recipe import RewriteRecipe
+from triptych.rewriting.steps import DropKeyBias, FoldNorm, GaugeFix, PruneHeads, SortHeads
+from triptych.rewriting.truncation import Truncate
+from triptych.rewriting.verification import Check, verify_certificate
+
+transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
+
+NOTHING_ELSE = "nothing else is other than it was"
+TIER = "what was done is of its tier, and within its bounds"
+RECIPE = "the recipe, done again"
+FUNCTION = "layers compute what the recipe makes"
+STEPS = (FoldNorm(), PruneHeads(number=1), Truncate(rank=4), GaugeFix(), SortHeads())
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `source`, a GPT-2, and `out`: a head less, a lower rank and another basis."""
+    folder = tmp_path_factory.mktemp("honest")
+    tiny("gpt2", folder / "source")
+    (folder / "source" / "notes.h5").write_bytes(b"weights in another format")
+    rewrite_checkpoint(str(folder / "source"), folder / "out", RewriteRecipe(step=STEPS), compare=False)
+    return folder
+
+
+def sealed(folder: Path, certificate: Certificate) -> None:
+    """Write a certificate with a seal that fits it, and the card that it makes."""
+    forged = certificate.sealed()
+    (folder / CERTIFICATE).write_bytes(forged.as_json())
+    (folder / MODEL_CARD).write_text(card(forged), encoding="utf-8")
+
+
+def made_consistent(folder: Path, source: Path) -> None:
+    """All hashes and measurements of a certificate made those of the files as they are now."""
+    certificate = read_certificate(folder)
+    one, other = open_checkpoint(source), open_checkpoint(folder)
+    before = {site.module: site for site in one.sites}
+    after = {site.module: site for site in other.sites}
+    written = load_file(folder / "model.safetensors")
+    layers = tuple(
+        layer
+        if layer.measured is None
+        else layer.model_copy(
+            update={
+                "measured": measure_change(
+                    one.read(before[layer.module]),
+                    other.read(after[layer.module]),
+                    bounded=layer.tier == "bounded",
+                )
+            }
+        )
+        for layer in certificate.layers
+    )
+    tensors = {
+        name: record.model_copy(update={"written": tensor_hash(written[name])})
+        for name, record in certificate.tensors.items()
+    }
+    files = {name: file_hash(folder / name) for name in certificate.files}
+    sealed(folder, certificate.model_copy(update={"layers": layers, "tensors": tensors, "files": files}))
+
+
+def with_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """A tensor of a folder changed."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def failed(checks: list[Check]) -> list[str]:
+    return [check.claim for check in checks if check.held is False]
+
+
+def stated(checks: list[Check]) -> dict[str, str]:
+    return {check.claim: check.found for check in checks if check.held is None}
+
+
+def test_what_was_written_holds_and_what_is_only_stated_is_listed(honest: Path) -> None:
+    checks = verify_certificate(honest / "out", honest / "source")
+    assert not failed(checks), checks
+    assert set(stated(checks)) == {"tool", "source, as it was named", "not_compared"}
+    assert all(found.startswith("stated, not checked: ") for found in stated(checks).values())
+    alone = Path(honest, "out")
+    sealed_away = read_certificate(alone).model_copy(update={"source": "nowhere"}).sealed()
+    copy = honest / "alone"
+    shutil.copytree(alone, copy)
+    (copy / CERTIFICATE).write_bytes(sealed_away.as_json())
+    (copy / MODEL_CARD).write_text(card(sealed_away), encoding="utf-8")
+    assert (
+        "give the original with --against" in stated(verify_certificate(copy))["all that the original tells"]
+    )
+
+
+def in_layers(**update: Any) -> Callable[[Certificate], dict[str, Any]]:
+    """The first layer with other entries."""
+
+    def forge(certificate: Certificate) -> dict[str, Any]:
+        first, *others = certificate.layers
+        return {"layers": (first.model_copy(update=update), *others)}
+
+    return forge
+
+
+def in_step(place: int, **update: Any) -> Callable[[Certificate], dict[str, Any]]:
+    """A step of the first layer with other entries."""
+
+    def forge(certificate: Certificate) -> dict[str, Any]:
+        steps = list(certificate.layers[0].steps)
+        steps[place] = steps[place].model_copy(update=update)
+        return in_layers(steps=tuple(steps))(certificate)
+
+    return forge
+
+
+def in_measured(name: str, times: float) -> Callable[[Certificate], dict[str, Any]]:
+    """What was measured of the first layer, so many times as large."""
+
+    def forge(certificate: Certificate) -> dict[str, Any]:
+        measured = certificate.layers[0].measured
+        assert measured is not None
+        value = getattr(measured, name)
+        return in_layers(measured=measured.model_copy(update={name: value * times}))(certificate)
+
+    return forge
+
+
+def cheaper(name: str) -> Callable[[Certificate], dict[str, Any]]:
+    """Costs with a parameter less."""
+
+    def forge(certificate: Certificate) -> dict[str, Any]:
+        cost = getattr(certificate, name)
+        return {name: cost.model_copy(update={"parameters": cost.parameters - 1})}
+
+    return forge
+
+
+def cheaper_step(name: str) -> Callable[[Certificate], dict[str, Any]]:
+    """Costs of a step with an operation less."""
+
+    def forge(certificate: Certificate) -> dict[str, Any]:
+        cost = getattr(certificate.layers[0].steps[2], name)
+        return in_step(2, **{name: cost.model_copy(update={"flops_per_token": 1})})(certificate)
+
+    return forge
+
+
+def other_recipe(place: int, **update: Any) -> Callable[[Certificate], dict[str, Any]]:
+    """Another recipe."""
+
+    def forge(certificate: Certificate) -> dict[str, Any]:
+        recipe = [dict(step) for step in certificate.recipe]
+        recipe[place] |= update
+        return {"recipe": tuple(recipe)}
+
+    return forge
+
+
+CLAIMS: dict[str, tuple[Callable[[Certificate], dict[str, Any]], str]] = {
+    "family": (lambda _: {"family": "Llama"}, "family and dtype"),
+    "dtype": (lambda _: {"dtype": "bfloat16"}, "family and dtype"),
+    "settings": (lambda _: {"settings": {"n_inner": 7}}, NOTHING_ELSE),
+    "a step of the recipe": (lambda c: {"recipe": c.recipe[:-1]}, RECIPE),
+    "a rank of the recipe": (other_recipe(2, rank=5), RECIPE),
+    "a step that there is not": (other_recipe(2, rewrite="melt"), RECIPE),
+    "calibration": (lambda _: {"calibration": "0" * 64}, RECIPE),
+    "a layer": (lambda c: {"layers": c.layers[:1]}, NOTHING_ELSE),
+    "a layer twice": (lambda c: {"layers": (*c.layers, c.layers[0])}, NOTHING_ELSE),
+    "layer.measured": (in_layers(measured=None), NOTHING_ELSE),
+    "step.tier": (in_step(2, tier="rounding-exact"), RECIPE),
+    "step.checked": (in_step(0, checked=("nothing was looked at",)), RECIPE),
+    "step.before": (cheaper_step("before"), RECIPE),
+    "step.after": (cheaper_step("after"), RECIPE),
+    "step.choice": (in_step(1, choice="1 of 4 heads left out: 9"), RECIPE),
+    "step.notes": (in_step(2, notes=("nothing is lost",)), RECIPE),
+    "step.bound of pruned heads": (in_step(1, bound=0.0), RECIPE),
+    "step.bound of a lower rank": (in_step(2, bound=1e-3), RECIPE),
+    "step.error": (in_step(2, error=1e-6), RECIPE),
+    "step.refused": (in_step(3, refused="it was not wanted", tier=None), RECIPE),
+    "worst_absolute": (in_measured("worst_absolute", 0.99), "errors measured on the probes"),
+    "relative": (in_measured("relative", 0.99), "errors measured on the probes"),
+    "error_ratio": (in_measured("error_ratio", 0.1), "errors measured on the probes"),
+    "before": (cheaper("before"), "costs"),
+    "after": (cheaper("after"), "costs"),
+    "unpadded": (lambda _: {"unpadded": None}, "costs"),
+    "left_out": (lambda _: {"left_out": ()}, NOTHING_ELSE),
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_claim_that_was_forged_and_sealed_is_noticed(name: str, honest: Path, tmp_path: Path) -> None:
+    forge, claim = CLAIMS[name]
+    shutil.copytree(honest / "out", tmp_path / "out")
+    certificate = read_certificate(honest / "out")
+    sealed(tmp_path / "out", certificate.model_copy(update=forge(certificate)))
+    assert claim in failed(verify_certificate(tmp_path / "out", honest / "source"))
+
+
+def test_every_entry_of_a_certificate_and_of_a_step_is_forged_here_or_elsewhere() -> None:
+    elsewhere = {
+        *("format", "tool", "source", "tensors", "files", "probes", "sha256"),  # test_checkpoint.py
+        *("norms", "end_to_end", "not_compared", "not_on_text"),  # test_norms.py, test_verify.py
+        *("recipe", "layers", "rewrite"),
+    }
+    forged = {name.removeprefix("step.").partition(" ")[0] for name in CLAIMS}
+    assert Certificate.model_fields.keys() | StepRecord.model_fields.keys() <= forged | elsewhere
+
+
+@pytest.mark.parametrize("name", ["tool", "source", "not_compared"])
+def test_what_nothing_tells_is_said_not_to_be_checked(name: str, honest: Path, tmp_path: Path) -> None:
+    shutil.copytree(honest / "out", tmp_path / "out")
+    certificate = read_certificate(honest / "out")
+    sealed(tmp_path / "out", certificate.model_copy(update={name: "something else"}))
+    checks = verify_certificate(tmp_path / "out", honest / "source")
+    assert not failed(checks)
+    assert any("something else" in found for found in stated(checks).values())
+    if name == "tool":
+        assert "checked, choice, notes of steps" in stated(checks)
+
+
+def test_a_file_that_was_taken_out_or_put_beside_is_noticed(honest: Path, tmp_path: Path) -> None:
+    shutil.copytree(honest / "out", tmp_path / "less")
+    certificate = read_certificate(honest / "out")
+    (tmp_path / "less" / "generation_config.json").unlink()
+    files = {name: digits for name, digits in certificate.files.items() if name != "generation_config.json"}
+    sealed(tmp_path / "less", certificate.model_copy(update={"files": files}))
+    assert failed(verify_certificate(tmp_path / "less", honest / "source")) == [NOTHING_ELSE]
+    shutil.copytree(honest / "out", tmp_path / "more")
+    shutil.copyfile(honest / "out" / "model.safetensors", tmp_path / "more" / "adapter_model.safetensors")
+    assert failed(verify_certificate(tmp_path / "more")) == ["other files as written"]
+
+
+def test_other_weights_of_a_bounded_layer_are_noticed_though_all_is_measured_anew(
+    honest: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(honest / "out", tmp_path / "out")
+    with_tensor(tmp_path / "out", "transformer.h.1.attn.c_proj.weight", lambda weight: 1.01 * weight)
+    made_consistent(tmp_path / "out", honest / "source")
+    checks = verify_certificate(tmp_path / "out", honest / "source")
+    assert failed(checks) == [FUNCTION]
+    assert "transformer.h.1.attn" in {check.claim: check.found for check in checks}[FUNCTION]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("bert", "encoder.layer.0.attention.output.LayerNorm.weight"),
+        ("t5", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+    ],
+)
+def test_what_the_probes_do_not_see_of_a_layer_is_not_to_change(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    tiny(family, tmp_path / "source")
+    recipe = RewriteRecipe(step=(GaugeFix(),), skip_refused=True)
+    rewrite_checkpoint(str(tmp_path / "source"), tmp_path / "out", recipe, compare=False)
+    assert not failed(verify_certificate(tmp_path / "out", tmp_path / "source"))
+
+    def last_row(numbers: Tensor) -> Tensor:
+        changed = numbers.clone()
+        changed[-1] += 3.0  # of distances the farthest, which 16 positions do not have
+        return changed
+
+    with_tensor(tmp_path / "out", name, last_row)
+    made_consistent(tmp_path / "out", tmp_path / "source")
+    checks = verify_certificate(tmp_path / "out", tmp_path / "source")
+    assert NOTHING_ELSE in failed(checks)
+    assert name in {check.claim: check.found for check in checks}[NOTHING_ELSE]
+
+
+@pytest.mark.parametrize(("dtype", "times"), [(torch.bfloat16, 1.03), (torch.float16, 1.005)])
+def test_a_change_of_a_few_percent_that_calls_itself_rounding_is_noticed(
+    dtype: torch.dtype, times: float, tmp_path: Path
+) -> None:
+    source, out = tiny("gpt2", tmp_path / "source", dtype), tmp_path / "out"
+    rewrite_checkpoint(str(source), out, RewriteRecipe(step=(GaugeFix(),)), compare=False)
+    assert not failed(verify_certificate(out, source))
+    with_tensor(out, "transformer.h.1.attn.c_proj.weight", lambda weight: times * weight)
+    made_consistent(out, source)
+    measured = read_certificate(out).layers[1].measured
+    assert measured is not None
+    assert 0 < measured.relative < 0.04
+    assert failed(verify_certificate(out, source)) == [TIER]
+
+
+# Runs of ours.
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `source`, a model of ours, and `out`, its norms folded and its key biases gone."""
+    folder = tmp_path_factory.mktemp("own")
+    torch.manual_seed(0)
+    stacks = {"encoder": {"num_layers": 1}, "decoder": {"num_layers": 1}}
+    sizes = {"d_model": 16, "num_heads": 2, "d_ff": 24, "norm": "pre", "tie_embeddings": "none"}
+    config = ModelConfig.model_validate({**sizes, **stacks})
+    model = EncoderDecoder(config, 20, 20, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    (folder / "source").mkdir()
+    write_model(model, folder / "source")
+    (folder / "source" / "vocabulary.txt").write_text("a b c")
+    recipe = RewriteRecipe(step=(FoldNorm(), DropKeyBias(), Truncate(rank=5)), skip_refused=True)
+    rewrite_checkpoint(str(folder / "source"), folder / "out", recipe, compare=False)
+    return folder
+
+
+def test_a_run_of_ours_holds(own: Path) -> None:
+    assert not failed(verify_certificate(own / "out", own / "source"))
+
+
+def test_other_weights_of_a_run_are_noticed(own: Path, tmp_path: Path) -> None:
+    names = [name for name in load_file(own / "out" / "model.safetensors") if "attention" not in name]
+    feed_forward = next(name for name in names if load_file(own / "out" / "model.safetensors")[name].ndim > 1)
+    norm = next(name for name in names if "norm" in name)
+    for number, name in enumerate((feed_forward, norm, "tgt_embedding.weight")):
+        out = tmp_path / str(number)
+        shutil.copytree(own / "out", out)
+        with_tensor(out, name, lambda numbers: numbers + 0.5)
+        made_consistent(out, own / "source")
+        checks = verify_certificate(out, own / "source")
+        assert NOTHING_ELSE in failed(checks), name
+        assert name in {check.claim: check.found for check in checks}[NOTHING_ELSE]
+
+
+@pytest.mark.parametrize("name", ["config.json", "vocabulary.txt"])
+def test_other_files_of_a_run_are_noticed(name: str, own: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(own / "out", out)
+    if name == "config.json":
+        record = json.loads((out / name).read_text())
+        record["model"]["dropout"] = 0.25
+        (out / name).write_text(json.dumps(record))
+    else:
+        (out / name).write_text("c b a")
+    made_consistent(out, own / "source")
+    checks = verify_certificate(out, own / "source")
+    assert NOTHING_ELSE in failed(checks)
+    assert name in {check.claim: check.found for check in checks}[NOTHING_ELSE]
+
+
+# Steps that look at a text.
+
+
+def test_steps_that_look_at_a_text_are_done_again_with_it(tmp_path: Path) -> None:
+    source, text = gpt2_that_runs(tmp_path / "source"), tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question.\n" * 5)
+    recipe = RewriteRecipe(step=(Truncate(rank=5, criterion="uncentred"),), calibration=text)
+    out = tmp_path / "out"
+    rewrite_checkpoint(str(source), out, recipe, compare=False)
+    checks = verify_certificate(out, source)
+    assert not failed(checks)
+    assert stated(checks)[RECIPE].endswith("give it with --calibrate")
+    assert RECIPE not in stated(verify_certificate(out, source, calibration=text))
+    assert not failed(verify_certificate(out, source, calibration=text))
+
+    certificate = read_certificate(out)
+    first, *others = certificate.layers
+
+    def with_step(**update: Any) -> LayerRecord:
+        return first.model_copy(update={"steps": (first.steps[0].model_copy(update=update),)})
+
+    assert first.steps[0].error is not None
+    sealed(
+        out, certificate.model_copy(update={"layers": (with_step(error=first.steps[0].error / 2), *others)})
+    )
+    assert RECIPE in failed(verify_certificate(out, source, calibration=text))
+    assert not failed(verify_certificate(out, source))  # it is said not to be checked
+    sealed(out, certificate.model_copy(update={"layers": (with_step(rewrite="sort_heads"), *others)}))
+    assert failed(verify_certificate(out, source))  # also without the text
+    sealed(out, certificate)
+    (tmp_path / "other.txt").write_text("another text\n")
+    with pytest.raises(UsageError, match="is another text than steps looked at"):
+        verify_certificate(out, source, calibration=tmp_path / "other.txt")
