@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.test_families import made
 from checkpoints.test_writing import assert_models_agree, loaded
-from checkpoints.tiny_models import TINY, Tiny
+from checkpoints.tiny_models import TINY, Tiny, most
 from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import family_of, read_family
@@ -137,6 +137,35 @@ EXPECTED: dict[str, dict[str, str]] = {
     "dinov2": {"norm2": "fc1"},
     "wav2vec2": {"final_layer_norm": "! post"},
     "perceiver": {"layernorm": "dense1"},
+    "modernbert": {"mlp_norm": "Wi"},
+    "modernbert, biases": {"mlp_norm": "Wi"},
+    "nomic_bert": {"norm2": "! post"},
+    "blenderbot": {
+        "final_layer_norm": "fc1",
+        "encoder.layer_norm": "! cross",
+        "decoder.layer_norm": "! tied",
+    },
+    "blenderbot-small": {"final_layer_norm": "! post"},
+    "longformer": {"LayerNorm": "! post"},
+    "led": {"final_layer_norm": "! post"},
+    "mpnet": {"LayerNorm": "! post"},
+    "roformer": {"LayerNorm": "! post"},
+    "roformer with cross-attention": {"LayerNorm": "! post"},
+    "deberta": {"LayerNorm": "! post"},
+    "deberta, learned": {"LayerNorm": "! post"},
+    "esm": {"LayerNorm": "dense"},
+    "esm, rotary": {"LayerNorm": "dense"},
+    "siglip": {"layer_norm2": "fc1"},
+    "siglip2, vision": {"layer_norm2": "fc1"},
+    "beit": {"layernorm_after": "dense"},
+    "beit, tables": {"layernorm_after": "dense"},
+    "dinov3": {"norm2": "up_proj"},
+    "dinov3, gated": {"norm2": "gate_proj up_proj"},
+    "umt5": {
+        "layer_norm": "wi_0 wi_1",
+        "encoder.final_layer_norm": "! cross",
+        "decoder.final_layer_norm": "! tied",
+    },
 }
 REASONS = {
     "! post": "post-norm: the residual carries its gain",
@@ -192,7 +221,7 @@ def as_expected(norm: NormRecord) -> tuple[str, str]:
     return key, next(short for short, reason in REASONS.items() if reason in step.refused)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", most())
 def test_all_norms_folded_leave_the_model_as_it_was(name: str, tmp_path: Path) -> None:
     model, source = in_double(name, tmp_path)
     found = folded(source, tmp_path / "out")
@@ -454,7 +483,7 @@ def test_a_norm_that_was_folded_has_nothing_left_to_fold(tmp_path: Path) -> None
     assert all(check.held is not False for check in verify_certificate(tmp_path / "twice", tmp_path / "once"))
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", most())
 def test_a_configuration_that_leaves_tying_out_is_read_as_its_class_has_it(name: str, tmp_path: Path) -> None:
     tiny = TINY[name]
     cls = getattr(transformers, tiny.config)

@@ -3,8 +3,10 @@
 Widths are all different where they may be, so that a reading with two of them exchanged fails.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+
+import pytest
 
 
 class Tiny(NamedTuple):
@@ -552,4 +554,105 @@ TINY: dict[str, Tiny] = {
             "num_cross_attention_heads": 4,
         },
     ),
+    "modernbert": Tiny(
+        "ModernBertModel", "ModernBertConfig", {**_COMMON, "num_hidden_layers": 4, "local_attention": 6}
+    ),
+    "modernbert, biases": Tiny(
+        "ModernBertModel",
+        "ModernBertConfig",
+        {**_COMMON, "local_attention": 5, "attention_bias": True, "norm_bias": True, "mlp_bias": True},
+    ),
+    "nomic_bert": Tiny("NomicBertModel", "NomicBertConfig", {**_COMMON, "head_dim": 10}),
+    "blenderbot": Tiny("BlenderbotForConditionalGeneration", "BlenderbotConfig", _TWO_STACKS),
+    "blenderbot-small": Tiny("BlenderbotSmallForConditionalGeneration", "BlenderbotSmallConfig", _TWO_STACKS),
+    "longformer": Tiny("LongformerModel", "LongformerConfig", {**_COMMON, "attention_window": [4, 6]}),
+    "led": Tiny(
+        "LEDForConditionalGeneration",
+        "LEDConfig",
+        {
+            **{name: value for name, value in _TWO_STACKS.items() if name != "max_position_embeddings"},
+            "max_encoder_position_embeddings": 64,
+            "max_decoder_position_embeddings": 64,
+            "attention_window": 4,
+        },
+    ),
+    "mpnet": Tiny("MPNetModel", "MPNetConfig", {**_COMMON, "relative_attention_num_buckets": 36}),
+    "roformer": Tiny("RoFormerModel", "RoFormerConfig", {**_COMMON, "embedding_size": 12}),
+    "roformer with cross-attention": Tiny(
+        "RoFormerForCausalLM",
+        "RoFormerConfig",
+        {**_COMMON, "is_decoder": True, "add_cross_attention": True},
+    ),
+    "deberta": Tiny(
+        "DebertaModel",
+        "DebertaConfig",
+        {**_DEBERTA, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 6},
+    ),
+    "deberta, learned": Tiny("DebertaModel", "DebertaConfig", _COMMON),
+    "esm": Tiny("EsmForMaskedLM", "EsmConfig", {**_COMMON, "mask_token_id": 3}),
+    "esm, rotary": Tiny(
+        "EsmForMaskedLM",
+        "EsmConfig",
+        {**_COMMON, "position_embedding_type": "rotary", "mask_token_id": 3, "token_dropout": True},
+    ),
+    "siglip": Tiny(
+        "SiglipModel",
+        "SiglipConfig",
+        {
+            "text_config": {**_COMMON, "max_position_embeddings": 16, "projection_size": 16},
+            "vision_config": {**_PICTURES, "hidden_size": 16, "num_attention_heads": 2},
+        },
+    ),
+    "siglip2, vision": Tiny(
+        "Siglip2VisionModel",
+        "Siglip2VisionConfig",
+        {**{name: value for name, value in _PICTURES.items() if name != "image_size"}, "num_patches": 9},
+    ),
+    "beit": Tiny("BeitModel", "BeitConfig", {**_PICTURES, "use_absolute_position_embeddings": True}),
+    "beit, tables": Tiny(
+        "BeitModel",
+        "BeitConfig",
+        {
+            **_PICTURES,
+            "image_size": 24,
+            "use_relative_position_bias": True,
+            "use_shared_relative_position_bias": True,
+        },
+    ),
+    "dinov3": Tiny(
+        "DINOv3ViTModel",
+        "DINOv3ViTConfig",
+        {**_PICTURES, "image_size": [16, 32], "num_attention_heads": 3, "num_register_tokens": 2},
+    ),
+    "dinov3, gated": Tiny(
+        "DINOv3ViTModel",
+        "DINOv3ViTConfig",
+        {
+            **_PICTURES,
+            "image_size": 24,
+            "num_attention_heads": 2,
+            "hidden_size": 16,
+            "use_gated_mlp": True,
+            "key_bias": True,
+            "query_bias": False,
+        },
+    ),
+    "umt5": Tiny("UMT5ForConditionalGeneration", "UMT5Config", _T5),
 }
+
+# They read and write what another tiny model of the same family does, with a difference in reading.
+_VARIANTS = {
+    "modernbert, biases",
+    "deberta, learned",
+    "roformer with cross-attention",
+    "esm",
+    "beit",
+    "dinov3, gated",
+    "blenderbot-small",
+    "siglip2, vision",
+}
+
+
+def most(names: Iterable[str] = TINY) -> list[Any]:
+    """Names of tiny models as parameters, variants of another in the slow run alone."""
+    return [pytest.param(n, marks=pytest.mark.slow if n in _VARIANTS else ()) for n in names]

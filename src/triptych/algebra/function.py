@@ -83,6 +83,8 @@ class Rotation:
         pairing: "halves" pairs channel f with f + number of planes, "interleaved" 2f with 2f + 1.
         start: the first channel of a head that is turned; the planes follow it.
         factor: what turned channels are multiplied by (YaRN's attention factor).
+        places: the m of every position, one a plane, where it is not its number: rows for some planes and
+            columns for the others, where positions are patches of a picture; 0 for tokens that do not turn.
 
     Source: Su et al. 2021, arXiv 2104.09864; Peng et al. 2023, arXiv 2309.00071.
     """
@@ -91,6 +93,7 @@ class Rotation:
     pairing: Pairing = "halves"
     start: int = 0
     factor: float = 1.0
+    places: Float[Tensor, "positions planes"] | None = None
 
     @property
     def pairs(self) -> tuple[list[int], list[int]]:
@@ -109,7 +112,7 @@ class Rotation:
         planes = len(self.frequencies)
         end = self.start + 2 * planes
         before, turned, after = x[..., : self.start], x[..., self.start : end], x[..., end:]
-        angles = positions.double()[:, None] * self.frequencies.double()
+        angles = self._places(positions) * self.frequencies.double()
         cos, sin = ((f * self.factor).to(x.dtype) for f in (angles.cos(), angles.sin()))
         if self.pairing == "halves":
             a, b = turned[..., :planes], turned[..., planes:]
@@ -118,6 +121,18 @@ class Rotation:
             a, b = turned[..., 0::2], turned[..., 1::2]
             turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
         return torch.cat([before, turned, after], dim=-1)
+
+    def reach(self, longest: int) -> Float[Tensor, " planes"]:
+        """How far apart two of that many positions lie at most, for each plane."""
+        if self.places is None:
+            return torch.full_like(self.frequencies, longest)
+        return self.places.amax(dim=0) - self.places.amin(dim=0)
+
+    def _places(self, positions: Tensor) -> Tensor:
+        if self.places is None:
+            return positions.double()[:, None]
+        _require_in_picture(positions, len(self.places))
+        return self.places.double()[positions]
 
 
 @final
@@ -217,6 +232,46 @@ class DistanceTable(ScoreBias):
 
 @final
 @dataclass(frozen=True, eq=False)
+class PatchTable(ScoreBias):
+    """BEiT's: a learned number for each head and distance in rows and columns between patches of a picture.
+
+    Attributes:
+        table: `[(2 rows − 1)(2 columns − 1) + 3, heads]`. The last three are for the token before the
+            patches: from it to them, from them to it, and its own.
+        rows: of patches.
+        columns: of patches.
+
+    Source: Bao et al. 2022, arXiv 2106.08254; `BeitRelativePositionBias` of
+    github.com/huggingface/transformers.
+    """
+
+    table: Float[Tensor, "distances heads"]
+    rows: int
+    columns: int
+
+    def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """The table's entry for each pair of positions."""
+        for positions in (query_positions, key_positions):
+            _require_in_picture(positions, 1 + self.rows * self.columns)
+        one, other = query_positions[:, None] - 1, key_positions - 1
+        down = one // self.columns - other // self.columns + self.rows - 1
+        right = one % self.columns - other % self.columns + self.columns - 1
+        place = down * (2 * self.columns - 1) + right
+        last = len(self.table)
+        place = torch.where(one < 0, last - 3, place)
+        place = torch.where(other < 0, last - 2, place)
+        place = torch.where((one < 0) & (other < 0), last - 1, place)
+        return self.table.to(q.dtype)[place].permute(2, 0, 1)
+
+
+def _require_in_picture(positions: Tensor, count: int) -> None:
+    """Raises ValueError for a position that is none of a picture's."""
+    if len(positions) and int(positions.max()) >= count:
+        raise ValueError(f"there are {len(positions)} positions, and a picture has {count}")
+
+
+@final
+@dataclass(frozen=True, eq=False)
 class Disentangled(ScoreBias):
     """DeBERTa's: scores of content with the distance, and of the distance with content.
 
@@ -226,6 +281,7 @@ class Disentangled(ScoreBias):
         span: number of buckets to each side.
         max_distance: the longest distance that has a bucket of its own kind; buckets are exact if None.
         scale: of both products.
+        through_maps: whether the distances pass the layer's own maps of keys and queries, and not others.
 
     Source: He et al. 2021, arXiv 2006.03654, equation 4; buckets: github.com/microsoft/DeBERTa.
     """
@@ -235,6 +291,7 @@ class Disentangled(ScoreBias):
     span: int
     max_distance: int | None
     scale: float
+    through_maps: bool = False
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Both parts."""
@@ -298,6 +355,13 @@ class Scoring:
     chunk: int | None = None
     clip: float | None = None
     temperature: Temperature | None = None
+
+    @property
+    def num_positions(self) -> int | None:
+        """How many positions there are: the tokens of a picture; None for texts, which have no end."""
+        if isinstance(self.bias, PatchTable):
+            return 1 + self.bias.rows * self.bias.columns
+        return None if self.rotation is None or self.rotation.places is None else len(self.rotation.places)
 
     def of_heads(self, kept: Sequence[int]) -> "Scoring":
         """What it is where some heads are left, in some order: their sinks, and what distances are to them.

@@ -59,7 +59,7 @@ class Planes:
         return cls(
             first=tuple(first),
             second=tuple(second),
-            slow=tuple(abs(theta) * longest < 1 for theta in rotation.frequencies.tolist()),
+            slow=tuple((rotation.frequencies.abs() * rotation.reach(longest) < 1).tolist()),
             factor=rotation.factor,
         )
 

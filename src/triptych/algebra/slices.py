@@ -10,7 +10,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from triptych.algebra.function import Disentangled, DistanceTable, HeadNorm, ScoreBias, Scoring, Slopes
+from triptych.algebra.function import (
+    Disentangled,
+    DistanceTable,
+    HeadNorm,
+    PatchTable,
+    ScoreBias,
+    Scoring,
+    Slopes,
+)
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link
 
 
@@ -165,7 +173,7 @@ def _bias_of(bias: ScoreBias | None, start: int, stop: int) -> ScoreBias | None:
     match bias:
         case Slopes():
             return Slopes(bias.slopes[start:stop])
-        case DistanceTable():
+        case DistanceTable() | PatchTable():
             return replace(bias, table=bias.table[:, start:stop])
         case Disentangled():
 

@@ -234,17 +234,17 @@ class Checkpoint(AttentionSource):
         """
         readers = [LayerReader(place, self.tensors) for place in self._places.values()]
         modules = {site.module + "." for site in self.sites}
-        beside = {name for reader in readers for name in reader.names_beside()}
+        beside = {name for r in readers for name in (*r.names_beside(), *r.stored_names())}
         known = [*self.family.rest, *(k for spec in self.family.attention for k in spec.known)]
         others, strange = [], []
         for name in self.tensors.infos:
-            if name in beside or any(name.startswith(module) for module in modules):
-                continue
             why = next((u.why for u in self.family.unread if fnmatch.fnmatchcase(name, u.names)), None)
             if any(name.startswith(f"{module}.") for module in self._borrowing):
                 why = _BORROWS
             if why is not None:
                 self.unread[name] = why
+                continue
+            if name in beside or any(name.startswith(module) for module in modules):
                 continue
             others.append(name)
             if self._looks_like_attention(name) and not any(fnmatch.fnmatchcase(name, k) for k in known):
@@ -257,7 +257,7 @@ class Checkpoint(AttentionSource):
         for reader in readers:
             elsewhere = modules - {reader.site.module + "."}
             for name in reader.unknown():
-                if not any(name.startswith(module) for module in elsewhere):
+                if name not in self.unread and not any(name.startswith(module) for module in elsewhere):
                     raise DataError(
                         f"{self.name}: tensor {name} is in an attention layer, and the family "
                         f"{self.family.name} does not say what it does"

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from triptych.checkpoints.fused import Layout
 from triptych.errors import DataError, UsageError
@@ -165,6 +165,21 @@ class TemperatureSpec(_Spec):
 
 
 @final
+class PatchesSpec(_Spec):
+    """Tokens that are the patches of a picture, row by row, after some others.
+
+    Attributes:
+        image: height and width of the picture, or one number for both.
+        patch: those of a patch.
+        before: how many tokens stand before the patches, in parts that are added.
+    """
+
+    image: str = "image_size"
+    patch: str = "patch_size"
+    before: tuple[str, ...] = ("1",)
+
+
+@final
 class PositionSpec(_Spec):
     """How positions are told apart, on a condition.
 
@@ -180,10 +195,19 @@ class PositionSpec(_Spec):
         factor: what turned channels are multiplied by under a scaling, instead of what its kind makes it.
         slopes: how ALiBi's are found: as its authors do, or as MPT does.
         times: what the slopes are multiplied by; "scale" for what the scores are.
+        stored: tensors with the angles of rotary positions, frequencies `[planes]` or sines and cosines
+            `[positions, 2 · planes]`. Those that are there must be what the configuration gives.
         table: the tensor of a distance table; of the first layer, for all, with "{layer}" of each its own.
+        more_tables: those that are added to it.
         table_norm: the norm that a table of embeddings passes, if the configuration says so.
         both_ways: whether distances have a sign.
+        buckets: of distances; of a table all rows if empty.
         max_distance: from where on they share a bucket.
+        patches: what positions are, if they are not places in a text. Rotary planes turn by rows and columns,
+            and a distance table has an entry for each pair of them.
+        key_map: disentangled: within the attention, the map of the distances that queries meet; likewise
+            `query_map` of those that keys meet.
+        shared_maps: on what condition the maps of keys and queries serve instead; never if empty.
     """
 
     kind: Literal[
@@ -199,10 +223,17 @@ class PositionSpec(_Spec):
     factor: str = ""
     slopes: Literal["authors", "mpt"] = "authors"
     times: str = "1.0"
+    stored: tuple[str, ...] = ()
     table: str = ""
+    more_tables: tuple[Choice, ...] = ()
     table_norm: str = ""
     both_ways: bool = True
+    buckets: str = ""
     max_distance: str = "relative_attention_max_distance | 128"
+    patches: PatchesSpec | None = None
+    key_map: str = ""
+    query_map: str = ""
+    shared_maps: str = ""
 
 
 @final
@@ -264,8 +295,9 @@ class AttentionSpec(_Spec):
             queries of a group, its key, its value; or four parts one after the other, each with a fourth of
             the queries, of the values, of the keys.
         latent: keys and values through a latent instead.
-        biases: which of "q k v o" have one, the first choice whose condition holds; not looked at if there is
-            none.
+        biases: which of "q k v o" have one, the first choice whose condition holds; "k=FIELD" if the field is
+            true. Not looked at if there is none.
+        q_bias: tensor of the bias of queries, beside `qkv`; likewise `v_bias`.
         transposed: whether maps are stored `[in, out]`.
         heads: number of query heads; `groups` of key heads.
         width: of queries and keys; `value_width` of values, if it is another.
@@ -282,9 +314,11 @@ class AttentionSpec(_Spec):
         window: of keys that are seen.
         chunk: of the text, in whose pieces queries see keys.
         temperature: of queries.
+        window_around: whether half of the window lies on either side of the query's own place.
         soft_cap: of scores.
         clip: of queries, keys and values.
         sinks: tensor with a score a head.
+        unwritten: why such layers cannot be rewritten; they can if empty.
         known: tensors within the attention's module that are not maps, as patterns.
         ignored: fields of the configuration that `transformers` has and does not run by.
     """
@@ -312,6 +346,8 @@ class AttentionSpec(_Spec):
     layout: Layout = "q k v"
     latent: LatentSpec | None = None
     biases: tuple[Choice, ...] = ()
+    q_bias: str = ""
+    v_bias: str = ""
     transposed: bool = False
     heads: str = "num_attention_heads"
     groups: tuple[Choice, ...] = (Choice(value="num_key_value_heads | num_attention_heads"),)
@@ -328,15 +364,19 @@ class AttentionSpec(_Spec):
     window: tuple[Choice, ...] = ()
     chunk: tuple[Choice, ...] = ()
     temperature: TemperatureSpec | None = None
+    window_around: bool = False
     soft_cap: str = ""
     clip: str = ""
     sinks: str = ""
+    unwritten: str = ""
     known: tuple[str, ...] = ()
     ignored: tuple[Ignored, ...] = ()
 
     @property
     def why_kept(self) -> str:
         """Why rewritten maps of such layers cannot be written back; "" if they can."""
+        if self.unwritten:
+            return self.unwritten
         if self.latent:
             return "keys and values come through a latent, whose maps took up the gains of norms between them"
         if self.value_norm:
@@ -365,7 +405,7 @@ class Family(_Spec):
         name: for people.
         model_types: of configurations.
         refused: why its checkpoints cannot be read, on conditions of the configuration.
-        attention: its kinds of attention layers.
+        attention: its kinds of attention layers; none where all are refused.
         rest: tensors that look like attention by their names and are not, as patterns.
         unread: attention that is reported, and not read.
     """
@@ -373,9 +413,15 @@ class Family(_Spec):
     name: str
     model_types: tuple[str, ...] = ()
     refused: tuple[Choice, ...] = ()
-    attention: tuple[AttentionSpec, ...] = Field(min_length=1)
+    attention: tuple[AttentionSpec, ...] = ()
     rest: tuple[str, ...] = ()
     unread: tuple[Unread, ...] = ()
+
+    @model_validator(mode="after")
+    def _require_attention(self) -> "Family":
+        if not self.attention and not any(not choice.when for choice in self.refused):
+            raise ValueError("there is no [[attention]]")
+        return self
 
 
 def family_of(model_type: str) -> Family | None:
@@ -431,6 +477,8 @@ def _try_names(spec: AttentionSpec) -> None:
     head_norm = () if spec.head_norm is None else (spec.head_norm.q, spec.head_norm.k)
     beside = [name for norm in spec.norm for name in (norm.at, norm.memory)]
     beside += [p.table for p in spec.positions]
+    for position in spec.positions:
+        beside += [*position.stored, *(choice.value for choice in position.more_tables)]
     for other in spec.other_norms:
         beside += [other.within, *(norm.at for norm in other.norm)]
     for name in (spec.at, *beside, *(p.table_norm for p in spec.positions), *head_norm):

@@ -60,6 +60,7 @@ class AttentionLayer:
         uses: how often the model applies it, one time after the other.
         inputs: the norms whose outputs it reads, those included that `fold_norm` must leave alone (post-norm,
             sandwich) and `weights` therefore does not have.
+        fixed: why it cannot be rewritten; it can if empty.
     """
 
     site: Site
@@ -68,6 +69,7 @@ class AttentionLayer:
     tensors: tuple[str, ...]
     uses: int = 1
     inputs: InputNorms = InputNorms()
+    fixed: str = ""
 
     @property
     def cache_bytes(self) -> int:

@@ -15,7 +15,7 @@ from triptych.algebra.weights import Norm
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.family import NormSpec, OtherNormSpec
 from triptych.checkpoints.layer import Site
-from triptych.checkpoints.reading import Place
+from triptych.checkpoints.reading import Place, norm_tensors
 from triptych.checkpoints.tensors import Tensors
 
 
@@ -59,6 +59,7 @@ class NormSite:
     Attributes:
         module: its name.
         layer: the layer it lies in, as the sites of its stack count them; None for one after all layers.
+        own_tensors: names of gain and shift; the shift need not be there.
         spec: which kind it is.
         readers: the maps.
         attention: the attention layer that reads it as well; None if none does.
@@ -67,6 +68,7 @@ class NormSite:
 
     module: str
     layer: int | None
+    own_tensors: tuple[str, str]
     spec: NormSpec
     readers: tuple[NormReader, ...]
     attention: Site | None = None
@@ -74,17 +76,10 @@ class NormSite:
 
     def read(self, tensors: Tensors) -> Norm:
         """Its gain and shift, as stored."""
-        shift = f"{self.module}.bias"
+        gain, shift = self.own_tensors
         return Norm(
-            tensors.read(f"{self.module}.weight"),
-            tensors.read(shift) if shift in tensors.infos else None,
-            self.spec.offset,
+            tensors.read(gain), tensors.read(shift) if shift in tensors.infos else None, self.spec.offset
         )
-
-    @property
-    def own_tensors(self) -> tuple[str, ...]:
-        """Names of gain and shift; the shift need not be there."""
-        return f"{self.module}.weight", f"{self.module}.bias"
 
     @property
     def all_tensors(self) -> tuple[str, ...]:
@@ -116,7 +111,10 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
                         )
                     taken |= tensors
                     layer = site.layer if "{layer}" in spec.at else None
-                    found[module] = NormSite(module, layer, spec, readers, attention.get(module), refused)
+                    own = norm_tensors(checkpoint.tensors, module)
+                    found[module] = NormSite(
+                        module, layer, own, spec, readers, attention.get(module), refused
+                    )
     return tuple(sorted(found.values(), key=lambda norm: norm.layer is None))
 
 
@@ -138,8 +136,9 @@ def _readers(
         if place.settings.holds(choice.when, place.layer):
             return (), f"it is read by {choice.value}, which would miss its gain"
     module = _named(spec.at, place)
-    if f"{module}.weight" not in checkpoint.tensors.infos:
-        return (), f"there is no tensor {module}.weight, its gain"
+    gain, _ = norm_tensors(checkpoint.tensors, module)
+    if gain not in checkpoint.tensors.infos:
+        return (), f"there is no tensor {gain}, its gain"
     if other.output_map:
         return _output_map(checkpoint, place, other)
     return _within(checkpoint.tensors, _named(other.within, place), other)

@@ -13,6 +13,7 @@ from triptych.algebra.function import (
     Disentangled,
     DistanceTable,
     HeadNorm,
+    PatchTable,
     Rotation,
     ScoreBias,
     Scoring,
@@ -21,7 +22,14 @@ from triptych.algebra.function import (
 )
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Traits
 from triptych.attention.positions import alibi_slopes
-from triptych.checkpoints.family import AttentionSpec, Choice, HeadNormSpec, NormSpec, PositionSpec
+from triptych.checkpoints.family import (
+    AttentionSpec,
+    Choice,
+    HeadNormSpec,
+    NormSpec,
+    PatchesSpec,
+    PositionSpec,
+)
 from triptych.checkpoints.fields import is_turned_round
 from triptych.checkpoints.fused import parted
 from triptych.checkpoints.layer import AttentionLayer, InputNorms, Site
@@ -138,6 +146,7 @@ class LayerReader:
             tuple(self.read_names),
             max(1, int(self.settings.number(spec.uses, self.layer))),
             self._inputs(q, k),
+            fixed=spec.unwritten,
         )
 
     def _require_sizes(self, q: Chain, k: Chain, v: Chain, o: Chain, norm: Norm | None) -> None:
@@ -171,8 +180,13 @@ class LayerReader:
         if not choices:
             return
         there = {"q": q[-1].bias, "k": k[-1].bias, "v": v[-1].bias, "o": o_bias}
+        wanted = {
+            side
+            for side, _, field in (word.partition("=") for word in choices[0].value.split())
+            if self.settings.holds(field, self.layer)
+        }
         for side, bias in there.items():
-            if (bias is not None) != (side in choices[0].value.split()):
+            if (bias is not None) != (side in wanted):
                 state = "has a bias" if bias is not None else "has no bias"
                 raise DataError(f"{self._here()}: the map of {side} {state}, against the configuration")
 
@@ -198,6 +212,10 @@ class LayerReader:
                 )
             except DataError as error:
                 raise DataError(f"{self.settings.where}: {error}") from None
+            if spec.q_bias:
+                q_bias = self._take(f"{self.site.module}.{spec.q_bias}", (len(q),))
+            if spec.v_bias:
+                v_bias = self._take(f"{self.site.module}.{spec.v_bias}", (len(v),))
         else:
             q, q_bias = self._map(spec.q, heads * width)
             k, k_bias = self._map(spec.k, groups * width)
@@ -274,14 +292,14 @@ class LayerReader:
                 continue
             if spec.place != "pre" or not spec.at:
                 return spec, None
-            at = self._beside(spec.at)
-            if f"{at}.weight" not in self.tensors.infos:
-                raise DataError(f"{self.tensors.name}: there is no tensor {at}.weight, the gain of a norm")
-            gain = self._take(f"{at}.weight")
+            gain_name, shift_name = norm_tensors(self.tensors, self._beside(spec.at))
+            if gain_name not in self.tensors.infos:
+                raise DataError(f"{self.tensors.name}: there is no tensor {gain_name}, the gain of a norm")
+            gain = self._take(gain_name)
             if gain.ndim != 1:
-                raise DataError(f"{self._of(f'{at}.weight')}: shape {list(gain.shape)} is not that of a gain")
-            has_shift = f"{at}.bias" in self.tensors.infos
-            return spec, Norm(gain, self._take(f"{at}.bias") if has_shift else None, spec.offset)
+                raise DataError(f"{self._of(gain_name)}: shape {list(gain.shape)} is not that of a gain")
+            has_shift = shift_name in self.tensors.infos
+            return spec, Norm(gain, self._take(shift_name) if has_shift else None, spec.offset)
         return None, None
 
     def _inputs(self, q: Chain, k: Chain) -> InputNorms:
@@ -299,12 +317,13 @@ class LayerReader:
 
     def _input_norm(self, name: str, spec: NormSpec, reader: Chain) -> Norm | None:
         """A norm by its name; None if there is none, or the maps read another width."""
-        at, infos = self.where.prefix + name, self.tensors.infos
-        gain = infos.get(f"{at}.weight")
+        infos = self.tensors.infos
+        of_gain, of_shift = norm_tensors(self.tensors, self.where.prefix + name)
+        gain = infos.get(of_gain)
         if not name or gain is None or gain.shape != (reader[0].d_in,) or not gain.dtype.is_floating_point:
             return None
-        shift = self.tensors.read(f"{at}.bias") if f"{at}.bias" in infos else None
-        return Norm(self.tensors.read(f"{at}.weight"), shift, spec.offset)
+        shift = self.tensors.read(of_shift) if of_shift in infos else None
+        return Norm(self.tensors.read(of_gain), shift, spec.offset)
 
     def _with_value_norm(
         self, weights: AttentionWeights, scoring: Scoring
@@ -356,6 +375,8 @@ class LayerReader:
             return None
         settings, layer = self.settings, self.layer
         whole = settings.count(spec.width, layer) if spec.width else width
+        if spec.patches is not None:
+            return self._rotation_of_patches(spec, spec.patches, whole)
         scaling = self._rope_scaling(spec)
         share, start = settings.number(spec.share, layer), int(settings.number(spec.start, layer))
         # "proportional" turns a share of the planes of whole heads, and not all planes of a share of them.
@@ -381,10 +402,63 @@ class LayerReader:
             found = frequencies(scaling, turned, base, longest, share)
         except (ValueError, TypeError, ArithmeticError) as error:
             raise DataError(f"{settings.where}: rotary positions cannot be scaled so: {error}") from None
+        self._require_stored(spec, found.per_position)
         factor = found.factor
         if spec.factor and rope_type(scaling) != "default":
             factor = settings.number(spec.factor, layer)
         return Rotation(found.per_position, spec.pairing, start, factor)
+
+    def _rotation_of_patches(self, spec: PositionSpec, patches: PatchesSpec, width: int) -> Rotation:
+        """DINOv3's: half of the planes turn by rows and half by columns, of which a picture has 2."""
+        settings, layer = self.settings, self.layer
+        if width % 4:
+            raise DataError(
+                f"{settings.where}: rotary positions in two directions need 4 channels, not {width}"
+            )
+        plain = frequencies({}, width // 2, settings.number(spec.base, layer), 0.0).per_position
+        rows, columns = self._grid(patches)
+        before = sum(settings.whole(part, layer) for part in patches.before)
+        centres = [(2 * torch.arange(n, dtype=torch.float64) + 1) / n - 1 for n in (rows, columns)]
+        of_patches = torch.stack(torch.meshgrid(*centres, indexing="ij"), dim=-1).flatten(0, 1)
+        places = torch.cat([torch.zeros(before, 2, dtype=torch.float64), of_patches])
+        of_planes = places.repeat_interleave(len(plain), dim=1)
+        return Rotation(2 * math.pi * plain.repeat(2), spec.pairing, places=of_planes)
+
+    def _grid(self, patches: PatchesSpec) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        image, patch = (self._two(expression) for expression in (patches.image, patches.patch))
+        rows, columns = (whole // part for whole, part in zip(image, patch, strict=True))
+        if not rows or not columns:
+            raise DataError(f"{self.settings.where}: no patch of {patch} is in a picture of {image}")
+        return rows, columns
+
+    def _two(self, expression: str) -> tuple[int, int]:
+        found = self.settings.value(expression, self.layer)
+        two = found if isinstance(found, list | tuple) and len(found) == 2 else (found, found)
+        record = Settings({"height": two[0], "width": two[1]}, f"{self.settings.where}, {expression}")
+        return record.count("height"), record.count("width")
+
+    def _require_stored(self, spec: PositionSpec, per_position: Tensor) -> None:
+        """Angles that the file holds are those of the configuration.
+
+        Raises:
+            DataError: they are others.
+        """
+        for pattern in spec.stored:
+            name = self._beside(pattern)
+            if name not in self.tensors.infos:
+                continue
+            stored = self.tensors.read(name).double()
+            expected = per_position
+            if stored.ndim == 2:
+                angles = torch.arange(len(stored), dtype=torch.float64)[:, None] * per_position
+                expected = torch.cat([angles.sin(), angles.cos()], dim=-1)
+            # Rounded once to what it is stored in, perhaps after angles were computed in float32.
+            rounding = 4 * (torch.finfo(self.tensors.infos[name].dtype).eps + 1e-7 * len(stored))
+            if stored.shape != expected.shape or float((stored - expected).abs().max()) > rounding:
+                raise DataError(
+                    f"{self._of(name)}: the rotary positions stored here are not those of the configuration"
+                )
 
     def _rope_scaling(self, spec: PositionSpec) -> dict[str, Any]:
         found = (self.settings.value(path, self.layer) for path in spec.scaling)
@@ -397,14 +471,44 @@ class LayerReader:
                 times = scale if spec.times == "scale" else self.settings.number(spec.times, self.layer)
                 return Slopes(torch.tensor(of_heads, dtype=torch.float64) * times)
             case "distance table":
-                name = self._beside(spec.table.replace("{layer}", str(self.layer)))
-                table = self._take(name)
-                longest = int(self.settings.number(spec.max_distance, self.layer))
-                return DistanceTable(table, spec.both_ways, longest)
+                return self._distance_table(spec, heads)
             case "disentangled":
                 return self._disentangled(spec, heads, scale, q, k)
             case _:
                 return None
+
+    def _distance_table(self, spec: PositionSpec, heads: int) -> ScoreBias:
+        tables = [self._take(name) for name in self._tables(spec)]
+        table = tables[0]
+        for more in tables[1:]:
+            table = table + more
+        if spec.patches is not None:
+            rows, columns = self._grid(spec.patches)
+            if rows != columns:
+                raise DataError(
+                    f"{self.settings.where}: {rows} rows and {columns} columns of patches: tables of "
+                    "distances are read for square pictures alone"
+                )
+            shape = ((2 * rows - 1) * (2 * columns - 1) + 3, heads)
+            if tuple(table.shape) != shape:
+                raise DataError(
+                    f"{self._of(self._tables(spec)[0])}: shape {list(table.shape)}, "
+                    f"where the configuration makes it {list(shape)}"
+                )
+            return PatchTable(table, rows, columns)
+        if spec.buckets:
+            buckets = self.settings.count(spec.buckets, self.layer)
+            if len(table) < buckets:
+                raise DataError(
+                    f"{self._of(self._tables(spec)[0])}: {len(table)} rows, where {buckets} are used"
+                )
+            table = table[:buckets]
+        longest = int(self.settings.number(spec.max_distance, self.layer))
+        return DistanceTable(table, spec.both_ways, longest)
+
+    def _tables(self, spec: PositionSpec) -> list[str]:
+        more = [c.value for c in spec.more_tables if self.settings.holds(c.when, self.layer)]
+        return [self._beside(name) for name in (spec.table, *more)] if spec.table else []
 
     def _disentangled(self, spec: PositionSpec, heads: int, scale: float, q: Link, k: Link) -> Disentangled:
         """DeBERTa's: distances go through maps of their own, or through those of queries and keys."""
@@ -413,9 +517,9 @@ class LayerReader:
         longest = (
             longest if isinstance(longest, int) and longest > 0 else settings.count("max_position_embeddings")
         )
-        buckets = settings.value("position_buckets")
+        buckets: Any = settings.value(spec.buckets) if spec.buckets else None
         in_buckets = isinstance(buckets, int) and buckets > 0
-        span = buckets if in_buckets else longest
+        span: int = buckets if in_buckets else longest
         table = self._take(self._beside(spec.table))
         if table.ndim != 2 or table.shape[1] != k.d_in:
             raise DataError(
@@ -423,25 +527,26 @@ class LayerReader:
                 f"width {k.d_in}"
             )
         table = table[: 2 * span]
-        if "layer_norm" in str(settings.value("norm_rel_ebd") or ""):
+        if spec.table_norm and "layer_norm" in str(settings.value("norm_rel_ebd") or ""):
             gain, shift = (
                 self._take(self._beside(f"{spec.table_norm}.{part}"), (k.d_in,))
                 for part in ("weight", "bias")
             )
             eps = settings.number("layer_norm_eps | 1e-7")
             table = torch.nn.functional.layer_norm(table, gain.shape, gain, shift, eps)
-        shared = bool(settings.value("share_att_key"))
+        shared = bool(spec.shared_maps) and settings.holds(spec.shared_maps)
 
         def through(link: Link, own: str) -> Tensor:
             used = link if shared else _to_heads(*self._map(own, heads * link.d_out), heads)
             return used(table[None, None])[0]
 
         return Disentangled(
-            keys=through(k, "self.pos_key_proj") if "c2p" in parts else None,
-            queries=through(q, "self.pos_query_proj") if "p2c" in parts else None,
+            keys=through(k, spec.key_map) if "c2p" in parts else None,
+            queries=through(q, spec.query_map) if "p2c" in parts else None,
             span=span,
             max_distance=longest if in_buckets else None,
             scale=scale,
+            through_maps=shared,
         )
 
     def _distance_parts(self) -> list[str]:
@@ -456,6 +561,8 @@ class LayerReader:
                 if found is None:
                     return None
                 width = self.settings.count(choice.value, self.layer)
+                if self.spec.window_around:
+                    return width // 2 + 1
                 if is_turned_round(self.spec, self.settings):
                     return width + 1  # so many on either side, and its own place
                 # Half of a window that was written for keys on one side is on either.
@@ -510,18 +617,21 @@ class LayerReader:
         """Tensors outside the module that belong to the layer."""
         found = self.norm_names()
         position = self._position()
-        if position.table:
-            found.append(self._beside(position.table.replace("{layer}", str(self.layer))))
+        found += self._tables(position)
         if position.table_norm:
             found += [f"{self._beside(position.table_norm)}.{part}" for part in ("weight", "bias")]
         return found
 
+    def stored_names(self) -> list[str]:
+        """Tensors that hold angles of rotary positions."""
+        return [self._beside(name) for name in self._position().stored]
+
     def norm_names(self) -> list[str]:
         """Tensors of the norm that the layer reads, if it may be folded."""
-        found = []
+        found: list[str] = []
         for spec in self.spec.norm:
             if spec.at and spec.place == "pre" and self.settings.holds(spec.when, self.layer):
-                found += [f"{self._beside(spec.at)}.{part}" for part in ("weight", "bias")]
+                found += norm_tensors(self.tensors, self._beside(spec.at))
         return found
 
     def rewritable(self) -> list[str]:
@@ -538,6 +648,7 @@ class LayerReader:
         """Names within the module of what a rewrite may change."""
         spec = self.spec
         modules = [spec.qkv] if spec.qkv else [spec.q, spec.k, spec.v]
+        own = [name for name in (spec.sinks, spec.q_bias, spec.v_bias) if name]
         if spec.latent:
             latent = spec.latent
             modules = [spec.q, latent.q_down, latent.q_norm, latent.q_up]
@@ -546,12 +657,12 @@ class LayerReader:
         if spec.head_norm:
             modules += [name for name in (spec.head_norm.q, spec.head_norm.k) if name]
         patterns = [name.replace("{head}", "*") for module in modules for name in tensor_names(module)]
-        return [*patterns, *([spec.sinks] if spec.sinks else [])]
+        return [*patterns, *own]
 
     def unknown(self) -> list[str]:
         """Tensors within the module that have no place in the family."""
         patterns = [*self._patterns(), *self.spec.known]
-        below, beside = self.site.module + ".", self.names_beside()
+        below, beside = self.site.module + ".", self.names_beside() + self.stored_names()
         return [
             name
             for name in self.tensors.below(self.site.module)
@@ -631,6 +742,13 @@ def tensor_names(module: str) -> tuple[str, str]:
     """Names of weight and bias of a map."""
     if "*" in module:
         return module.replace("*", "weight"), module.replace("*", "bias")
+    return f"{module}.weight", f"{module}.bias"
+
+
+def norm_tensors(tensors: Tensors, module: str) -> tuple[str, str]:
+    """Names of gain and shift of a norm, as the file has them: files from TensorFlow say gamma and beta."""
+    if f"{module}.weight" not in tensors.infos and f"{module}.gamma" in tensors.infos:
+        return f"{module}.gamma", f"{module}.beta"
     return f"{module}.weight", f"{module}.bias"
 
 

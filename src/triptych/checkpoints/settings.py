@@ -86,6 +86,14 @@ class Settings:
             )
         return found
 
+    def whole(self, expression: str, layer: int = 0) -> int:
+        """A whole number of at least 0.
+
+        Raises:
+            DataError: it is missing or something else.
+        """
+        return 0 if self.value(expression, layer) == 0 else self.count(expression, layer)
+
     def number(self, expression: str, layer: int = 0) -> float:
         """A number.
 

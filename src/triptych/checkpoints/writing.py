@@ -22,7 +22,7 @@ from triptych.algebra.weights import SIDES, AttentionWeights, Link
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.fused import joined
 from triptych.checkpoints.layer import AttentionLayer, Site
-from triptych.checkpoints.reading import tensor_names
+from triptych.checkpoints.reading import norm_tensors, tensor_names
 from triptych.checkpoints.resizing import Sizes, resizing, sizes_of
 
 _NAME = "write"
@@ -251,7 +251,7 @@ class _LayerWriter:
             )
 
     def _distances_have_maps(self) -> bool:
-        return isinstance(self.scoring.bias, Disentangled) and not self.place.settings.value("share_att_key")
+        return isinstance(self.scoring.bias, Disentangled) and not self.scoring.bias.through_maps
 
     def _require_channels_of_old(self, whole: AttentionWeights) -> None:
         """Where the format reads channels one by one, they must be what they were.
@@ -296,8 +296,20 @@ class _LayerWriter:
         if any(link.bias is not None for link in links.values()):
             parts = [_or_zeros(link.bias, link.weight).flatten() for link in links.values()]
             bias = joined(spec.layout, parts, sizes.groups)
+        if spec.q_bias or spec.v_bias:
+            yield from self._biases_beside(links)
+            bias = None
         rows = joined(spec.layout, [_rows(link) for link in links.values()], sizes.groups)
         yield from self._map(spec.qkv, rows, bias, "q, k and v")
+
+    def _biases_beside(self, links: dict[Literal["q", "k", "v"], Link]) -> Iterator[tuple[str, Tensor]]:
+        """Of queries and values, where their joined map has none."""
+        names = {"q": self.spec.q_bias, "k": "", "v": self.spec.v_bias}
+        for side, link in links.items():
+            if names[side]:
+                yield f"{self.layer.site.module}.{names[side]}", _or_zeros(link.bias, link.weight).flatten()
+            elif link.bias is not None and bool(link.bias.any()):
+                _refuse_bias(side)
 
     def _map(
         self, module: str, weight: Tensor, bias: Tensor | None, side: str
@@ -307,10 +319,7 @@ class _LayerWriter:
         if bias_name in self.tensors.infos:
             yield bias_name, weight.new_zeros(len(weight)) if bias is None else bias
         elif bias is not None and bool(bias.any()):
-            _refuse(
-                f"the map of {side} has a bias now, and the format has no place for one",
-                "leave out the step that makes it",
-            )
+            _refuse_bias(side)
 
     def _norm(self) -> dict[str, Tensor]:
         """The norm's tensors, if it was folded: gain 1 and shift 0."""
@@ -321,8 +330,9 @@ class _LayerWriter:
         for other in self.checkpoint.sites:
             if other != self.layer.site and at in _norms_of(self.checkpoint, other):
                 _refuse(f"the norm {at} was folded, and {other.name} reads it too", "leave fold_norm out")
-        found = {f"{at}.weight": torch.full_like(norm.gain, 1 - norm.offset)}
-        return found if norm.shift is None else found | {f"{at}.bias": torch.zeros_like(norm.shift)}
+        gain, shift = norm_tensors(self.tensors, at)
+        found = {gain: torch.full_like(norm.gain, 1 - norm.offset)}
+        return found if norm.shift is None else found | {shift: torch.zeros_like(norm.shift)}
 
     def _norm_module(self) -> str:
         return _norms_of(self.checkpoint, self.layer.site)[0]
@@ -414,6 +424,13 @@ def _with_biases_of(before: AttentionWeights, fitted: AttentionWeights) -> Atten
 
 def _refuse(reason: str, advice: str = "") -> NoReturn:
     raise RewriteRefusedError(_NAME, reason, advice)
+
+
+def _refuse_bias(side: str) -> NoReturn:
+    _refuse(
+        f"the map of {side} has a bias now, and the format has no place for one",
+        "leave out the step that makes it",
+    )
 
 
 def _norms_of(checkpoint: Checkpoint, site: Site) -> list[str]:

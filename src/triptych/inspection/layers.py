@@ -8,7 +8,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from triptych.algebra.function import Disentangled, DistanceTable, Scoring
+from triptych.algebra.function import Disentangled, DistanceTable, PatchTable, Scoring
 from triptych.algebra.measures import COMPARED, HeadMeasures, Planes, comparable, measure_heads
 from triptych.algebra.rewrites import (
     RewriteRefusedError,
@@ -179,7 +179,7 @@ def _tensors_of(scoring: Scoring) -> Iterator[Tensor]:
     if scoring.sinks is not None:
         yield scoring.sinks
     match scoring.bias:
-        case DistanceTable(table=table):
+        case DistanceTable(table=table) | PatchTable(table=table):
             yield table
         case Disentangled(keys=keys, queries=queries):
             yield from (part for part in (keys, queries) if part is not None)
@@ -285,8 +285,8 @@ def _cut(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -
     chains = [weights.chain(side) for side in SIDES]
     if any(len(chain) != 1 for chain in chains) or isinstance(layer.scoring.bias, Disentangled):
         return {}  # what one head would lose, another still needs
-    if scoring.clip is not None:
-        return {}  # channels are clipped one by one
+    if scoring.clip is not None or layer.fixed:
+        return {}  # channels are clipped one by one, or something else reads the maps
     if len({id(chain[0]) for chain in chains}) < len(chains):
         return {}
     height = {side: weights.chain(side)[0].d_in for side in ("q", "k", "v")}
@@ -320,6 +320,9 @@ def _foldable(layer: AttentionLayer) -> dict[str, int | str]:
     if any(len(layer.weights.chain(side)) > 1 for side in SIDES) and not layer.scoring.between:
         rewrites.append((FOLD, fold))
     for name, rewrite in rewrites:
+        if layer.fixed:
+            found[name] = layer.fixed
+            continue
         try:
             left = rewrite(layer.weights).weights.num_parameters
         except RewriteRefusedError as refusal:

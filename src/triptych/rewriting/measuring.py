@@ -157,7 +157,7 @@ def _measured(
 def _probes(layer: AttentionLayer, probes: Probes) -> tuple[Tensor, Tensor | None]:
     generator = torch.Generator().manual_seed(probes.seed)
     weights = layer.weights
-    x = _standardised(weights.d_model, probes, generator)
+    x = _standardised(weights.d_model, probes, generator)[:, : layer.scoring.num_positions]
     if weights.traits.kind != "cross":
         return x, None
     return x, _standardised(weights.k[0].d_in if weights.k else weights.d_model, probes, generator)

@@ -119,7 +119,7 @@ class OtherNorms:
         reader = next((reader for reader in site.readers if name in reader.tensors), None)
         if reader is None:
             old, neutral = self._tensors.read(name), neutral_norm(norm)
-            new = neutral.shift if name.endswith(".bias") and neutral.shift is not None else neutral.gain
+            new = neutral.gain if name == site.own_tensors[0] or neutral.shift is None else neutral.shift
         elif name == reader.weight:
             # A map may be the largest tensor that there is: the old and the new one are all that is held.
             give_back_memory()

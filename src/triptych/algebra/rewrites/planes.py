@@ -167,8 +167,9 @@ def require_rotary(name: str, weights: AttentionWeights, rotation: Rotation) -> 
     """Refuse a layer whose planes are not what meets in its scores.
 
     Raises:
-        RewriteRefusedError: the layer has no rotary positions, a norm stands before them, queries and keys
-            are clipped, or the rotation turns more channels than there are.
+        RewriteRefusedError: the layer has no rotary positions, or those of patches of a picture; a norm
+            stands before them, queries and keys are clipped, or the rotation turns more channels than there
+            are.
     """
     if weights.traits.positions != "rotary":
         raise RewriteRefusedError(
@@ -178,6 +179,12 @@ def require_rotary(name: str, weights: AttentionWeights, rotation: Rotation) -> 
         raise RewriteRefusedError(
             name,
             "queries and keys are normalised (QK-norm) over the channels of all their planes",
+        )
+    if rotation.places is not None:
+        raise RewriteRefusedError(
+            name,
+            "planes turn by rows and columns of patches, and what they carry is counted over distances in "
+            "a text",
         )
     if reason := why_clipping_counts(weights.traits):
         raise RewriteRefusedError(name, reason)
