@@ -42,8 +42,8 @@ def refusal(folder: Path) -> str:
         ({"n_layer": 10**9}, "no tensor is below h.3.attn, attention layer 3 of 1,000,000,000"),
         ({"n_layer": 2}, "look like attention and are in no layer"),
         ({"n_layer": 4}, "no tensor is below h.3.attn, attention layer 3 of 4"),
-        ({"model_type": "nobodys"}, "no family file knows it"),
-        ({"model_type": 7}, "no family file knows it"),
+        ({"model_type": "nobodys"}, "no family file knows model_type"),
+        ({"model_type": 7}, "no family file knows model_type"),
     ],
 )
 def test_a_configuration_that_is_wrong_is_refused(

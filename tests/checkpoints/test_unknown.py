@@ -16,6 +16,7 @@ from triptych.errors import DataError
 D, HEADS, GROUPS, WIDTH = 16, 4, 2, 4
 CONFIG: dict[str, Any] = {
     "model_type": "nobodys",
+    "architectures": ["NobodysForCausalLM"],
     "num_attention_heads": HEADS,
     "num_key_value_heads": GROUPS,
     "max_position_embeddings": 8,
@@ -68,26 +69,114 @@ def test_the_only_way_to_read_it_is_taken_and_said(tmp_path: Path, names: tuple[
 def refusal(folder: Path) -> str:
     with pytest.raises(DataError) as error:
         open_checkpoint(folder)
-    return str(error.value)
+    assert "\n" not in str(error.value)
+    return "\n".join([str(error.value), *error.value.__notes__])
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         ({"num_attention_heads": 3}, "do not fit 3 heads"),
-        ({"num_attention_heads": None, "num_key_value_heads": None}, "the configuration has none of"),
+        ({"num_attention_heads": None}, "does not say how many heads net.blocks.{layer}.mixer has"),
+        ({"encoder_attention_heads": 2, "num_attention_heads": None}, "does not say how many heads"),
+        ({"n_head": 2}, "num_attention_heads and n_head are not the same number of heads"),
+        ({"num_key_value_heads": 3}, "do not fit 4 heads on 3 of keys"),
+        ({"head_dim": 3}, "do not fit 4 heads"),
+        ({"max_position_embeddings": 9}, "which positions net.blocks.{layer}.mixer has cannot be told"),
         (
-            {"rope_theta": 10000.0},
-            "whether its positions are rotary over whole heads, learned or something else",
+            {"position_embedding_type": "rotary"},
+            "which positions net.blocks.{layer}.mixer has cannot be told",
         ),
-        ({"attn_logit_softcapping": 50.0}, "nothing says what attn_logit_softcapping does to the scores"),
-        ({"attention_multiplier": 0.1}, "nothing says what attention_multiplier does"),
+        ({"rope_theta": 10000.0}, "nothing says what net.position_embeddings.weight does"),
+        ({"architectures": ["NobodysModel"]}, "sees what comes later cannot be told"),
+        ({"architectures": None}, "sees what comes later cannot be told"),
+        ({"is_decoder": False}, "sees what comes later cannot be told"),
+        ({"is_encoder_decoder": True}, "sees what comes later cannot be told"),
     ],
 )
 def test_what_leaves_a_choice_is_refused(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
     message = refusal(write(tmp_path, tensors(), {**CONFIG, **config}))
     assert reason in message
     assert 'name = "mine"\n[[attention]]' in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("clip_qkv", 8),
+        ("sliding_window", 128),
+        ("softmax_scale", 0.1),
+        ("attn_scale", 0.1),
+        ("qk_norm", True),
+        ("is_causal", False),
+        ("use_alibi", True),
+        ("attn_logits_soft_cap", 50.0),
+        ("attn_logit_softcapping", 50.0),
+        ("attention_multiplier", 0.1),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("scale_attn_weights", False),
+        ("a_field_that_nobody_has_seen", 1),
+        ("attn_config", {"n_heads": 4}),
+    ],
+)
+@pytest.mark.parametrize("rotary", [False, True], ids=["guess", "advice"])
+def test_a_field_that_is_not_understood_is_named_and_nothing_is_guessed_or_advised(
+    tmp_path: Path, field: str, value: Any, rotary: bool
+) -> None:
+    weights, config = (rotary_tensors(), ROTARY) if rotary else (tensors(), CONFIG)
+    message = refusal(write(tmp_path, weights, {**config, field: value}))
+    assert f"nothing says what {field} in" in message
+    assert "pairing" not in message
+
+
+def test_a_table_of_head_width_is_no_table_of_learned_positions(tmp_path: Path) -> None:
+    weights = {**tensors(), "net.position_embeddings.weight": torch.randn(8, WIDTH)}
+    assert "which positions net.blocks.{layer}.mixer has cannot be told" in refusal(write(tmp_path, weights))
+
+
+def test_a_kind_of_rope_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    config = {**ROTARY, "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}}
+    message = refusal(write(tmp_path, rotary_tensors(), config))
+    assert "rope_parameters cannot be followed: rope_type 'axial' is not supported" in message
+
+
+def test_the_heads_of_a_record_within_are_found(tmp_path: Path) -> None:
+    above = {name: CONFIG[name] for name in ("model_type", "architectures")}
+    within = {name: value for name, value in CONFIG.items() if name not in above}
+    checkpoint = open_checkpoint(write(tmp_path, tensors(), {**above, "text_config": within}))
+    assert checkpoint.read(checkpoint.sites[0]).weights.num_heads == HEADS
+    both = {**above, "text_config": within, "vision_config": within}
+    message = refusal(write(tmp_path, tensors(), both))
+    assert "text_config, vision_config each say how many heads there are" in message
+
+
+def test_maps_in_one_are_said_to_be(tmp_path: Path) -> None:
+    weights = {f"h.{layer}.attn.c_attn.weight": torch.randn(D, 3 * D) for layer in range(2)}
+    assert "h.0.attn.c_attn.weight holds several maps in one" in refusal(write(tmp_path, weights))
+
+
+def stacks(config: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An encoder with 2 heads and a decoder with 4."""
+    found: dict[str, Tensor] = {}
+    for stack, modules in {"encoder": ["self_attn"], "decoder": ["self_attn", "encoder_attn"]}.items():
+        for module in modules:
+            for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+                found[f"model.{stack}.layers.0.{module}.{name}.weight"] = torch.randn(D, D)
+        found[f"model.{stack}.embed_positions.weight"] = torch.randn(10, D)
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 4, "max_position_embeddings": 8}
+    about = {"model_type": "nobodys", "architectures": ["NobodysForConditionalGeneration"]}
+    return found, {**about, **heads, "is_encoder_decoder": True, **config}
+
+
+def test_each_stack_has_the_heads_of_its_own_name(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write(tmp_path, *stacks({})))
+    found = {(site.stack, site.kind): checkpoint.read(site).weights.num_heads for site in checkpoint.sites}
+    assert found == {("encoder", "self"): 2, ("decoder", "causal"): 4, ("decoder", "cross"): 4}
+
+
+def test_a_stack_is_not_given_the_heads_of_the_other(tmp_path: Path) -> None:
+    message = refusal(write(tmp_path, *stacks({"decoder_attention_heads": None, "num_attention_heads": 2})))
+    assert "does not say how many heads model.decoder" in message
 
 
 def test_which_channels_turn_is_asked_for_with_all_else_filled_in(tmp_path: Path) -> None:

@@ -169,3 +169,15 @@ def test_a_field_that_is_not_followed_is_one_line_of_warning_and_in_the_json(
     assert answer.err.startswith("triptych: warning: ")
     assert "clip_qkv is no field of GPT-2 in transformers" in answer.err
     assert json.loads(answer.out)["warnings"] == [answer.err.removeprefix("triptych: warning: ").rstrip()]
+
+
+def test_a_refusal_is_one_line_and_the_rest_comes_with_verbose(triptych: Command, tmp_path: Path) -> None:
+    folder = gpt2(tmp_path / "model", config={"model_type": "nobodys"})
+    answer = triptych("inspect", folder)
+    assert answer.code == 1
+    assert answer.err.count("\n") == 1
+    assert answer.err.endswith("(more with --verbose)\n")
+    assert "h.0.attn.c_attn.weight holds several maps in one" in answer.err
+    said = triptych("inspect", folder, "--verbose").err
+    assert 'name = "mine"\n[[attention]]' in said
+    assert "more with --verbose" not in said
