@@ -120,7 +120,9 @@ def module_of(model: nn.Module, name: str) -> nn.Module:
     return modules[max(ends, key=len)]
 
 
-def overheard(model: nn.Module, checkpoint: Checkpoint) -> dict[tuple[str, str], Tensor]:
+def overheard(
+    model: nn.Module, checkpoint: Checkpoint, given: dict[str, Tensor] | None = None
+) -> dict[tuple[str, str], Tensor]:
     """What goes into and comes out of every attention layer."""
     heard: dict[tuple[str, str], Tensor] = {}
 
@@ -144,7 +146,7 @@ def overheard(model: nn.Module, checkpoint: Checkpoint) -> dict[tuple[str, str],
             continue
         for part, name in zip(("x", "memory", "out"), names, strict=True):
             module_of(model, f"{site.module}.{name}").register_forward_hook(listen(site, part))
-    given = inputs(model)
+    given = inputs(model) if given is None else given
     with running(model):
         model(**given)
     return heard
