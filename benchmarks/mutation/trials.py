@@ -1,0 +1,192 @@
+"""Changes tried one by one: does a test fail?
+
+A parent imports all that tests need. Each trial is a fork of it with the change made, which runs tests until
+one fails. Functions get their changed code in place; for a change elsewhere the package is imported anew.
+"""
+
+import importlib
+import os
+import pkgutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jaxtyping import install_import_hook
+
+from benchmarks.mutation.changes import Change
+from benchmarks.mutation.swapping import Functions
+
+_PACKAGE = "triptych"
+Outcome = Literal["noticed", "survived", "not executed"]
+HEAVY = (
+    *("numpy", "torch", "torch._dynamo", "torch.utils.checkpoint", "safetensors.torch", "tokenizers"),
+    *("pydantic", "jaxtyping", "beartype", "rich.console", "typer", "typer.testing", "altair"),
+    *("sacrebleu", "huggingface_hub", "transformers", "transformers.models.auto.modeling_auto"),
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of a change.
+
+    Attributes:
+        change: which.
+        outcome: "noticed" if a test failed, or none could be run any more, or time ran out.
+        by: the test that failed, or what else happened.
+        tests: how many were to run.
+        seconds: it took.
+    """
+
+    change: Change
+    outcome: Outcome
+    by: str
+    tests: int
+    seconds: float
+
+
+# Path of a source, its text before and after.
+Changed = tuple[Path, str, str]
+
+
+class Bench:
+    """A copy of the repository, in which sources may be changed, and this process to fork."""
+
+    def __init__(self, root: Path, log: Path, heavy: Sequence[str] = HEAVY) -> None:
+        self._root, self._log = root, log
+        self._fit, self._unfit = set[str](), set[str]()
+        os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONHASHSEED="0")
+        for name in heavy:
+            try:
+                importlib.import_module(name)
+            except ImportError:
+                continue
+        importlib.import_module("pytest")
+        sys.path[:0] = [str(root / "src"), str(root / "tests")]
+        self._functions = self._imported()
+
+    def _imported(self) -> Functions:
+        """Import the package from the copy, as the tests do."""
+        _forget()
+        hook = install_import_hook(_PACKAGE, "beartype.beartype")
+        package = importlib.import_module(_PACKAGE)
+        for module in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}."):
+            if not module.name.endswith("__main__"):
+                with suppress(ImportError):  # what an extra is needed for
+                    importlib.import_module(module.name)
+        hook.uninstall()
+        return Functions()
+
+    def try_(self, change: Change, tests: Sequence[str], seconds: float) -> Trial:
+        """Run tests on the changed source; those that are gone, or fail without the change, do not count."""
+        began, left = time.monotonic(), [test for test in tests if test not in self._unfit]
+        while left:
+            code = self._changed(change, left, seconds)
+            failed = self._failed()
+            if code == 0 or code is None or not (unfit := self._unfit_among(failed, seconds)):
+                break
+            self._unfit |= unfit
+            left = [test for test in left if test not in self._unfit]
+        took = time.monotonic() - began
+        if not left:
+            return Trial(change, "not executed", "", 0, took)
+        if code == 0:
+            return Trial(change, "survived", "", len(left), took)
+        by = "time that ran out" if code is None else failed[0] if failed else f"exit {code}"
+        return Trial(change, "noticed", by, len(left), took)
+
+    def _unfit_among(self, failed: Sequence[str], seconds: float) -> set[str]:
+        """Of tests that failed, those that are gone or fail without a change, too."""
+        gone = {test for test in failed if test in self._gone()}
+        if gone:
+            return gone
+        unknown = [test for test in failed if "::" in test and test not in self._fit]
+        if not unknown or self._forked(unknown, seconds) == 0:
+            self._fit.update(unknown)
+            return set()
+        return set(unknown)
+
+    def _changed(self, change: Change, tests: Sequence[str], seconds: float) -> int | None:
+        """The exit status of tests on the changed source, which is put back."""
+        path = self._root / change.file
+        source, times = path.read_text(encoding="utf-8"), path.stat()
+        path.write_text(change.applied(source), encoding="utf-8")
+        # Bytecode is known by size and time of its source: neither may be that of the original by chance.
+        os.utime(path, (times.st_atime, times.st_mtime + 7))
+        try:
+            return self._forked(tests, seconds, (path, source, change.applied(source)))
+        finally:
+            path.write_text(source, encoding="utf-8")
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    def _gone(self) -> set[str]:
+        """The tests that pytest did not find."""
+        said = "ERROR: not found: "
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return {
+            line.removeprefix(said).removeprefix(f"{self._root}/") for line in lines if line.startswith(said)
+        }
+
+    def _failed(self) -> list[str]:
+        """The tests that failed in the last trial, or were not found."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        failed = [line.split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR tests"))]
+        return [name.partition(" - ")[0] for name in failed] + sorted(self._gone())
+
+    def _forked(self, tests: Sequence[str], seconds: float, change: Changed | None = None) -> int | None:
+        """The exit status of pytest; None if it took longer."""
+        child = os.fork()
+        if not child:
+            self._run(tests, change)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return None
+
+    def _run(self, tests: Sequence[str], change: Changed | None) -> None:
+        code = 70
+        try:
+            os.setsid()
+            output = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for number in (1, 2):
+                os.dup2(output, number)
+            os.chdir(self._root)
+            sys.dont_write_bytecode = True
+            if change is not None and not self._functions.swap(*change):
+                _forget()
+            import pytest
+
+            options = [
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:xdist",
+                "--no-header",
+                "--tb=no",
+                "-Wignore::pytest.PytestAssertRewriteWarning",  # plugins that the parent has imported
+                "-rfE",
+            ]
+            code = int(pytest.main([*options, *tests]))
+        except BaseException:  # noqa: BLE001 (a fork must not go on as its parent would)
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def _forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]:
+        del sys.modules[name]
