@@ -13,6 +13,7 @@ from triptych import recipes, runs
 from triptych.algebra.rewrites import fold
 from triptych.decoding import Translator, measure_bleu
 from triptych.errors import UsageError
+from triptych.files import move_files
 from triptych.models import EncoderDecoder, attention_sites
 from triptych.reports import (
     AttentionPicture,
@@ -20,6 +21,7 @@ from triptych.reports import (
     RunReport,
     Table,
     TranslationSample,
+    is_page,
     write_run_report,
 )
 from triptych.rewriting import rewrite
@@ -27,8 +29,11 @@ from triptych.text.generated import example_pairs, generate_pairs
 from triptych.training import Recipe, read_recipe
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import Display
+from triptych.training.state import own_files
 
 _REPORT = "report.html"
+# Where a new demo grows within a finished one.
+_NEXT = ".next"
 # These sentences come from the test part of the corpus, of which training sees nothing.
 _TEST_SEED = 1
 _NUM_MISTAKES_SHOWN = 10
@@ -119,24 +124,32 @@ class Interrupted:
 
 
 def demonstrate(
-    folder: Path, display: Display, overrides: tuple[str, ...] = (), num_tested: int = 1000
+    folder: Path,
+    display: Display,
+    overrides: tuple[str, ...] = (),
+    num_tested: int = 1000,
+    *,
+    force: bool = False,
 ) -> Demonstration | Interrupted:
     """Run the demo in a folder, going on where an interrupted one stopped.
 
     Args:
-        folder: made if need be; a finished demo in it is replaced.
+        folder: made if need be; a finished demo in it is replaced once the new one is whole, and other files
+            stay.
         display: shows how training goes.
         overrides: changes of the demo's recipe, `section.key=value`.
         num_tested: unseen sentences to try.
+        force: the folder may hold other files than a demo's; those with the name of one are replaced.
 
     Raises:
         UsageError: the folder holds something else than a demo.
     """
     recipe = read_recipe(recipes.find("demo"), overrides)
-    summary = _train(recipe, folder, display)
+    place = _working_place(recipe, folder, force)
+    summary = _train(recipe, place, display, force)
     if summary.outcome.signal_number is not None:
         return Interrupted(summary.outcome.signal_number)
-    run = runs.Run.open(folder)
+    run = runs.Run.open(place)
     translator = run.translator()
     pairs = generate_pairs(num_tested, "test", seed=_TEST_SEED)
     display.say(f"translating {len(pairs):,} unseen sentences")
@@ -159,20 +172,56 @@ def demonstrate(
         report=report,
     )
     mistakes = tuple(sample for sample in tried if not sample.is_exact)[:_NUM_MISTAKES_SHOWN]
-    write_run_report(_report(result, summary, folder, mistakes, pictures), report)
+    page = _report(result, summary, folder, _points(place), (mistakes, pictures))
+    write_run_report(page, place / _REPORT)
+    if place != folder:
+        _replace(place, folder)
     return result
 
 
-def _train(recipe: Recipe, folder: Path, display: Display) -> runs.Summary:
-    if not (folder / "recipe.toml").exists():
-        return runs.train(recipe, folder, display)
-    if read_recipe(folder / "recipe.toml").name != recipe.name:
+def _train(recipe: Recipe, place: Path, display: Display, force: bool) -> runs.Summary:
+    if runs.holds_run(place):
+        return runs.resume(place, (), display)
+    return runs.train(recipe, place, display, force=force)
+
+
+def _working_place(recipe: Recipe, folder: Path, force: bool) -> Path:
+    """Where the demo is made: its folder, or one within a finished demo that it is to replace.
+
+    Raises:
+        UsageError: the folder holds another run, or a report that is not the demo's.
+    """
+    beside = folder / _NEXT
+    if (beside / _REPORT).exists():  # one that was killed while it took the old one's place
+        _require_demo(recipe, folder if runs.holds_run(folder) else beside)
+        move_files(beside, folder, last=_REPORT)
+    if not runs.holds_run(folder):
+        return folder
+    _require_demo(recipe, folder)
+    if not (folder / _REPORT).exists():
+        return folder
+    if not is_page(folder / _REPORT):
+        if force:
+            return folder
+        raise UsageError(f"{folder / _REPORT} is not a report of the demo: name another folder (--out)")
+    if runs.holds_run(beside):
+        _require_demo(recipe, beside)
+    return beside
+
+
+def _require_demo(recipe: Recipe, folder: Path) -> None:
+    found = read_recipe(folder / "recipe.toml")
+    if found.name != recipe.name or None in (found.data.train.generated, found.data.valid.generated):
         raise UsageError(f"{folder} holds another run, which the demo must not touch: name another folder")
-    if (folder / _REPORT).exists():
-        runs.remove(folder)
-        (folder / _REPORT).unlink()
-        return runs.train(recipe, folder, display)
-    return runs.resume(folder, (), display)
+
+
+def _replace(new: Path, folder: Path) -> None:
+    """A finished demo takes the place of the one around it; files that are not a demo's stay."""
+    fresh = {path.relative_to(new) for path in own_files(new)}
+    move_files(new, folder, last=_REPORT)
+    for path in own_files(folder):
+        if path.relative_to(folder) not in fresh:
+            path.unlink()
 
 
 def _try(translator: Translator, pairs: list[tuple[str, str]]) -> tuple[TranslationSample, ...]:
@@ -259,10 +308,11 @@ def _report(
     result: Demonstration,
     summary: runs.Summary,
     folder: Path,
-    mistakes: tuple[TranslationSample, ...],
-    pictures: tuple[AttentionPicture, ...],
+    metrics: Sequence[MetricPoint],
+    shown: tuple[tuple[TranslationSample, ...], tuple[AttentionPicture, ...]],
 ) -> RunReport:
     counters = summary.outcome.counters
+    mistakes, pictures = shown
     return RunReport(
         title="German to English: numbers, dates, times and money",
         summary=(
@@ -285,7 +335,7 @@ def _report(
             ),
             ("Padding", f"{summary.padding_waste:.1%} of the batches"),
         ),
-        metrics=tuple(_points(folder)),
+        metrics=tuple(metrics),
         samples=result.samples,
         pictures=pictures,
         tables=(_folding_table(result.folding), *((_table(mistakes),) if mistakes else ())),

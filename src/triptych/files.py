@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import final
 
@@ -75,7 +75,8 @@ class NewFolder:
         self._require_free()
 
     def __enter__(self) -> "NewFolder":
-        for folder in self._place.parent.glob(f".{_plain(self._place.name)}.partial-*"):
+        # mkdtemp draws eight characters; a folder of any other name is not one of these.
+        for folder in self._place.parent.glob(f".{_plain(self._place.name)}.partial-{'?' * 8}"):
             _remove_if_left(folder)
         while True:
             prefix = f".{self._place.name}.partial-"
@@ -132,10 +133,39 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
         folder.finish()
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of a process that was killed while it wrote into the folder."""
-    for leftover in folder.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
+def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
+    """Remove the temporary files of a process that was killed while it wrote some files of the folder.
+
+    Args:
+        folder: where it wrote.
+        names: of the files, or patterns of names; nothing else is touched.
+    """
+    for name in names:
+        for leftover in folder.glob(f".{name}.*.tmp"):
+            leftover.unlink(missing_ok=True)
+
+
+def move_files(source: Path, target: Path, last: str) -> None:
+    """Move every file below a folder to the same place below another, and remove the empty folder.
+
+    Each file is replaced at once. A call that was killed is finished by calling again, as long as the file
+    that goes last is still in `source`.
+
+    Args:
+        source: the folder to empty; on the disk of `target`.
+        target: where its files go; all else in it stays.
+        last: name of the file that is moved after all others.
+
+    Raises:
+        OSError: the folders cannot be written.
+    """
+    files = [path for path in source.rglob("*") if not path.is_dir()]
+    for path in sorted(files, key=lambda path: (path.name == last, path)):
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(place)
+    _sync_folder(target)
+    shutil.rmtree(source)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -7,7 +7,6 @@ converted has no recipe: `decoding.toml` says how it is searched.
 
 import hashlib
 import json
-import shutil
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ import torch
 from pydantic import ValidationError
 
 from triptych.checkpoints import model_type, read_marian
+from triptych.checkpoints.own import is_own
+from triptych.checkpoints.tensors import read_json
 from triptych.decoding import Precision, SearchOptions, Stop, Translator, score_bleu
 from triptych.errors import DataError, UsageError
-from triptych.files import write_text
+from triptych.files import write_folder, write_text
 from triptych.models import EncoderDecoder, read_model, write_model
 from triptych.models.storage import write_config
 from triptych.rewriting.certificate import CERTIFICATE
@@ -41,17 +42,11 @@ from triptych.training.loop import Scorer
 from triptych.training.memory import keep_freed_memory, limit_kernel_cache
 from triptych.training.plan import describe_plan
 from triptych.training.progress import Display, LineDisplay
-from triptych.training.state import Counters, read_counters
+from triptych.training.state import RUN_FILES, Counters, own_files, read_counters
 
 _RECIPE, _DECODING = "recipe.toml", "decoding.toml"
-_FILES = (
-    "config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer.target.json",
-    "metrics.jsonl",
-    "README.md",
-)
+# What follows on this line of a model card is the hash of the text before it.
+_CARD_END = "\n<!-- Written by triptych; if you change this page, it is left as you wrote it. sha256 "
 
 
 @dataclass(frozen=True)
@@ -86,23 +81,20 @@ class Summary:
         }
 
 
-def train(recipe: Recipe, folder: Path, display: Display | None = None) -> Summary:
+def train(recipe: Recipe, folder: Path, display: Display | None = None, *, force: bool = False) -> Summary:
     """Start a run.
 
     Args:
         recipe: what to do; relative paths in it are relative to the current folder.
-        folder: the run folder, made here once the input is known to be good; must not hold a run yet.
+        folder: the run folder, made here once the input is known to be good; new or empty.
         display: shows how it goes; lines on standard error if None.
+        force: the folder may hold other files; those with the name of a run's are replaced.
 
     Raises:
-        TriptychError: input that is not as it should be, a loss no longer finite, a full disk.
+        TriptychError: a folder that is taken, input that is not as it should be, a loss no longer finite, a
+            full disk.
     """
-    if (folder / _RECIPE).exists():
-        raise UsageError(
-            f"{folder} already holds a run: go on with it (--resume {folder}) or name another folder (--out)"
-        )
-    if (folder / _DECODING).exists():
-        raise UsageError(f"{folder} holds a model that was converted: name another folder (--out)")
+    _require_place(folder, force=force)
     base, display = Path.cwd(), display or LineDisplay()
     _prepare(recipe)
     device = _device(recipe.training.device).type
@@ -117,13 +109,69 @@ def train(recipe: Recipe, folder: Path, display: Display | None = None) -> Summa
     if chosen := ", ".join(choices(given, recipe)):
         display.say(f"left out of the recipe, chosen for {num_tokens:,} target tokens on {device}: {chosen}")
     trainer = _trainer(recipe, folder, base, tokenizers, texts)
-    # No run folder is made before all that can be checked has been.
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizers.save(folder)
-    write_config(trainer.model, folder)
-    # The recipe comes last: a folder that has one is a run that can be resumed.
-    write_text(folder / _RECIPE, recipe.to_toml())
+
+    def fill(place: Path) -> None:
+        tokenizers.save(place)
+        write_config(trainer.model, place)
+        # The recipe comes last: a folder that has one is a run that can be resumed.
+        write_text(place / _RECIPE, recipe.to_toml())
+
+    # No run folder is made, and nothing replaced, before all that can be checked has been.
+    if folder.exists():
+        for path in own_files(folder):
+            path.unlink()
+        fill(folder)
+    else:
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        write_folder(folder, fill)
     return _run(recipe, trainer, display)
+
+
+def _require_place(folder: Path, *, force: bool) -> None:
+    """A run can be made here, and nothing is lost by it.
+
+    Raises:
+        UsageError: it cannot, or the folder holds something and that is not asked for by `force`.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is a file: name a folder for the run (--out)")
+    if holds_run(folder):
+        raise UsageError(
+            f"{folder} already holds a run: go on with it (--resume {folder}) or name another folder (--out)"
+        )
+    if (folder / _DECODING).exists() and is_own(_settings(folder)):
+        raise UsageError(f"{folder} holds a model that was converted: name another folder (--out)")
+    found = sorted(path.name for path in folder.iterdir())
+    if found and not force:
+        shown = ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
+        raise UsageError(
+            f"{folder} holds other files ({shown}): name a folder that is new or empty (--out); --force puts "
+            "the run among them, and replaces those with the name of a run's file"
+        )
+    for name in RUN_FILES:
+        if name != "." and (folder / name).exists() and not _is_empty(folder / name):
+            raise UsageError(f"{folder / name} is in the way of the run's own: name another folder (--out)")
+    if taken := [path for path in own_files(folder) if path.is_dir()]:
+        raise UsageError(f"{taken[0]} is a folder, and a run has a file there: name another folder (--out)")
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder is a run's: its recipe and its configuration are there."""
+    return (folder / _RECIPE).exists() and is_own(_settings(folder))
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """What a folder's `config.json` says; nothing if it is none."""
+    try:
+        return read_json(folder / "config.json")
+    except DataError:
+        return {}
 
 
 def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None = None) -> Summary:
@@ -151,6 +199,8 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
             )
     recipe = read_recipe(folder / _RECIPE, overrides)
     display = display or LineDisplay()
+    if not is_own(_settings(folder)):
+        raise UsageError(f"{folder} holds no run to resume: it has no config.json of ours")
     has_state = (folder / "state" / "last.safetensors").exists()
     base = Path(read_counters(folder / "state").started_in) if has_state else Path.cwd()
     _prepare(recipe)
@@ -165,15 +215,6 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
     if overrides:
         write_text(folder / _RECIPE, recipe.to_toml())
     return _run(recipe, trainer, display)
-
-
-def remove(folder: Path) -> None:
-    """Take a run's own files out of a folder; others stay."""
-    # The recipe goes first: without it the folder is no run.
-    for name in (_RECIPE, *_FILES):
-        (folder / name).unlink(missing_ok=True)
-    for name in ("state", "tensorboard"):
-        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 @final
@@ -402,8 +443,23 @@ def _run(recipe: Recipe, trainer: Trainer, display: Display) -> Summary:
         display.say(plan)
     summary = Summary(trainer.run(display), num_parameters, waste)
     if summary.outcome.signal_number is None:
-        write_text(trainer.folder / "README.md", _model_card(recipe, summary))
+        _write_card(trainer.folder / "README.md", _model_card(recipe, summary), display)
     return summary
+
+
+def _write_card(path: Path, text: str, display: Display) -> None:
+    """Write a model card, unless somebody wrote one in its place."""
+    if path.exists():
+        old = path.read_text(encoding="utf-8", errors="replace")
+        body, _, end = old.rpartition(_CARD_END)
+        if not end.startswith(_text_hash(body)):
+            display.say(f"{path} was changed by hand and is kept; metrics.jsonl has the new figures")
+            return
+    write_text(path, f"{text}{_CARD_END}{_text_hash(text)} -->\n")
+
+
+def _text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _model_card(recipe: Recipe, summary: Summary) -> str:

@@ -12,11 +12,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from triptych.cli.outputs import ForceOption, Output, require_free
 from triptych.costing import pages
 from triptych.costing.counting import CostReport, CostSpec, measure_cost
 from triptych.costing.timing import TimingReport, measure_times
 from triptych.errors import UsageError
-from triptych.reports import Table, render_table, write_comparison_report
+from triptych.reports import Table, is_page, render_table, write_comparison_report
 
 
 def cost(
@@ -57,6 +58,7 @@ def cost(
         str | None, typer.Option("--device", help="With --measure: cpu (if not given), cuda or cuda:N.")
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts here.")] = None,
+    force: ForceOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Compare the costs of the parameterisations of attention.
@@ -82,8 +84,7 @@ def cost(
         report = measure_cost(spec)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if html is not None and not html.parent.is_dir():
-        raise UsageError(f"the folder of {html} does not exist: make it first")
+    require_free([Output(html, is_page)], (), force=force)
     if not measure and not (seconds is None and device is None):
         given = "--device" if seconds is None else "--seconds"
         raise UsageError(f"{given} is for --measure, which is not given: add it, or leave {given} out")

@@ -16,6 +16,13 @@ def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the run and its report.")] = Path(
         "demo"
     ),
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Use a folder that holds other files; those with the name of a demo's are replaced.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train a small translator, test it, and write a report.
@@ -25,7 +32,7 @@ def demo(
     """
     display = display_for(Console(stderr=True))
     display.say("training a German-English translator of numbers, dates, times and money")
-    result = demonstration.demonstrate(out, display)
+    result = demonstration.demonstrate(out, display, force=force)
     if isinstance(result, demonstration.Interrupted):
         display.say(
             "stopped, saved. Go on with: triptych demo" + ("" if out == Path("demo") else f" --out {out}")

@@ -12,8 +12,9 @@ from rich.progress import track
 
 from triptych import runs
 from triptych.cli.options import PrecisionOption, StopOption, WorkersOption, number_of_workers
+from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.decoding import score_translations
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError
 from triptych.files import write_text
 from triptych.text import read_lines
 
@@ -32,6 +33,7 @@ def evaluate(
     precision: PrecisionOption = "fp32",
     workers: WorkersOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Keep the translations here.")] = None,
+    force: ForceOption = False,
     device: Annotated[
         str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.")
     ] = "auto",
@@ -46,8 +48,7 @@ def evaluate(
         raise DataError(f"{source} has {len(sources):,} lines but {reference} has {len(references):,}")
     if not sources:
         raise DataError(f"{source} is empty: there is nothing to evaluate")
-    if out is not None and not out.parent.is_dir():
-        raise UsageError(f"the folder of {out} does not exist: make it first")
+    require_free([Output(out, unmarked)], (run, source, reference), force=force)
     opened = runs.Run.open(run, device)
     options = opened.search_options(beam, alpha, stop=stop)
     num_workers = number_of_workers(workers)

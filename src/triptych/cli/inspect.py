@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import math
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -18,14 +17,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family, read_family
+from triptych.cli.outputs import ForceOption, Output, require_free
 from triptych.cli.selection import numbers
 from triptych.cli.verbose import VerboseOption
-from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
 from triptych.inspection.pages import heads_page, near_copies, outliers, shaded_map, side_by_side, summary
-from triptych.reports import render_table, write_heads_report, write_parquet
+from triptych.reports import is_page, is_parquet, render_table, write_heads_report, write_parquet
 
+_CSV_START = b"checkpoint,stack,layer,kind,head,module,"
 _MAPS = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying")
 
 
@@ -53,6 +53,7 @@ def inspect(
     html: Annotated[Path | None, typer.Option("--html", help="Write a page to look around in.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a row a head.")] = None,
     parquet: Annotated[Path | None, typer.Option("--parquet", help="The same as Parquet.")] = None,
+    force: ForceOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
@@ -61,7 +62,8 @@ def inspect(
     Reports spectra and ranks of W_QK and W_OV, the similarity of W_Q, W_K and W_V next to chance, symmetry
     and copying. The model is not run.
     """
-    _require_free((html, csv_file, parquet), (checkpoint, compare))
+    outputs = (Output(html, is_page), Output(csv_file, _is_own_csv), Output(parquet, is_parquet))
+    require_free(outputs, _read((checkpoint, compare)), force=force)
     own = None if family is None else read_family(family)
     chosen_layers = None if layers is None else numbers(layers, "--layers")
     chosen_heads = None if heads is None else numbers(heads, "--heads")
@@ -92,30 +94,16 @@ def inspect(
             console.print(f"written: {path}")
 
 
-def _require_free(outputs: Sequence[Path | None], inputs: Sequence[str | None]) -> None:
-    """Every output can be written, and none takes the place of another or of what is read.
+def _is_own_csv(path: Path) -> bool:
+    """Whether a file has the columns that `--csv` writes, of this release or another."""
+    with path.open("rb") as file:
+        return file.readline(1000).startswith(_CSV_START)
 
-    Raises:
-        UsageError: one cannot.
-    """
-    given = [Path(name) for name in inputs if name is not None]
-    # A tensor file is read with what lies beside it.
-    read = [(path.parent if path.is_file() else path).resolve() for path in given]
-    taken: set[Path] = set()
-    for path in outputs:
-        if path is None:
-            continue
-        real, folder = path.resolve(), path.absolute().parent
-        if not folder.is_dir():
-            raise UsageError(f"the folder of {path} does not exist: make it first")
-        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-            raise UsageError(f"{path} cannot be written: it is a folder, or not yours to write")
-        if real in taken:
-            raise UsageError(f"{path} is given twice: each output needs a file of its own")
-        written_by_us = path.suffix in (".html", ".csv", ".parquet")
-        if path.exists() and not written_by_us and any(real == of or real.is_relative_to(of) for of in read):
-            raise UsageError(f"{path} is a file of the checkpoint: choose another name")
-        taken.add(real)
+
+def _read(names: Sequence[str | None]) -> list[Path]:
+    """Where checkpoints lie: a tensor file is read with what lies beside it."""
+    given = [Path(name) for name in names if name is not None]
+    return [path.parent if path.is_file() else path for path in given if path.exists()]
 
 
 def _inspected(

@@ -24,6 +24,13 @@ def train(
         Path | None, typer.Option("--out", "-o", help="The run folder to make; runs/NAME if not given.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in this folder.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Use a folder that holds other files; those with the name of a run's file are replaced.",
+        ),
+    ] = False,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", help="Change a value of the recipe: section.key=value. May be repeated."),
@@ -39,6 +46,8 @@ def train(
     if resume:
         if out is not None:
             raise UsageError("--resume names the run folder itself: leave --out away")
+        if force:
+            raise UsageError("--force is for a new run, and --resume goes on with one: leave one away")
         folder = Path(recipe)
         summary = runs.resume(folder, overrides or [], display)
     else:
@@ -46,7 +55,7 @@ def train(
             raise UsageError(f"{recipe} is a folder: to go on with the run in it, add --resume")
         resolved = read_recipe(recipes.find(recipe), overrides or [])
         folder = out or Path("runs") / resolved.name
-        summary = runs.train(resolved, folder, display)
+        summary = runs.train(resolved, folder, display, force=force)
     outcome = summary.outcome
     if outcome.signal_number is not None:
         display.say(

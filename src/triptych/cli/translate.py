@@ -14,6 +14,7 @@ import typer
 
 from triptych import runs
 from triptych.cli.options import PrecisionOption, StopOption, WorkersOption, number_of_workers
+from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.decoding import SentenceAttention, Translation, Translator
 from triptych.errors import UsageError
 from triptych.files import write_atomically
@@ -32,6 +33,7 @@ def translate(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Where to write; standard output if not given.")
     ] = None,
+    force: ForceOption = False,
     beam: Annotated[
         int | None, typer.Option("--beam", min=1, help="Beam size; 1 is greedy. The recipe's if not given.")
     ] = None,
@@ -68,6 +70,7 @@ def translate(
     An empty line gives an empty line, and with --n-best one empty translation. A line longer than the
     model's limit is translated in pieces, and standard error says so.
     """
+    require_free([Output(out, unmarked)], (run, *([] if file is None else [file])), force=force)
     opened = runs.Run.open(run, device)
     # Asking for more translations than the recipe's beam holds widens it; a beam given is taken as it is.
     beam_size = max(opened.decoding.beam_size, num_best) if beam is None else beam

@@ -4,8 +4,8 @@ The room knows nothing of models or text; whoever has something to show fills th
 """
 
 from triptych.reports.heads import HeadLayer, HeadMeasure, HeadsReport, write_heads_report
-from triptych.reports.html import write_comparison_report, write_run_report
-from triptych.reports.parquet import write_parquet
+from triptych.reports.html import is_page, write_comparison_report, write_run_report
+from triptych.reports.parquet import is_parquet, write_parquet
 from triptych.reports.records import (
     AttentionPicture,
     Bar,
@@ -30,6 +30,8 @@ __all__ = [
     "RunReport",
     "Table",
     "TranslationSample",
+    "is_page",
+    "is_parquet",
     "render_attention",
     "render_samples",
     "render_table",

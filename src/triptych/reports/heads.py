@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.files import write_text
+from triptych.reports.html import GENERATOR
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def render_heads_report(report: HeadsReport) -> str:
 <html lang="en">
 <head>
 <meta charset="utf-8">
+{GENERATOR}
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>{escape(report.title)}</title>

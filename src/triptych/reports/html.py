@@ -36,6 +36,16 @@ _MARKS = {
 }
 
 
+# In the head of every page, so that one is known again.
+GENERATOR = '<meta name="generator" content="triptych">'
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is a page that triptych made."""
+    with path.open("rb") as file:
+        return GENERATOR.encode() in file.read(1024)
+
+
 def write_run_report(report: RunReport, path: Path) -> None:
     """Write the report as one self-contained HTML file of about 1 MB, most of it Vega.
 
@@ -94,6 +104,7 @@ def _page(title: str, sections: list[str]) -> str:
 <html lang="en">
 <head>
 <meta charset="utf-8">
+{GENERATOR}
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>{_resource("page.css")}</style>

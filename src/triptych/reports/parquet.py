@@ -6,6 +6,22 @@ from pathlib import Path
 from triptych.errors import UsageError
 from triptych.files import write_atomically
 
+_GENERATOR = {b"generator": b"triptych"}
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file is one that `write_parquet` made."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        return False
+    try:
+        metadata = pyarrow.parquet.read_schema(path).metadata or {}
+    except (pyarrow.ArrowException, OSError):
+        return False
+    return bool(metadata.items() >= _GENERATOR.items())
+
 
 def write_parquet(rows: Sequence[Mapping[str, object]], path: Path, figures: Collection[str] = ()) -> None:
     """Write rows, a column for each key of the first.
@@ -28,4 +44,5 @@ def write_parquet(rows: Sequence[Mapping[str, object]], path: Path, figures: Col
     for place, name in enumerate(table.column_names):
         if name in figures:
             table = table.set_column(place, name, table.column(place).cast(pyarrow.float64()))
+    table = table.replace_schema_metadata(_GENERATOR)
     write_atomically(path, lambda temporary: pyarrow.parquet.write_table(table, temporary))

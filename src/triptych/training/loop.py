@@ -29,9 +29,11 @@ from triptych.training.progress import Display, Moment
 from triptych.training.recipe import TrainingConfig, ValidationConfig
 from triptych.training.schedule import learning_rate
 from triptych.training.state import (
+    RUN_FILES,
     Counters,
     average_checkpoints,
     checkpoint_path,
+    own_files,
     read_counters,
     read_state,
     save_or_explain,
@@ -165,8 +167,8 @@ class Trainer:
             TriptychError: the loss is no longer finite, or the disk is full.
         """
         self.state_folder.mkdir(exist_ok=True)
-        for folder in (self.folder, self.state_folder):
-            remove_leftovers(folder)
+        for within, names in RUN_FILES.items():
+            remove_leftovers(self.folder / within, names)
         self._set_mode(training=True)
         with StopRequest() as stop, display, closing(self._updates()) as updates:
             self._save()  # so that there is always something to resume from
@@ -374,8 +376,8 @@ class Trainer:
         self._saved_step = self.counters.step
         # Only now that no saved state names them can older checkpoints go.
         kept = {checkpoint_path(self.state_folder, step) for step in self.counters.checkpoints}
-        for path in self.state_folder.glob("checkpoint-*.safetensors"):
-            if path not in kept:
+        for path in own_files(self.folder):
+            if path.name.startswith("checkpoint-") and path not in kept:
                 path.unlink()
 
     def _finish(self, display: Display) -> Outcome:

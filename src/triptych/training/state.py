@@ -22,6 +22,25 @@ from triptych.models import EncoderDecoder
 from triptych.models.storage import load_tensors, model_tensors
 
 _LAST = "last.safetensors"
+# Everything that a run writes, by the folder within its own; what has another name is not a run's.
+RUN_FILES = {
+    ".": (
+        "recipe.toml",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer.target.json",
+        "metrics.jsonl",
+        "README.md",
+    ),
+    "state": (
+        _LAST,
+        "best.safetensors",
+        f"checkpoint-{'[0-9]' * 8}.safetensors",
+        "diverged.json",
+    ),
+    "tensorboard": ("events.out.tfevents.*",),
+}
 
 
 @dataclass
@@ -60,6 +79,13 @@ class Counters:
     window_tokens: int = 0
     fingerprints: dict[str, str] = field(default_factory=dict)
     started_in: str = ""
+
+
+def own_files(folder: Path) -> list[Path]:
+    """The files of a folder that have the names of a run's."""
+    return [
+        path for within, names in RUN_FILES.items() for name in names for path in (folder / within).glob(name)
+    ]
 
 
 def write_state(

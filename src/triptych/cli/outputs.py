@@ -1,0 +1,67 @@
+"""Files that a command is asked to write."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from triptych.errors import UsageError
+
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Replace files that are there, even if triptych did not write them.")
+]
+
+
+class Output(NamedTuple):
+    """A file to write.
+
+    Attributes:
+        path: as it was given; None if it is not wanted.
+        is_own: whether a file that is there is one that the command wrote, which may be written anew.
+    """
+
+    path: Path | None
+    is_own: Callable[[Path], bool]
+
+
+def unmarked(path: Path) -> bool:
+    """Of plain text nobody can tell who wrote it."""
+    del path
+    return False
+
+
+def require_free(outputs: Sequence[Output], read: Sequence[Path], *, force: bool) -> None:
+    """Every output can be written, and none takes the place of another, of what is read, or of a user's file.
+
+    Args:
+        outputs: what is to be written.
+        read: files and folders that the command reads.
+        force: files that others wrote may be replaced too; what is read never.
+
+    Raises:
+        UsageError: one cannot.
+    """
+    inputs = [path.resolve() for path in read]
+    taken: set[Path] = set()
+    for path, is_own in outputs:
+        if path is None:
+            continue
+        real, folder = path.resolve(), path.absolute().parent
+        if not folder.is_dir():
+            raise UsageError(f"the folder of {path} does not exist: make it first")
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise UsageError(f"{path} cannot be written: it is a folder, or not yours to write")
+        if real in taken:
+            raise UsageError(f"{path} is given twice: each output needs a file of its own")
+        taken.add(real)
+        if not path.is_file() or is_own(path):  # a terminal or a pipe is written into
+            continue
+        if any(real == of or real.is_relative_to(of) for of in inputs):
+            raise UsageError(f"{path} is a file of the checkpoint or text that is read: choose another name")
+        if not force:
+            raise UsageError(
+                f"{path} is there, and triptych did not write it or cannot tell: choose another name, or add "
+                "--force to replace it"
+            )
