@@ -237,8 +237,11 @@ def killed_after(count: int) -> Callable[..., None]:
 
 @pytest.mark.parametrize(
     ("name", "stand_in"),
-    [("write_run_report", killed), ("move_files", killed), ("move_files", killed_after(4))],
-    ids=["before its report", "before it takes the place", "while it takes the place"],
+    [
+        pytest.param("write_run_report", killed, id="before its report", marks=pytest.mark.slow),
+        pytest.param("move_files", killed, id="before it takes the place", marks=pytest.mark.slow),
+        pytest.param("move_files", killed_after(4), id="while it takes the place"),
+    ],
 )
 def test_a_finished_demo_is_there_until_the_next_is_whole(
     name: str, stand_in: Callable[..., None], finished_demo: Path, monkeypatch: pytest.MonkeyPatch
