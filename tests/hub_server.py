@@ -1,5 +1,6 @@
 """The Hugging Face Hub, as a server on this machine plays it."""
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -44,6 +45,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.status is not None:
             self.refuse(self.server.status, self.server.code)
             return
+        path = unquote(urlsplit(self.path).path)
+        name, listing, revision = path.removeprefix("/api/models/").partition("/tree/")
+        if listing and name in self.server.names and revision in ("main", COMMIT):
+            self.send_list()
+            return
         name, _, inside = unquote(urlsplit(self.path).path).strip("/").partition("/resolve/")
         revision, _, file = inside.partition("/")
         if name not in self.server.names:
@@ -76,6 +82,26 @@ class Handler(BaseHTTPRequestHandler):
             except OSError:  # nobody listens any more
                 return
             self.server.sent += len(content[start : start + PIECE])
+
+    def send_list(self) -> None:
+        """Of the files, as the Hub's own interface gives it."""
+        folder = self.server.folder
+        found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        entries = [
+            {
+                "type": "file",
+                "path": str(path.relative_to(folder)),
+                "size": path.stat().st_size,
+                "oid": "0" * 40,
+            }
+            for path in found
+        ]
+        content = json.dumps(entries).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
     def refuse(self, status: int, code: str) -> None:
         self.send_response(status)

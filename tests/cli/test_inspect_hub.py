@@ -66,6 +66,49 @@ def test_a_run_of_ours_is_fetched_whole(triptych: Command, hub: Hub, small_run: 
     assert there["layers"] == here["layers"]
 
 
+def test_a_repository_is_rewritten_like_the_same_files_here(triptych: Command, hub: Hub) -> None:
+    (hub.folder / "tokenizer.json").write_text("{}")
+    for name in ("pytorch_model.bin", "modeling.py", "onnx/model.safetensors"):
+        (hub.folder / name).parent.mkdir(exist_ok=True)
+        (hub.folder / name).write_bytes(b"not to be fetched")
+    options = ("--exact", "--no-compare", "--out")
+    answer = triptych("rewrite", "someone/model", *options, "there")
+    assert answer.code == 0, answer.err
+    assert answer.err == ""
+    assert "triptych verify there --against someone/model" in answer.out
+    assert triptych("rewrite", hub.folder, *options, "here").code == 0
+    same = "model.safetensors", "config.json", "tokenizer.json"
+    for name in same:
+        assert Path("there", name).read_bytes() == Path("here", name).read_bytes()
+    assert {path.name for path in Path("there").iterdir()} == {*same, "README.md", "certificate.json"}
+    answer = triptych("verify", "there", "--against", "someone/model")
+    assert answer.code == 0, answer.err
+    card = Path("there/README.md").read_text()
+    assert "`triptych verify path/to/this/folder --against someone/model`" in card
+
+
+def test_pickled_weights_of_a_repository_are_not_fetched(triptych: Command, hub: Hub) -> None:
+    (hub.folder / "model.safetensors").rename(hub.folder / "pytorch_model.bin")
+    for command in (
+        ("rewrite", "model", "--exact", "--out", "out"),
+        ("rewrite", "model", "--exact", "--plan"),
+    ):
+        answer = triptych(*command)
+        assert (answer.code, answer.out) == (1, "")
+        assert "only safetensors are read from the Hub" in answer.err
+    assert not Path("out").exists()
+    assert settled(hub) < (hub.folder / "pytorch_model.bin").stat().st_size / 5
+
+
+def test_a_place_that_is_taken_is_refused_before_anything_is_fetched(triptych: Command, hub: Hub) -> None:
+    Path("out").mkdir()
+    assert triptych("rewrite", "model", "--exact", "--out", "out").code == 2
+    assert hub.sent == 0
+
+
+@pytest.mark.parametrize(
+    "command", [("inspect",), ("rewrite", "--exact", "--out", "out")], ids=["inspect", "rewrite"]
+)
 @pytest.mark.parametrize(
     ("name", "status", "code", "reason"),
     [
@@ -76,15 +119,21 @@ def test_a_run_of_ours_is_fetched_whole(triptych: Command, hub: Hub, small_run: 
         ("someone/model", 401, "GatedRepo", "access must be asked for on its page, then `hf auth login`"),
         ("someone/model", 403, "GatedRepo", "access must be asked for on its page, then `hf auth login`"),
         ("someone/model", 403, "", "the Hub could not be asked: "),
-        ("no/such/folder", None, "", "no/such/folder: there is no such file or folder"),
-        ("model.safetensors", None, "", "model.safetensors: there is no such file or folder"),
+        ("no/such/folder", None, "", "no/such/folder: there is no such f"),
+        ("model.safetensors", None, "", "model.safetensors: there is no such f"),
     ],
 )
 def test_what_is_refused_there_is_one_line(
-    triptych: Command, hub: Hub, name: str, status: int | None, code: str, reason: str
+    triptych: Command,
+    hub: Hub,
+    command: tuple[str, ...],
+    name: str,
+    status: int | None,
+    code: str,
+    reason: str,
 ) -> None:
     hub.status, hub.code = status, code
-    answer = triptych("inspect", name)
+    answer = triptych(command[0], name, *command[1:])
     assert answer.code == 1
     assert reason in answer.err
     assert answer.err.count("\n") == 1

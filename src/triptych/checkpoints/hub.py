@@ -1,12 +1,13 @@
 """Checkpoints on the Hugging Face Hub: of the weights only the bytes that are asked for."""
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
-from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -14,7 +15,13 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import build_hf_headers, http_stream_backoff  # type: ignore[attr-defined]
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    build_hf_headers,
+    disable_progress_bars,
+    enable_progress_bars,
+    http_stream_backoff,  # type: ignore[attr-defined]
+)
 
 from triptych.checkpoints.tensors import (
     SAFETENSORS,
@@ -37,6 +44,9 @@ _ID = re.compile(
 # Fetched at once from the start of a file: most headers are shorter.
 _FIRST = 1 << 18
 _PARTIAL = 206
+# What a copy of a checkpoint is made of, and folders with the same weights for other programs.
+_WHOLE = ("*.json", "*.safetensors", "*.txt", "*.model", "*.spm", "*.toml", "*.jinja", "*.md", "LICENSE*")
+_OTHER_FORMATS = ("onnx", "openvino", "coreml", "original", "mlx")
 
 
 def is_hub_id(text: str) -> bool:
@@ -86,6 +96,41 @@ def download_model(hub_id: str, endpoint: str | None = None) -> Path:
     if found[0] is None or found[1] is None:
         raise DataError(f"{hub_id}: it has no {SAFETENSORS}, which a run of ours has its weights in")
     return found[0].parent
+
+
+def download_checkpoint(hub_id: str, endpoint: str | None = None) -> Path:
+    """A folder with a repository's configuration, tokenizer and safetensors, whole, of one commit.
+
+    Weights in other formats, pickled ones above all, and code are left where they are.
+
+    Args:
+        hub_id: `owner/name` or `name`, with `@revision` or without.
+        endpoint: of the Hub; as HF_ENDPOINT says if None.
+
+    Raises:
+        DataError: there is no such repository or it has no safetensors, access is refused, or the network
+            fails.
+    """
+    repo = _repository(hub_id, endpoint)
+    if repo.download(SAFETENSORS_INDEX) is None:
+        repo.open(SAFETENSORS)  # an error, before anything large is fetched
+    bars = are_progress_bars_disabled()
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        with _explained(repo.name):
+            return Path(
+                snapshot_download(
+                    repo.name,
+                    revision=repo.revision,
+                    endpoint=endpoint,
+                    allow_patterns=[*_WHOLE],
+                    ignore_patterns=[f"{folder}/*" for folder in _OTHER_FORMATS],
+                )
+            )
+    finally:
+        if not bars:
+            enable_progress_bars()
 
 
 def _repository(hub_id: str, endpoint: str | None) -> "_Repository":

@@ -40,7 +40,9 @@ _NO_OPTIONS = (
 
 
 def rewrite(
-    checkpoint: Annotated[str, typer.Argument(help="A folder, or a run of ours.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A folder, a run of ours, or owner/name (gpt2) of the Hub.")
+    ],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The folder to make.")] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Every exact rewrite that each layer allows, all at once.")
@@ -304,5 +306,5 @@ def _print_certificate(certificate: Certificate, out: Path, console: Console) ->
     if certificate.norms:
         console.print(_steps_table(certificate.norms, "norms beside"))
     _print_savings(certificate, console)
-    console.print(card(certificate))
+    console.print(card(certificate, str(out)))
     console.print(f"written: {out}, with certificate.json")

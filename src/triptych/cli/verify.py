@@ -12,6 +12,7 @@ from rich.table import Table
 from triptych.checkpoints.family import read_family
 from triptych.cli.verbose import VerboseOption
 from triptych.errors import DataError
+from triptych.rewriting.planning import local_folder
 from triptych.rewriting.verification import verify_certificate
 
 _HOLDS = {True: "yes", False: "NO", None: "not tried"}
@@ -22,7 +23,11 @@ def verify(
         Path, typer.Argument(help="A rewritten checkpoint: its folder, or certificate.json.")
     ],
     against: Annotated[
-        Path | None, typer.Option("--against", help="The original; without it only what is here is checked.")
+        str | None,
+        typer.Option(
+            "--against",
+            help="The original, here or on the Hub; without it only what is here is checked.",
+        ),
     ] = None,
     text: Annotated[
         Path | None,
@@ -40,7 +45,8 @@ def verify(
 ) -> None:
     """Check a certificate again; exit code 1 if a claim fails."""
     own = None if family is None else read_family(family)
-    checks = verify_certificate(rewritten, against, text, own, calibration)
+    original = None if against is None else local_folder(against)
+    checks = verify_certificate(rewritten, original, text, own, calibration)
     failed = [check for check in checks if check.held is False]
     if as_json:
         print(json.dumps({"held": not failed, "checks": [check._asdict() for check in checks]}))

@@ -6,6 +6,7 @@ errors that were measured on what was saved. Its last entry is a hash of all oth
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
@@ -341,12 +342,17 @@ def read_certificate(path: Path) -> Certificate:
     return found
 
 
-def card(certificate: Certificate) -> str:
-    """A section for the model card, in words."""
-    return "\n".join(_card(certificate)) + "\n"
+def card(certificate: Certificate, folder: str = "path/to/this/folder") -> str:
+    """A section for the model card, in words.
+
+    Args:
+        certificate: what it says.
+        folder: where the rewritten checkpoint lies, for the command that tries it again.
+    """
+    return "\n".join(_card(certificate, folder)) + "\n"
 
 
-def _card(certificate: Certificate) -> Iterator[str]:
+def _card(certificate: Certificate, folder: str) -> Iterator[str]:
     before, after = certificate.before, certificate.after
     yield "## Rewritten attention"
     yield ""
@@ -395,7 +401,8 @@ def _card(certificate: Certificate) -> Iterator[str]:
     yield ""
     yield _whole_model(certificate)
     yield ""
-    yield "Try it again: `triptych verify .` (with `--against ORIGINAL` for the comparisons)."
+    words = "triptych", "verify", folder, "--against", certificate.source
+    yield f"Try it again: `{shlex.join(words)}`."
 
 
 UNPADDED = (

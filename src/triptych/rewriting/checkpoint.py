@@ -72,7 +72,7 @@ def rewrite_checkpoint(
     """Write a checkpoint's attention another way, beside the original, with a certificate.
 
     Args:
-        checkpoint: a folder in Hugging Face's layout, or a run of ours.
+        checkpoint: a folder in Hugging Face's layout, a run of ours, or the name of one on the Hub.
         target: the folder to make. It has no name until all is in it.
         recipe: the steps.
         family: how the checkpoint is written, if it does not say.
@@ -85,6 +85,7 @@ def rewrite_checkpoint(
             hold the result.
         UsageError: `target` is there already, or something asked for is not.
     """
+    require_place(Path(checkpoint), target)  # before anything is fetched for it
     folder = local_folder(checkpoint)
     require_place(folder, target)
     if text is not None:

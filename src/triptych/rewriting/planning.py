@@ -15,6 +15,7 @@ from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import Family
+from triptych.checkpoints.hub import download_checkpoint, is_hub_id
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.resizing import Sizes, path_of_record, resizing, sizes_of
 from triptych.checkpoints.writing import WrittenLayer, write_layer
@@ -220,11 +221,11 @@ def total_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def local_folder(checkpoint: str) -> Path:
-    """The folder of a checkpoint.
+    """The folder of a checkpoint; one of the Hub (`owner/name`, `gpt2`) is fetched into its cache first.
 
     Raises:
         UsageError: a single file: what lies beside it would be left behind.
-        DataError: nothing of that name.
+        DataError: nothing of that name, here or on the Hub.
     """
     path = Path(checkpoint)
     if path.is_dir():
@@ -233,9 +234,9 @@ def local_folder(checkpoint: str) -> Path:
         raise UsageError(
             f"{path} is one file of a checkpoint: give its folder, which is rewritten as a whole"
         )
-    raise DataError(
-        f"{path}: there is no such folder (fetch one of the Hub first: hf download ID --local-dir FOLDER)"
-    )
+    if is_hub_id(checkpoint):
+        return download_checkpoint(checkpoint)
+    raise DataError(f"{path}: there is no such folder, and an id on the Hub is owner/name")
 
 
 def resize_kv_heads(checkpoint: str, num_kv_heads: int, family: Family | None = None) -> str:
