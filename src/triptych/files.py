@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -75,9 +76,11 @@ class NewFolder:
         self._require_free()
 
     def __enter__(self) -> "NewFolder":
-        # mkdtemp draws eight characters; a folder of any other name is not one of these.
-        for folder in self._place.parent.glob(f".{_plain(self._place.name)}.partial-{'?' * 8}"):
-            _remove_if_left(folder)
+        # A name that mkdtemp does not draw is none of these.
+        drawn = re.compile(rf"\.{re.escape(self._place.name)}\.partial-[a-z0-9_]+")
+        for folder in self._place.parent.iterdir():
+            if drawn.fullmatch(folder.name):
+                _remove_if_left(folder)
         while True:
             prefix = f".{self._place.name}.partial-"
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=self._place.parent))
@@ -215,11 +218,6 @@ def _hold(folder: Path, *, wait: bool) -> int | None:
         os.close(handle)
         return None
     return handle
-
-
-def _plain(name: str) -> str:
-    """A name without what a pattern would read into it."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def _umask() -> int:
