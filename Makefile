@@ -11,7 +11,7 @@ BENCH := .bench
 BENCH_STAMP := $(BENCH)/.installed
 TABLE ?= all
 
-.PHONY: demo test test-all install lint types bench mutants clean
+.PHONY: demo test test-all install lint types docs bench mutants clean
 
 demo: $(STAMP)
 	@echo "== demo: train a small translator, try it, write a report"
@@ -44,6 +44,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $(STAMP)
+
+docs: $(STAMP)
+	@echo "== docs: the keys in docs/recipes.md"
+	$(BIN)/python -m triptych.training.reference docs/recipes.md
 
 bench: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/bench.py $(TABLE) $(OPTIONS)

@@ -4,11 +4,21 @@ The command prints the message of a `TriptychError` as one line and exits with i
 else is a fault of ours and keeps its traceback.
 """
 
+# Characters of a line that a person will read; what a damaged file holds may be longer.
+_LONGEST_LINE = 1500
+
 
 class TriptychError(Exception):
-    """Something the user can put right. The message says what was wrong, where, and what to do."""
+    """Something the user can put right. The message says what was wrong, where, and what to do.
+
+    Args:
+        message: a line longer than anybody reads is cut in the middle.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__("\n".join(map(_cut, message.split("\n"))))
 
 
 class UsageError(TriptychError):
@@ -23,3 +33,9 @@ class DataError(TriptychError):
 
 class ConfigurationWarning(UserWarning):
     """A field of a checkpoint's configuration that is set and not followed, as `transformers` does not."""
+
+
+def _cut(line: str) -> str:
+    if len(line) <= _LONGEST_LINE:
+        return line
+    return f"{line[: _LONGEST_LINE // 2]} … {line[-_LONGEST_LINE // 4 :]}"

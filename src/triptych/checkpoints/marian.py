@@ -91,10 +91,11 @@ def read_marian(folder: Path) -> MarianCheckpoint:
     if reason := settings.unfit():
         raise DataError(f"{config_path}: {reason}")
     generation = read_generation(folder, record, settings)
-    tokenizers = read_tokenizers(folder, settings)
+    # The sizes of config.json are held against those of the tensors before anything is made after them.
+    model = _model(settings, _max_source_tokens(folder, settings), open_tensors(folder), config_path)
     return MarianCheckpoint(
-        _model(settings, _max_source_tokens(folder, settings), open_tensors(folder), config_path),
-        tokenizers,
+        model,
+        read_tokenizers(folder, settings),
         generation.num_beams,
         generation.length_penalty,
     )

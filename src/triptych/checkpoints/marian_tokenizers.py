@@ -101,7 +101,7 @@ def _vocab(path: Path, size: int, tokens: Mapping[str, str], settings: MarianSet
     except ValidationError as error:
         first = error.errors()[0]
         raise DataError(f"{path}: {first['loc'][0]!r}: {first['msg']}") from None
-    if sorted(record.values()) != list(range(size)):
+    if len(record) != size or sorted(record.values()) != list(range(size)):
         raise DataError(
             f"{path} has {len(record)} pieces and config.json a vocabulary of {size}: "
             f"the ids must be those from 0 to {size - 1}, each once"

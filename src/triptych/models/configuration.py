@@ -133,6 +133,7 @@ class EncoderConfig(BaseModel):
     """The encoder's stack.
 
     Attributes:
+        num_layers: blocks, one on the other.
         attention: self-attention of every layer not named in `attention_in_layer`.
         attention_in_layer: layers (from 0) that differ, each with a site of its own.
     """
@@ -148,6 +149,7 @@ class DecoderConfig(BaseModel):
     """The decoder's stack.
 
     Attributes:
+        num_layers: blocks, one on the other.
         attention: self-attention of every layer not named in `attention_in_layer`.
         cross_attention: attention to the memory, likewise with `cross_attention_in_layer`.
         attention_in_layer: layers (from 0) that differ, each with a site of its own.
@@ -170,7 +172,8 @@ class ModelConfig(BaseModel):
         d_model: width of the residual stream.
         d_ff: inner width of the feed-forward layers.
         num_heads: heads of every attention site that names no number of its own.
-        d_k: width of queries and keys; d_model / num_heads if None. Likewise `d_v` for values.
+        d_k: width of queries and keys; d_model / num_heads if None.
+        d_v: width of values; d_model / num_heads if None.
         dropout: on the output of every sub-layer and on the embeddings.
         activation_dropout: inside the feed-forward layers (not in the paper).
         activation: between the two maps of the feed-forward layers: "relu" as the paper, "gelu"

@@ -1,11 +1,12 @@
 """A model on the disk: `config.json` and `model.safetensors` in one folder."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pydantic
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from triptych.errors import DataError
@@ -50,11 +51,16 @@ def write_model(model: EncoderDecoder, folder: Path) -> None:
     write_weights(model_tensors(model), folder / "model.safetensors")
 
 
-def read_config(folder: Path) -> EncoderDecoder:
+def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -> EncoderDecoder:
     """A model of the folder's architecture and dtype (float32 if it names none), with fresh weights.
 
+    Args:
+        folder: where `config.json` is.
+        held: the shapes of the weights that the model is to take, by name. Those that the configuration
+            calls for are compared with them before any memory is taken.
+
     Raises:
-        DataError: `config.json` is missing or not one of ours.
+        DataError: `config.json` is missing, not one of ours, or calls for other weights than `held`.
     """
     path = folder / "config.json"
     try:
@@ -72,9 +78,10 @@ def read_config(folder: Path) -> EncoderDecoder:
         dtype = record.get("dtype", "float32")
         if dtype not in _DTYPES:
             raise DataError(f"{path}: dtype is {dtype!r}: known are {', '.join(_DTYPES)}")
-        model = EncoderDecoder(
-            ModelConfig.model_validate(record["model"]), src_size, tgt_size, record["pad_id"]
-        )
+        config = ModelConfig.model_validate(record["model"])
+        if held is not None:
+            _require_sizes(config, (src_size, tgt_size, record["pad_id"]), held, path)
+        model = EncoderDecoder(config, src_size, tgt_size, record["pad_id"])
         return model.to(_DTYPES[dtype])
     except FileNotFoundError:
         raise DataError(f"{folder} holds no config.json: give the folder of a finished run") from None
@@ -84,8 +91,38 @@ def read_config(folder: Path) -> EncoderDecoder:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise DataError(f"{path} is not a triptych configuration: model.{where}: {first['msg']}") from None
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path} is not a triptych configuration: {error}") from None
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
+        raise DataError(f"{path} is not a triptych configuration: {_one_line(error)}") from None
+
+
+def _require_sizes(
+    config: ModelConfig, vocabularies: tuple[int, int, int], held: Mapping[str, Sequence[int]], path: Path
+) -> None:
+    """What a configuration calls for is what there is.
+
+    Raises:
+        DataError: there is too little for so many layers, or a tensor of another shape.
+    """
+    for name, layers in (("encoder", config.encoder.num_layers), ("decoder", config.decoder.num_layers)):
+        found = {weight.split(".")[1] for weight in held if weight.startswith(f"{name}.")}
+        if layers != len(found):
+            raise DataError(f"{path}: model.{name}.num_layers is {layers}, and the weights have {len(found)}")
+    with torch.device("meta"):
+        wanted = dict(EncoderDecoder(config, *vocabularies).named_parameters())
+    for name, parameter in wanted.items():
+        if name in held and tuple(held[name]) != tuple(parameter.shape):
+            raise DataError(
+                f"{path} calls for {name} of shape {list(parameter.shape)}, and the weights have "
+                f"{list(held[name])}"
+            )
+    if missing := wanted.keys() - held.keys():
+        raise DataError(
+            f"{path} calls for {min(missing)} and {len(missing) - 1} others, and the weights lack it"
+        )
+
+
+def _one_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def read_weights(model: EncoderDecoder, path: Path) -> None:
@@ -138,6 +175,12 @@ def read_model(folder: Path) -> EncoderDecoder:
     Raises:
         DataError: files missing, damaged or not belonging together.
     """
-    model = read_config(folder)
+    path = folder / "model.safetensors"
+    try:
+        with safe_open(path, framework="pt") as file:
+            held = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError):
+        held = None  # told below
+    model = read_config(folder, held)
     read_weights(model, folder / "model.safetensors")
     return model.eval()

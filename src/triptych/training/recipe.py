@@ -56,6 +56,10 @@ class TrainingConfig(_Section):
             `d_model^-0.5 · warmup_steps^-0.5`.
         warmup_steps: updates of linear warm-up.
         schedule: after the warm-up: "inverse_sqrt" as the paper, or "linear" to zero at max_steps.
+        adam_beta1: decay of Adam's mean of the gradients.
+        adam_beta2: decay of Adam's mean of their squares.
+        adam_epsilon: added to Adam's denominator.
+        label_smoothing: share of the probability that is spread over all tokens.
         consistency: above 0 every batch goes through the model twice, with dropout drawn anew, and a nat
             of divergence between the two costs this much (R-Drop); for little text, at twice the time.
         consistency_after: the updates before that, which go through the model once.
@@ -137,7 +141,12 @@ class DecodingConfig(_Section):
 
 
 class Recipe(_Section):
-    """A training run, whole."""
+    """A training run, whole.
+
+    Attributes:
+        name: of the run; its folder is `runs/NAME` unless another is given.
+        seed: of the weights, the dropout and the order of the text.
+    """
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(1, ge=0, lt=2**63)

@@ -1,0 +1,264 @@
+"""Every file that is read: whatever it holds, there is one clear line or a result, soon, in little memory."""
+
+import hashlib
+import json
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints.tiny_marian import write_marian
+from mutations import (
+    Mutation,
+    mutated_bytes,
+    mutated_json,
+    mutated_safetensors,
+    mutated_toml,
+)
+from small_checkpoints import gpt2, llama
+from triptych import runs
+from triptych.checkpoints import families
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.checkpoints.family import read_family
+from triptych.converting.conversion import convert_from_hf
+from triptych.errors import DataError, TriptychError
+from triptych.models import read_model
+from triptych.rewriting.certificate import CERTIFICATE, read_certificate
+from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.recipe import EXACT, RewriteRecipe, read_rewrite_recipe
+from triptych.rewriting.verification import verify_certificate
+from triptych.training import read_recipe, resolve
+from triptych.training.metrics import read_metrics
+from triptych.training.progress import LineDisplay
+from triptych.training.state import read_state
+
+SECONDS, BYTES = 20, 2 * 10**9
+MANY, FEW = 500, 20
+LONGEST = 2000  # characters of a message
+
+
+REWRITE = """
+skip_refused = true
+calibration = "train.txt"
+
+[[step]]
+rewrite = "fold_norm"
+
+[[step]]
+rewrite = "prune_heads"
+number = 1
+on_text = true
+layers = [0, 2]
+
+[[step]]
+rewrite = "truncate"
+forms = ["qk", "ov"]
+budget = 0.6
+criterion = "centred"
+"""
+
+
+class Case(NamedTuple):
+    """A file, and what reads it.
+
+    Attributes:
+        folder: which of the folders below has it.
+        file: its name.
+        mutation: how it is changed.
+        read: reads the folder.
+    """
+
+    folder: str
+    file: str
+    mutation: Mutation
+    read: Callable[[Path], object]
+
+
+def _read_all(folder: Path) -> None:
+    source = open_checkpoint(folder)
+    for site in source.sites:
+        source.read(site)
+
+
+def _read_metrics(folder: Path) -> None:
+    read_metrics(folder / "metrics.jsonl")
+
+
+def _read_state(folder: Path) -> None:
+    model = read_model(folder)
+    read_state(folder / "state", model, torch.optim.Adam(model.parameters()))
+
+
+def _resealed(folder: Path) -> None:
+    """A certificate whose own hash is right whatever it says."""
+    path = folder / CERTIFICATE
+    try:
+        record = json.loads(path.read_bytes())
+        plain = {key: value for key, value in record.items() if key != "sha256"}
+        text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        path.write_text(json.dumps({**plain, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
+    except (ValueError, AttributeError):
+        pass
+    verify_certificate(folder)
+
+
+CASES = {
+    "configuration of a run": Case("run", "config.json", mutated_json, runs.Run.open),
+    "weights of a run": Case("run", "model.safetensors", mutated_safetensors, runs.Run.open),
+    "tokenizer of a run": Case("run", "tokenizer.json", mutated_json, runs.Run.open),
+    "recipe of a run": Case("run", "recipe.toml", mutated_toml, runs.Run.open),
+    "state of a run": Case("run", "state/last.safetensors", mutated_safetensors, _read_state),
+    "metrics of a run": Case(
+        "run", "metrics.jsonl", mutated_bytes, lambda f: read_metrics(f / "metrics.jsonl")
+    ),
+    "recipe": Case("run", "recipe.toml", mutated_toml, lambda folder: read_recipe(folder / "recipe.toml")),
+    "decoding of a converted model": Case("converted", "decoding.toml", mutated_toml, runs.Run.open),
+    "tokenizer of a converted model": Case("converted", "tokenizer.json", mutated_json, runs.Run.open),
+    "Marian's configuration": Case("marian", "config.json", mutated_json, runs.Run.open),
+    "Marian's generation": Case("marian", "generation_config.json", mutated_json, runs.Run.open),
+    "Marian's vocabulary": Case("marian", "vocab.json", mutated_json, runs.Run.open),
+    "Marian's tokenizer settings": Case("marian", "tokenizer_config.json", mutated_json, runs.Run.open),
+    "Marian's SentencePiece": Case("marian", "source.spm", mutated_bytes, runs.Run.open),
+    "Marian's weights": Case("marian", "model.safetensors", mutated_safetensors, runs.Run.open),
+    "configuration of a checkpoint": Case("gpt2", "config.json", mutated_json, _read_all),
+    "configuration of a rotary checkpoint": Case("llama", "config.json", mutated_json, _read_all),
+    "weights of a checkpoint": Case("gpt2", "model.safetensors", mutated_safetensors, _read_all),
+    "index of a checkpoint": Case("sharded", "model.safetensors.index.json", mutated_json, _read_all),
+    "certificate": Case("rewritten", CERTIFICATE, mutated_json, read_certificate),
+    "certificate, its own hash right": Case("rewritten", CERTIFICATE, mutated_json, _resealed),
+    "family": Case("toml", "family.toml", mutated_toml, lambda folder: read_family(folder / "family.toml")),
+    "recipe of a rewrite": Case(
+        "toml", "rewrite.toml", mutated_toml, lambda folder: read_rewrite_recipe(folder / "rewrite.toml")
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of each kind, sound."""
+    base = tmp_path_factory.mktemp("sound")
+    recipe = resolve(
+        {
+            "data": {
+                "train": {"generated": 100, "generated_part": "train"},
+                "valid": {"generated": 5, "generated_part": "valid"},
+                "cache": "",
+            },
+            "tokenizer": {"vocab_size": 300},
+            "model": {
+                "preset": "tiny",
+                "d_model": 16,
+                "d_ff": 16,
+                "num_heads": 2,
+                "encoder": {"num_layers": 1},
+                "decoder": {"num_layers": 1},
+            },
+            "training": {"max_steps": 2, "batch_tokens": 500, "warmup_steps": 1},
+            "validation": {"every_steps": 2, "bleu": False, "metric": "loss"},
+        }
+    )
+    runs.train(recipe, base / "run", LineDisplay())
+    (base / "marian").mkdir()
+    write_marian(base / "marian", torch_dtype=None)
+    (base / "marian" / "generation_config.json").write_text('{"num_beams": 4, "length_penalty": 1.0}')
+    convert_from_hf(base / "marian", base / "converted")
+    gpt2(base / "gpt2")
+    llama(base / "llama")
+    _shard(gpt2(base / "sharded"))
+    exact = RewriteRecipe.model_construct(step=tuple(EXACT), skip_refused=True)
+    rewrite_checkpoint(str(base / "gpt2"), base / "rewritten", exact, compare=False)
+    (base / "toml").mkdir()
+    known = Path(families.__file__).parent
+    (base / "toml" / "family.toml").write_bytes((known / "llama.toml").read_bytes())
+    (base / "toml" / "rewrite.toml").write_text(REWRITE)
+    return base
+
+
+def _shard(folder: Path) -> None:
+    """A checkpoint of one file, put into two with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    index: dict[str, Any] = {"metadata": {"total_size": 1}, "weight_map": {}}
+    for number, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2]), start=1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in names}, folder / file)
+        index["weight_map"] |= dict.fromkeys(names, file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """No more memory than `BYTES` beyond what the process has, and no more time than `SECONDS`."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not done after {SECONDS} s")
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + BYTES, before[1]))
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def failures(case: Case, sound: Path, place: Path, count: int) -> list[str]:
+    """What went wrong with so many mutations of a file, by the seed of each."""
+    shutil.copytree(sound / case.folder, place)
+    content = (sound / case.folder / case.file).read_bytes()
+    case.read(place)  # as it is, it can be read
+    found = []
+    for seed in range(count):
+        chance = random.Random(f"{case.folder}/{case.file} {seed}")
+        (place / case.file).write_bytes(case.mutation(content, chance))
+        started = time.monotonic()
+        try:
+            with limited():
+                case.read(place)
+        except TriptychError as error:
+            if "\n" in str(error) or len(str(error)) > LONGEST:
+                found.append(f"seed {seed}: not one clear line: {str(error)[:200]!r}")
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is told by the seed that made it)
+            where = error.__traceback__
+            while where is not None and where.tb_next is not None:
+                where = where.tb_next
+            at = f"{where.tb_frame.f_code.co_filename}:{where.tb_lineno}" if where else ""
+            found.append(f"seed {seed}: {type(error).__name__} at {at}: {str(error)[:200]}")
+        if (took := time.monotonic() - started) > SECONDS:
+            found.append(f"seed {seed}: took {took:.1f} s")
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_damaged_file_is_one_clear_line_or_read(name: str, folders: Path, tmp_path: Path) -> None:
+    assert failures(CASES[name], folders, tmp_path / "folder", FEW) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_many_damaged_files_are_one_clear_line_or_read(name: str, folders: Path, tmp_path: Path) -> None:
+    assert failures(CASES[name], folders, tmp_path / "folder", MANY) == []
+
+
+@pytest.mark.parametrize("size", [10**9, 2**31, 10**30])
+@pytest.mark.parametrize("name", ["vocab_size", "decoder_vocab_size", "d_model", "encoder_layers"])
+def test_a_size_past_all_measure_is_refused_before_anything_of_it_is_made(
+    name: str, size: int, folders: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folders / "marian", tmp_path / "marian")
+    path = tmp_path / "marian" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {name: size}))
+    with limited(), pytest.raises(DataError):
+        runs.Run.open(tmp_path / "marian", "cpu")

@@ -1,0 +1,103 @@
+"""docs/recipes.md: its samples are recipes that read what they speak of, and its tables are the models'."""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from triptych.errors import UsageError
+from triptych.text import generate_pairs, read_parallel
+from triptych.training import read_recipe, resolve
+from triptych.training.recipe import Recipe
+from triptych.training.reference import keys, with_keys
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "recipes.md"
+SAMPLES = {
+    tomllib.loads(text)["name"]: text
+    for text in re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+}
+PAIRS = generate_pairs(5, "train", seed=1)
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_keys(page) == page, "make docs brings it up to date"
+
+
+def _leaves(model: type[BaseModel]) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _leaves(inner)
+        else:
+            yield name
+
+
+def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
+    lines = [line for line in keys().splitlines() if line.startswith("| `")]
+    rows = [line.strip("| ").split(" | ") for line in lines]
+    assert {row[0].strip("`") for row in rows} == set(_leaves(Recipe))
+    for row in rows:
+        assert len(row) == 4, row
+        assert all(cell.strip() for cell in row), row
+
+
+def _write(path: Path) -> None:
+    """The text that a sample names, as its format has it."""
+    if path.suffix == ".tsv":
+        path.write_text("".join(f"{en}\t{de}\n" for de, en in PAIRS))
+    elif path.suffix == ".jsonl":
+        records = [{"translation": {"en": en, "de": de}} for de, en in PAIRS]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    elif path.suffix == ".parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        table = pyarrow.Table.from_pylist([{"en": en, "de": de} for de, en in PAIRS])
+        parquet.write_table(table, path)
+    else:
+        path.write_text("".join(f"{de if path.suffix == '.de' else en}\n" for de, en in PAIRS))
+
+
+def test_there_is_a_sample_for_every_way_to_give_a_corpus() -> None:
+    assert {*SAMPLES} == {"two-files", "tsv", "jsonl", "parquet", "hub", "generated"}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What `datasets` is asked for; it has the pairs whatever it is."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"translation": {"en": en, "de": de}} for de, en in PAIRS]
+    asked: list[object] = []
+
+    def load(*place: str, split: str) -> object:
+        asked.append((*place, split))
+        return datasets.Dataset.from_list(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return asked
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_sample_reads_the_text_that_it_names(name: str, tmp_path: Path, hub: list[object]) -> None:
+    (tmp_path / "recipe.toml").write_text(SAMPLES[name])
+    data = read_recipe(tmp_path / "recipe.toml").data
+    for spec in (data.train, data.valid):
+        for path in (spec.source, spec.target, spec.file):
+            if path is not None:
+                _write(tmp_path / path)
+        corpus = read_parallel(spec, base=tmp_path)
+        if spec.generated is None:
+            assert list(zip(corpus.target, corpus.source, strict=True)) == PAIRS
+        else:
+            assert len(corpus) == spec.generated
+    wanted = [(spec.hub, spec.config_name, spec.split) for spec in (data.train, data.valid) if spec.hub]
+    assert hub == wanted
+
+
+def test_a_tsv_given_as_source_is_told_its_key() -> None:
+    tree = {"data": {"train": {"source": "train.tsv"}, "valid": {"file": "valid.tsv"}}}
+    with pytest.raises(UsageError, match=r'data\.train: source = "train\.tsv".* write file = "train\.tsv"'):
+        resolve(tree)
