@@ -15,12 +15,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import (
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
     are_progress_bars_disabled,
     build_hf_headers,
     disable_progress_bars,
     enable_progress_bars,
-    http_stream_backoff,  # type: ignore[attr-defined]
+    http_stream_backoff,
 )
 
 from triptych.checkpoints.tensors import (

@@ -15,6 +15,7 @@ from triptych.models.configuration import ModelConfig
 from triptych.models.encoder_decoder import EncoderDecoder
 
 _FORMAT = 1
+_WEIGHTS = "model.safetensors"
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -48,7 +49,7 @@ def write_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
 def write_model(model: EncoderDecoder, folder: Path) -> None:
     """Write configuration and weights."""
     write_config(model, folder)
-    write_weights(model_tensors(model), folder / "model.safetensors")
+    write_weights(model_tensors(model), folder / _WEIGHTS)
 
 
 def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -> EncoderDecoder:
@@ -105,20 +106,36 @@ def _require_sizes(
     """
     for name, layers in (("encoder", config.encoder.num_layers), ("decoder", config.decoder.num_layers)):
         found = {weight.split(".")[1] for weight in held if weight.startswith(f"{name}.")}
-        if layers != len(found):
-            raise DataError(f"{path}: model.{name}.num_layers is {layers}, and the weights have {len(found)}")
+        if layers > len(found):
+            raise DataError(
+                f"{path.parent / _WEIGHTS} does not fit its config.json: the {name} has {len(found)} layers in "
+                f"one and {layers} in the other"
+            )
     with torch.device("meta"):
         wanted = dict(EncoderDecoder(config, *vocabularies).named_parameters())
-    for name, parameter in wanted.items():
-        if name in held and tuple(held[name]) != tuple(parameter.shape):
-            raise DataError(
-                f"{path} calls for {name} of shape {list(parameter.shape)}, and the weights have "
-                f"{list(held[name])}"
-            )
-    if missing := wanted.keys() - held.keys():
+    _require_fit(_shapes(wanted), held, str(path.parent / _WEIGHTS))
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sequence[int]]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _require_fit(wanted: Mapping[str, Sequence[int]], held: Mapping[str, Sequence[int]], origin: str) -> None:
+    """Names and shapes of weights are those that a model has.
+
+    Raises:
+        DataError: they differ; `origin` says where the weights are.
+    """
+    missing, unknown = wanted.keys() - held.keys(), held.keys() - wanted.keys()
+    if missing or unknown:
+        names = ", ".join(sorted(missing | unknown)[:3])
         raise DataError(
-            f"{path} calls for {min(missing)} and {len(missing) - 1} others, and the weights lack it"
+            f"{origin} does not fit its config.json: {len(missing)} tensors missing, "
+            f"{len(unknown)} unknown ({names}, …)"
         )
+    for name, shape in wanted.items():
+        if tuple(shape) != tuple(held[name]):
+            raise DataError(f"{origin}: {name} is {list(held[name])}, the model wants {list(shape)}")
 
 
 def _one_line(error: Exception) -> str:
@@ -131,13 +148,16 @@ def read_weights(model: EncoderDecoder, path: Path) -> None:
     Raises:
         DataError: the file is missing or damaged, or its names or shapes are not the model's.
     """
+    load_tensors(model, _loaded(path), str(path))
+
+
+def _loaded(path: Path) -> dict[str, torch.Tensor]:
     try:
-        tensors = load_file(path)
+        return load_file(path)
     except FileNotFoundError:
         raise DataError(f"{path} is missing: has the training run saved a model yet?") from None
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path} cannot be read as safetensors ({error}): copy or train it again") from None
-    load_tensors(model, tensors, str(path))
 
 
 def load_tensors(model: EncoderDecoder, tensors: dict[str, torch.Tensor], origin: str) -> None:
@@ -147,18 +167,8 @@ def load_tensors(model: EncoderDecoder, tensors: dict[str, torch.Tensor], origin
         DataError: names or shapes that differ; `origin` says where the tensors came from.
     """
     parameters = dict(model.named_parameters())
-    missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
-    if missing or unknown:
-        names = ", ".join(sorted(missing | unknown)[:3])
-        raise DataError(
-            f"{origin} does not fit its config.json: {len(missing)} tensors missing, "
-            f"{len(unknown)} unknown ({names}, …)"
-        )
+    _require_fit(_shapes(parameters), _shapes(tensors), origin)
     for name, parameter in parameters.items():
-        if parameter.shape != tensors[name].shape:
-            raise DataError(
-                f"{origin}: {name} is {list(tensors[name].shape)}, the model wants {list(parameter.shape)}"
-            )
         if parameter.dtype != tensors[name].dtype:
             raise DataError(
                 f"{origin}: {name} is {tensors[name].dtype}, the model {parameter.dtype}: "
@@ -175,12 +185,14 @@ def read_model(folder: Path) -> EncoderDecoder:
     Raises:
         DataError: files missing, damaged or not belonging together.
     """
-    path = folder / "model.safetensors"
+    path = folder / _WEIGHTS
     try:
         with safe_open(path, framework="pt") as file:
             held = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError):
-        held = None  # told below
+        held = None
+        if (folder / "config.json").exists():
+            _loaded(path)  # which says what is wrong with it
     model = read_config(folder, held)
-    read_weights(model, folder / "model.safetensors")
+    read_weights(model, folder / _WEIGHTS)
     return model.eval()

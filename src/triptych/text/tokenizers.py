@@ -194,6 +194,7 @@ class ByteLevelTokenizer(Tokenizer):
         Raises:
             DataError: a text that is damaged or of another make; `origin` says where it came from.
         """
+        _require_dense(text, origin)
         try:
             inner = tokenizers.Tokenizer.from_str(text)
         # The library raises bare Exception for whatever is wrong with the text.
@@ -212,6 +213,26 @@ class ByteLevelTokenizer(Tokenizer):
         token = str(self._inner.id_to_token(token_id))
         return (
             bytes(_BYTE_OF[char] for char in token).decode("utf-8", errors="replace").replace(" ", SPACE_MARK)
+        )
+
+
+def _require_dense(text: str, origin: str) -> None:
+    """No id is past the number of tokens: the library takes memory for every id below the largest.
+
+    Raises:
+        DataError: one is.
+    """
+    try:
+        record = json.loads(text)
+        added = [token["id"] for token in record.get("added_tokens") or []]
+        vocab = record["model"]["vocab"]
+        ids = [*added, *vocab.values()] if isinstance(vocab, dict) else added
+        too_large = [number for number in ids if number >= len(added) + len(vocab)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{origin} is damaged or holds no tokenizer: {error}") from None
+    if too_large:
+        raise DataError(
+            f"{origin} is damaged: a token has the id {too_large[0]}, and there are {len(vocab)} tokens"
         )
 
 

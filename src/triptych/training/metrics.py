@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
-from triptych.errors import TriptychError
+from triptych.errors import DataError, TriptychError
 from triptych.files import write_text
 
 
@@ -74,11 +74,20 @@ def _begins(record: Mapping[str, Any], prefix: str) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file; a last line cut short by a crash is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    """The whole lines of a metrics file; a last line cut short by a crash is left out.
+
+    Raises:
+        DataError: another line is no record.
+    """
+    records: list[dict[str, Any]] = []
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+        elif number < len(lines):
+            raise DataError(f"{path}, line {number}: no record of a step: repair or remove the line")
     return records
