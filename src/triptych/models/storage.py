@@ -108,8 +108,8 @@ def _require_sizes(
         found = {weight.split(".")[1] for weight in held if weight.startswith(f"{name}.")}
         if layers > len(found):
             raise DataError(
-                f"{path.parent / _WEIGHTS} does not fit its config.json: the {name} has {len(found)} layers in "
-                f"one and {layers} in the other"
+                f"{path.parent / _WEIGHTS} does not fit its config.json: {len(found)} layers of the {name}, "
+                f"and there {layers}"
             )
     with torch.device("meta"):
         wanted = dict(EncoderDecoder(config, *vocabularies).named_parameters())

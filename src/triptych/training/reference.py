@@ -13,7 +13,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from triptych.attention import PARAMETERISATIONS
 from triptych.files import write_text
 from triptych.models import PRESETS
 from triptych.training.recipe import Recipe
@@ -56,7 +55,7 @@ def _section(model: type[BaseModel], path: str) -> Iterator[str]:
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
     if path.endswith("encoder.attention"):
-        yield f"`projections` is one of {_either(PARAMETERISATIONS)}. Each has further keys for its sizes.\n"
+        yield "`triptych cost` lists the names for `projections`. Each has further keys, for its sizes and biases.\n"
     for inner, below in sections:
         if below in _SHOWN_ONCE:
             yield f"### `[{below}]`\n\nThe keys of `[{_like(below)}]`.\n"
