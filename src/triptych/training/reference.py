@@ -55,7 +55,7 @@ def _section(model: type[BaseModel], path: str) -> Iterator[str]:
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
     if path.endswith("encoder.attention"):
-        yield "`triptych cost` lists the names for `projections`. Each has further keys, for its sizes and biases.\n"
+        yield "`triptych cost` lists the names for `projections`. Each has further keys, for its sizes.\n"
     for inner, below in sections:
         if below in _SHOWN_ONCE:
             yield f"### `[{below}]`\n\nThe keys of `[{_like(below)}]`.\n"
