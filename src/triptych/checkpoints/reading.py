@@ -145,7 +145,7 @@ class LayerReader:
             scoring,
             tuple(self.read_names),
             max(1, int(self.settings.number(spec.uses, self.layer))),
-            self._inputs(q, k),
+            self._inputs(q, k, norm),
             fixed=spec.unwritten,
         )
 
@@ -302,16 +302,23 @@ class LayerReader:
             return spec, Norm(gain, self._take(shift_name) if has_shift else None, spec.offset)
         return None, None
 
-    def _inputs(self, q: Chain, k: Chain) -> InputNorms:
-        """The norms whose outputs are read, wherever they stand, as far as the family tells."""
+    def _inputs(self, q: Chain, k: Chain, own: Norm | None) -> InputNorms:
+        """The norms whose outputs are read, wherever they stand, as far as the family tells.
+
+        Args:
+            q: chain of the queries.
+            k: likewise, of the keys.
+            own: the norm that belongs to the layer, if that is the one: it is not read twice.
+        """
         holds = (spec for spec in self.spec.norm if self.settings.holds(spec.when, self.layer))
         if (spec := next(holds, None)) is None:
             return InputNorms()
         layers = self.settings.value(spec.memory_layers, self.layer) if spec.memory_layers else None
         places = {"previous": self.layer - 1, "last": layers - 1 if isinstance(layers, int) else -1}
         memory = spec.memory if self.spec.kind == "cross" else ""
+        at = spec.at.format(layer=self.layer, inner=self.where.inner, **places)
         return InputNorms(
-            self._input_norm(spec.at.format(layer=self.layer, inner=self.where.inner, **places), spec, q),
+            self._input_norm(at, spec, q) if own is None else own,
             self._input_norm(memory.format(layer=self.layer, inner=self.where.inner, **places), spec, k),
         )
 
