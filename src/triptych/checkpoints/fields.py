@@ -96,6 +96,8 @@ def require_known_kinds(spec: AttentionSpec, settings: Settings, layers: int) ->
     """
     asked = [found for e in spec.expressions() if (found := _WORD_OF_LAYER.fullmatch(e.strip()))]
     known = {found[2] for found in asked} | {"full_attention", "global"}
+    if spec.window:
+        known.add("sliding_attention")  # its window, where a family says only which layers have none
     for path in dict.fromkeys(found[1] for found in asked):
         for layer in range(layers):
             word = settings.value(f"{path}[]", layer)
@@ -122,7 +124,7 @@ def sees_both_ways(spec: AttentionSpec, settings: Settings, layer: int) -> bool:
     position = next((p for p in spec.positions if settings.holds(p.when, layer)), None)
     if position is not None and position.kind == "alibi":
         raise DataError(f"{settings.where}: is_causal is false, which is not supported with ALiBi positions")
-    if own:
+    if own and spec.window:
         raise DataError(
             f"{settings.where}: is_causal is false, and {spec.both_ways} is true: give one of them"
         )
