@@ -65,7 +65,7 @@ def furthest(name: str, folder: Path, fields: dict[str, Any]) -> tuple[float, li
 
 
 TURNED_ROUND = ["mistral", "t5", "bart", "gpt_neo"]
-# ALiBi and chunks, which are refused; two fields that say so; what `transformers` fails on; windows in pieces.
+# ALiBi and chunks, which are refused; two fields that say so; failures of `transformers`; windows in pieces.
 NOT_TURNED = (
     "bloom", "falcon, a key each", "llama4", "gemma3, both ways", "mpt", "longformer", "led",
 )  # fmt: skip
