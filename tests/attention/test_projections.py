@@ -927,9 +927,7 @@ def test_a_fixed_map_with_other_numbers_is_refused() -> None:
     weights = MultiHeadAttention(16, 4, FourMatrix()).weights()
     first, factor, last = weights.o
     other = dataclasses.replace(weights, o=(first, Link(factor.weight * 1.01, learned=False), last))
-    with pytest.raises(
-        ValueError, match="FourMatrixProjections cannot hold these weights: a fixed map differs"
-    ):
+    with pytest.raises(ValueError, match="four_matrix cannot hold these weights: a fixed map differs"):
         MultiHeadAttention.from_weights(other)
     direct = MultiHeadAttention(16, 4, Direct()).weights()
     swapped = Link(direct.q[0].weight.flip(0), learned=False)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from triptych.attention import MultiHeadAttention
-from triptych.attention.projections.factored import FactoredProjections
 from triptych.checkpoints.marian_tokenizer_writing import write_tokenizers
 from triptych.checkpoints.marian_writing import max_positions, position_table
 from triptych.converting.checks import Check, Pairs, Written, compare_logits, logits_of, random_pairs
@@ -97,24 +96,23 @@ def _spec(model: EncoderDecoder, num_heads: dict[str, int], length: int) -> Any:
     for layer, block in zip(decoder.layer, model.decoder, strict=True):
         assert isinstance(block, DecoderBlock)
         _set_self_attention(layer.self_attention, block.self_attention, block.self_residual)
-        cross = _maps(block.cross_attention)
-        _set_linear(layer.attention.linear[0], [cross.q_proj])
-        _set_linear(layer.attention.linear[1], [cross.k_proj, cross.v_proj])
-        _set_linear(layer.attention.linear[2], [cross.o_proj])
+        _set_linear(layer.attention.linear[0], _maps(block.cross_attention, "q"))
+        _set_linear(layer.attention.linear[1], _maps(block.cross_attention, "kv"))
+        _set_linear(layer.attention.linear[2], _maps(block.cross_attention, "o"))
         _set_norm(layer.attention.layer_norm, block.cross_residual.norm)
         _set_feed_forward(layer.ffn, block.feed_forward, block.feed_forward_residual)
     return transformer_spec.TransformerSpec(encoder, decoder)
 
 
-def _maps(attention: MultiHeadAttention) -> FactoredProjections:
-    assert isinstance(attention.projections, FactoredProjections)  # as plain_model writes them
-    return attention.projections
+def _maps(attention: MultiHeadAttention, sides: str) -> list[torch.nn.Linear]:
+    """Maps of the paper's own parameterisation, as `plain_model` writes them."""
+    found = [attention.projections.get_submodule(f"{side}_proj") for side in sides]
+    return [linear for linear in found if isinstance(linear, torch.nn.Linear)]
 
 
 def _set_self_attention(spec: Any, attention: MultiHeadAttention, residual: Residual) -> None:
-    maps = _maps(attention)
-    _set_linear(spec.linear[0], [maps.q_proj, maps.k_proj, maps.v_proj])
-    _set_linear(spec.linear[1], [maps.o_proj])
+    _set_linear(spec.linear[0], _maps(attention, "qkv"))
+    _set_linear(spec.linear[1], _maps(attention, "o"))
     _set_norm(spec.layer_norm, residual.norm)
 
 

@@ -1,51 +1,183 @@
 """What every way to write a head has in common.
 
-A `Parameterisation` is the choice (a small frozen record, fit for a recipe); `Projections` is the
-module it builds, which holds the matrices. The layer asks its projections for queries, for what to
-remember of each token, for keys and values made of it, and for the output: it never knows which
-parameterisation it holds.
+A `Parameterisation` is the choice (a small frozen record, fit for a recipe): it names the chains of maps to
+queries, keys, values and output, and gives their sizes. `Projections` is the module that holds the maps. The
+layer asks its projections for queries, for what to cache of each token, for keys and values made of it, and
+for the output: it never knows which parameterisation it holds.
 """
 
-import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from triptych.algebra.cost import Route
-from triptych.algebra.weights import AttentionWeights, Chain, Link
+from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side, standard_scale
+from triptych.attention.projections.maps import HeadMap, Held
+
+_READ_OFF = {"d_k": "q_proj", "d_v": "v_proj"}
 
 
-class Projections(nn.Module, ABC):
-    """The matrices of one attention layer.
+class Sizes(NamedTuple):
+    """A parameterisation at the sizes of a layer.
+
+    Attributes:
+        d_k: the width whose root the scores are divided by.
+        maps: the maps by name, in the order in which they are drawn.
+    """
+
+    d_k: int
+    maps: Mapping[str, HeadMap]
+
+
+@dataclass(frozen=True)
+class Parameterisation(ABC):
+    """A way to write the two forms, without sizes of a particular model.
+
+    Attributes:
+        name: as in a recipe.
+        parameters_formula: learned numbers of a layer without biases, in `d`, `h`, `d_k`, `d_v` and
+            the class's own sizes, as a Python expression.
+        cache_formula: numbers cached per token, likewise.
+        q: names of the maps to queries; likewise `k`, `v`, and `o` from the heads to the output. A name that
+            stands in two chains is one map that they share. An empty chain takes the input itself.
+        read_off: the maps that options are read off when weights are given: whether there is a bias, a width
+            (`d_…`) or a number of copies (`num_…`); "scale" is the scale. If left out, `x_bias` is read
+            off `x_proj`, `d_k` off `q_proj` and `d_v` off `v_proj`.
+        no_rotary: why rotary positions make no sense with it; "" if they do.
+    """
+
+    name: ClassVar[str]
+    parameters_formula: ClassVar[str]
+    cache_formula: ClassVar[str]
+    q: ClassVar[tuple[str, ...]] = ("q_proj",)
+    k: ClassVar[tuple[str, ...]] = ("k_proj",)
+    v: ClassVar[tuple[str, ...]] = ("v_proj",)
+    o: ClassVar[tuple[str, ...]] = ("o_proj",)
+    read_off: ClassVar[Mapping[str, str]] = {}
+    no_rotary: ClassVar[str] = ""
+
+    @abstractmethod
+    def sizes(self, d_model: int, num_heads: int) -> Sizes:
+        """The maps of a layer of this size.
+
+        Raises:
+            ValueError: sizes that do not fit, with the numbers.
+        """
+
+    def build(self, d_model: int, num_heads: int) -> "Projections":
+        """Make the maps of a layer of this size, freshly initialised.
+
+        Raises:
+            ValueError: sizes that do not fit, with the numbers.
+        """
+        return Projections(self, d_model, num_heads)
+
+    @classmethod
+    def chain(cls, side: Side) -> tuple[str, ...]:
+        """The names of the maps of one side."""
+        return {"q": cls.q, "k": cls.k, "v": cls.v, "o": cls.o}[side]
+
+    @classmethod
+    def fitting(cls, weights: AttentionWeights) -> "Parameterisation | None":
+        """The options with which this parameterisation might hold a writing; None if it never could.
+
+        Only widths and biases have to be read off: whether the structure really is the same is
+        checked afterwards, on what `build` makes.
+        """
+        found: dict[str, list[Link]] = {}
+        for side in SIDES:
+            names, links = cls.chain(side), weights.chain(side)
+            if len(names) != len(links):
+                return None
+            for name, link in zip(names, links, strict=True):
+                found.setdefault(name, []).append(link)
+        if any(link is not links[0] for name, links in found.items() if name != "o_proj" for link in links):
+            return None
+        options: dict[str, int | bool] = {}
+        for option in (field.name for field in fields(cls)):
+            usual = _READ_OFF.get(option, option.replace("_bias", "_proj"))
+            maps = cls.read_off.get(option, usual)
+            if maps == "scale":
+                options[option] = max(1, round(weights.scale**-2))
+            elif option == "o_bias":
+                options[option] = weights.o_bias is not None
+            elif option.endswith("_bias"):
+                options[option] = any(found[name][0].bias is not None for name in maps.split())
+            else:
+                link = found[maps][0]
+                options[option] = link.copies if option.startswith("num_") else link.d_out
+        return cls(**options)
+
+    def skeleton(self, d_model: int, num_heads: int) -> AttentionWeights:
+        """The writing of a layer of this size, shapes without numbers (on the "meta" device).
+
+        Raises:
+            ValueError: sizes that do not fit.
+        """
+        with torch.device("meta"):
+            return self.build(d_model, num_heads).weights()
+
+
+class Projections(nn.Module):
+    """The maps of one attention layer.
 
     Attributes:
         d_model: width of input and output.
         num_heads: number of query heads.
         d_k: the width whose root the scores are divided by.
         o_proj: W^O, from the heads side by side to the model's width.
-        caches_keys: the first thing remembered of a token is its keys and nothing but its keys, so
-            that a rotation can be applied once, when it is stored.
-        no_two_memories: why keys and values cannot come from two sequences; "" if they can.
     """
 
-    d_model: int
-    num_heads: int
-    d_k: int
     o_proj: nn.Linear
-    caches_keys: ClassVar[bool] = True
-    no_two_memories: ClassVar[str] = ""
 
-    @abstractmethod
+    def __init__(self, parameterisation: Parameterisation, d_model: int, num_heads: int) -> None:
+        """Make the maps and draw their numbers.
+
+        Raises:
+            ValueError: sizes that do not fit, with the numbers.
+        """
+        super().__init__()
+        at_least_one_head(num_heads)
+        self.d_model = d_model
+        self.num_heads = num_heads
+        self.d_k, self._maps = parameterisation.sizes(d_model, num_heads)
+        self._chains = {side: parameterisation.chain(side) for side in SIDES}
+        for name, own in self._maps.items():
+            held = own.make()
+            if held is not None:
+                setattr(self, name, held)
+        for name, own in self._maps.items():
+            own.initialise(self._held(name))
+        k, v = self._chains["k"], self._chains["v"]
+        shared = sum(1 for one, other in zip(k, v, strict=False) if one == other)
+        self._shared = k[:shared]
+        self._of_shared = k[shared:], v[shared:]
+        self._name = parameterisation.name
+
+    @property
+    def caches_keys(self) -> bool:
+        """Whether the first thing cached of a token is its keys and nothing but its keys.
+
+        A rotation is then applied once, when they are stored.
+        """
+        return not self._shared
+
+    @property
+    def no_two_memories(self) -> str:
+        """Why keys and values cannot come from two sequences; "" if they can."""
+        return f"{self._name} makes keys and values of one sequence, by the same map" if self._shared else ""
+
     def queries(
         self, x: Float[Tensor, "batch query_len d_model"]
     ) -> Float[Tensor, "batch num_heads query_len width"]:
         """The queries of every head."""
+        return self._through(self._chains["q"], x[:, None])
 
-    @abstractmethod
     def remember(
         self,
         key_input: Float[Tensor, "batch key_len d_model"],
@@ -53,30 +185,55 @@ class Projections(nn.Module, ABC):
     ) -> tuple[Tensor, ...]:
         """What is kept of each token attended to: tensors `[batch, heads, key_len, width]`.
 
-        This is what a cache stores while decoding, as small as the parameterisation allows.
+        This is what a cache stores while decoding: keys and values, or one tensor after the maps that both
+        share.
         """
+        if self._shared:
+            return (self._through(self._shared, key_input[:, None]),)
+        keys, values = self._of_shared
+        return self._through(keys, key_input[:, None]), self._through(values, value_input[:, None])
 
     def keys_values(self, remembered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Keys `[batch, num_key_heads, key_len, width]` and values `[batch, num_value_heads, …]`."""
-        k, v = remembered
-        return k, v
-
-    def output(
-        self, heads: Float[Tensor, "batch num_heads query_len width"], route: Route = "expanded"
-    ) -> Float[Tensor, "batch query_len d_model"]:
-        """`Σ_i head_i W_i^O`, as one product over the heads side by side."""
-        return self.o_proj(join_heads(heads))  # type: ignore[no-any-return]
-
-    @abstractmethod
-    def weights(self) -> AttentionWeights:
-        """The matrices as chains of maps: views of the parameters, sharing included."""
+        if not self._shared:
+            k, v = remembered
+            return k, v
+        keys, values = self._of_shared
+        return self._through(keys, remembered[0]), self._through(values, remembered[0])
 
     def of_one_sequence(
         self, x: Float[Tensor, "batch length d_model"]
     ) -> tuple[Float[Tensor, "batch num_heads length width"], tuple[Tensor, ...]]:
         """`queries(x)` and `remember(x, x)`, for self-attention; what both need is computed once."""
         remembered = self.remember(x, x)
+        if self._chains["q"] == (self._shared or self._of_shared[0]):
+            return remembered[0], remembered
         return self.queries(x), remembered
+
+    def output(
+        self, heads: Float[Tensor, "batch num_heads query_len width"], route: Route = "expanded"
+    ) -> Float[Tensor, "batch query_len d_model"]:
+        """`Σ_i head_i W_i^O`, as one product over the heads side by side."""
+        return self._through(self._chains["o"], heads)[:, 0]
+
+    def weights(self) -> AttentionWeights:
+        """The matrices as chains of maps: views of the parameters, sharing included."""
+        like = self.o_proj.weight
+        links = {name: own.link(self._held(name), like) for name, own in self._maps.items()}
+        chains: dict[tuple[str, ...], Chain] = {}
+        for names in self._chains.values():
+            chains.setdefault(names, tuple(links[name] for name in names))
+        q, k, v, o = (chains[self._chains[side]] for side in SIDES)
+        return AttentionWeights(
+            d_model=self.d_model,
+            num_heads=self.num_heads,
+            scale=standard_scale(self.d_k),
+            q=q,
+            k=k,
+            v=v,
+            o=o,
+            o_bias=self.o_proj.bias,
+        )
 
     def route(self, query_len: int, key_len: int) -> Route:
         """The cheaper of the ways to attend: only a few parameterisations have more than one."""
@@ -89,7 +246,7 @@ class Projections(nn.Module, ABC):
 
     def absorbed(self, q: Tensor, remembered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the absorbed route: what was remembered serves as it is."""
-        raise NotImplementedError(f"{type(self).__name__} has one route only")
+        raise NotImplementedError(f"{self._name} has one route only")
 
     @torch.no_grad()
     def load(self, weights: AttentionWeights) -> None:
@@ -102,60 +259,24 @@ class Projections(nn.Module, ABC):
         weights = weights.with_scale(mine.scale)
         difference = structural_difference(mine, weights)
         if difference:
-            raise ValueError(f"{type(self).__name__} cannot hold these weights: {difference}")
+            raise ValueError(f"{self._name} cannot hold these weights: {difference}")
         for own, given in zip(mine.links(), weights.links(), strict=True):
             if own.learned:
                 own.weight.copy_(given.weight)
             elif not _same_but_rounded(own.weight, given.weight):
-                raise ValueError(f"{type(self).__name__} cannot hold these weights: a fixed map differs")
+                raise ValueError(f"{self._name} cannot hold these weights: a fixed map differs")
             if own.bias is not None:
                 own.bias.copy_(torch.zeros_like(own.bias) if given.bias is None else given.bias)
         if mine.o_bias is not None:
             mine.o_bias.copy_(torch.zeros_like(mine.o_bias) if weights.o_bias is None else weights.o_bias)
 
+    def _held(self, name: str) -> Held:
+        return getattr(self, name, None)
 
-@dataclass(frozen=True)
-class Parameterisation(ABC):
-    """A way to write the two forms, without sizes of a particular model.
-
-    Attributes:
-        name: as in a recipe.
-        parameters_formula: learned numbers of a layer without biases, in `d`, `h`, `d_k`, `d_v` and
-            the class's own sizes, as a Python expression.
-        cache_formula: numbers cached per token, likewise.
-        no_rotary: why rotary positions make no sense with it; "" if they do.
-    """
-
-    name: ClassVar[str]
-    parameters_formula: ClassVar[str]
-    cache_formula: ClassVar[str]
-    no_rotary: ClassVar[str] = ""
-
-    @abstractmethod
-    def build(self, d_model: int, num_heads: int) -> Projections:
-        """Make the matrices for a layer of this size, freshly initialised.
-
-        Raises:
-            ValueError: sizes that do not fit, with the numbers.
-        """
-
-    @classmethod
-    @abstractmethod
-    def fitting(cls, weights: AttentionWeights) -> "Parameterisation | None":
-        """The options with which this parameterisation might hold a writing; None if it never could.
-
-        Only widths and biases have to be read off: whether the structure really is the same is
-        checked afterwards, on what `build` makes.
-        """
-
-    def skeleton(self, d_model: int, num_heads: int) -> AttentionWeights:
-        """The writing of a layer of this size, shapes without numbers (on the "meta" device).
-
-        Raises:
-            ValueError: sizes that do not fit.
-        """
-        with torch.device("meta"):
-            return self.build(d_model, num_heads).weights()
+    def _through(self, names: tuple[str, ...], x: Tensor) -> Tensor:
+        for name in names:
+            x = self._maps[name].apply(self._held(name), x)
+        return x
 
 
 def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str:
@@ -166,7 +287,7 @@ def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str
     if one.num_heads != other.num_heads:
         return f"{one.num_heads} heads, not {other.num_heads}"
     links: dict[int, Link] = {}
-    for side in ("q", "k", "v", "o"):
+    for side in SIDES:
         mine, theirs = one.chain(side), other.chain(side)
         if len(mine) != len(theirs):
             return f"{side} is a chain of {len(mine)} maps, not {len(theirs)}"
@@ -230,63 +351,9 @@ def at_least_one(value: int, name: str) -> int:
 
 
 def projection_variance(d_model: int, num_heads: int, d_k: int) -> float:
-    """Variance of a channel of the queries as `initialise_input` draws them, for inputs of variance 1.
+    """Variance of a channel of the queries as `ToHeads` draws them, for inputs of variance 1.
 
     Every parameterisation is initialised so that one score, and one value on the way out, vary as much
     as with maps of this variance, at the same size and for inputs drawn independently.
     """
     return d_model / (d_model + num_heads * d_k)
-
-
-def initialise(linear: nn.Linear, variance: float | None = None) -> nn.Linear:
-    """Draw weights evenly from ± √(3 · variance) (Glorot's variance if None) and set the bias to 0."""
-    if variance is None:
-        nn.init.xavier_uniform_(linear.weight)
-    else:
-        bound = math.sqrt(3 * variance)
-        nn.init.uniform_(linear.weight, -bound, bound)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
-    return linear
-
-
-def initialise_input(linear: nn.Linear) -> nn.Linear:
-    """Draw a map into the heads with half of Glorot's variance: as one map to Q, K and V would be drawn.
-
-    Post-norm models learn faster so: in 200 steps of a small one to 4.30 instead of 4.59 nats (docs/log.md).
-    """
-    return initialise(linear, 1 / (linear.in_features + linear.out_features))
-
-
-def link_from_input(linear: nn.Linear, copies: int) -> Link:
-    """A stored map `[copies · d_out, d_in]` as one link with a copy a head."""
-    weight = linear.weight.view(copies, -1, linear.in_features).mT
-    return Link(weight, None if linear.bias is None else linear.bias.view(copies, -1))
-
-
-def link_to_output(linear: nn.Linear, copies: int) -> Chain:
-    """A stored output map `[d_out, copies · d_in]` as a chain of one link; its bias is left out."""
-    return (Link(linear.weight.view(linear.out_features, copies, -1).permute(1, 2, 0)),)
-
-
-def split_heads(
-    x: Float[Tensor, "batch length joined"], num_heads: int
-) -> Float[Tensor, "batch num_heads length width"]:
-    """Head i takes the i-th slice of the last dimension."""
-    batch, length, _ = x.shape
-    return x.view(batch, length, num_heads, -1).transpose(1, 2)
-
-
-def join_heads(
-    heads: Float[Tensor, "batch num_heads length width"],
-) -> Float[Tensor, "batch length joined"]:
-    """The inverse of `split_heads`."""
-    batch, _, length, _ = heads.shape
-    return heads.transpose(1, 2).reshape(batch, length, -1)
-
-
-def through_own_map(
-    heads: Float[Tensor, "batch num_heads length d_in"], maps: Float[Tensor, "num_heads d_in d_out"]
-) -> Float[Tensor, "batch num_heads length d_out"]:
-    """`head_i W_i`; not `heads @ maps`, for which torch copies the maps once a sentence of the batch."""
-    return torch.einsum("bhnk,hkr->bhnr", heads, maps)

@@ -1,22 +1,16 @@
 """One matrix for queries and keys together."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from torch import Tensor, nn
-
-from triptych.algebra.weights import AttentionWeights, standard_scale
 from triptych.attention.projections.abstract import (
     Parameterisation,
-    Projections,
+    Sizes,
     head_width,
-    initialise,
-    initialise_input,
-    link_from_input,
-    link_to_output,
     projection_variance,
-    split_heads,
 )
+from triptych.attention.projections.maps import FromHeads, ToHeads
 
 
 @final
@@ -40,6 +34,8 @@ class Bilinear(Parameterisation):
         "one matrix W_i stands for W^Q and W^K together, so there are no queries and keys to turn: "
         "under rotary positions the form would have to change with the distance"
     )
+    k: ClassVar[tuple[str, ...]] = ()
+    read_off: ClassVar[Mapping[str, str]] = {"d_k": "scale"}
 
     d_k: int | None = None
     d_v: int | None = None
@@ -47,65 +43,16 @@ class Bilinear(Parameterisation):
     v_bias: bool = False
     o_bias: bool = False
 
-    def build(self, d_model: int, num_heads: int) -> "BilinearProjections":
-        """Make the maps. W_i varies so that the scores vary as those of `Factored`."""
+    def sizes(self, d_model: int, num_heads: int) -> Sizes:
         d_k = head_width(self.d_k, "d_k", d_model, num_heads)
         d_v = head_width(self.d_v, "d_v", d_model, num_heads)
-        form_variance = projection_variance(d_model, num_heads, d_k) ** 2 * d_k / d_model**2
-        return BilinearProjections(
-            num_heads=num_heads,
-            d_k=d_k,
-            q_proj=initialise(nn.Linear(d_model, num_heads * d_model, bias=self.q_bias), form_variance),
-            v_proj=initialise_input(nn.Linear(d_model, num_heads * d_v, bias=self.v_bias)),
-            o_proj=initialise(nn.Linear(num_heads * d_v, d_model, bias=self.o_bias)),
-        )
-
-    @classmethod
-    def fitting(cls, weights: AttentionWeights) -> "Bilinear | None":
-        """No map for the keys, one for queries and values."""
-        if weights.k or len(weights.q) != 1 or len(weights.v) != 1:
-            return None
-        return cls(
-            d_k=max(1, round(weights.scale**-2)),
-            d_v=weights.v[0].d_out,
-            q_bias=weights.q[0].bias is not None,
-            v_bias=weights.v[0].bias is not None,
-            o_bias=weights.o_bias is not None,
-        )
-
-
-@final
-class BilinearProjections(Projections):
-    """The matrices of `Bilinear`. `q_proj` holds the W_i: what it makes is compared with the input."""
-
-    def __init__(
-        self, *, num_heads: int, d_k: int, q_proj: nn.Linear, v_proj: nn.Linear, o_proj: nn.Linear
-    ) -> None:
-        super().__init__()
-        self.d_model = q_proj.in_features
-        self.num_heads = num_heads
-        self.d_k = d_k
-        self.q_proj = q_proj
-        self.v_proj = v_proj
-        self.o_proj = o_proj
-
-    def queries(self, x: Tensor) -> Tensor:
-        """`x W_i`, as wide as the input."""
-        return split_heads(self.q_proj(x), self.num_heads)
-
-    def remember(self, key_input: Tensor, value_input: Tensor) -> tuple[Tensor, ...]:
-        """The input, once for all heads, and the values: d + h d_v numbers a token."""
-        return key_input[:, None], split_heads(self.v_proj(value_input), self.num_heads)
-
-    def weights(self) -> AttentionWeights:
-        """Keys are an empty chain."""
-        return AttentionWeights(
-            d_model=self.d_model,
-            num_heads=self.num_heads,
-            scale=standard_scale(self.d_k),
-            q=(link_from_input(self.q_proj, self.num_heads),),
-            k=(),
-            v=(link_from_input(self.v_proj, self.num_heads),),
-            o=link_to_output(self.o_proj, self.num_heads),
-            o_bias=self.o_proj.bias,
+        # The scores vary as those of `Factored`.
+        variance = projection_variance(d_model, num_heads, d_k) ** 2 * d_k / d_model**2
+        return Sizes(
+            d_k,
+            {
+                "q_proj": ToHeads(d_model, d_model, num_heads, self.q_bias, variance),
+                "v_proj": ToHeads(d_model, d_v, num_heads, self.v_bias),
+                "o_proj": FromHeads(d_v, d_model, num_heads, self.o_bias),
+            },
         )

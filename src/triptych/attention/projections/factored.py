@@ -3,19 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from torch import Tensor, nn
-
-from triptych.algebra.weights import AttentionWeights, standard_scale
 from triptych.attention.projections.abstract import (
     Parameterisation,
-    Projections,
+    Sizes,
     head_width,
-    initialise,
-    initialise_input,
-    link_from_input,
-    link_to_output,
-    split_heads,
 )
+from triptych.attention.projections.maps import FromHeads, ToHeads
 
 
 @final
@@ -43,80 +36,15 @@ class Factored(Parameterisation):
     v_bias: bool = False
     o_bias: bool = False
 
-    def build(self, d_model: int, num_heads: int) -> "FactoredProjections":
-        """Make the four maps."""
+    def sizes(self, d_model: int, num_heads: int) -> Sizes:
         d_k = head_width(self.d_k, "d_k", d_model, num_heads)
         d_v = head_width(self.d_v, "d_v", d_model, num_heads)
-        return FactoredProjections(
-            num_heads=num_heads,
-            d_k=d_k,
-            q_proj=nn.Linear(d_model, num_heads * d_k, bias=self.q_bias),
-            k_proj=nn.Linear(d_model, num_heads * d_k, bias=self.k_bias),
-            v_proj=nn.Linear(d_model, num_heads * d_v, bias=self.v_bias),
-            o_proj=nn.Linear(num_heads * d_v, d_model, bias=self.o_bias),
-        )
-
-    @classmethod
-    def fitting(cls, weights: AttentionWeights) -> "Factored | None":
-        """One map each for queries, keys and values of every head."""
-        if not len(weights.q) == len(weights.k) == len(weights.v) == 1:
-            return None
-        return cls(
-            d_k=weights.q[0].d_out,
-            d_v=weights.v[0].d_out,
-            q_bias=weights.q[0].bias is not None,
-            k_bias=weights.k[0].bias is not None,
-            v_bias=weights.v[0].bias is not None,
-            o_bias=weights.o_bias is not None,
-        )
-
-
-@final
-class FactoredProjections(Projections):
-    """The matrices of `Factored`, stored apart."""
-
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        d_k: int,
-        q_proj: nn.Linear,
-        k_proj: nn.Linear,
-        v_proj: nn.Linear,
-        o_proj: nn.Linear,
-    ) -> None:
-        super().__init__()
-        self.d_model = q_proj.in_features
-        self.num_heads = num_heads
-        self.d_k = d_k
-        self.q_proj = q_proj
-        self.k_proj = k_proj
-        self.v_proj = v_proj
-        self.o_proj = o_proj
-        for linear in (q_proj, k_proj, v_proj):
-            initialise_input(linear)
-        initialise(o_proj)
-
-    def queries(self, x: Tensor) -> Tensor:
-        """`x W_i^Q` for every head."""
-        return split_heads(self.q_proj(x), self.num_heads)
-
-    def remember(self, key_input: Tensor, value_input: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values of every head: h (d_k + d_v) numbers a token."""
-        return (
-            split_heads(self.k_proj(key_input), self.num_heads),
-            split_heads(self.v_proj(value_input), self.num_heads),
-        )
-
-    def weights(self) -> AttentionWeights:
-        """One link a side."""
-        return AttentionWeights(
-            d_model=self.d_model,
-            num_heads=self.num_heads,
-            scale=standard_scale(self.d_k),
-            q=(link_from_input(self.q_proj, self.num_heads),),
-            k=(link_from_input(self.k_proj, self.num_heads),),
-            v=(link_from_input(self.v_proj, self.num_heads),),
-            o=link_to_output(self.o_proj, self.num_heads),
-            o_bias=self.o_proj.bias,
+        return Sizes(
+            d_k,
+            {
+                "q_proj": ToHeads(d_model, d_k, num_heads, self.q_bias),
+                "k_proj": ToHeads(d_model, d_k, num_heads, self.k_bias),
+                "v_proj": ToHeads(d_model, d_v, num_heads, self.v_bias),
+                "o_proj": FromHeads(d_v, d_model, num_heads, self.o_bias),
+            },
         )

@@ -1,26 +1,21 @@
 """Keys and values from one small latent."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor, nn
 
 from triptych.algebra.cost import Route
-from triptych.algebra.weights import AttentionWeights, standard_scale
 from triptych.attention.projections.abstract import (
     Parameterisation,
     Projections,
+    Sizes,
     at_least_one,
     head_width,
-    initialise,
-    initialise_input,
-    join_heads,
-    link_from_input,
-    link_to_output,
     projection_variance,
-    split_heads,
-    through_own_map,
 )
+from triptych.attention.projections.maps import FromHeads, ToHeads, through_own_map
 
 
 @final
@@ -49,6 +44,15 @@ class Latent(Parameterisation):
         "a rotation between U_i^K and the query would keep the latent from being read as it is cached "
         "(decoupled rotary keys are not part of this parameterisation)"
     )
+    k: ClassVar[tuple[str, ...]] = ("kv_down", "k_up")
+    v: ClassVar[tuple[str, ...]] = ("kv_down", "v_up")
+    read_off: ClassVar[Mapping[str, str]] = {
+        "d_latent": "kv_down",
+        "d_v": "v_up",
+        "k_bias": "k_up",
+        "v_bias": "v_up",
+        "down_bias": "kv_down",
+    }
 
     d_latent: int | None = None
     d_k: int | None = None
@@ -59,83 +63,38 @@ class Latent(Parameterisation):
     o_bias: bool = False
     down_bias: bool = False
 
-    def build(self, d_model: int, num_heads: int) -> "LatentProjections":
-        """Make the five maps; the latent varies as the input, keys and values as `Factored`'s."""
+    def sizes(self, d_model: int, num_heads: int) -> Sizes:
         d_k = head_width(self.d_k, "d_k", d_model, num_heads)
         d_v = head_width(self.d_v, "d_v", d_model, num_heads)
         if self.d_latent is None:
             r = 2 * head_width(None, "d_latent", d_model, num_heads)
         else:
             r = at_least_one(self.d_latent, "d_latent")
+        # The latent varies as the input, keys and values as those of `Factored`.
         k_variance = projection_variance(d_model, num_heads, d_k) / r
         v_variance = projection_variance(d_model, num_heads, d_v) / r
-        return LatentProjections(
-            num_heads=num_heads,
-            d_k=d_k,
-            q_proj=initialise_input(nn.Linear(d_model, num_heads * d_k, bias=self.q_bias)),
-            kv_down=initialise(nn.Linear(d_model, r, bias=self.down_bias), 1 / d_model),
-            k_up=initialise(nn.Linear(r, num_heads * d_k, bias=self.k_bias), k_variance),
-            v_up=initialise(nn.Linear(r, num_heads * d_v, bias=self.v_bias), v_variance),
-            o_proj=initialise(nn.Linear(num_heads * d_v, d_model, bias=self.o_bias)),
+        return Sizes(
+            d_k,
+            {
+                "q_proj": ToHeads(d_model, d_k, num_heads, self.q_bias),
+                "kv_down": ToHeads(d_model, r, 1, self.down_bias, 1 / d_model),
+                "k_up": ToHeads(r, d_k, num_heads, self.k_bias, k_variance),
+                "v_up": ToHeads(r, d_v, num_heads, self.v_bias, v_variance),
+                "o_proj": FromHeads(d_v, d_model, num_heads, self.o_bias),
+            },
         )
 
-    @classmethod
-    def fitting(cls, weights: AttentionWeights) -> "Latent | None":
-        """Two maps each for keys and values, the first the very same."""
-        if len(weights.q) != 1 or not len(weights.k) == len(weights.v) == 2:
-            return None
-        return cls(
-            d_latent=weights.k[0].d_out,
-            d_k=weights.q[0].d_out,
-            d_v=weights.v[1].d_out,
-            q_bias=weights.q[0].bias is not None,
-            k_bias=weights.k[1].bias is not None,
-            v_bias=weights.v[1].bias is not None,
-            o_bias=weights.o_bias is not None,
-            down_bias=weights.k[0].bias is not None,
-        )
+    def build(self, d_model: int, num_heads: int) -> "LatentProjections":
+        return LatentProjections(self, d_model, num_heads)
 
 
 @final
 class LatentProjections(Projections):
-    """The matrices of `Latent`."""
+    """The maps of `Latent`, with the absorbed route."""
 
-    caches_keys: ClassVar[bool] = False
-    no_two_memories: ClassVar[str] = "latent makes keys and values from one latent, of one sequence"
-
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        d_k: int,
-        q_proj: nn.Linear,
-        kv_down: nn.Linear,
-        k_up: nn.Linear,
-        v_up: nn.Linear,
-        o_proj: nn.Linear,
-    ) -> None:
-        super().__init__()
-        self.d_model = q_proj.in_features
-        self.num_heads = num_heads
-        self.d_k = d_k
-        self.q_proj = q_proj
-        self.kv_down = kv_down
-        self.k_up = k_up
-        self.v_up = v_up
-        self.o_proj = o_proj
-
-    def queries(self, x: Tensor) -> Tensor:
-        """`x W_i^Q`."""
-        return split_heads(self.q_proj(x), self.num_heads)
-
-    def remember(self, key_input: Tensor, value_input: Tensor) -> tuple[Tensor, ...]:
-        """The latent, once for all heads: r numbers a token."""
-        return (self.kv_down(key_input)[:, None],)
-
-    def keys_values(self, remembered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Keys and values of every head, rebuilt from the latent."""
-        latent = remembered[0][:, 0]
-        return split_heads(self.k_up(latent), self.num_heads), split_heads(self.v_up(latent), self.num_heads)
+    kv_down: nn.Linear
+    k_up: nn.Linear
+    v_up: nn.Linear
 
     def route(self, query_len: int, key_len: int) -> Route:
         """Absorbed where that takes fewer multiplications: few queries on many keys.
@@ -169,18 +128,4 @@ class LatentProjections(Projections):
             heads = through_own_map(heads, up.mT)
             if self.v_up.bias is not None:
                 heads = heads + self.v_up.bias.view(self.num_heads, 1, -1)
-        return self.o_proj(join_heads(heads))  # type: ignore[no-any-return]
-
-    def weights(self) -> AttentionWeights:
-        """Keys and values are two links, the first the same."""
-        down = link_from_input(self.kv_down, 1)
-        return AttentionWeights(
-            d_model=self.d_model,
-            num_heads=self.num_heads,
-            scale=standard_scale(self.d_k),
-            q=(link_from_input(self.q_proj, self.num_heads),),
-            k=(down, link_from_input(self.k_up, self.num_heads)),
-            v=(down, link_from_input(self.v_up, self.num_heads)),
-            o=link_to_output(self.o_proj, self.num_heads),
-            o_bias=self.o_proj.bias,
-        )
+        return super().output(heads)
