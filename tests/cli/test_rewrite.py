@@ -16,7 +16,7 @@ from command import Command
 from small_checkpoints import D, gpt2, gpt2_that_runs, llama
 from triptych import runs
 from triptych.cli import rewrite as command
-from triptych.rewriting import checkpoint
+from triptych.rewriting import comparing
 from triptych.rewriting.certificate import CERTIFICATE, Certificate, read_certificate
 from triptych.rewriting.recipe import STEPS
 from triptych.training import resolve
@@ -154,7 +154,7 @@ def test_whole_models_are_not_run_where_that_is_not_wanted(
     def opened(path: Path) -> None:
         raise AssertionError(f"{path} was opened to be run")
 
-    monkeypatch.setattr(checkpoint, "open_model", opened)
+    monkeypatch.setattr(comparing, "open_model", opened)
     out = tmp_path / "out"
     answer = triptych("rewrite", model, "-o", out, "--do", "fold_norm", "--no-compare")
     assert answer.code == 0, answer.err
@@ -170,6 +170,14 @@ def test_a_model_that_cannot_be_run_is_certified_without_and_says_so(
     answer = triptych("rewrite", source, "-o", out, "--exact")
     assert "Whole models were not compared: " in answer.out
     assert certified(out).not_compared
+
+
+def test_a_model_whose_file_lacks_tensors_is_not_compared_with_random_ones_in_their_place(
+    triptych: Command, tmp_path: Path
+) -> None:
+    answer = triptych("rewrite", llama(tmp_path / "source"), "-o", tmp_path / "out", "--exact")
+    assert answer.code == 0, answer.err
+    assert "there is no tensor for " in certified(tmp_path / "out").not_compared
 
 
 def test_key_value_heads_are_merged(triptych: Command, tmp_path: Path) -> None:

@@ -232,16 +232,21 @@ class TransformersModel(RunnableModel):
             loader = getattr(transformers, name, None)
             if not (isinstance(loader, type) and issubclass(loader, transformers.PreTrainedModel)):
                 loader = transformers.AutoModel
-            self.model = loader.from_pretrained(
+            loaded: Any = loader.from_pretrained(
                 path,
                 local_files_only=True,
                 trust_remote_code=False,
                 dtype=torch.float32,
                 attn_implementation="eager",
-            ).eval()
+                output_loading_info=True,
+            )
+            self.model, found = loaded
+            self.model.eval()
         # Whatever a model's own code says of a checkpoint, it comes in many classes.
         except Exception as error:
             raise DataError(f"{path}: transformers cannot load it: {first_line(error)}") from error
+        self._missing = sorted(found["missing_keys"])
+        _fill_with_nan(self.model, self._missing)
         self.by = f"transformers {transformers.__version__}"
         self._config: Any = config
         self.kind = (
@@ -276,10 +281,17 @@ class TransformersModel(RunnableModel):
 
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:
-        """One forward pass."""
+        """One forward pass.
+
+        Raises:
+            DataError: the file lacks tensors that the output depends on. `transformers` draws random ones
+                for these.
+        """
         self.seen = {}
         found = self.model(**window.inputs)
         result: Tensor = (found.logits if "logits" in found else found.last_hidden_state)[0]
+        if self._missing and result.isnan().any():
+            raise DataError(f"{self._path}: there is no tensor for {self._missing[0]}")
         return result
 
     def watch(self, source: AttentionSource, sites: Sequence[Site]) -> contextlib.ExitStack:
@@ -454,6 +466,15 @@ class OwnRunnable(RunnableModel):
         layers = {(str(there.stack), there.block): there.layer for there in attention_sites(self.model)}
         stack = "cross" if site.kind == "cross" else "encoder" if site.stack == "encoder" else "decoder"
         return layers[stack, site.layer]
+
+
+def _fill_with_nan(model: nn.Module, names: Sequence[str]) -> None:
+    """Mark parameters that nothing was read for, so that an output which depends on them is no number."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in names:
+            if name in parameters:
+                parameters[name].fill_(torch.nan)
 
 
 def first_line(error: Exception) -> str:
