@@ -129,6 +129,10 @@ class PositionsConfig(BaseModel):
                 return None
 
 
+# Every layer is looked at while a configuration is checked; nobody trains as many.
+_MOST_LAYERS = 10_000
+
+
 class EncoderConfig(BaseModel):
     """The encoder's stack.
 
@@ -140,7 +144,7 @@ class EncoderConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_layers: int = Field(6, ge=1)
+    num_layers: int = Field(6, ge=1, le=_MOST_LAYERS)
     attention: AttentionConfig = AttentionConfig()
     attention_in_layer: dict[int, AttentionConfig] = {}
 
@@ -158,7 +162,7 @@ class DecoderConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_layers: int = Field(6, ge=1)
+    num_layers: int = Field(6, ge=1, le=_MOST_LAYERS)
     attention: AttentionConfig = AttentionConfig()
     cross_attention: AttentionConfig = AttentionConfig()
     attention_in_layer: dict[int, AttentionConfig] = {}
