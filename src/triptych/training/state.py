@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -88,6 +89,9 @@ def own_files(folder: Path) -> list[Path]:
     ]
 
 
+_COUNTERS = TypeAdapter(Counters)
+
+
 def write_state(
     folder: Path, counters: Counters, model: EncoderDecoder, optimizer: torch.optim.Optimizer
 ) -> None:
@@ -135,9 +139,12 @@ def read_counters(folder: Path) -> Counters:
         with safe_open(path, framework="numpy") as file:  # torch would open it twice, and it may be replaced
             record: dict[str, Any] = json.loads(file.metadata()["counters"])
         known = {item.name for item in fields(Counters)}
-        if record.keys() != known:
+        if not isinstance(record, dict) or record.keys() != known:
             raise DataError(f"{path} was written by another release of triptych: it cannot be resumed")
-        return Counters(**record)
+        return _COUNTERS.validate_python(record, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DataError(f"{path} is damaged ({first['loc'][0]}: {first['msg']}): train again") from None
     except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise DataError(f"{path} is damaged ({error}): train again") from None
 
@@ -159,9 +166,14 @@ def read_state(folder: Path, model: EncoderDecoder, optimizer: torch.optim.Optim
         for key in ("step", "exp_avg", "exp_avg_sq"):
             value = tensors.get(f"adam.{key}.{name}")
             if value is not None:
+                if key != "step" and value.shape != parameter.shape:
+                    raise DataError(f"{folder / _LAST} is damaged (adam.{key}.{name}): train again")
                 # The fused optimizer wants its count of steps on the device too.
                 optimizer.state[parameter][key] = value.to(parameter.device)
-    torch.set_rng_state(tensors["random.cpu"])
+    try:
+        torch.set_rng_state(tensors["random.cpu"])
+    except (KeyError, TypeError, RuntimeError):
+        raise DataError(f"{folder / _LAST} is damaged (random.cpu): train again") from None
     if torch.cuda.is_available() and "random.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random.cuda"])
     return counters
