@@ -137,14 +137,17 @@ def read_counters(folder: Path) -> Counters:
         raise DataError(f"{path} is missing: this run saved no state to resume from")
     try:
         with safe_open(path, framework="numpy") as file:  # torch would open it twice, and it may be replaced
-            record: dict[str, Any] = json.loads(file.metadata()["counters"])
+            text = file.metadata()["counters"]
+            record: Any = json.loads(text)
         known = {item.name for item in fields(Counters)}
         if not isinstance(record, dict) or record.keys() != known:
             raise DataError(f"{path} was written by another release of triptych: it cannot be resumed")
-        return _COUNTERS.validate_python(record, strict=True)
+        return _COUNTERS.validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        raise DataError(f"{path} is damaged ({first['loc'][0]}: {first['msg']}): train again") from None
+        raise DataError(
+            f"{path} is damaged ({'.'.join(map(str, first['loc']))}: {first['msg']}): train again"
+        ) from None
     except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise DataError(f"{path} is damaged ({error}): train again") from None
 
