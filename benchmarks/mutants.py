@@ -153,8 +153,8 @@ def sample(tree: Path, count: int, seed: int) -> list[Change]:
     chance, found = random.Random(seed), list[Change]()
     for place, room in enumerate(ROOMS):
         texts = {
-            file: (ROOT / file).read_text(encoding="utf-8")
-            for file in sources()
+            file: (tree / file).read_text(encoding="utf-8")
+            for file in sources(tree)
             if file.startswith(f"{room}/")
         }
         changes = [change for file, text in texts.items() for change in changes_of(file, text)]

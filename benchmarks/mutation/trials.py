@@ -23,10 +23,11 @@ from benchmarks.mutation.changes import Change
 from benchmarks.mutation.swapping import Functions
 
 _PACKAGE = "triptych"
+_FIRST = 40
 Outcome = Literal["noticed", "survived", "not executed"]
 HEAVY = (
     *("numpy", "torch", "torch._dynamo", "torch.utils.checkpoint", "safetensors.torch", "tokenizers"),
-    *("pydantic", "jaxtyping", "beartype", "rich.console", "typer", "typer.testing", "altair"),
+    *("pydantic", "jaxtyping", "beartype", "hypothesis", "rich.console", "typer", "typer.testing", "altair"),
     *("sacrebleu", "huggingface_hub", "transformers", "transformers.models.auto.modeling_auto"),
 )
 
@@ -60,6 +61,7 @@ class Bench:
     def __init__(self, root: Path, log: Path, heavy: Sequence[str] = HEAVY) -> None:
         self._root, self._log = root, log
         self._fit, self._unfit = set[str](), set[str]()
+        self._trials = 0
         os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONHASHSEED="0")
         for name in heavy:
             try:
@@ -83,22 +85,31 @@ class Bench:
         return Functions()
 
     def try_(self, change: Change, tests: Sequence[str], seconds: float) -> Trial:
-        """Run tests on the changed source; those that are gone, or fail without the change, do not count."""
-        began, left = time.monotonic(), [test for test in tests if test not in self._unfit]
-        while left:
+        """Run tests on the changed source, those of the first file first.
+
+        Tests that are gone, or fail without the change, do not count.
+        """
+        began, ran = time.monotonic(), 0
+        first = [test for test in tests if _file(test) == _file(tests[0])]
+        others = [test for test in tests if _file(test) != _file(tests[0])]
+        for stage in (first[:_FIRST], first[_FIRST:] + others):
+            by, fit = self._stage(change, stage, seconds)
+            ran += fit
+            if by:
+                return Trial(change, "noticed", by, ran, time.monotonic() - began)
+        return Trial(change, "survived" if ran else "not executed", "", ran, time.monotonic() - began)
+
+    def _stage(self, change: Change, tests: Sequence[str], seconds: float) -> tuple[str, int]:
+        """What noticed the change, if anything, and how many tests were fit to."""
+        while left := [test for test in tests if test not in self._unfit]:
             code = self._changed(change, left, seconds)
+            if code is None:
+                return "time that ran out", len(left)
             failed = self._failed()
-            if code == 0 or code is None or not (unfit := self._unfit_among(failed, seconds)):
-                break
+            if code == 0 or not (unfit := self._unfit_among(failed, seconds)):
+                return "" if code == 0 else failed[0] if failed else f"exit {code}", len(left)
             self._unfit |= unfit
-            left = [test for test in left if test not in self._unfit]
-        took = time.monotonic() - began
-        if not left:
-            return Trial(change, "not executed", "", 0, took)
-        if code == 0:
-            return Trial(change, "survived", "", len(left), took)
-        by = "time that ran out" if code is None else failed[0] if failed else f"exit {code}"
-        return Trial(change, "noticed", by, len(left), took)
+        return "", 0
 
     def _unfit_among(self, failed: Sequence[str], seconds: float) -> set[str]:
         """Of tests that failed, those that are gone or fail without a change, too."""
@@ -116,8 +127,9 @@ class Bench:
         path = self._root / change.file
         source, times = path.read_text(encoding="utf-8"), path.stat()
         path.write_text(change.applied(source), encoding="utf-8")
-        # Bytecode is known by size and time of its source: neither may be that of the original by chance.
-        os.utime(path, (times.st_atime, times.st_mtime + 7))
+        # Bytecode is known by size and time of its source: no two may have the same time.
+        self._trials += 1
+        os.utime(path, (times.st_atime, times.st_mtime + 10 + self._trials))
         try:
             return self._forked(tests, seconds, (path, source, change.applied(source)))
         finally:
@@ -161,7 +173,6 @@ class Bench:
             for number in (1, 2):
                 os.dup2(output, number)
             os.chdir(self._root)
-            sys.dont_write_bytecode = True
             if change is not None and not self._functions.swap(*change):
                 _forget()
             import pytest
@@ -185,6 +196,10 @@ class Bench:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def _forget() -> None:
