@@ -181,3 +181,12 @@ def test_a_layer_without_heads_is_refused() -> None:
 def test_a_layers_dropout_out_of_range_is_refused_with_its_value(dropout: float) -> None:
     with pytest.raises(ValueError, match=f"dropout is {dropout}"):
         MultiHeadAttention(16, 4, dropout=dropout)(torch.randn(1, 2, 16))
+
+
+@pytest.mark.parametrize("d_model", [16, 48])
+def test_a_fresh_output_map_is_drawn_evenly_as_glorot_and_bengio_have_it(d_model: int) -> None:
+    layer = MultiHeadAttention(d_model, 4)
+    (o,) = layer.weights("self").o
+    limit = (6 / (d_model + d_model)) ** 0.5
+    assert 0.95 * limit < float(o.weight.abs().max()) <= limit
+    assert float(o.weight.std()) == pytest.approx(limit / 3**0.5, rel=0.1)
