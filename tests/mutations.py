@@ -45,7 +45,7 @@ def mutated_tree(tree: Any, chance: random.Random) -> Any:
                 (holder[last] + 1, -holder[last], holder[last] * 1000, holder[last] / 2)
             )
         else:
-            holder[last] = chance.choice(STRANGE)
+            holder[last] = copy.deepcopy(chance.choice(STRANGE))  # a second change may go into it
         if not tree:
             break
     return tree
