@@ -344,6 +344,17 @@ def test_the_terminal_has_a_map_and_outliers(tmp_path: Path) -> None:
     assert any("effective rank" in row[0] for row in outliers(found).rows)
 
 
+def test_rotary_planes_have_a_scale_of_their_own_in_the_map(tmp_path: Path) -> None:
+    form, planes = inspected(gpt2(tmp_path / "gpt2")), inspected(llama(tmp_path / "llama"))
+    mixed = replace(form, layers=(form.layers[0], planes.layers[0]))
+    head, *rows = shaded_map(mixed, "qk_effective_rank")
+    for found in mixed.layers:
+        values = found.figures["qk_effective_rank"]
+        assert f"{min(values):.3g} to '█' {max(values):.3g} ({found.qk_of})" in head
+    assert all("█" in row for row in rows)
+    assert "planes" not in shaded_map(mixed, "ov_effective_rank")[0]
+
+
 def test_weights_that_are_used_again_and_again_are_said_to_be(tmp_path: Path) -> None:
     at = "encoder.albert_layer_groups.0.albert_layers.0.attention"
     names = ("query", "key", "value", "dense")

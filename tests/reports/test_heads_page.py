@@ -1,5 +1,8 @@
 """The page of heads at its full size, and in a browser."""
 
+import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,3 +97,76 @@ def test_a_head_is_chosen_by_the_keyboard_alone(shown: Page) -> None:
     shown.press("Tab")
     assert shown.value(FOCUS) not in ("1 1 1", "0 0 0")
     assert shown.complaints == []
+
+
+# As much of a browser as the page's script needs to draw its maps.
+DOM = """
+class Node {
+  constructor(tag) {
+    Object.assign(this, { tag, children: [], dataset: {}, style: { setProperty() {} } });
+  }
+  setAttribute(name, value) { this[name] = value; }
+  append(...nodes) { this.children.push(...nodes); }
+  replaceChildren(...nodes) { this.children = nodes; }
+  addEventListener() {}
+  getContext() { return { fillRect() {} }; }
+  set textContent(text) { this.children = [text]; }
+  get textContent() {
+    return this.children.map((child) => (child instanceof Node ? child.textContent : String(child))).join("");
+  }
+}
+const known = new Map();
+globalThis.document = {
+  getElementById(id) { if (!known.has(id)) known.set(id, new Node(id)); return known.get(id); },
+  createElement: (tag) => new Node(tag),
+  createElementNS: (_, tag) => new Node(tag),
+  querySelectorAll: () => [],
+  querySelector: () => null,
+  documentElement: new Node("html"),
+};
+const colours = { "--low": "#000000", "--high": "#0000ff" };
+globalThis.getComputedStyle = () => ({ getPropertyValue: (name) => colours[name] ?? "#888888" });
+globalThis.matchMedia = () => ({ matches: false });
+document.getElementById("report").children = [process.argv[2]];
+"""
+TOLD = """
+const below = (node) => (node instanceof Node ? [node, ...node.children.flatMap(below)] : []);
+console.log(JSON.stringify({
+  scales: known.get("scales").children.map((scale) => scale.textContent),
+  cells: below(known.get("maps")).filter((node) => node.title).map((node) => node.style.background),
+}));
+"""
+
+
+def test_figures_of_another_kind_have_a_scale_of_their_own(tmp_path: Path) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not on the PATH")
+
+    def layer(qk_of: str, *values: float) -> HeadLayer:
+        figures = {"qk_effective_rank": values, "ov_effective_rank": values}
+        heads = tuple(range(len(values)))
+        return HeadLayer("decoder 0", "", len(values), heads, figures, {}, {}, qk_of=qk_of)
+
+    def shown(measure: str) -> dict[str, list[str]]:
+        report = HeadsReport(
+            title="two",
+            summary=(),
+            facts=(),
+            measures=(HeadMeasure(measure, measure, "", "", by_qk=measure.startswith("qk")),),
+            models=(("one", (layer("form", 8.0, 32.0),)), ("other", (layer("planes", 11.0, 21.0),))),
+        )
+        page = render_heads_report(report)
+        data = page.split('id="report">')[1].split("</script>")[0]
+        script = page.split('<script type="module">')[1].split("</script>")[0]
+        (tmp_path / "page.mjs").write_text(f"{DOM}\n{script}\n{TOLD}", encoding="utf-8")
+        done = subprocess.run(
+            [node, tmp_path / "page.mjs", data], capture_output=True, text=True, check=True, timeout=60
+        )
+        return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+    apart, together = shown("qk_effective_rank"), shown("ov_effective_rank")
+    assert [scale.split("median")[0] for scale in apart["scales"]] == ["form:832", "planes:1121"]
+    assert apart["cells"] == ["rgb(0,0,0)", "rgb(0,0,255)"] * 2
+    assert [scale.split("median")[0] for scale in together["scales"]] == ["832"]
+    assert together["cells"] == ["rgb(0,0,0)", "rgb(0,0,255)", "rgb(0,0,32)", "rgb(0,0,138)"]

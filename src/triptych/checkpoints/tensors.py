@@ -476,10 +476,14 @@ def of_one(file: TensorFile) -> Tensors:
     return Tensors(file.name, dict.fromkeys(file.infos, file))
 
 
+# Of a file, on most systems.
+_LONGEST_NAME = 255
+
+
 def stays_in_folder(name: str) -> bool:
     """Whether a name is that of a file in the same folder or below, on any system."""
     return (
-        bool(name)
+        0 < len(name) <= _LONGEST_NAME
         and name.isprintable()
         and all(
             not path.is_absolute() and not path.drive and ".." not in path.parts

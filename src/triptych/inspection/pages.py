@@ -13,7 +13,7 @@ from triptych.algebra.chance import (
 )
 from triptych.inspection.checkpoint import NEAR, Inspection
 from triptych.inspection.layers import FOLD, InspectedLayer
-from triptych.inspection.measures import LOOKS, LOSSES, MEASURES
+from triptych.inspection.measures import LOOKS, LOSSES, MEASURES, Measure
 from triptych.reports import HeadLayer, HeadMeasure, HeadsReport, Table
 
 _PAIRS = {"qk": "W_Q and W_K", "qv": "W_Q and W_V", "kv": "W_K and W_V"}
@@ -328,7 +328,7 @@ def side_by_side(one: Inspection, other: Inspection) -> Table:
     if of[0] != of[1]:
         rows.append(("figures of W_QK are those of the", *of, "not to be compared"))
     for measure in MEASURES:
-        if of[0] != of[1] and measure.name.startswith("qk_") and measure.group == LOOKS:
+        if of[0] != of[1] and _is_by_qk(measure):
             continue
         found = [values_of(inspection, measure.name) for inspection in (one, other)]
         if all(found):
@@ -340,19 +340,31 @@ def side_by_side(one: Inspection, other: Inspection) -> Table:
 
 
 def shaded_map(inspection: Inspection, measure: str) -> list[str]:
-    """Layers × heads in shades, from the lowest to the highest finite value; a dot where there is none."""
-    found = [value.value for value in values_of(inspection, measure)]
-    if not found:
+    """Layers × heads in shades, from the lowest to the highest finite value; a dot where there is none.
+
+    Layers whose W_QK is measured another way have a scale of their own.
+    """
+    if not values_of(inspection, measure):
         return []
-    finite = [value for value in found if math.isfinite(value)] or [0.0]
-    low, high = min(finite), max(finite)
-    title = next(m.title for m in MEASURES if m.name == measure)
+    about = next(m for m in MEASURES if m.name == measure)
+    kinds = [layer.qk_of if _is_by_qk(about) else "" for layer in inspection.layers]
+    scales: dict[str, tuple[float, float]] = {}
+    for kind in dict.fromkeys(kinds):
+        of = [
+            layer.figures[measure] for layer, own in zip(inspection.layers, kinds, strict=True) if own == kind
+        ]
+        finite = [value for values in of for value in values if value is not None and math.isfinite(value)]
+        scales[kind] = min(finite, default=0.0), max(finite, default=0.0)
     width = max(len(layer.name) for layer in inspection.layers)
     chosen = {layer.heads for layer in inspection.layers if len(layer.heads) < layer.num_heads}
     which = f"; heads {', '.join(map(str, sorted({h for of in chosen for h in of})))}" if chosen else ""
-    lines = [f"{title}: {_SHADES[0]!r} {low:.3g} to {_SHADES[-1]!r} {high:.3g}{which}"]
-    for layer in inspection.layers:
-        cells = "".join(_shade(value, low, high) * 2 for value in layer.figures[measure])
+    said = "; ".join(
+        f"{_SHADES[0]!r} {low:.3g} to {_SHADES[-1]!r} {high:.3g}" + (f" ({kind})" if len(scales) > 1 else "")
+        for kind, (low, high) in scales.items()
+    )
+    lines = [f"{about.title}: {said}{which}"]
+    for layer, kind in zip(inspection.layers, kinds, strict=True):
+        cells = "".join(_shade(value, *scales[kind]) * 2 for value in layer.figures[measure])
         lines.append(f"{layer.name:>{width}} │{cells}│")
     return lines
 
@@ -383,7 +395,8 @@ def heads_page(inspections: Sequence[Inspection], command: str) -> HeadsReport:
         summary=tuple((i.name if len(names) > 1 else "", summary(i)) for i in inspections),
         facts=tuple(facts),
         measures=tuple(
-            HeadMeasure(m.name, m.title, m.meaning, m.group, of_basis=m.of_basis) for m in MEASURES
+            HeadMeasure(m.name, m.title, m.meaning, m.group, of_basis=m.of_basis, by_qk=_is_by_qk(m))
+            for m in MEASURES
         ),
         models=tuple((i.name, tuple(map(_layer, i.layers))) for i in inspections),
     )
@@ -403,7 +416,13 @@ def _layer(layer: InspectedLayer) -> HeadLayer:
         figures=layer.figures,
         spectra=layer.spectra,
         angles=layer.angles,
+        qk_of=layer.qk_of,
     )
+
+
+def _is_by_qk(measure: Measure) -> bool:
+    """Whether a figure of W_QK itself and one of its rotary planes are not to be compared."""
+    return measure.name.startswith("qk_") and measure.group == LOOKS
 
 
 def _shown(number: float, form: str) -> str:

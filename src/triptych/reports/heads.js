@@ -25,7 +25,7 @@ const shown = (value) => {
 const isSigned = (name) => /cosine|symmetry$|copying/.test(name);
 let measure = measures.has("qk_effective_rank") ? "qk_effective_rank" : report.measures[0].name;
 let chosen = report.models[0]?.layers[0]?.heads.length ? "0 0 0" : null;
-let range = { low: 0, high: 1 };
+let ranges = new Map();
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const parse = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
@@ -33,7 +33,9 @@ const mix = (from, to, share) => {
   const [a, b] = [parse(from), parse(to)];
   return `rgb(${a.map((value, i) => Math.round(value + (b[i] - value) * share)).join(",")})`;
 };
-const painter = () => {
+// Figures of one kind have one scale; W_QK of rotary planes is of another kind than W_QK itself.
+const kindOf = (layer) => (measures.get(measure).by_qk ? layer.qk_of : "");
+const painter = (range) => {
   const [low, high, below, none] = ["--low", "--high", "--below", "--none"].map(colour);
   const width = range.high - range.low || 1;
   const reach = Math.max(Math.abs(range.low), Math.abs(range.high)) || 1;
@@ -45,20 +47,42 @@ const painter = () => {
   };
 };
 
+function scale(kind, range) {
+  const { low, high, known, finite } = range;
+  const bar = make("canvas", { class: "bar", width: "192", height: "12" });
+  const pen = bar.getContext("2d");
+  const paint = painter(range);
+  for (let x = 0; x < bar.width; x++) {
+    pen.fillStyle = paint(low + ((high - low) * x) / (bar.width - 1));
+    pen.fillRect(x, 0, 1, bar.height);
+  }
+  const part = (name, text) => make("span", { class: name }, text);
+  return make("div", { class: "scale" },
+    ...(ranges.size > 1 ? [part("kind", `${kind}:`)] : []),
+    part("low", shown(finite.length ? low : null)), bar,
+    part("high", shown(finite.length ? high : null) + (finite.length < known.length ? ", and ∞" : "")),
+    part("middle", known.length ? `median ${shown(known[known.length >> 1])}` : "nothing to show"));
+}
+
 function drawMaps() {
-  const all = report.models.flatMap((model) => model.layers.flatMap((layer) => layer.figures[measure]));
-  const known = all.filter((value) => value !== null).sort((a, b) => a - b);
-  const finite = known.filter(Number.isFinite);
-  range = finite.length ? { low: finite[0], high: finite[finite.length - 1] } : { low: 0, high: 1 };
+  const layers = report.models.flatMap((model) => model.layers);
+  ranges = new Map();
+  for (const kind of new Set(layers.map(kindOf))) {
+    const all = layers.filter((layer) => kindOf(layer) === kind).flatMap((layer) => layer.figures[measure]);
+    const known = all.filter((value) => value !== null).sort((a, b) => a - b);
+    const finite = known.filter(Number.isFinite);
+    const [low, high] = finite.length ? [finite[0], finite[finite.length - 1]] : [0, 1];
+    ranges.set(kind, { low, high, known, finite });
+  }
   const about = measures.get(measure);
   byId("meaning").textContent = about.meaning + (about.of_basis ? " Depends on the basis." : "");
-  const paint = painter();
   const maps = report.models.map((model, m) => {
     const most = Math.max(...model.layers.map((layer) => layer.num_heads));
     const cell = most > 48 ? 12 : most > 24 ? 18 : 26;
     const heading = make("tr", {}, make("th"), ...Array.from({ length: most }, (_, head) =>
       make("th", { scope: "col" }, most > 24 && head % 8 ? "" : String(head))));
     const rows = model.layers.map((layer, l) => {
+      const paint = painter(ranges.get(kindOf(layer)));
       const cells = Array.from({ length: most }, () => make("td"));
       layer.heads.forEach((head, h) => {
         const value = layer.figures[measure][h];
@@ -75,15 +99,7 @@ function drawMaps() {
     return make("div", { class: "map" }, ...(report.models.length > 1 ? [make("h3", {}, model.name)] : []), grid);
   });
   byId("maps").replaceChildren(...maps);
-  byId("low").textContent = shown(finite.length ? range.low : null);
-  byId("high").textContent = shown(finite.length ? range.high : null) + (finite.length < known.length ? ", and ∞" : "");
-  byId("middle").textContent = known.length ? `median ${shown(known[known.length >> 1])}` : "nothing to show";
-  const bar = byId("bar");
-  const pen = bar.getContext("2d");
-  for (let x = 0; x < bar.width; x++) {
-    pen.fillStyle = paint(range.low + ((range.high - range.low) * x) / (bar.width - 1));
-    pen.fillRect(x, 0, 1, bar.height);
-  }
+  byId("scales").replaceChildren(...[...ranges].map(([kind, range]) => scale(kind, range)));
   mark();
 }
 

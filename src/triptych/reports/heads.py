@@ -25,6 +25,7 @@ class HeadMeasure:
     meaning: str
     group: str
     of_basis: bool = False
+    by_qk: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class HeadLayer:
         figures: by measure, a number of each, None where there is none; one may be infinite.
         spectra: by name, for each head singular values, descending; shown relative to the first.
         angles: by name, for each head angles in degrees, ascending.
+        qk_of: what figures of W_QK are of; measures with `by_qk` have a scale for each.
     """
 
     name: str
@@ -48,6 +50,7 @@ class HeadLayer:
     figures: Mapping[str, Sequence[float | None]]
     spectra: Mapping[str, Sequence[Sequence[float]]]
     angles: Mapping[str, Sequence[Sequence[float]]]
+    qk_of: str = "form"
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,7 @@ def render_heads_report(report: HeadsReport) -> str:
 <p><select id="measure"></select></p>
 <p class="note" id="meaning" aria-live="polite"></p>
 <div class="maps" id="maps"></div>
-<div class="scale">
-<span id="low"></span><canvas id="bar" width="192" height="12"></canvas>
-<span id="high"></span><span id="middle"></span>
-</div>
+<div id="scales"></div>
 <h2>One head</h2>
 <p class="note">Click a head, or go to it with the arrow keys and press Enter.</p>
 <div class="detail" id="detail" aria-live="polite" hidden></div>
@@ -129,7 +129,7 @@ def _record(report: HeadsReport) -> dict[str, Any]:
         groups.setdefault(measure.group, []).append(measure.name)
     return {
         "measures": [
-            {"name": m.name, "title": m.title, "meaning": m.meaning, "of_basis": m.of_basis}
+            {"name": m.name, "title": m.title, "meaning": m.meaning, "of_basis": m.of_basis, "by_qk": m.by_qk}
             for m in report.measures
         ],
         "groups": list(groups.items()),
@@ -142,6 +142,7 @@ def _layer(layer: HeadLayer) -> dict[str, Any]:
     return {
         "name": layer.name,
         "about": layer.about,
+        "qk_of": layer.qk_of,
         "num_heads": layer.num_heads,
         "heads": layer.heads,
         "figures": {name: [*map(_plain, values)] for name, values in layer.figures.items()},

@@ -313,7 +313,8 @@ class Certificate(_Record):
 
 def _hash_of(record: dict[str, Any]) -> str:
     plain = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(plain.encode()).hexdigest()
+    # JSON can spell half of a surrogate pair, which is no UTF-8 and no hash of ours.
+    return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def read_certificate(path: Path) -> Certificate:
