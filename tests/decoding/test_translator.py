@@ -86,6 +86,25 @@ def test_no_lines_give_no_translations(translator: Translator) -> None:
     assert translator.translate([]) == []
 
 
+@pytest.mark.parametrize(
+    ("tokens", "most", "expected"),
+    [
+        # Beside the longest, with its end, there is room for 12 tokens: two of 6, three of 4, four of 3.
+        (12, 9, [[2, 3], [0, 4, 5], [6, 1]]),
+        (12, 2, [[2, 3], [0, 4], [5, 6], [1]]),
+        (11, 9, [[2], [3], [0, 4], [5, 6, 1]]),
+        (1, 9, [[2], [3], [0], [4], [5], [6], [1]]),
+    ],
+)
+def test_batches_hold_as_many_tokens_as_they_may(
+    translator: Translator, tokens: int, most: int, expected: list[list[int]]
+) -> None:
+    one = Translator(
+        translator.model, translator.tokenizers, translator.options, tokens, batch_sentences=most
+    )
+    assert list(one._batches([[7] * length for length in (3, 1, 5, 5, 2, 2, 2)])) == expected
+
+
 @pytest.mark.parametrize("batch_tokens", [1, 20, 2048])
 def test_translations_come_in_the_order_of_the_lines(translator: Translator, batch_tokens: int) -> None:
     lines = [GERMAN[3], LONG, GERMAN[1], "", GERMAN[0], GERMAN[2], GERMAN[1]]

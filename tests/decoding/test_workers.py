@@ -69,6 +69,7 @@ def test_changed_weights_reach_the_workers(translator: Translator) -> None:
 def test_a_worker_that_is_killed_is_made_up_for(translator: Translator) -> None:
     translator.start_workers()
     assert translator._pool is not None
+    assert [worker.ready for worker in translator._pool._workers] == [True]  # besides this process
     stream = translator.translate_stream(groups())
     first = next(stream)
     for worker in translator._pool._workers:
