@@ -31,7 +31,7 @@ def chance_of_as_much(
 ) -> Float[Tensor, " heads"]:
     """Upper tail of tr(P Q) at `shared`, for random subspaces of `p` and `q` dimensions out of `d`.
 
-    Off by at most an eighth where it is above 10⁻⁵, and of the right order below; exact if one of the
+    Off by at most an eighth where it is above 10⁻⁴, and of the right order below; exact if one of the
     subspaces, or of their complements, is a line.
     """
     found = torch.ones_like(shared)
