@@ -115,12 +115,12 @@ def test_the_tests_that_execute_a_line_are_chosen(tmp_path: Path) -> None:
     lines = recorded(tmp_path / "cache", tmp_path).of_file("box.py")
     half, fill = (Recorded(f"test_box.py::test_{name}", s) for name, s in (("half", 0.5), ("fill", 0.1)))
     assert lines == {16: [half], 20: [half, fill], 21: [fill], 25: [fill]}
-    assert chosen_for(change_at(20, "<="), lines, (18, 25), 9.0) == [fill.name, half.name]
-    assert chosen_for(change_at(20, "<="), lines, (18, 25), 0.3) == [fill.name]
+    assert chosen_for(change_at(20, "<="), lines, (18, 25), 9.0) == [fill, half]
+    assert chosen_for(change_at(20, "<="), lines, (18, 25), 0.3) == [fill]
     # No test is known to execute line 22: those of its statement, of its function, of its file are taken.
-    assert chosen_for(change_at(22, "(whole)"), lines, (18, 25), 9.0) == [fill.name]
-    assert chosen_for(change_at(23, "pass"), lines, (18, 25), 9.0) == [fill.name, half.name]
-    assert chosen_for(change_at(3, "4"), lines, (1, 25), 9.0) == [fill.name, half.name]
+    assert chosen_for(change_at(22, "(whole)"), lines, (18, 25), 9.0) == [fill]
+    assert chosen_for(change_at(23, "pass"), lines, (18, 25), 9.0) == [fill, half]
+    assert chosen_for(change_at(3, "4"), lines, (1, 25), 9.0) == [fill, half]
     assert chosen_for(change_at(3, "4"), {}, (1, 25), 9.0) == []
 
 

@@ -97,7 +97,7 @@ class Recordings:
 
 def chosen_for(
     change: Change, lines: dict[int, list[Recorded]], within: tuple[int, int], most_seconds: float
-) -> list[str]:
+) -> list[Recorded]:
     """The tests that may notice a change, those of the quickest files first.
 
     They are those that execute its line; if none is known to (an import does, or the line is new), those of
@@ -125,4 +125,4 @@ def chosen_for(
     for test in kept:
         files[test.name.partition("::")[0]].append(test)
     ordered = sorted(files.values(), key=lambda tests: sum(test.seconds for test in tests))
-    return [test.name for tests in ordered for test in tests]
+    return [test for tests in ordered for test in tests]
