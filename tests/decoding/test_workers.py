@@ -55,6 +55,37 @@ def test_two_workers_translate_as_one_does_and_in_order(translator: Translator) 
     assert [one.text for one in together] == [one.text for one in expected]
 
 
+def test_the_workers_are_given_batches(translator: Translator, monkeypatch: pytest.MonkeyPatch) -> None:
+    translator.start_workers()
+    pool, here = translator._ready_pool(), list[Sentences]()
+    own = pool._make_searcher(*pool._arguments)
+
+    def noted(sentences: Sentences) -> Found:
+        here.append(sentences)
+        return own(sentences)
+
+    monkeypatch.setattr(pool, "_own", noted)
+    list(translator.translate_stream([LINES]))
+    everywhere = len(
+        list(translator._batches([translator.tokenizers.source.encode([line])[0] for line in LINES]))
+    )
+    # Two at once before this process takes one, and more as they come back.
+    assert 1 <= len(here) <= everywhere - 2
+
+
+def test_workers_are_started_when_there_is_enough_to_do(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(WorkerPool, "start", lambda _, count: started.append(count))
+    three = Translator(translator.model, translator.tokenizers, translator.options, workers=3)
+    assert len(list(three.translate_stream([LINES[:3]]))) == 3
+    assert started == []
+    assert len(list(three.translate_stream([LINES]))) == len(LINES)
+    assert set(started) == {2}
+    three.close()
+
+
 def test_changed_weights_reach_the_workers(translator: Translator) -> None:
     translator.start_workers()
     before = [one.text for one in translator.translate(LINES)]
