@@ -155,6 +155,20 @@ def test_what_a_step_needs_of_a_large_layer_comes_in_parts() -> None:
     assert [layer.first_head for layer in layers] == [0, 1, 3]
 
 
+@pytest.mark.parametrize("groups", [8, 2])
+def test_heads_are_sorted_by_size_within_their_groups_and_groups_by_theirs(groups: int) -> None:
+    read = layer_of(groups)
+    done = rewrite_layer(read, (SortHeads(),), skip_refused=False, most_numbers=ALL)
+    sizes = done.weights.to(torch.float64).ov.frobenius_norm().view(groups, HEADS // groups)
+    assert bool((sizes.diff(dim=1) <= 0).all())
+    assert bool((sizes.norm(dim=1).diff() <= 0).all())
+    assert sorted(sizes.flatten().tolist()) == pytest.approx(
+        sorted(read.weights.ov.frobenius_norm().tolist())
+    )
+    assert done.kept is not None
+    assert sorted(done.kept) == list(range(HEADS))
+
+
 def test_heads_that_are_gone_leave_what_their_value_bias_adds() -> None:
     read = layer_of(8)
     (done,) = (
