@@ -211,7 +211,9 @@ def test_a_picture_is_measured_on_as_many_probes_as_it_has_tokens(name: str, tmp
     recipe = RewriteRecipe.model_construct(step=EXACT, skip_refused=True, calibration=None)
     found = rewrite_checkpoint(str(tmp_path / "source"), tmp_path / "out", recipe, compare=False)
     assert all(layer.measured is not None and layer.measured.relative < 1e-5 for layer in found.layers)
-    assert all(check.held for check in verify_certificate(tmp_path / "out", tmp_path / "source"))
+    checks = verify_certificate(tmp_path / "out", tmp_path / "source")
+    assert not [check for check in checks if check.held is False]
+    assert any(check.held for check in checks if check.claim == "errors measured on the probes")
 
 
 @pytest.mark.parametrize("energy", [None, 0.8])

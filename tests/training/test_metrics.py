@@ -1,3 +1,4 @@
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def test_tensorboard_forgets_with_the_run(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         before.add({"step": step, "loss": 2.0})
     before.close()
+    time.sleep(1.1)  # TensorBoard sorts files by the second in their names
     resumed = MetricsLog(tmp_path)
     resumed.forget_after(2, validated=True)
     resumed.add({"step": 3, "loss": 1.0})

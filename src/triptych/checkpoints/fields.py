@@ -33,7 +33,8 @@ _HARMLESS_ENDS = re.compile(
     r"(_token_id|_token_ids|_token_index|dropout|dropout_prob|dropout_rate|_pdrop|_drop_path_rate)$"
     r"|^(initializer|classifier|summary|router|forced)_"
 )
-_AS_USUAL: dict[str, Collection[Any]] = {
+# Values that ask for what is done anyway. The first is what a model does that does not have the field.
+_AS_USUAL: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("absolute", "rotary"),
     "scale_attn_weights": (True,),
     "pruned_heads": ({},),
@@ -77,7 +78,11 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
                 f"{settings.where}: {ignored.field} is {shown(said)}, which transformers does not follow; "
                 f"read as it runs, {as_if}"
             )
-    strange = [path for path in overlooked(settings.record, fields_read(family)) if of_attention(path)]
+    strange = [
+        path
+        for path in overlooked(settings.record, fields_read(family))
+        if of_attention(path) and settings.value(path) != _AS_USUAL.get(path, (None,))[0]
+    ]
     if strange and family.model_types:
         are = "is no field" if len(strange) == 1 else "are no fields"
         yield (
