@@ -642,6 +642,10 @@ TINY: dict[str, Tiny] = {
 
 # They read and write what another tiny model of the same family does, with a difference in reading.
 _VARIANTS = {
+    "exaone4, all turned",
+    "mistral3, ministral",
+    "llama4, stretched",
+    "olmo, clipped",
     "modernbert, biases",
     "deberta, learned",
     "roformer with cross-attention",
