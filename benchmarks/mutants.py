@@ -37,7 +37,7 @@ TESTS = (
         f"tests/{room}"
         for room in ("algebra", "attention", "decoding", "rewriting", "inspection", "training")
     ),
-    *("tests/models", "tests/checkpoints", "tests/costing", "tests/converting"),
+    *("tests/models", "tests/checkpoints", "tests/storage", "tests/costing", "tests/converting"),
     *(f"tests/cli/test_{name}.py" for name in ("rewrite", "verify", "inspect", "translate")),
     *("tests/test_known_answers.py", "tests/test_questions.py"),
 )

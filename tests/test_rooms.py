@@ -19,11 +19,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": {"algebra"},  # a layer hands out its forms
     "models": {"attention", "algebra"},  # algebra: the weights of its layers
     "algebra": set(),
-    "checkpoints": {"algebra", "attention", "models", "text"},  # others' files become our models
+    "storage": set(),  # the files of a checkpoint
+    "checkpoints": {"algebra", "attention", "models", "storage", "text"},  # others' files become our models
     "text": set(),
     "training": {"models", "text"},
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
-    "rewriting": {"algebra", "attention", "checkpoints", "models", "runs"},
+    "rewriting": {"algebra", "attention", "checkpoints", "models", "runs", "storage"},
     "converting": {"algebra", "attention", "checkpoints", "models", "rewriting", "runs", "text"},
     "inspection": {"algebra", "checkpoints", "reports"},
     "costing": {"algebra", "attention", "reports"},

@@ -19,13 +19,13 @@ from pydantic import ValidationError
 
 from triptych.checkpoints import model_type, read_marian
 from triptych.checkpoints.own import is_own
-from triptych.checkpoints.tensors import read_json
 from triptych.decoding import Precision, SearchOptions, Stop, Translator, score_bleu
 from triptych.errors import DataError, UsageError
 from triptych.files import write_folder, write_text
 from triptych.models import EncoderDecoder, read_model, write_model
 from triptych.models.storage import write_config
 from triptych.rewriting.certificate import CERTIFICATE
+from triptych.storage.tensors import read_json
 from triptych.text import (
     EncodedCorpus,
     ParallelCorpus,

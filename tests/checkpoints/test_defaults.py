@@ -16,9 +16,9 @@ from triptych.checkpoints import checkpoint as opening
 from triptych.checkpoints import reading
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.family import Family, family_of
-from triptych.checkpoints.settings import Settings
-from triptych.checkpoints.tensors import Tensors, open_tensors
 from triptych.errors import DataError
+from triptych.storage.settings import Settings
+from triptych.storage.tensors import Tensors, open_tensors
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

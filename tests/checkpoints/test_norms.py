@@ -18,8 +18,6 @@ from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import family_of, read_family
 from triptych.checkpoints.norms import norm_sites
-from triptych.checkpoints.settings import Settings
-from triptych.checkpoints.tensors import open_tensors
 from triptych.rewriting import norms
 from triptych.rewriting.certificate import Certificate, NormRecord, card
 from triptych.rewriting.checkpoint import rewrite_checkpoint
@@ -27,6 +25,8 @@ from triptych.rewriting.measuring import blocks
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.steps import FoldNorm, FoldOtherNorms, Step
 from triptych.rewriting.verification import verify_certificate
+from triptych.storage.settings import Settings
+from triptych.storage.tensors import open_tensors
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.family import family_of
-from triptych.checkpoints.settings import Settings
-from triptych.checkpoints.tensors import TensorFile, TensorInfo, Tensors
+from triptych.storage.settings import Settings
+from triptych.storage.tensors import TensorFile, TensorInfo, Tensors
 
 _YARN = {
     "type": "yarn",

@@ -30,10 +30,10 @@ from triptych.algebra.rewrites import (
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.checkpoints import writing
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.copying import FolderCopy
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.checkpoints.resizing import resizing, sizes_of
 from triptych.checkpoints.writing import WrittenLayer, write_layer
+from triptych.storage.copying import FolderCopy
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

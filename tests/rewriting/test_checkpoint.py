@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from small_checkpoints import gpt2, llama
 from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.shards import tensor_hash
 from triptych.checkpoints.writing import write_layer
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.rewriting.certificate import CERTIFICATE, MODEL_CARD, Certificate, card, read_certificate
@@ -38,6 +37,7 @@ from triptych.rewriting.steps import (
 )
 from triptych.rewriting.truncation import Truncate
 from triptych.rewriting.verification import verify_certificate
+from triptych.storage.shards import tensor_hash
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 

@@ -15,7 +15,6 @@ from rewriting.test_rounding import tiny
 from small_checkpoints import gpt2_that_runs
 from triptych import EncoderDecoder, ModelConfig
 from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.checkpoints.shards import tensor_hash
 from triptych.errors import UsageError
 from triptych.files import file_hash
 from triptych.models import write_model
@@ -34,6 +33,7 @@ from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.steps import DropKeyBias, FoldNorm, GaugeFix, PruneHeads, SortHeads
 from triptych.rewriting.truncation import Truncate
 from triptych.rewriting.verification import Check, verify_certificate
+from triptych.storage.shards import tensor_hash
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from triptych.checkpoints.family import AttentionSpec, Family, family_of
 from triptych.checkpoints.fields import not_followed, require_known_kinds, sees_both_ways
-from triptych.checkpoints.hub import download_model, is_hub_id, open_hub
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel, is_own
-from triptych.checkpoints.quantised import dequantised
 from triptych.checkpoints.reading import LayerReader, Place
-from triptych.checkpoints.settings import Settings
-from triptych.checkpoints.tensors import SAFETENSORS, Tensors, open_tensors, read_json
 from triptych.checkpoints.unknown import work_out_family
 from triptych.errors import ConfigurationWarning, DataError, UsageError
+from triptych.storage.hub import download_model, is_hub_id, open_hub
+from triptych.storage.quantised import dequantised
+from triptych.storage.settings import Settings
+from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors, read_json
 
 # A tensor with such a name, and in no layer that is known, may be attention that nobody told us of.
 _LOOKS_LIKE_ATTENTION = re.compile(

@@ -14,9 +14,9 @@ from importlib.resources import files
 from typing import Any
 
 from triptych.checkpoints.family import AttentionSpec, Family
-from triptych.checkpoints.settings import Settings, paths_in
-from triptych.checkpoints.tensors import shown
 from triptych.errors import DataError
+from triptych.storage.settings import Settings, paths_in
+from triptych.storage.tensors import shown
 
 _NAMES: dict[str, frozenset[str]] = {
     name: frozenset(names)

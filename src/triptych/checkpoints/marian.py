@@ -36,7 +36,6 @@ from triptych.checkpoints.marian_settings import (
     validated,
 )
 from triptych.checkpoints.marian_tokenizers import read_tokenizers
-from triptych.checkpoints.tensors import Tensors, open_tensors, read_json
 from triptych.errors import DataError
 from triptych.models import (
     AttentionConfig,
@@ -47,6 +46,7 @@ from triptych.models import (
     PositionsConfig,
 )
 from triptych.models.storage import load_tensors
+from triptych.storage.tensors import Tensors, open_tensors, read_json
 from triptych.text import TokenizerPair
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 from triptych.checkpoints.marian_settings import MarianSettings, read_tokenizer_settings
 from triptych.checkpoints.marian_tokenizer_writing import TARGET_FOLDER
 from triptych.checkpoints.sentencepiece import read_sentencepiece
-from triptych.checkpoints.tensors import read_json
 from triptych.errors import DataError
+from triptych.storage.tensors import read_json
 from triptych.text import SentencePieceRecord, SentencePieceTokenizer, Tokenizer, TokenizerPair
 
 

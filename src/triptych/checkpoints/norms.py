@@ -16,7 +16,7 @@ from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.family import NormSpec, OtherNormSpec
 from triptych.checkpoints.layer import Site
 from triptych.checkpoints.reading import Place, norm_tensors
-from triptych.checkpoints.tensors import Tensors
+from triptych.storage.tensors import Tensors
 
 
 @final

@@ -34,9 +34,9 @@ from triptych.checkpoints.fields import is_turned_round
 from triptych.checkpoints.fused import parted
 from triptych.checkpoints.layer import AttentionLayer, InputNorms, Site
 from triptych.checkpoints.rope import frequencies, rope_type, yarn_magnitude
-from triptych.checkpoints.settings import Settings
-from triptych.checkpoints.tensors import Tensors
 from triptych.errors import DataError
+from triptych.storage.settings import Settings
+from triptych.storage.tensors import Tensors
 
 
 @final

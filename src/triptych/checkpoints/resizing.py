@@ -12,9 +12,9 @@ from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import Site
 from triptych.checkpoints.reading import Place
-from triptych.checkpoints.settings import Settings
-from triptych.checkpoints.tensors import Tensors
 from triptych.errors import DataError
+from triptych.storage.settings import Settings
+from triptych.storage.tensors import Tensors
 
 
 @final

@@ -14,9 +14,9 @@ from typing import Literal, Never, final
 from triptych.checkpoints.family import AttentionSpec, Choice, Family, PositionSpec
 from triptych.checkpoints.fields import listed, not_understood
 from triptych.checkpoints.rope import frequencies
-from triptych.checkpoints.settings import Settings
-from triptych.checkpoints.tensors import Tensors, shown
 from triptych.errors import DataError
+from triptych.storage.settings import Settings
+from triptych.storage.tensors import Tensors, shown
 
 # What a map may be called, below the module of its attention.
 _NAMES: dict[str, tuple[str, ...]] = {

@@ -21,8 +21,8 @@ from pydantic import (
 
 from triptych.algebra.cost import WritingCost
 from triptych.algebra.rewrites import RewriteRecord
-from triptych.checkpoints.tensors import read_json
 from triptych.errors import DataError
+from triptych.storage.tensors import read_json
 
 CERTIFICATE, MODEL_CARD = "certificate.json", "README.md"
 FORMAT = 1

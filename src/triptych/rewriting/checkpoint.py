@@ -15,13 +15,9 @@ from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.copying import CONFIG, FolderCopy, require_own, require_place
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel
-from triptych.checkpoints.settings import Settings
-from triptych.checkpoints.shards import tensor_hash
-from triptych.checkpoints.tensors import SAFETENSORS, Tensors, open_tensors, read_json
 from triptych.errors import DataError
 from triptych.files import file_hash, write_bytes, write_folder
 from triptych.models.storage import write_model
@@ -55,6 +51,10 @@ from triptych.rewriting.planning import (
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import coarsest_changed
 from triptych.rewriting.running import RunnableModel, Window, read_whole_text
+from triptych.storage.copying import CONFIG, FolderCopy, require_own, require_place
+from triptych.storage.settings import Settings
+from triptych.storage.shards import tensor_hash
+from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors, read_json
 
 Progress = Callable[[str, int, int], None]
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from triptych.algebra.weights import Norm
 from triptych.checkpoints.layer import AttentionSource
-from triptych.checkpoints.tensors import LocalBytes, Safetensors
 from triptych.errors import DataError, UsageError
 from triptych.files import write_bytes
 from triptych.rewriting.running import RunnableModel, Seen, Window
+from triptych.storage.tensors import LocalBytes, Safetensors
 
 # No ending that programs look for tensors of a model by.
 INPUTS = "certificate.inputs"

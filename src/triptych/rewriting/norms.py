@@ -18,11 +18,11 @@ from triptych.algebra.weights import Norm
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.checkpoints.norms import NormReader, NormSite, norm_sites
-from triptych.checkpoints.tensors import Tensors
 from triptych.rewriting.certificate import NormRecord, StepRecord
 from triptych.rewriting.measuring import MapErrors, blocks, measure_map, total_errors
 from triptych.rewriting.memory import give_back_memory
 from triptych.rewriting.steps import FoldNorm, FoldOtherNorms, Step
+from triptych.storage.tensors import Tensors
 
 _NAME = "fold_other_norms"
 IsFolded = Callable[[Site], bool]

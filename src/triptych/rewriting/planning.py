@@ -15,7 +15,6 @@ from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import Family
-from triptych.checkpoints.hub import download_checkpoint, is_hub_id
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.resizing import Sizes, path_of_record, resizing, sizes_of
 from triptych.checkpoints.writing import WrittenLayer, write_layer
@@ -32,6 +31,7 @@ from triptych.rewriting.norms import OtherNorms
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import read_whole_text
 from triptych.rewriting.steps import Layer, Step
+from triptych.storage.hub import download_checkpoint, is_hub_id
 
 _OURS_SHRINKS = (
     "our own format has widths of every layer's own, and would shrink: triptych convert MODEL --from hf "

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource
-from triptych.checkpoints.tensors import Tensors
 from triptych.rewriting.certificate import TensorRecord
 from triptych.rewriting.running import Compared, RunnableModel, Window, largest_difference
+from triptych.storage.tensors import Tensors
 
 # An exact rewrite may move outputs so many times as far as the largest of some random roundings does. Correct
 # ones move them at most 1.2 times as far, over all families (docs/log.md).

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.checkpoints.own import is_own
-from triptych.checkpoints.tensors import read_json
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, attention_sites
 from triptych.runs import Run
+from triptych.storage.tensors import read_json
 
 WINDOW_TOKENS = 128
 _RANDOM_WINDOWS = 4

@@ -7,7 +7,6 @@ from pathlib import Path
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionSource
-from triptych.checkpoints.tensors import open_tensors, shown
 from triptych.errors import DataError, UsageError
 from triptych.files import file_hash
 from triptych.rewriting.certificate import Certificate, Probes, read_certificate
@@ -19,6 +18,7 @@ from triptych.rewriting.verification.files import files_as_written, hashes, noth
 from triptych.rewriting.verification.layers import Pair, inputs_of_text, layers_again, layers_on_text
 from triptych.rewriting.verification.models import models_again, not_compared, on_random_tokens
 from triptych.rewriting.verification.recipe import recipe_again
+from triptych.storage.tensors import open_tensors, shown
 
 __all__ = ["Check", "verify_certificate"]
 

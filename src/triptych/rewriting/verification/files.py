@@ -8,12 +8,19 @@ from tempfile import TemporaryDirectory
 import torch
 
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.copying import CONFIG, names_beside, set_entry
 from triptych.checkpoints.layer import AttentionSource
 from triptych.checkpoints.norms import norm_sites
 from triptych.checkpoints.own import OwnModel
-from triptych.checkpoints.shards import tensor_hash
-from triptych.checkpoints.tensors import (
+from triptych.errors import TriptychError
+from triptych.files import file_hash
+from triptych.models.storage import model_tensors, write_config
+from triptych.rewriting.certificate import CERTIFICATE, MODEL_CARD, Certificate, LayerRecord, card
+from triptych.rewriting.inputs import INPUTS
+from triptych.rewriting.models import with_rewritten
+from triptych.rewriting.verification.check import Check, listed
+from triptych.storage.copying import CONFIG, names_beside, set_entry
+from triptych.storage.shards import tensor_hash
+from triptych.storage.tensors import (
     PICKLED_INDEX,
     SAFETENSORS,
     SAFETENSORS_INDEX,
@@ -23,13 +30,6 @@ from triptych.checkpoints.tensors import (
     shown,
     stays_in_folder,
 )
-from triptych.errors import TriptychError
-from triptych.files import file_hash
-from triptych.models.storage import model_tensors, write_config
-from triptych.rewriting.certificate import CERTIFICATE, MODEL_CARD, Certificate, LayerRecord, card
-from triptych.rewriting.inputs import INPUTS
-from triptych.rewriting.models import with_rewritten
-from triptych.rewriting.verification.check import Check, listed
 
 _NOTHING_ELSE = "nothing else is other than it was"
 

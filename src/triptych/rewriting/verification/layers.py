@@ -8,7 +8,6 @@ import torch
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource
 from triptych.checkpoints.norms import norm_sites
-from triptych.checkpoints.tensors import open_tensors
 from triptych.errors import TriptychError
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import Certificate, LayerRecord, Measured, NormRecord, StepRecord
@@ -27,6 +26,7 @@ from triptych.rewriting.measuring import (
 from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER, coarsest_changed
 from triptych.rewriting.running import Seen, open_model
 from triptych.rewriting.verification.check import Check, listed, near
+from triptych.storage.tensors import open_tensors
 
 # Measured again on another machine, float64 sums come out in another order, and products of the checkpoint's
 # own dtype by another kernel.

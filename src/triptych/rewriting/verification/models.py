@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from triptych.checkpoints.layer import AttentionSource
-from triptych.checkpoints.tensors import open_tensors, shown
 from triptych.errors import TriptychError
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import RANDOM_TOKENS, Certificate, EndToEnd
@@ -12,6 +11,7 @@ from triptych.rewriting.comparing import why_no_rounding
 from triptych.rewriting.rounding import coarsest_changed
 from triptych.rewriting.running import Compared, can_run, compared, first_line, open_model
 from triptych.rewriting.verification.check import Check, listed, near
+from triptych.storage.tensors import open_tensors, shown
 
 # Whole models run in float32. A loss and a divergence are means over tokens, in which the rounding of another
 # machine's kernels cancels; the largest difference of a logit is one number and does not. Where nothing but

@@ -13,9 +13,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from triptych.checkpoints.settings import Settings
-from triptych.checkpoints.tensors import TensorFile, TensorInfo, Tensors, shown
 from triptych.errors import DataError
+from triptych.storage.settings import Settings
+from triptych.storage.tensors import TensorFile, TensorInfo, Tensors, shown
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # In which nibbles of 32 bits AWQ keeps eight columns.

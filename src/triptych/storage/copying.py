@@ -15,7 +15,9 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, final
 
-from triptych.checkpoints.shards import (
+from triptych.errors import DataError, UsageError
+from triptych.files import NewFolder
+from triptych.storage.shards import (
     PickledShard,
     Progress,
     Replacement,
@@ -23,7 +25,7 @@ from triptych.checkpoints.shards import (
     ShardCopier,
     TensorHash,
 )
-from triptych.checkpoints.tensors import (
+from triptych.storage.tensors import (
     PICKLED,
     PICKLED_INDEX,
     SAFETENSORS,
@@ -32,8 +34,6 @@ from triptych.checkpoints.tensors import (
     open_tensors,
     read_json,
 )
-from triptych.errors import DataError, UsageError
-from triptych.files import NewFolder
 
 CONFIG = "config.json"
 # The same weights in other formats, and what belongs to those: they would say something else than the copy.

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from triptych.checkpoints.tensors import DTYPES, LocalBytes, Pickled, Safetensors
 from triptych.errors import DataError
+from triptych.storage.tensors import DTYPES, LocalBytes, Pickled, Safetensors
 
 Replacement = Callable[[str], Tensor | None]
 Progress = Callable[[int], None]

@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from triptych.checkpoints import quantised
-from triptych.checkpoints.quantised import dequantised
-from triptych.checkpoints.settings import Settings
-from triptych.checkpoints.tensors import open_tensors
 from triptych.errors import DataError
+from triptych.storage import quantised
+from triptych.storage.quantised import dequantised
+from triptych.storage.settings import Settings
+from triptych.storage.tensors import open_tensors
 
 D_OUT, D_IN, GROUP = 16, 64, 32
 

@@ -19,10 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from triptych.checkpoints import shards
-from triptych.checkpoints.copying import CopiedCheckpoint, FolderCopy
-from triptych.checkpoints.shards import TensorHash, tensor_hash
 from triptych.errors import DataError, TriptychError, UsageError
+from triptych.storage import shards
+from triptych.storage.copying import CopiedCheckpoint, FolderCopy
+from triptych.storage.shards import TensorHash, tensor_hash
 
 TENSORS = {
     "layers.0.q.weight": torch.randn(6, 4),
@@ -417,7 +417,7 @@ def test_two_copies_to_one_place_do_not_disturb_each_other(tmp_path: Path) -> No
 SLOW_COPIES = """
 import os, sys, time
 from pathlib import Path
-from triptych.checkpoints.copying import FolderCopy
+from triptych.storage.copying import FolderCopy
 
 def slowly(name):
     time.sleep(0.02)

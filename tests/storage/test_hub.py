@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from hub_server import Hub, served, settled
-from triptych.checkpoints.hub import HubBytes, is_hub_id, open_hub
 from triptych.errors import DataError
+from triptych.storage.hub import HubBytes, is_hub_id, open_hub
 
 LARGE = torch.randn(400, 1000)
 SMALL = torch.randn(3, 4)

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from triptych.checkpoints.tensors import LocalBytes, open_tensors, read_json
 from triptych.errors import DataError
+from triptych.storage.tensors import LocalBytes, open_tensors, read_json
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),

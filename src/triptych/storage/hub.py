@@ -23,7 +23,8 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     http_stream_backoff,
 )
 
-from triptych.checkpoints.tensors import (
+from triptych.errors import DataError
+from triptych.storage.tensors import (
     SAFETENSORS,
     SAFETENSORS_INDEX,
     Bytes,
@@ -33,7 +34,6 @@ from triptych.checkpoints.tensors import (
     of_one,
     read_json,
 )
-from triptych.errors import DataError
 
 # `owner/name`, or `name` alone for some of the first; `@revision` may follow. A tensor file is none.
 _ID = re.compile(
