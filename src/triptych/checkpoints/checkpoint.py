@@ -8,13 +8,13 @@ import copy
 import fnmatch
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import final
 
 from torch import Tensor
 
-from triptych.checkpoints.family import AttentionSpec, Family, family_of
+from triptych.checkpoints.family import AttentionSpec, Family, family_of, half_of
 from triptych.checkpoints.fields import not_followed, require_known_kinds, sees_both_ways
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel, is_own
@@ -24,7 +24,7 @@ from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.storage.hub import download_model, is_hub_id, open_hub
 from triptych.storage.quantised import dequantised
 from triptych.storage.settings import Settings
-from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors, read_json
+from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors, read_json, shown
 
 # A tensor with such a name, and in no layer that is known, may be attention that nobody told us of.
 _LOOKS_LIKE_ATTENTION = re.compile(
@@ -35,6 +35,7 @@ _BORROWS = "a layer whose keys and values are those of an earlier one, made of w
 _LONGEST_SAID = 1 << 40
 _MOST_LAYERS = 10_000  # that a configuration may say before the tensors are asked
 _GUESSED = "names and shapes"
+_HALVES = ("encoder", "decoder")
 _LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"
 
 
@@ -316,7 +317,37 @@ def _opened(path: Path | str, family: Family | None) -> AttentionSource:
         family, how_known = family_of(str(model_type)), f"model_type {model_type!r}"
     if family is None:
         family, how_known = work_out_family(settings, tensors, str(path)), _GUESSED
+    family = _with_half_alone(family, settings, tensors, str(path))
     return Checkpoint(str(path), family, settings, tensors, how_known)
+
+
+def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name: str) -> Family:
+    """The family as this file has it, where it may hold the encoder or the decoder of a model alone.
+
+    Raises:
+        DataError: the tensors are those of one half, and `architectures` names the other.
+    """
+
+    def are_there(layers: Iterable[str]) -> set[str]:
+        modules = {layer: layer.format(layer=0, inner=0) for layer in layers}
+        return {layer for layer, module in modules.items() if tensors.below(module)}
+
+    whole = [spec.at for spec in family.attention]
+    halves = {
+        half: {at.removeprefix(f"{half}.") for at in whole if at.startswith(f"{half}.")} for half in _HALVES
+    }
+    there = are_there(halves["encoder"] | halves["decoder"])
+    fitting = [half for half, layers in halves.items() if layers and layers == there]
+    if len(fitting) != 1 or there & {*whole}:
+        return family
+    classes = settings.value("architectures")
+    named = str(classes[0]) if isinstance(classes, list) and classes else ""
+    if any(named.endswith(half.capitalize()) for half in _HALVES if half not in fitting):
+        raise DataError(
+            f"{name}: the tensors are those of the {fitting[0]} of {family.name}, "
+            f"and architectures says {shown(named)}"
+        )
+    return half_of(family, fitting[0])
 
 
 def _require_no_family(path: Path | str, family: Family | None) -> None:

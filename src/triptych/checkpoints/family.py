@@ -424,6 +424,26 @@ class Family(_Spec):
         return self
 
 
+def half_of(family: Family, half: str) -> Family:
+    """The family as files have it in which one half of its models, "encoder" or "decoder", was saved alone.
+
+    The names of its tensors then begin below that word.
+    """
+
+    def below(held: Any) -> Any:
+        match held:
+            case str():
+                return held.removeprefix(f"{half}.")
+            case dict():
+                return {key: below(value) for key, value in held.items()}
+            case list() | tuple():
+                return [below(value) for value in held]
+        return held
+
+    record = family.model_dump(exclude_unset=True)
+    return Family.model_validate({**record, "attention": below(record["attention"])})
+
+
 def family_of(model_type: str) -> Family | None:
     """The family that knows a configuration's `model_type`; None if there is none."""
     return next((family for family in families() if model_type in family.model_types), None)

@@ -515,7 +515,15 @@ class LayerReader:
 
     def _tables(self, spec: PositionSpec) -> list[str]:
         more = [c.value for c in spec.more_tables if self.settings.holds(c.when, self.layer)]
-        return [self._beside(name) for name in (spec.table, *more)] if spec.table else []
+        return [self._table(name) for name in (spec.table, *more)] if spec.table else []
+
+    def _table(self, name: str) -> str:
+        """A table's name. `BeitBackbone` saves one that layers share below another prefix than the layers."""
+        usual = self._beside(name)
+        if usual in self.tensors.infos:
+            return usual
+        found = [other for other in self.tensors.infos if other.endswith(f".{name}")]
+        return found[0] if len(found) == 1 else usual
 
     def _disentangled(self, spec: PositionSpec, heads: int, scale: float, q: Link, k: Link) -> Disentangled:
         """DeBERTa's: distances go through maps of their own, or through those of queries and keys."""
