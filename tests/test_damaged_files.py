@@ -33,10 +33,11 @@ from triptych.checkpoints.family import read_family
 from triptych.converting.conversion import convert_from_hf
 from triptych.errors import ConfigurationWarning, DataError, TriptychError
 from triptych.models import read_model
-from triptych.rewriting.certificate import CERTIFICATE, read_certificate
+from triptych.rewriting.certificate import read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import EXACT, RewriteRecipe, read_rewrite_recipe
 from triptych.rewriting.verification import verify_certificate
+from triptych.storage.copying import CERTIFICATE
 from triptych.training import read_recipe, resolve
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import LineDisplay

@@ -1,7 +1,8 @@
 """The rooms: who may import whom, and that the tests check every shape."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import jaxtyping
@@ -14,27 +15,31 @@ from triptych.attention import attention
 SOURCE = Path(triptych.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-# The table of the design: data flows one way, imports follow it.
+# The table of the design: data flows one way, imports follow it. A module at the top is a room of its own.
 MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "files": {"errors"},
+    "algebra": set(),
     "attention": {"algebra"},  # a layer hands out its forms
     "models": {"attention", "algebra"},  # algebra: the weights of its layers
-    "algebra": set(),
+    "text": set(),
     "storage": set(),  # the files of a checkpoint
     "checkpoints": {"algebra", "attention", "models", "storage", "text"},  # others' files become our models
-    "text": set(),
     "training": {"models", "text"},
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
+    "runs": {"checkpoints", "decoding", "models", "storage", "text", "training"},
     "rewriting": {"algebra", "attention", "checkpoints", "models", "runs", "storage"},
     "converting": {"algebra", "attention", "checkpoints", "models", "rewriting", "runs", "text"},
+    "reports": set(),
     "inspection": {"algebra", "checkpoints", "reports"},
     "costing": {"algebra", "attention", "reports"},
-    "studies": {"training", "decoding", "algebra"},
-    "reports": set(),
     "recipes": set(),
-    "serving": {"decoding", "reports"},
+    "demonstration": {
+        *("algebra", "decoding", "models", "recipes", "reports", "rewriting", "runs", "text", "training"),
+    },
 }
 FOUNDATION = {"errors", "files"}
-ABOVE_ALL = {"cli"}
+ABOVE_ALL = {"cli", "triptych"}  # the command and the face of the package
 OPTIONAL = {
     "ctranslate2",
     "datasets",
@@ -47,10 +52,15 @@ OPTIONAL = {
 }
 
 
-def room_of(path: Path) -> str | None:
-    """The room a module lies in; None for those at the top."""
-    parts = path.relative_to(SOURCE).parts
-    return parts[0] if len(parts) > 1 else None
+def module_of(path: Path) -> str:
+    """The full name of a module; of a package that of its folder."""
+    parts = ("triptych", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    """The folder or module right below the package; "triptych" for the package itself."""
+    return [*module.split("."), "triptych"][1]
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -70,20 +80,65 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(SOURCE))
 
 
-def test_there_are_modules_to_look_at() -> None:
+PATHS = {module_of(path): path for path in MODULES}
+
+
+def modules_imported(module: str) -> set[str]:
+    """Those of ours that a module imports, or imports something from."""
+    names = (name for name in imported(parse(PATHS[module])) if name.split(".")[0] == "triptych")
+    return {name if name in PATHS else name.rpartition(".")[0] for name in names}
+
+
+def graph_of_modules() -> dict[str, set[str]]:
+    return {module: modules_imported(module) for module in PATHS}
+
+
+def graph_of_rooms() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for module, others in graph_of_modules().items():
+        found.setdefault(room_of(module), set()).update(map(room_of, others))
+    return {room: others - {room} for room, others in found.items()}
+
+
+def cycle_in(graph: dict[str, set[str]]) -> tuple[str, ...]:
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        return tuple(error.args[1])
+    return ()
+
+
+def test_the_table_names_every_room_and_no_other() -> None:
     assert len(MODULES) > 30
-    assert {"attention", "models", "decoding"} <= {room_of(path) for path in MODULES}
+    assert MAY_IMPORT.keys() | ABOVE_ALL == {room_of(module) for module in PATHS}
+    assert set().union(*MAY_IMPORT.values()) <= MAY_IMPORT.keys()
+
+
+def test_what_a_module_imports_is_a_module() -> None:
+    assert set().union(*graph_of_modules().values()) <= PATHS.keys()
+
+
+@pytest.mark.parametrize("graph", [graph_of_modules, graph_of_rooms])
+def test_no_imports_go_in_a_circle(graph: Callable[[], dict[str, set[str]]]) -> None:
+    assert cycle_in(graph()) == ()
+
+
+def test_a_circle_is_found() -> None:
+    assert cycle_in({"runs": {"rewriting"}, "rewriting": {"runs"}, "text": set()})
+
+
+def test_the_table_has_no_circle() -> None:
+    assert cycle_in(MAY_IMPORT) == ()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_module_imports_only_from_rooms_before_it(path: Path) -> None:
-    room = room_of(path)
-    if (room is None and path.stem not in FOUNDATION) or room in ABOVE_ALL:
-        return  # the way in: may import all
-    allowed = FOUNDATION | ({room} | MAY_IMPORT[room] if room else set())
-    parts = [name.split(".") for name in imported(parse(path))]
-    ours = {name[1] for name in parts if name[0] == "triptych" and len(name) > 1}
-    assert ours <= allowed
+    module = module_of(path)
+    room = room_of(module)
+    if room in ABOVE_ALL:
+        return
+    allowed = {room} | MAY_IMPORT[room] | (set() if room in FOUNDATION else FOUNDATION)
+    assert set(map(room_of, modules_imported(module))) <= allowed
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -17,8 +17,9 @@ from small_checkpoints import D, gpt2, gpt2_that_runs, llama
 from triptych import runs
 from triptych.cli import rewrite as command
 from triptych.rewriting import comparing
-from triptych.rewriting.certificate import CERTIFICATE, Certificate, read_certificate
+from triptych.rewriting.certificate import Certificate, read_certificate
 from triptych.rewriting.recipe import STEPS
+from triptych.storage.copying import CERTIFICATE
 from triptych.training import resolve
 from triptych.training.progress import LineDisplay
 

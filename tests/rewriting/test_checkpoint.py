@@ -18,7 +18,7 @@ from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.writing import write_layer
 from triptych.errors import DataError, TriptychError, UsageError
-from triptych.rewriting.certificate import CERTIFICATE, MODEL_CARD, Certificate, card, read_certificate
+from triptych.rewriting.certificate import MODEL_CARD, Certificate, card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.layers import rewrite_layer
 from triptych.rewriting.measuring import measure_change
@@ -37,6 +37,7 @@ from triptych.rewriting.steps import (
 )
 from triptych.rewriting.truncation import Truncate
 from triptych.rewriting.verification import verify_certificate
+from triptych.storage.copying import CERTIFICATE
 from triptych.storage.shards import tensor_hash
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")

@@ -17,7 +17,7 @@ from triptych.algebra.weights import Norm
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.layer import Site
 from triptych.errors import DataError
-from triptych.rewriting.certificate import CERTIFICATE, read_certificate
+from triptych.rewriting.certificate import read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.inputs import INPUTS, before_gain, read_inputs, write_inputs
 from triptych.rewriting.recipe import RewriteRecipe
@@ -25,6 +25,7 @@ from triptych.rewriting.running import Seen
 from triptych.rewriting.steps import FoldNorm, FoldValueBias
 from triptych.rewriting.truncation import Truncate
 from triptych.rewriting.verification import verify_certificate
+from triptych.storage.copying import CERTIFICATE
 
 pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 ON_TEXT = "errors measured on what the text gives"

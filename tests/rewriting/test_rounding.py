@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.tiny_models import TINY
 from triptych.checkpoints.family import read_family
-from triptych.rewriting.certificate import CERTIFICATE, MODEL_CARD, card, read_certificate
+from triptych.rewriting.certificate import MODEL_CARD, card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.comparing import FailedRewriteError
 from triptych.rewriting.recipe import EXACT, RewriteRecipe
@@ -16,6 +16,7 @@ from triptych.rewriting.rounding import changed_parameters, judge, unit
 from triptych.rewriting.running import compared, open_model
 from triptych.rewriting.steps import GaugeFix
 from triptych.rewriting.verification import verify_certificate
+from triptych.storage.copying import CERTIFICATE
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,6 +16,7 @@ from triptych.costing import pages
 from triptych.costing.counting import CostReport, CostSpec, measure_cost
 from triptych.costing.timing import TimingReport, measure_times
 from triptych.errors import UsageError
+from triptych.models.device import find_device
 from triptych.reports import Table, is_page, render_table, write_comparison_report
 
 
@@ -118,23 +118,9 @@ def _measured(report: CostReport, seconds: float, device: str) -> TimingReport:
         return measure_times(
             report,
             seconds=seconds,
-            device=_device(device),
+            device=find_device(device),
             progress=lambda what, share: bar.update(task, description=what, completed=share),
         )
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {name!r} is not known: use cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"device {name!r} is asked for, but torch sees {torch.cuda.device_count()} GPUs here"
-        )
-    return device
 
 
 def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> None:

@@ -22,9 +22,10 @@ from pydantic import (
 from triptych.algebra.cost import WritingCost
 from triptych.algebra.rewrites import RewriteRecord
 from triptych.errors import DataError
+from triptych.storage.copying import CERTIFICATE
 from triptych.storage.tensors import read_json
 
-CERTIFICATE, MODEL_CARD = "certificate.json", "README.md"
+MODEL_CARD = "README.md"
 FORMAT = 1
 Tier = Literal["bit-exact", "rounding-exact", "bounded"]
 RANDOM_TOKENS = "random tokens"

@@ -22,7 +22,6 @@ from triptych.errors import DataError
 from triptych.files import file_hash, write_bytes, write_folder
 from triptych.models.storage import write_model
 from triptych.rewriting.certificate import (
-    CERTIFICATE,
     MODEL_CARD,
     Certificate,
     EndToEnd,
@@ -51,7 +50,7 @@ from triptych.rewriting.planning import (
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import coarsest_changed
 from triptych.rewriting.running import RunnableModel, Window, read_whole_text
-from triptych.storage.copying import CONFIG, FolderCopy, require_own, require_place
+from triptych.storage.copying import CERTIFICATE, CONFIG, FolderCopy, require_own, require_place
 from triptych.storage.settings import Settings
 from triptych.storage.shards import tensor_hash
 from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors, read_json

@@ -36,6 +36,8 @@ from triptych.storage.tensors import (
 )
 
 CONFIG = "config.json"
+# Beside a checkpoint that was rewritten: what is claimed of it.
+CERTIFICATE = "certificate.json"
 # The same weights in other formats, and what belongs to those: they would say something else than the copy.
 _OTHER_WEIGHTS = (
     *("*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ckpt", "*.ckpt.*", "*.gguf", "*.ot", "*.tflite"),

@@ -14,11 +14,11 @@ from triptych.checkpoints.own import OwnModel
 from triptych.errors import TriptychError
 from triptych.files import file_hash
 from triptych.models.storage import model_tensors, write_config
-from triptych.rewriting.certificate import CERTIFICATE, MODEL_CARD, Certificate, LayerRecord, card
+from triptych.rewriting.certificate import MODEL_CARD, Certificate, LayerRecord, card
 from triptych.rewriting.inputs import INPUTS
 from triptych.rewriting.models import with_rewritten
 from triptych.rewriting.verification.check import Check, listed
-from triptych.storage.copying import CONFIG, names_beside, set_entry
+from triptych.storage.copying import CERTIFICATE, CONFIG, names_beside, set_entry
 from triptych.storage.shards import tensor_hash
 from triptych.storage.tensors import (
     PICKLED_INDEX,

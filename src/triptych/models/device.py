@@ -1,0 +1,26 @@
+"""Where a model computes."""
+
+import torch
+
+from triptych.errors import UsageError
+
+
+def find_device(name: str) -> torch.device:
+    """The device of a name: cpu, cuda or cuda:N; auto is a GPU if there is one.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {name!r} is not known: use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"device {name!r} is asked for, but torch sees {torch.cuda.device_count()} GPUs here"
+        )
+    return device

@@ -1,0 +1,58 @@
+"""The model card of a run, `README.md`."""
+
+import hashlib
+from pathlib import Path
+
+from triptych.files import write_text
+from triptych.training import Outcome, Recipe
+from triptych.training.judging import LEAST_BLEU
+from triptych.training.progress import Display
+
+# What follows on this line of a model card is the hash of the text before it.
+_CARD_END = "\n<!-- Written by triptych; if you change this page, it is left as you wrote it. sha256 "
+
+
+def write_card(folder: Path, recipe: Recipe, outcome: Outcome, num_parameters: int, display: Display) -> None:
+    """Write the card of a finished run, unless somebody wrote one in its place."""
+    path, text = folder / "README.md", _model_card(recipe, outcome, num_parameters)
+    if path.exists():
+        old = path.read_text(encoding="utf-8", errors="replace")
+        body, _, end = old.rpartition(_CARD_END)
+        if not end.startswith(_text_hash(body)):
+            display.say(f"{path} was changed by hand and is kept; metrics.jsonl has the new figures")
+            return
+    write_text(path, f"{text}{_CARD_END}{_text_hash(text)} -->\n")
+
+
+def _text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _model_card(recipe: Recipe, outcome: Outcome, num_parameters: int) -> str:
+    counters, model = outcome.counters, recipe.model
+    best = abs(counters.best_score or 0.0)
+    noise = recipe.validation.metric == "bleu" and counters.best_by == "loss"
+    why = f" (BLEU decides once its 95 % interval lies above {LEAST_BLEU:g})" if noise else ""
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in (outcome.scores or {}).items())
+    return f"""---
+library_name: triptych
+tags: [translation]
+---
+
+# {recipe.name}
+
+An encoder-decoder Transformer trained with triptych: d_model {model.d_model}, d_ff {model.d_ff},
+{model.num_heads} heads, {model.encoder.num_layers}+{model.decoder.num_layers} layers, {model.norm}-norm,
+{num_parameters:,} parameters.
+
+- Training: {counters.step:,} steps, {counters.tokens:,} target tokens, {counters.seconds / 60:.1f} minutes.
+- Best validation, chosen by {counters.best_by}{why}: {best:.4f} at step {counters.best_step:,}.
+- Average of the last checkpoints: {scores}. `model.safetensors` holds the {outcome.chosen} model.
+- `recipe.toml` is the whole recipe; `metrics.jsonl` has the curves.
+
+```python
+from triptych import load
+
+load("path/to/this/folder").translate(["A sentence."])[0].text
+```
+"""

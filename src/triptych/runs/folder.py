@@ -1,0 +1,212 @@
+"""Run folders: what lies in one, and the translator that it holds.
+
+A run folder holds `config.json`, `model.safetensors`, `tokenizer.json` (and `tokenizer.target.json` if
+the two sides have one each), `recipe.toml`, `metrics.jsonl`, `README.md` and `state/`. A model that was
+converted has no recipe: `decoding.toml` says how it is searched.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any, final
+
+import tomli_w
+from pydantic import ValidationError
+
+from triptych.checkpoints import model_type, read_marian
+from triptych.checkpoints.own import is_own
+from triptych.decoding import Precision, SearchOptions, Stop, Translator
+from triptych.errors import DataError, UsageError
+from triptych.files import write_text
+from triptych.models import EncoderDecoder, read_model, write_model
+from triptych.models.device import find_device
+from triptych.storage.tensors import read_json
+from triptych.text import TokenizerPair
+from triptych.training import DecodingConfig, Recipe, read_recipe
+from triptych.training.state import RUN_FILES, own_files
+
+RECIPE, DECODING = "recipe.toml", "decoding.toml"
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder is a run's: its recipe and its configuration are there."""
+    return (folder / RECIPE).exists() and is_own(settings(folder))
+
+
+def require_place(folder: Path, *, force: bool) -> None:
+    """A run can be made here, and nothing is lost by it.
+
+    Raises:
+        UsageError: it cannot, or the folder holds something and `force` is not given.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is a file: name a folder for the run (--out)")
+    if holds_run(folder):
+        raise UsageError(
+            f"{folder} already holds a run: go on with it (--resume {folder}) or name another folder (--out)"
+        )
+    if (folder / DECODING).exists() and is_own(settings(folder)):
+        raise UsageError(f"{folder} holds a model that was converted: name another folder (--out)")
+    found = sorted(path.name for path in folder.iterdir())
+    if found and not force:
+        shown = ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
+        raise UsageError(
+            f"{folder} holds other files ({shown}): name a folder that is new or empty (--out); --force puts "
+            "the run among them, and replaces those with the name of a run's file"
+        )
+    for name in RUN_FILES:
+        if name != "." and (folder / name).exists() and not _is_empty(folder / name):
+            raise UsageError(f"{folder / name} is in the way of the run's own: name another folder (--out)")
+    if taken := [path for path in own_files(folder) if path.is_dir()]:
+        raise UsageError(f"{taken[0]} is a folder, and a run has a file there: name another folder (--out)")
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """What a folder's `config.json` says; nothing if it is none."""
+    try:
+        return read_json(folder / "config.json")
+    except DataError:
+        return {}
+
+
+@final
+class Run:
+    """A finished run, opened; or a converted model or a checkpoint of others, which have no recipe."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: EncoderDecoder,
+        tokenizers: TokenizerPair,
+        recipe: Recipe | None,
+        decoding: DecodingConfig,
+    ) -> None:
+        self.folder = folder
+        self.model = model
+        self.tokenizers = tokenizers
+        self.recipe = recipe
+        self.decoding = decoding
+
+    @classmethod
+    def open(cls, folder: Path, device: str = "auto") -> "Run":
+        """Read a run folder, that of a converted model, or a Marian model in Hugging Face's format.
+
+        Args:
+            folder: where it is.
+            device: where the model goes; "auto" takes a GPU if there is one.
+
+        Raises:
+            UsageError: there is no such folder, or no such device.
+            DataError: files missing or damaged.
+        """
+        if not folder.is_dir():
+            raise UsageError(f"there is no run folder {folder}")
+        recipe = None
+        if (folder / RECIPE).exists():
+            recipe = read_recipe(folder / RECIPE)
+            decoding = recipe.decoding
+        elif (folder / DECODING).exists():
+            decoding = _read_decoding(folder / DECODING)
+        else:
+            return cls._open_checkpoint(folder, device)
+        model = read_model(folder).to(find_device(device))
+        tokenizers = TokenizerPair.load(folder)
+        if recipe is not None:
+            check_tokenizers(tokenizers, recipe, folder)
+        sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+        if sizes != (model.src_vocab_size, model.tgt_vocab_size):
+            raise DataError(
+                f"{folder}: the tokenizers have {sizes[0]} and {sizes[1]} tokens, the model "
+                f"{model.src_vocab_size} and {model.tgt_vocab_size}: the files come from different runs"
+            )
+        return cls(folder, model, tokenizers, recipe, decoding)
+
+    @classmethod
+    def _open_checkpoint(cls, folder: Path, device: str) -> "Run":
+        found = model_type(folder)
+        if found is None:
+            raise DataError(f"{folder} is not a run folder: it has no {RECIPE}")
+        if found != "marian":
+            raise DataError(
+                f"{folder} holds a model of type {found!r}; of others' models, 'marian' can be read"
+            )
+        checkpoint = read_marian(folder)
+        beams = {} if checkpoint.num_beams is None else {"beam_size": checkpoint.num_beams}
+        decoding = DecodingConfig.model_validate({**beams, "alpha": checkpoint.length_penalty})
+        return cls(folder, checkpoint.model.to(find_device(device)), checkpoint.tokenizers, None, decoding)
+
+    def save(self, folder: Path) -> None:
+        """Write model, tokenizers and the way to search, without a recipe; `open` reads them again."""
+        write_model(self.model, folder)
+        self.tokenizers.save(folder)
+        write_text(folder / DECODING, tomli_w.dumps(self.decoding.model_dump()))
+
+    def search_options(
+        self,
+        beam_size: int | None = None,
+        alpha: float | None = None,
+        num_best: int = 1,
+        max_extra_tokens: int | None = None,
+        stop: Stop | None = None,
+    ) -> SearchOptions:
+        """The recipe's or the checkpoint's way to search, with what is given changed.
+
+        Raises:
+            UsageError: values that do not go together.
+        """
+        decoding = self.decoding
+        try:
+            return SearchOptions(
+                beam_size=decoding.beam_size if beam_size is None else beam_size,
+                alpha=decoding.alpha if alpha is None else alpha,
+                max_extra_tokens=max_extra_tokens or decoding.max_extra_tokens,
+                num_best=num_best,
+                stop=stop or decoding.stop,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    def translator(
+        self, options: SearchOptions | None = None, *, precision: Precision = "fp32", workers: int = 1
+    ) -> Translator:
+        """A translator with the run's own way to search unless another is given."""
+        options = options or self.search_options()
+        return Translator(self.model, self.tokenizers, options, precision=precision, workers=workers)
+
+
+def load(folder: str | Path, device: str = "auto") -> Translator:
+    """The translator of a run folder: `load("runs/demo").translate(["Guten Tag."])`.
+
+    The folder may also be a Marian model in Hugging Face's format.
+    """
+    return Run.open(Path(folder), device).translator()
+
+
+def _read_decoding(path: Path) -> DecodingConfig:
+    """How a converted model is searched.
+
+    Raises:
+        DataError: not TOML, or not such settings.
+    """
+    try:
+        return DecodingConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{path}: {where}: {first['msg']}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def check_tokenizers(tokenizers: TokenizerPair, recipe: Recipe, folder: Path) -> None:
+    if tokenizers.joint != recipe.tokenizer.joint:
+        state = "left over" if recipe.tokenizer.joint else "missing"
+        raise DataError(
+            f"{folder}/tokenizer.target.json is {state}: the recipe says tokenizer.joint = "
+            f"{str(recipe.tokenizer.joint).lower()}"
+        )
