@@ -46,6 +46,7 @@ OPTIONAL = {
     "onnx",
     "onnxruntime",
     "pyarrow",
+    "sentencepiece",
     "tensorboard",
     "torch.utils.tensorboard",
     "transformers",

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 
 import triptych
 from checkpoints.tiny_marian import CONFIG, PAD, VOCAB, Reference, tensors_of, write_marian
-from checkpoints.tiny_spm import PIECES, spm
+from checkpoints.tiny_spm import PIECES, RULES, spm
 from tolerances import assert_same
 from triptych.attention import sinusoidal
 from triptych.checkpoints import model_type, read_marian
+from triptych.checkpoints.marian_tokenizers import write_tokenizers
 from triptych.decoding import SearchOptions, Translator
 from triptych.decoding.pieces import split_line
 from triptych.errors import DataError
@@ -352,6 +353,15 @@ def test_both_sides_have_one_tokenizer_if_their_files_are_the_same(tmp_path: Pat
     assert (pair.source.pad_id, pair.source.bos_id, pair.source.eos_id) == (PAD, PAD, 0)
     (tmp_path / "target.spm").write_bytes(spm(PIECES[:-4], "bpe"))
     assert not read_marian(tmp_path).tokenizers.joint
+
+
+def test_sentencepiece_models_are_written_as_they_were_read(tmp_path: Path) -> None:
+    (tmp_path / "again").mkdir()
+    write_marian(tmp_path)
+    (tmp_path / "target.spm").write_bytes(spm(PIECES, "bpe", RULES, add_dummy_prefix=False))
+    write_tokenizers(read_marian(tmp_path).tokenizers, 512, tmp_path / "again")
+    for name in ("source.spm", "target.spm"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 def test_the_commands_and_load_take_such_a_folder(tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from checkpoints.tiny_marian import CONFIG, write_marian
-from checkpoints.tiny_spm import PIECES, RULES, spm
 from triptych.attention import PARAMETERISATIONS
-from triptych.checkpoints import read_marian, read_sentencepiece
-from triptych.checkpoints.marian_tokenizer_writing import sentencepiece_bytes
+from triptych.checkpoints import read_marian
 from triptych.converting import hugging_face
 from triptych.converting.conversion import Conversion, Format, convert_from_hf, convert_to
 from triptych.converting.plain_heads import plain_model
@@ -318,14 +316,6 @@ def test_an_output_that_exists_is_left_alone(joint: TokenizerPair, tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link"]
     with pytest.raises(UsageError, match="does not exist: make it first"):
         convert_to(make_run(joint), tmp_path / "no" / "out", "hf")
-
-
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_a_sentencepiece_model_is_written_as_it_was_read(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "one.spm").write_bytes(spm(PIECES, kind, RULES, add_dummy_prefix=False))
-    spec = read_sentencepiece(tmp_path / "one.spm")
-    (tmp_path / "two.spm").write_bytes(sentencepiece_bytes(spec))
-    assert read_sentencepiece(tmp_path / "two.spm") == spec
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -1,20 +1,30 @@
-"""The tokenizers of a Marian checkpoint: two SentencePiece models over a vocabulary of its own.
+"""The tokenizers of a Marian checkpoint, read and written.
 
-One that we wrote may have a tokenizer of ours instead, in `tokenizer.json`.
+`MarianTokenizer` has two SentencePiece models (`source.spm`, `target.spm`) over a vocabulary of its own
+(`vocab.json`). Tokenizers trained here are byte-level: a checkpoint that we wrote has them in
+`tokenizer.json`, which `AutoTokenizer` reads, and a separate target tokenizer in a subfolder.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tokenizers as hf
 from pydantic import TypeAdapter, ValidationError
+from tokenizers import processors
 
 from triptych.checkpoints.marian_settings import MarianSettings, read_tokenizer_settings
-from triptych.checkpoints.marian_tokenizer_writing import TARGET_FOLDER
-from triptych.checkpoints.sentencepiece import read_sentencepiece
-from triptych.errors import DataError
+from triptych.errors import DataError, UsageError
 from triptych.storage.tensors import read_json
 from triptych.text import SentencePieceRecord, SentencePieceTokenizer, Tokenizer, TokenizerPair
+from triptych.text.sentencepiece import load_sentencepiece
+from triptych.text.tokenizers import SPECIAL_TOKENS, ByteLevelTokenizer
+
+TARGET_FOLDER = "target_tokenizer"
+
+# The largest published SentencePiece models have 250,000 pieces and take 5 MB.
+_MAX_BYTES = 1 << 28
 
 
 def read_tokenizers(folder: Path, settings: MarianSettings) -> TokenizerPair:
@@ -64,6 +74,28 @@ def read_tokenizers(folder: Path, settings: MarianSettings) -> TokenizerPair:
     if source.to_json() == target.to_json():
         return TokenizerPair(source, source)
     return TokenizerPair(source, target)
+
+
+def read_sentencepiece(path: Path) -> bytes:
+    """The content of a SentencePiece model file (`*.spm`, `*.model`), looked at.
+
+    Raises:
+        DataError: no such file, too large, or damaged.
+        UsageError: sentencepiece is not installed.
+    """
+    try:
+        size = path.stat().st_size
+        if size > _MAX_BYTES:
+            raise DataError(f"{path} is no SentencePiece model: it has {size:,} bytes")
+        model = path.read_bytes()
+        load_sentencepiece(model)
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing: a Marian checkpoint has it beside its config.json") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    except ValueError as error:
+        raise DataError(f"{path} is no SentencePiece model, or damaged: {error}") from None
+    return model
 
 
 def _of_ours(folder: Path, settings: MarianSettings) -> TokenizerPair:
@@ -124,3 +156,89 @@ def _vocab(path: Path, size: int, tokens: Mapping[str, str], settings: MarianSet
 def _text(token: str | dict[str, Any]) -> str:
     """A token, which may be written with the way it is to be found."""
     return token if isinstance(token, str) else str(token.get("content"))
+
+
+def write_tokenizers(pair: TokenizerPair, max_tokens: int, folder: Path) -> None:
+    """Write both tokenizers.
+
+    Args:
+        pair: of the model.
+        max_tokens: the longest source, its end included.
+        folder: must exist.
+
+    Raises:
+        UsageError: the two are of different makes, or their vocabularies do not go together in their files.
+    """
+    source, target = pair.source, pair.target
+    if isinstance(source, SentencePieceTokenizer) and isinstance(target, SentencePieceTokenizer):
+        _write_sentencepieces(source.record, target.record, max_tokens, folder)
+    elif isinstance(source, ByteLevelTokenizer) and isinstance(target, ByteLevelTokenizer):
+        _write_fast(source, max_tokens, folder)
+        if not pair.joint:
+            (folder / TARGET_FOLDER).mkdir()
+            _write_fast(target, max_tokens, folder / TARGET_FOLDER)
+    else:
+        raise UsageError(
+            f"the source has a {type(source).__name__}, the target a {type(target).__name__}: their files "
+            "cannot lie in one folder"
+        )
+
+
+def _write_fast(tokenizer: Tokenizer, max_tokens: int, folder: Path) -> None:
+    pad, bos, eos = SPECIAL_TOKENS
+    inner = hf.Tokenizer.from_str(tokenizer.to_json())
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"$A {eos}", pair=f"$A {eos} $B {eos}", special_tokens=[(eos, tokenizer.eos_id)]
+    )
+    (folder / "tokenizer.json").write_text(inner.to_str(pretty=True), encoding="utf-8")
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": pad,
+            "bos_token": bos,
+            "eos_token": eos,
+            "model_max_length": max_tokens,
+            "model_input_names": ["input_ids", "attention_mask"],
+            "clean_up_tokenization_spaces": False,
+            # "<eos>" in a text is text.
+            "split_special_tokens": True,
+        },
+    )
+
+
+def _write_sentencepieces(
+    source: SentencePieceRecord, target: SentencePieceRecord, max_tokens: int, folder: Path
+) -> None:
+    pieces = {name: source.vocab[getattr(source, f"{name}_id")] for name in ("unk", "eos", "pad")}
+    own = {name: target.vocab[getattr(target, f"{name}_id")] for name in pieces}
+    ids = {(record.eos_id, record.pad_id, record.joins_punctuation) for record in (source, target)}
+    if own != pieces or len(ids) > 1:
+        raise UsageError(
+            f"source and target have different special tokens, {pieces} and {own}: MarianTokenizer has the "
+            "same, with the same ids, on both sides"
+        )
+    apart = source.vocab != target.vocab
+    _write_vocab(source, folder / "vocab.json")
+    if apart:
+        _write_vocab(target, folder / "target_vocab.json")
+    for record, name in ((source, "source.spm"), (target, "target.spm")):
+        (folder / name).write_bytes(record.model)
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "MarianTokenizer",
+            **{f"{name}_token": text for name, text in pieces.items()},
+            "separate_vocabs": apart,
+            "model_max_length": max_tokens,
+            "clean_up_tokenization_spaces": source.joins_punctuation,
+        },
+    )
+
+
+def _write_vocab(record: SentencePieceRecord, path: Path) -> None:
+    _write_json(path, {piece: token for token, piece in enumerate(record.vocab)})
+
+
+def _write_json(path: Path, record: dict[str, Any]) -> None:
+    path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

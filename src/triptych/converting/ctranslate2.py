@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from triptych.attention import MultiHeadAttention
-from triptych.checkpoints.marian_tokenizer_writing import write_tokenizers
+from triptych.checkpoints.marian_tokenizers import write_tokenizers
 from triptych.checkpoints.marian_writing import max_positions, position_table
 from triptych.converting.checks import Check, Pairs, Written, compare_logits, logits_of, random_pairs
 from triptych.converting.plain_heads import plain_model

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from triptych.checkpoints.marian_tokenizer_writing import TARGET_FOLDER, write_tokenizers
+from triptych.checkpoints.marian_tokenizers import TARGET_FOLDER, write_tokenizers
 from triptych.checkpoints.marian_writing import max_positions, position_table
 from triptych.converting.checks import Check, Pairs, Written, compare_logits, logits_of, random_pairs
 from triptych.converting.onnx_graphs import DecoderGraph, EncoderGraph

@@ -10,7 +10,6 @@ from triptych.text.corpora import CorpusCounts, CorpusSpec, ParallelCorpus, read
 from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
 from triptych.text.generated import generate_pairs
 from triptych.text.lines import as_lines, iterate_file, iterate_lines, read_lines
-from triptych.text.sentencepiece import SentencePieceSpec
 from triptych.text.tokenizers import (
     SentencePieceRecord,
     SentencePieceTokenizer,
@@ -27,7 +26,6 @@ __all__ = [
     "EncodedCorpus",
     "ParallelCorpus",
     "SentencePieceRecord",
-    "SentencePieceSpec",
     "SentencePieceTokenizer",
     "TokenBatches",
     "TokenSequences",

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.text.lines import as_lines
-from triptych.text.sentencepiece import SPACE_MARK, SentencePiece, SentencePieceSpec
+from triptych.text.sentencepiece import SPACE_MARK, load_sentencepiece
 
 PAD_ID = 0
 BOS_ID = 1
@@ -249,19 +249,19 @@ class SentencePieceRecord(BaseModel):
         joins_punctuation: after decoding, the space before punctuation and English contractions is
             taken out (`clean_up_tokenization_spaces` in Hugging Face's files).
         vocab: the pieces by id, which need not be those of the model.
-        model: cuts text into pieces.
+        model: the content of the SentencePiece model file, which cuts text into pieces.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
 
-    format: Literal["triptych sentencepiece 1"] = "triptych sentencepiece 1"
+    format: Literal["triptych sentencepiece 2"] = "triptych sentencepiece 2"
     pad_id: int = Field(ge=0)
     bos_id: int = Field(ge=0)
     eos_id: int = Field(ge=0)
     unk_id: int = Field(ge=0)
     joins_punctuation: bool = False
     vocab: tuple[str, ...]
-    model: SentencePieceSpec
+    model: bytes
 
     @model_validator(mode="after")
     def _ids_are_of_the_vocabulary(self) -> "SentencePieceRecord":
@@ -282,16 +282,22 @@ class SentencePieceTokenizer(Tokenizer):
     A text is normalised first, so decoding does not give back every text as it was, and what is not in
     the vocabulary is unknown. A text that begins with a code such as `>>de<<` has it as its first token:
     models with several target languages are told the language so.
+
+    Raises:
+        UsageError: sentencepiece is not installed.
+        ValueError: the record's model is damaged.
     """
 
     def __init__(self, record: SentencePieceRecord) -> None:
         self._record = record
-        self._cutter = SentencePiece(record.model)
+        self._processor = load_sentencepiece(record.model)
         self.pad_id, self.bos_id, self.eos_id = record.pad_id, record.bos_id, record.eos_id
         self._special = {record.pad_id, record.bos_id, record.eos_id, record.unk_id}
         # No text may have these, not even one whose unknown characters spell them.
         never = {record.vocab[token] for token in (record.pad_id, record.eos_id, record.unk_id)}
-        never |= record.model.of_type("control")
+        ids = list(range(len(self._processor)))
+        pieces = zip(self._processor.id_to_piece(ids), self._processor.is_control(ids), strict=True)
+        never |= {piece for piece, is_control in pieces if is_control}
         self._ids = {piece: token for token, piece in enumerate(record.vocab) if piece not in never}
 
     @property
@@ -320,7 +326,10 @@ class SentencePieceTokenizer(Tokenizer):
         """Text of each sequence of ids; special ids and unknown tokens are skipped."""
         vocab = self._record.vocab
         texts = [
-            self._cutter.join(vocab[token] for token in some if token not in self._special) for some in ids
+            self._processor.decode([vocab[token] for token in some if token not in self._special])
+            .replace(SPACE_MARK, " ")
+            .strip()
+            for some in ids
         ]
         if not self._record.joins_punctuation:
             return texts
@@ -349,6 +358,8 @@ class SentencePieceTokenizer(Tokenizer):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise DataError(f"{origin} is damaged or holds no tokenizer: {where}: {first['msg']}") from None
+        except ValueError as error:
+            raise DataError(f"{origin} is damaged or holds no tokenizer: model: {error}") from None
 
     def opening(self, text: str) -> str:
         """The code such as `>>de<<` that a text begins with."""
@@ -358,7 +369,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _cut(self, text: str) -> list[str]:
         code = self.opening(text)
-        pieces = self._cutter.split(text[len(code) :])
+        # As bytes, which may hold half of a surrogate pair: it becomes U+FFFD.
+        rest = text[len(code) :].encode(errors="surrogatepass")
+        pieces: list[str] = self._processor.encode(rest, out_type=str)
         return [code, *pieces] if code else pieces
 
 
