@@ -19,6 +19,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
+    "threads": set(),
     "algebra": set(),
     "attention": {"algebra"},  # a layer hands out its forms
     "models": {"attention", "algebra"},  # algebra: the weights of its layers
@@ -38,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("algebra", "decoding", "models", "recipes", "reports", "rewriting", "runs", "text", "training"),
     },
 }
-FOUNDATION = {"errors", "files"}
+FOUNDATION = {"errors", "files", "threads"}
 ABOVE_ALL = {"cli", "triptych"}  # the command and the face of the package
 OPTIONAL = {
     "ctranslate2",

@@ -12,7 +12,7 @@ from typing import Any, final
 from benchmarks.harness.figures import Summary, ratio, summarise
 from benchmarks.harness.machine import available_memory_mb
 from benchmarks.harness.turns import Answer, Worker, WorkerError, take_turns
-from triptych.cli.waiting import ASLEEP
+from triptych.cli.process import ASLEEP
 
 Options = Mapping[str, Any]
 
@@ -39,7 +39,7 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     },
     **_others(),
 }
-# How OpenMP's threads wait: as the runtime has it, asleep (as `triptych.cli.waiting` sets it), or spinning
+# How OpenMP's threads wait: as the runtime has it, asleep (as `triptych.cli.process` sets it), or spinning
 # for about a thirtieth of the usual time before they sleep.
 WAITING: dict[str, dict[str, str]] = {
     "waiting: spinning": {},

@@ -2,7 +2,7 @@
 
 Neighbours are single threads that never pause. Every contender runs with OpenMP threads that spin while
 they wait and with threads that sleep. How much sleeping costs on a quiet machine is the figure that decides
-whether `triptych.cli.waiting` may set it: at most 3 %.
+whether `triptych.cli.process` may set it: at most 3 %.
 """
 
 import shutil

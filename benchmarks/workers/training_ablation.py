@@ -15,10 +15,10 @@ from benchmarks.workers.protocol import Options, serve
 from benchmarks.workers.training import Text
 from benchmarks.workers.training_triptych import TrainerLearner
 from triptych.attention import operation
+from triptych.cli.process import keep_freed_memory, limit_kernel_cache
 from triptych.text import Batch
 from triptych.training import loop
 from triptych.training.compiling import compile_blocks
-from triptych.training.memory import keep_freed_memory, limit_kernel_cache
 from triptych.training.objective import Loss
 
 MEMORY = "freed memory kept"

@@ -10,10 +10,10 @@ import numpy as np
 from benchmarks.workers import training
 from benchmarks.workers.protocol import Options, serve
 from benchmarks.workers.training import D_FF, DROPOUT, SCHEDULE, Learner, Text
+from triptych.cli.process import keep_freed_memory, limit_kernel_cache
 from triptych.models import PRESETS, EncoderDecoder, ModelConfig
 from triptych.text import Batch, EncodedCorpus, TokenBatches, TokenSequences
 from triptych.training import Trainer
-from triptych.training.memory import keep_freed_memory, limit_kernel_cache
 from triptych.training.recipe import ValidationConfig
 from triptych.training.state import Counters
 

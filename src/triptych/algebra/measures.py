@@ -25,6 +25,7 @@ from triptych.algebra.rewrites.legality import share_a_map
 from triptych.algebra.similarity import MapSimilarity, Span, compare, span
 from triptych.algebra.spectrum import Spectrum, or_one
 from triptych.algebra.weights import SIDES, AttentionWeights, Side
+from triptych.threads import torch_threads
 
 Pair = Literal["qk", "qv", "kv"]
 COMPARED: dict[Pair, tuple[Side, Side]] = {"qk": ("q", "k"), "qv": ("q", "v"), "kv": ("k", "v")}
@@ -177,16 +178,11 @@ def _on_threads(work: Callable[["_Chunk"], HeadMeasures], chunks: "Sequence[_Chu
     threads = torch.get_num_threads()
     if threads == 1 or len(chunks) == 1:
         return [work(chunk) for chunk in chunks]
-
-    def alone(chunk: _Chunk) -> HeadMeasures:
-        torch.set_num_threads(1)
-        return work(chunk)
-
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(alone, chunks))
-    finally:
-        torch.set_num_threads(threads)
+    with (
+        torch_threads(1),
+        ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+    ):
+        return list(pool.map(work, chunks))
 
 
 def _with_planes(parts: "_Parts", planes: Planes) -> Tensor:

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from triptych import demonstration
+from triptych.cli.process import prepare_training
 from triptych.reports import render_attention, render_samples
 from triptych.training.progress import display_for
 
@@ -30,6 +31,7 @@ def demo(
     German numbers, dates, times and amounts of money become English. Needs no download and takes a few
     minutes on two cores.
     """
+    prepare_training()
     display = display_for(Console(stderr=True))
     display.say("training a German-English translator of numbers, dates, times and money")
     result = demonstration.demonstrate(out, display, force=force)

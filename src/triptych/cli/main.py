@@ -7,8 +7,8 @@ from importlib.metadata import version as installed_version
 
 import typer
 
+from triptych.cli.process import let_waiting_threads_sleep
 from triptych.cli.verbose import print_error, warnings_as_lines
-from triptych.cli.waiting import let_waiting_threads_sleep
 from triptych.errors import TriptychError
 
 # Each is a function of the module of its name, in this room. The summaries are the first lines of their

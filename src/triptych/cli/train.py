@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from triptych import recipes, runs
+from triptych.cli.process import prepare_training
 from triptych.errors import UsageError
 from triptych.training import read_recipe
 from triptych.training.progress import display_for
@@ -42,6 +43,7 @@ def train(
     Progress goes to standard error; paths in a recipe are relative to the current folder. Ctrl-C finishes
     the step, saves, and says how to go on.
     """
+    prepare_training()
     display = display_for(Console(stderr=True))
     if resume:
         if out is not None:

@@ -19,6 +19,7 @@ from triptych.decoding.workers import Searcher, WorkerPool
 from triptych.errors import UsageError
 from triptych.models import AttentionMaps, EncoderDecoder
 from triptych.text import TokenizerPair, as_lines
+from triptych.threads import torch_threads
 
 # Groups of lines read before they are asked for, and groups being translated.
 _GROUPS_READ_AHEAD, _GROUPS_IN_HAND = 2, 3
@@ -201,8 +202,6 @@ class Translator:
 
     def _translated_side_by_side(self, batches: Iterable[Sequence[str]]) -> Iterator[Translation]:
         pool = self._ready_pool()
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         arriving = Ahead(batches, depth=_GROUPS_READ_AHEAD)
         groups: deque[_Group] = deque()
         parts: dict[int, tuple[_Group, list[int]]] = {}
@@ -210,33 +209,34 @@ class Translator:
         failure: Exception | None = None
         try:
             while True:
-                # More is read while there is something to do; without, whatever comes is waited for.
-                while len(groups) < _GROUPS_IN_HAND and (not groups or arriving.has_more):
-                    try:
-                        lines = arriving.next()
-                    except Exception as error:  # noqa: BLE001 (raised when the lines before it are done)
-                        failure, lines = error, None
-                    if lines is None:
-                        break
-                    groups.append(self._group(lines))
-                    for part in self._batches(groups[-1].sentences):
-                        key = next(keys)
-                        parts[key] = groups[-1], part
-                        pool.submit(key, [groups[-1].sentences[i] for i in part])
-                if not groups:
-                    if failure is not None:
-                        raise failure
-                    return
-                if sum(group.missing for group in groups) >= _SENTENCES_WORTH_A_WORKER:
-                    pool.start(self.workers - 1)
-                while groups[0].missing:
-                    key, results = pool.next()
-                    group, part = parts.pop(key)
-                    for i, hypotheses in zip(part, results, strict=True):
-                        group.found[i] = hypotheses
-                    group.missing -= len(part)
-                    if arriving.has_more and len(groups) < _GROUPS_IN_HAND:
-                        break
+                with torch_threads(1):
+                    # More is read while there is something to do; without, whatever comes is waited for.
+                    while len(groups) < _GROUPS_IN_HAND and (not groups or arriving.has_more):
+                        try:
+                            lines = arriving.next()
+                        except Exception as error:  # noqa: BLE001 (raised when the lines before it are done)
+                            failure, lines = error, None
+                        if lines is None:
+                            break
+                        groups.append(self._group(lines))
+                        for part in self._batches(groups[-1].sentences):
+                            key = next(keys)
+                            parts[key] = groups[-1], part
+                            pool.submit(key, [groups[-1].sentences[i] for i in part])
+                    if not groups:
+                        if failure is not None:
+                            raise failure
+                        return
+                    if sum(group.missing for group in groups) >= _SENTENCES_WORTH_A_WORKER:
+                        pool.start(self.workers - 1)
+                    while groups[0].missing:
+                        key, results = pool.next()
+                        group, part = parts.pop(key)
+                        for i, hypotheses in zip(part, results, strict=True):
+                            group.found[i] = hypotheses
+                        group.missing -= len(part)
+                        if arriving.has_more and len(groups) < _GROUPS_IN_HAND:
+                            break
                 while groups and not groups[0].missing:
                     group = groups.popleft()
                     found = iter(group.found)
@@ -244,7 +244,6 @@ class Translator:
                         yield self._assemble(line, [next(found) for _ in pieces])
         finally:
             arriving.close()
-            torch.set_num_threads(threads)
             if parts:  # left before the end: what the workers have in hand is of no use
                 self.close()
 

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,11 @@ from triptych.text import (
     read_parallel,
     train_tokenizers,
 )
+from triptych.threads import torch_threads
 from triptych.training import Outcome, Recipe, Trainer, read_recipe
 from triptych.training.fitting import choices, fit_tokenizer, fit_training
 from triptych.training.judging import Bleu
 from triptych.training.loop import Scorer
-from triptych.training.memory import keep_freed_memory, limit_kernel_cache
 from triptych.training.plan import describe_plan
 from triptych.training.progress import Display, LineDisplay
 from triptych.training.state import Counters, own_files, read_counters
@@ -85,7 +86,6 @@ def train(recipe: Recipe, folder: Path, display: Display | None = None, *, force
     """
     require_place(folder, force=force)
     base, display = Path.cwd(), display or LineDisplay()
-    _prepare(recipe)
     device = find_device(recipe.training.device).type
     train_text, valid_text = _read_texts(recipe, base, display)
     num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))
@@ -97,23 +97,24 @@ def train(recipe: Recipe, folder: Path, display: Display | None = None, *, force
     recipe = fit_training(recipe, num_tokens, device, lambda r: _steps_per_epoch(r, texts.train, tokenizers))
     if chosen := ", ".join(choices(given, recipe)):
         display.say(f"left out of the recipe, chosen for {num_tokens:,} target tokens on {device}: {chosen}")
-    trainer = _trainer(recipe, folder, base, tokenizers, texts)
+    with _threads_and_seed(recipe):
+        trainer = _trainer(recipe, folder, base, tokenizers, texts)
 
-    def fill(place: Path) -> None:
-        tokenizers.save(place)
-        write_config(trainer.model, place)
-        # The recipe comes last: a folder that has one is a run that can be resumed.
-        write_text(place / RECIPE, recipe.to_toml())
+        def fill(place: Path) -> None:
+            tokenizers.save(place)
+            write_config(trainer.model, place)
+            # The recipe comes last: a folder that has one is a run that can be resumed.
+            write_text(place / RECIPE, recipe.to_toml())
 
-    # No run folder is made, and nothing replaced, before all that can be checked has been.
-    if folder.exists():
-        for path in own_files(folder):
-            path.unlink()
-        fill(folder)
-    else:
-        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        write_folder(folder, fill)
-    return _run(recipe, trainer, display)
+        # No run folder is made, and nothing replaced, before all that can be checked has been.
+        if folder.exists():
+            for path in own_files(folder):
+                path.unlink()
+            fill(folder)
+        else:
+            folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+            write_folder(folder, fill)
+        return _run(recipe, trainer, display)
 
 
 def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None = None) -> Summary:
@@ -145,25 +146,28 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
         raise UsageError(f"{folder} holds no run to resume: it has no config.json of ours")
     has_state = (folder / "state" / "last.safetensors").exists()
     base = Path(read_counters(folder / "state").started_in) if has_state else Path.cwd()
-    _prepare(recipe)
     tokenizers = TokenizerPair.load(folder)
     check_tokenizers(tokenizers, recipe, folder)
     train_text, valid_text = _read_texts(recipe, base, display)
     texts = _encode(recipe, base, tokenizers, train_text, valid_text, display)
-    trainer = _trainer(recipe, folder, base, tokenizers, texts)
-    if has_state:
-        trainer.resume()
-        display.say(f"resuming {folder} after step {trainer.counters.step:,}")
-    if overrides:
-        write_text(folder / RECIPE, recipe.to_toml())
-    return _run(recipe, trainer, display)
+    with _threads_and_seed(recipe):
+        trainer = _trainer(recipe, folder, base, tokenizers, texts)
+        if has_state:
+            trainer.resume()
+            display.say(f"resuming {folder} after step {trainer.counters.step:,}")
+        if overrides:
+            write_text(folder / RECIPE, recipe.to_toml())
+        return _run(recipe, trainer, display)
 
 
-def _prepare(recipe: Recipe) -> None:
-    if recipe.training.threads is not None:
-        torch.set_num_threads(recipe.training.threads)
-    limit_kernel_cache()
-    keep_freed_memory()
+@contextmanager
+def _threads_and_seed(recipe: Recipe) -> Iterator[None]:
+    """Those of the recipe inside the block; afterwards threads and random numbers are as they were."""
+    device = find_device(recipe.training.device)
+    drawn_on = [device] if device.type == "cuda" else []
+    with torch_threads(recipe.training.threads), torch.random.fork_rng(drawn_on):
+        torch.manual_seed(recipe.seed)
+        yield
 
 
 def _read_texts(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelCorpus, ParallelCorpus]:
@@ -218,7 +222,6 @@ def _steps_per_epoch(recipe: Recipe, train: EncodedCorpus, tokenizers: Tokenizer
 
 def _trainer(recipe: Recipe, folder: Path, base: Path, tokenizers: TokenizerPair, texts: _Texts) -> Trainer:
     device = find_device(recipe.training.device)
-    torch.manual_seed(recipe.seed)
     model = EncoderDecoder(
         recipe.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size, tokenizers.target.pad_id
     ).to(device)

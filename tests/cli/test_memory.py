@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from triptych.training.memory import keep_freed_memory
+from triptych.cli.process import keep_freed_memory
 
 ON_GLIBC = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="these are settings of glibc's malloc"
@@ -18,7 +18,7 @@ _TAKE_AND_FREE = """
 import os
 from pathlib import Path
 import numpy as np
-from triptych.training.memory import keep_freed_memory
+from triptych.cli.process import keep_freed_memory
 
 def resident_mb():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
@@ -75,7 +75,7 @@ def test_other_libraries_and_allocators_are_left_alone(
         raise AssertionError("the C library was called")
 
     monkeypatch.setattr(platform, "libc_ver", lambda: (library, ""))
-    monkeypatch.setattr("triptych.training.memory.ctypes.CDLL", refuse)
+    monkeypatch.setattr("triptych.cli.process.ctypes.CDLL", refuse)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     keep_freed_memory()
@@ -92,6 +92,6 @@ def test_the_setting_is_made_where_nothing_speaks_against_it(monkeypatch: pytest
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
-    monkeypatch.setattr("triptych.training.memory.ctypes.CDLL", lambda name: Library())
+    monkeypatch.setattr("triptych.cli.process.ctypes.CDLL", lambda name: Library())
     keep_freed_memory()
     assert dict(made) == {-3: 2**30, -1: 2**31 - 1}
