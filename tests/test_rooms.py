@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "threads": set(),
+    "thresholds": set(),
     "algebra": set(),
     "attention": {"algebra"},  # a layer hands out its forms
     "models": {"attention", "algebra"},  # algebra: the weights of its layers
@@ -39,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("algebra", "decoding", "models", "recipes", "reports", "rewriting", "runs", "text", "training"),
     },
 }
-FOUNDATION = {"errors", "files", "threads"}
+FOUNDATION = {"errors", "files", "threads", "thresholds"}
 ABOVE_ALL = {"cli", "triptych"}  # the command and the face of the package
 OPTIONAL = {
     "ctranslate2",

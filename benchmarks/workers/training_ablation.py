@@ -14,7 +14,7 @@ from benchmarks.workers import training
 from benchmarks.workers.protocol import Options, serve
 from benchmarks.workers.training import Text
 from benchmarks.workers.training_triptych import TrainerLearner
-from triptych.attention import operation
+from triptych import thresholds
 from triptych.cli.process import keep_freed_memory, limit_kernel_cache
 from triptych.text import Batch
 from triptych.training import loop
@@ -52,8 +52,8 @@ def _plain_loss(learner: TrainerLearner) -> None:
 
 def _one_kernel(learner: TrainerLearner) -> None:
     """torch's fused kernel at every length."""
-    operation._MAX_KEYS_WRITTEN_OUT_ON_CPU = {}
-    operation._MAX_KEYS_WRITTEN_OUT_ON_CPU_OTHERWISE = 0
+    thresholds.MAX_KEYS_WRITTEN_OUT = {}
+    thresholds.MAX_KEYS_WRITTEN_OUT_OTHERWISE = 0
 
 
 def _plain_adam(learner: TrainerLearner) -> None:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tolerances import assert_same
-from triptych.attention import attention, causal_mask, operation
+from triptych import thresholds
+from triptych.attention import attention, causal_mask
 from triptych.attention.operation import explain_attention
 
 BATCH, KEY_LEN = 3, 6
@@ -736,8 +737,8 @@ def test_pieces_give_what_the_whole_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (batch, query_len, key_len, num_heads, key_heads, value_heads, d_k, d_v), limit = sizes_and_bytes
-    monkeypatch.setattr(operation, "_BYTES_OF_A_PIECE", limit)
-    monkeypatch.setattr(operation, "_MIN_PRODUCTS_IN_PIECES", 0)
+    monkeypatch.setattr(thresholds, "BYTES_OF_A_PIECE", limit)
+    monkeypatch.setattr(thresholds, "MIN_PRODUCTS_IN_PIECES", 0)
     q = torch.randn(batch, query_len, num_heads, d_k).transpose(1, 2).bfloat16()
     k = torch.randn(batch, key_heads, key_len, d_k).bfloat16()
     v = torch.randn(batch, value_heads, key_len, d_v).bfloat16()
@@ -848,7 +849,7 @@ def test_pieces_hold_no_more_than_they_may() -> None:
     with torch.no_grad(), Recorder() as recorder:
         attention(q, q, q)
     assert recorder.names.count("_softmax") == 16
-    assert recorder.largest * q.element_size() <= operation._BYTES_OF_A_PIECE
+    assert recorder.largest * q.element_size() <= thresholds.BYTES_OF_A_PIECE
 
 
 @pytest.mark.parametrize(("heads", "widths"), SHAPES)

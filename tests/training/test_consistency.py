@@ -10,9 +10,9 @@ from torch import Tensor
 from tolerances import assert_same
 from triptych import runs
 from triptych.errors import UsageError
+from triptych.thresholds import MAX_CHUNK_TOKENS
 from triptych.training import Loss, Recipe, consistent_loss, output_loss, reference_consistent_loss, resolve
 from triptych.training.metrics import read_metrics
-from triptych.training.objective import MAX_CHUNK_TOKENS
 from triptych.training.progress import LineDisplay
 
 D_MODEL, VOCAB = 8, 37

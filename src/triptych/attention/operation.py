@@ -18,34 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from triptych import thresholds
 from triptych.attention.masks import causal_mask
 
 Path = Literal["auto", "reference", "fast"]
 Route = Literal["written out", "written out in pieces", "fused", "fused, padded"]
 Heads = Literal["one to one", "grouped by rows", "grouped by the kernel", "expanded"]
 Kernel = Literal["batched products", "flash", "memory-efficient", "cudnn", "math", "the device's own"]
-
-# Up to about this many keys, batched products beat the fused kernel on a CPU, forward and backward
-# together (benchmarks/attention_paths.py; docs/log.md has a run). With d_k ≠ d_v they do so in the
-# forward pass alone too, or are level: the kernel must then be given padded copies. In bfloat16 they do so to
-# 2,048 where malloc keeps what is freed, but the weights of a layer then outweigh all else that it keeps.
-_MAX_KEYS_WRITTEN_OUT_ON_CPU = {torch.bfloat16: 512}
-_MAX_KEYS_WRITTEN_OUT_ON_CPU_OTHERWISE = 128
-
-# In float32 the kernel is as fast with wide heads at any length, and with this many weights: to write them
-# out, malloc as it is asks the system for new memory at every call (docs/log.md).
-_WIDE_ON_CPU, _MANY_WEIGHTS_ON_CPU = 128, 1 << 21
-
-# Without gradients, in bfloat16, products are up to twice as fast as the kernel, as long as what is held at a
-# time fits into the processor's cache (docs/log.md). With less to multiply than this it is the number of
-# operations that counts; and a kernel that skips what is masked wins past some length.
-_BYTES_OF_A_PIECE = 1 << 23
-_MIN_PRODUCTS_IN_PIECES, _MIN_WIDTH_IN_PIECES, _MAX_KEYS_CAUSAL_IN_PIECES = 1 << 23, 32, 512
-
-# torch's kernel for CPUs is made for many queries. Given one in bfloat16, as a decoder's cache is read,
-# products are 2 to 4 times as fast from about this many keys in all heads of a batch together (docs/log.md);
-# of fewer heads than this it splits the keys better.
-_MIN_KEYS_OF_ALL_HEADS, _MIN_HEADS_OF_A_BATCH = 4096, 4
 
 _KERNELS: dict[int, Kernel] = {
     SDPBackend.MATH.value: "math",
@@ -307,7 +286,10 @@ def _why_written_out(
         if trains:
             return "short" if k.shape[2] <= _max_keys(q.dtype) and not _wide_or_many(q, k) else None
         heads = k.shape[0] * k.shape[1]
-        enough = heads >= _MIN_HEADS_OF_A_BATCH and heads * k.shape[2] >= _MIN_KEYS_OF_ALL_HEADS
+        enough = (
+            heads >= thresholds.MIN_HEADS_OF_A_BATCH
+            and heads * k.shape[2] >= thresholds.MIN_KEYS_OF_ALL_HEADS
+        )
         return "one query" if q.shape[2] == 1 and q.dtype == torch.bfloat16 and enough else None
     # Up to here the weights are fewer numbers than the copies, and faster: 1.3 to 30 times at one
     # query, where a decoder's cache would be copied at every token, level at the limit (2 cores,
@@ -320,8 +302,8 @@ def _why_written_out(
 
 def _wide_or_many(q: Tensor, k: Tensor) -> bool:
     batch, num_heads, query_len, d_k = q.shape
-    many = batch * num_heads * query_len * k.shape[2] >= _MANY_WEIGHTS_ON_CPU
-    return q.dtype != torch.bfloat16 and (many or d_k >= _WIDE_ON_CPU)
+    many = batch * num_heads * query_len * k.shape[2] >= thresholds.MANY_WEIGHTS
+    return q.dtype != torch.bfloat16 and (many or d_k >= thresholds.WIDE_HEADS)
 
 
 def _pays_in_pieces(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
@@ -329,9 +311,9 @@ def _pays_in_pieces(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     return (
         q.dtype == torch.bfloat16
         and query_len > 1
-        and min(d_k, v.shape[3]) >= _MIN_WIDTH_IN_PIECES
-        and batch * num_heads * query_len * k.shape[2] * d_k >= _MIN_PRODUCTS_IN_PIECES
-        and (not causal or k.shape[2] <= _MAX_KEYS_CAUSAL_IN_PIECES)
+        and min(d_k, v.shape[3]) >= thresholds.MIN_WIDTH_IN_PIECES
+        and batch * num_heads * query_len * k.shape[2] * d_k >= thresholds.MIN_PRODUCTS_IN_PIECES
+        and (not causal or k.shape[2] <= thresholds.MAX_KEYS_CAUSAL_IN_PIECES)
         and not torch.compiler.is_compiling()
     )
 
@@ -359,7 +341,7 @@ def _common_heads(q: Tensor, k: Tensor, v: Tensor) -> int:
 
 
 def _max_keys(dtype: torch.dtype) -> int:
-    return _MAX_KEYS_WRITTEN_OUT_ON_CPU.get(dtype, _MAX_KEYS_WRITTEN_OUT_ON_CPU_OTHERWISE)
+    return thresholds.MAX_KEYS_WRITTEN_OUT.get(dtype, thresholds.MAX_KEYS_WRITTEN_OUT_OTHERWISE)
 
 
 def _reason(plan: _Plan, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> str:
@@ -421,7 +403,7 @@ def _written_out(
 def _in_pieces(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    """The output alone, over as many sentences, heads or queries at a time as `_BYTES_OF_A_PIECE` hold."""
+    """The output alone, over as many sentences, heads or queries at a time as `BYTES_OF_A_PIECE` hold."""
     batch, num_heads, query_len, d_k = q.shape
     key_heads, key_len = k.shape[1:3]
     # As a layer reads it: the heads of a token beside each other.
@@ -430,7 +412,7 @@ def _in_pieces(
     alike = key_heads == v.shape[1]
     together = num_heads // key_heads if alike else num_heads
     # A row of weights, and what is copied for it of queries, keys, values and output.
-    room = _BYTES_OF_A_PIECE // ((key_len + 4 * max(d_k, v.shape[3])) * q.element_size())
+    room = thresholds.BYTES_OF_A_PIECE // ((key_len + 4 * max(d_k, v.shape[3])) * q.element_size())
     rows = _even(query_len, room // together)
     heads = _even(num_heads // together, room // (query_len * together)) * together
     sentences = _even(batch, room // (query_len * num_heads))

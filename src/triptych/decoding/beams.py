@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from triptych import thresholds
 from triptych.decoding.engine import GROUP, Engine
 from triptych.decoding.fixed_steps import FixedSteps
 from triptych.decoding.hypotheses import (
@@ -16,10 +17,6 @@ from triptych.decoding.hypotheses import (
     length_penalty,
     output_limits,
 )
-
-# Finished sentences are taken out of the batch when they are this share of it: each time, the caches
-# of the others are copied.
-_SHARE_DONE = 0.2
 
 
 @torch.inference_mode()
@@ -172,7 +169,7 @@ class _Beams:
         num_done = sum(self.done)
         if num_done == len(self.done):
             self.sentences = []
-        elif self.steps is None and num_done >= max(1, _SHARE_DONE * len(self.done)):
+        elif self.steps is None and num_done >= max(1, thresholds.SHARE_DONE * len(self.done)):
             places = [place for place, done in enumerate(self.done) if not done]
             kept = torch.tensor(places, device=best_open.device)
             self.sentences = [self.sentences[place] for place in places]

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from triptych import thresholds
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import LearnedPositions, MultiHeadAttention
 from triptych.models import EncoderDecoder
@@ -27,9 +28,6 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
 # The vocabulary is looked through in groups of so many tokens: first the best of each group, then
 # only the groups that can hold one of the best.
 GROUP = 64
-# Up to so many queries a head, as in a step, decoding on a CPU is up to 12 % faster with products than with
-# torch's kernel, which is made for many, and at most 1 % slower (docs/log.md, "a step of decoding, again").
-_FEW_QUERIES = 16
 # Tokens that a cache has room for at first.
 _FIRST_ROOM = 16
 
@@ -410,7 +408,7 @@ class _Attention:
         return self.out(mixed.reshape(batch * queries, -1))
 
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if not q.is_cpu or q.shape[2] > _FEW_QUERIES:
+        if not q.is_cpu or q.shape[2] > thresholds.FEW_QUERIES:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
         if q.dtype == torch.bfloat16:
             k = k.contiguous()  # a product would copy a part of a cache itself, at a third of the speed

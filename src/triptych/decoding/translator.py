@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from triptych import thresholds
 from triptych.decoding.ahead import Ahead
 from triptych.decoding.batches import EvaluationMode, batch_searcher, why_no_engine
 from triptych.decoding.engine import Precision
@@ -23,8 +24,6 @@ from triptych.threads import torch_threads
 
 # Groups of lines read before they are asked for, and groups being translated.
 _GROUPS_READ_AHEAD, _GROUPS_IN_HAND = 2, 3
-# A worker takes seconds to start: with fewer sentences to do, none is.
-_SENTENCES_WORTH_A_WORKER = 100
 _LINE_BREAKS = {ord("\n"): " ", ord("\r"): " "}
 
 
@@ -227,7 +226,7 @@ class Translator:
                         if failure is not None:
                             raise failure
                         return
-                    if sum(group.missing for group in groups) >= _SENTENCES_WORTH_A_WORKER:
+                    if sum(group.missing for group in groups) >= thresholds.SENTENCES_WORTH_A_WORKER:
                         pool.start(self.workers - 1)
                     while groups[0].missing:
                         key, results = pool.next()

@@ -1,0 +1,46 @@
+"""Sizes at which one way to compute becomes faster than another, measured on one processor.
+
+They choose between ways that give the same numbers. On another machine only the speed may be less than it
+could be. `docs/log.md` has the measurements, `benchmarks/attention_paths.py` repeats those of attention.
+"""
+
+import torch
+
+# What all of them were measured on.
+MACHINE, TORCH = "AMD EPYC (Zen 4, AVX-512 with bf16 and VNNI), two cores, 24 GB", "2.13.0+cpu"
+
+# Attention (`attention/operation.py`), all on a CPU.
+# Up to about this many keys, batched products beat the fused kernel, forward and backward together. With
+# d_k ≠ d_v they do so in the forward pass alone too, or are level: the kernel must then be given padded
+# copies. In bfloat16 they do so to 2,048 where malloc keeps what is freed, but the weights of a layer then
+# outweigh all else that it keeps.
+MAX_KEYS_WRITTEN_OUT = {torch.bfloat16: 512}
+MAX_KEYS_WRITTEN_OUT_OTHERWISE = 128
+# In float32 the kernel is as fast with heads this wide at any length, and with this many weights: to write
+# them out, malloc as it is asks the system for new memory at every call.
+WIDE_HEADS, MANY_WEIGHTS = 128, 1 << 21
+# Without gradients, in bfloat16, products are up to twice as fast as the kernel, as long as what is held at a
+# time fits into the processor's cache. With less to multiply than this it is the number of operations that
+# counts; and a kernel that skips what is masked wins past some length.
+BYTES_OF_A_PIECE = 1 << 23
+MIN_PRODUCTS_IN_PIECES, MIN_WIDTH_IN_PIECES, MAX_KEYS_CAUSAL_IN_PIECES = 1 << 23, 32, 512
+# torch's kernel is made for many queries. Given one in bfloat16, as a decoder's cache is read, products are 2
+# to 4 times as fast from about this many keys in all heads of a batch together; of fewer heads than this it
+# splits the keys better.
+MIN_KEYS_OF_ALL_HEADS, MIN_HEADS_OF_A_BATCH = 4096, 4
+
+# Decoding.
+# Up to so many queries a head, as in a step, decoding on a CPU is up to 12 % faster with products than with
+# torch's kernel, and at most 1 % slower (docs/log.md, "a step of decoding, again").
+FEW_QUERIES = 16
+# Finished sentences are taken out of the batch when they are this share of it: each time, the caches of the
+# others are copied.
+SHARE_DONE = 0.2
+# A worker takes seconds to start: with fewer sentences to do, none is.
+SENTENCES_WORTH_A_WORKER = 100
+
+# Training.
+# Logits alive at a time: about as many as the last cache holds, in enough rows for products at full speed.
+# With 3,500 tokens and a vocabulary of 8,000, chunks of 128 rows take 1.1 times as long.
+CHUNK_LOGITS = 1 << 22
+MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 128, 2048
