@@ -304,6 +304,27 @@ def test_a_norm_that_attention_shares_is_folded_into_both_or_neither(name: str, 
     assert_models_agree(model, loaded(model, tmp_path / "out"))
 
 
+def test_each_norm_is_recorded_under_the_step_that_folds_it(tmp_path: Path) -> None:
+    settings, _ = PARALLEL["falcon, a key each"]
+    _, source = in_double("falcon, a key each", tmp_path, tie_word_embeddings=False, **settings)
+    steps = {norm.module: norm.steps[0].rewrite for norm in folded(source, tmp_path / "out").norms}
+    assert steps.pop("transformer.ln_f") == "fold_other_norms"
+    assert set(steps.values()) == {"fold_norm"}  # the MLP reads what attention reads
+
+
+def test_an_rms_norm_leaves_the_biases_of_its_readers_alone(tmp_path: Path) -> None:
+    model, source = in_double("llama", tmp_path, mlp_bias=True)
+    found = folded(source, tmp_path / "out", FoldOtherNorms())
+    assert {module.rpartition(".")[2] for norm in found.norms for module in norm.maps} >= {
+        "gate_proj",
+        "up_proj",
+    }
+    names = changed(source, tmp_path / "out")
+    assert any(name.endswith("up_proj.weight") for name in names)
+    assert not any(name.endswith(".bias") for name in names)
+    assert_models_agree(model, loaded(model, tmp_path / "out"))
+
+
 def test_a_layer_that_refuses_leaves_what_shares_its_norm_alone(tmp_path: Path) -> None:
     _, source = in_double("gptj", tmp_path)  # q, k and v have no place for the shift, the MLP has
     found = folded(source, tmp_path / "out")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from command import Command
 from small_checkpoints import LAYERS, gpt2, gpt2_that_runs
+from triptych.errors import DataError
 from triptych.rewriting import running
 from triptych.rewriting.certificate import card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
@@ -252,6 +253,19 @@ def test_what_cannot_be_run_here_is_said_not_to_be_tried(
     found = whole_models(triptych, compared / "drawn")
     assert found["held"] is None
     assert "transformers, which would run it, is not installed" in found["found"]
+
+
+def test_an_original_that_cannot_be_loaded_is_said_not_to_be_tried(
+    triptych: Command, compared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise DataError("it cannot be loaded")
+
+    monkeypatch.setattr("triptych.rewriting.verification.models.open_model", refuse)
+    found = whole_models(triptych, compared / "drawn")
+    assert (found["held"], "it cannot be loaded" in found["found"]) == (None, True)
+    answer = triptych("verify", compared / "out", "--text", compared / "text.txt")
+    assert (answer.code, "it cannot be loaded" in answer.err) == (1, True)
 
 
 @pytest.mark.parametrize(

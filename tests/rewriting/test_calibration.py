@@ -1,5 +1,6 @@
 """Moments of the layers of checkpoints over a text: in several passes, and of layers that are used again."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.layers import RewrittenLayer
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import open_model
+from triptych.rewriting.steps import Layer, PruneHeads
 from triptych.rewriting.truncation import Truncate
 from triptych.rewriting.verification import verify_certificate
 
@@ -105,6 +107,17 @@ def test_a_layer_used_several_times_is_heard_each_time(tmp_path: Path) -> None:
         of_heads = torch.cat(made).unflatten(1, (HEADS, WIDTH)).transpose(0, 1)
         torch.testing.assert_close(second, of_heads.mT @ of_heads / tokens, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(mean, of_heads.mean(dim=1), rtol=1e-4, atol=1e-5)
+
+
+def test_heads_are_dead_by_their_weights_whatever_a_text_says(tmp_path: Path) -> None:
+    folder, text = bert(tmp_path / "source"), text_in(tmp_path)
+    (name, moments), *_ = gathered(folder, text).items()
+    checkpoint = open_checkpoint(folder)
+    read = checkpoint.read(next(site for site in checkpoint.sites if site.name == name))
+    silent = replace(moments, mixed=torch.zeros_like(moments.mixed))
+    layer = Layer(name, read.weights.to(torch.float64), read.scoring, moments=silent)
+    assert PruneHeads(on_text=True).apply(layer).weights.num_heads == HEADS
+    assert PruneHeads(on_text=True, number=1).apply(layer).weights.num_heads == HEADS - 1
 
 
 def test_a_layer_used_several_times_is_truncated_on_a_text(tmp_path: Path) -> None:

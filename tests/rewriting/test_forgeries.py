@@ -33,6 +33,7 @@ from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.steps import DropKeyBias, FoldNorm, GaugeFix, PruneHeads, SortHeads
 from triptych.rewriting.truncation import Truncate
 from triptych.rewriting.verification import Check, verify_certificate
+from triptych.rewriting.verification.check import same_words
 from triptych.storage.shards import tensor_hash
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
@@ -235,6 +236,16 @@ def test_every_entry_of_a_certificate_and_of_a_step_is_forged_here_or_elsewhere(
     assert Certificate.model_fields.keys() | StepRecord.model_fields.keys() <= forged | elsewhere
 
 
+def test_a_bound_that_is_a_thousandth_smaller_is_noticed(honest: Path, tmp_path: Path) -> None:
+    shutil.copytree(honest / "out", tmp_path / "out")
+    certificate = read_certificate(tmp_path / "out")
+    first, *others = certificate.layers
+    steps = tuple(step.model_copy(update={"bound": 0.999 * step.bound}) for step in first.steps)
+    layers = (first.model_copy(update={"steps": steps}), *others)
+    sealed(tmp_path / "out", certificate.model_copy(update={"layers": layers}))
+    assert RECIPE in failed(verify_certificate(tmp_path / "out", honest / "source"))
+
+
 @pytest.mark.parametrize("name", ["tool", "source", "not_compared"])
 def test_what_nothing_tells_is_said_not_to_be_checked(name: str, honest: Path, tmp_path: Path) -> None:
     shutil.copytree(honest / "out", tmp_path / "out")
@@ -402,3 +413,33 @@ def test_steps_that_look_at_a_text_are_done_again_with_it(tmp_path: Path) -> Non
     (tmp_path / "other.txt").write_text("another text\n")
     with pytest.raises(UsageError, match="is another text than steps looked at"):
         verify_certificate(out, source, calibration=tmp_path / "other.txt")
+
+
+def test_a_form_that_moves_beyond_its_bound_is_noticed_without_the_text(tmp_path: Path) -> None:
+    source, text = gpt2_that_runs(tmp_path / "source"), tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question.\n" * 5)
+    # A step that finds no head to leave out, and leaves all in their places.
+    steps = (PruneHeads(), Truncate(rank=5, criterion="uncentred"))
+    out = tmp_path / "out"
+    rewrite_checkpoint(str(source), out, RewriteRecipe(step=steps, calibration=text), compare=False)
+    assert not failed(verify_certificate(out, source))
+    with_tensor(out, "transformer.h.1.attn.c_proj.weight", lambda weight: 3 * weight)
+    made_consistent(out, source)
+    assert failed(verify_certificate(out, source)) == [TIER]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("rank 3 of 8", "rank 3 of 8", True),
+        ("rank 3 of 8", "rank 4 of 8", False),
+        ("rank 3 of 8", "ranks 3 of 8", False),
+        ("at most 0.50", "at most 0.51", True),
+        ("at most 0.50", "at most 0.52", False),
+        ("at most 1.5e-07", "at most 1.6e-07", True),
+        ("at most 1.5e-07", "at most 1.7e-07", False),
+        ("at most 2e-07", "at most 3e-07", True),
+    ],
+)
+def test_notes_are_the_same_but_for_the_last_digit_of_a_number(one: str, other: str, same: bool) -> None:
+    assert same_words(one, other) is same

@@ -269,6 +269,9 @@ def test_frozen_parameters_stay_frozen() -> None:
     assert all(parameter.requires_grad for parameter in second.parameters())
     frozen = MultiHeadAttention(8, 2, triptych.Stacked()).requires_grad_(False)
     assert not any(parameter.requires_grad for parameter in triptych.fold(frozen).parameters())
+    frozen.projections.requires_grad_(True)
+    next(frozen.parameters()).requires_grad_(False)  # one of several: what is made of them all is trained
+    assert all(parameter.requires_grad for parameter in triptych.fold(frozen).parameters())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What rounding explains of a difference, and what it does not."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.tiny_models import TINY
+from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import read_family
 from triptych.rewriting.certificate import MODEL_CARD, card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.comparing import FailedRewriteError
 from triptych.rewriting.recipe import EXACT, RewriteRecipe
-from triptych.rewriting.rounding import changed_parameters, judge, unit
+from triptych.rewriting.rounding import changed_numbers, changed_parameters, first_moved, judge, unit
 from triptych.rewriting.running import compared, open_model
 from triptych.rewriting.steps import GaugeFix
 from triptych.rewriting.verification import verify_certificate
@@ -151,6 +153,36 @@ def test_one_wrong_number_beside_the_attention_is_more_than_rounding(tmp_path: P
     one, other = open_model(source), open_model(tmp_path / "out")
     found = compared(one, other, one.random_windows(1))
     assert not judge(found, other, changed_parameters(one, other), torch.float32).is_rounding
+
+
+def test_the_layer_that_is_named_is_the_first_that_moves_by_more_than_rounding(tmp_path: Path) -> None:
+    source = tiny("llama", tmp_path / "source")
+    rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE, compare=False)
+    checkpoint, one = open_checkpoint(source), open_model(source)
+    window = next(one.random_windows(1))
+
+    def first() -> str:
+        return first_moved(one, open_model(tmp_path / "out"), checkpoint, window, torch.float32)
+
+    assert not first()
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.self_attn.v_proj.weight"] += 0.01
+    save_file(tensors, path, {"format": "pt"})
+    assert first() == "decoder 1"
+
+
+def test_numbers_of_a_layer_are_changed_where_one_of_them_is(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(tiny("bert", tmp_path))
+    layer = checkpoint.read(checkpoint.sites[0])
+    assert changed_numbers(layer, checkpoint.read(checkpoint.sites[0])) == frozenset()
+    (link,) = layer.weights.k
+    weight = link.weight.clone()
+    weight[0, 0, 0] += 1
+    other = replace(layer, weights=replace(layer.weights, k=(replace(link, weight=weight),)))
+    assert changed_numbers(layer, other) == {("k", "weight")}
+    bare = replace(layer, weights=replace(layer.weights, o_bias=None))
+    assert changed_numbers(layer, bare) == {("o", "bias")}
 
 
 def test_outputs_that_are_no_numbers_are_infinitely_far(tmp_path: Path) -> None:
