@@ -21,6 +21,7 @@ from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
 from triptych.inspection.pages import (
+    average_lines,
     heads_page,
     near_copies,
     outliers,
@@ -118,9 +119,9 @@ def test_rotary_heads_are_measured_by_planes_unless_asked_otherwise(tmp_path: Pa
     assert layer.figures["qk_symmetry"] == [None] * HEADS
     assert None not in ignored.figures["qk_symmetry"]
     assert layer.spectra["ov"] == ignored.spectra["ov"]
-    assert "turn with their position" in " ".join(summary(found))
-    assert "rotary positions are ignored" in " ".join(summary(raw))
-    assert "4 query heads on 2 of keys" in summary(found)[0]
+    assert "Rotary positions in 3 layers: W_QK is measured by rotary pairs." in " ".join(summary(found))
+    assert "Rotary positions are ignored" in " ".join(summary(raw))
+    assert "4 query heads share 2 key heads" in summary(found)[0]
 
 
 def test_what_is_not_finite_is_reported_and_the_rest_is_inspected(tmp_path: Path) -> None:
@@ -194,8 +195,8 @@ def test_figures_of_planes_are_not_set_beside_those_of_forms(tmp_path: Path) -> 
     assert "effective rank of W_QK" not in rows
     assert "effective rank of W_OV" in rows
     assert "effective rank of W_QK" in {row[0] for row in side_by_side(one, one).rows}
-    assert "not compared in 3 layers" in " ".join(summary(other))
-    assert "not compared" not in " ".join(summary(one))
+    assert "near-copies of W_QK are left out" in " ".join(summary(other))
+    assert "left out" not in " ".join(summary(one))
 
 
 def test_a_stack_that_is_not_in_the_file_is_said_to_be_missing(tmp_path: Path) -> None:
@@ -205,7 +206,7 @@ def test_a_stack_that_is_not_in_the_file_is_said_to_be_missing(tmp_path: Path) -
     save_file({n: t for n, t in tensors.items() if "decoder" not in n}, tmp_path / "model.safetensors")
     found = inspected(tmp_path)
     assert found.absent == ("decoder",)
-    assert "more stacks, which are not in the file: decoder" in " ".join(summary(found))
+    assert "Not in the file, though in the configuration: decoder" in " ".join(summary(found))
 
 
 def test_what_stands_between_maps_and_heads_is_said(tmp_path: Path) -> None:
@@ -216,8 +217,7 @@ def test_what_stands_between_maps_and_heads_is_said(tmp_path: Path) -> None:
     }
     assert {row["positions"] for row in inspected(gpt2(tmp_path / "gpt2")).rows()} == {"learned"}
     # Two key heads serve two query heads each: their likeness to values is counted once.
-    (likeness,) = [sentence for sentence in summary(rotary) if sentence.startswith("How alike")]
-    assert f"of {LAYERS * HEADS // 2} pairs above chance" in likeness
+    assert f"of {LAYERS * HEADS // 2} pairs above chance" in " ".join(average_lines(rotary))
     path = tmp_path / "llama" / "model.safetensors"
     tensors = load_file(path)
     for layer in range(LAYERS):
@@ -393,7 +393,7 @@ def test_the_condition_of_a_form_that_lacks_full_rank_is_infinite(tmp_path: Path
     assert figures["qk_condition"][3] == math.inf
     assert figures["qk_rank"][3] == 0
     said = " ".join(summary(found))
-    of = f"lacks full rank (condition ∞) in 1 of {LAYERS * HEADS} heads, first in decoder 1"
+    of = f"lacks full rank in 1 of {LAYERS * HEADS} heads, first in decoder 1"
     assert f"W_QK {of}, head 3" in said
     assert f"W_OV {of}, head 2" in said
     assert "lacks full rank" not in " ".join(summary(inspected(gpt2(tmp_path / "whole"))))
@@ -424,8 +424,8 @@ def test_an_infinite_condition_is_shown_in_tables_and_on_the_page(tmp_path: Path
 
 
 def counted_pairs(weights: AttentionWeights) -> tuple[str, ...]:
-    """What the summary says how many pairs of Q and K, Q and V, K and V there are."""
-    said = " ".join(summary(inspect_checkpoint(OneLayer(weights.to(torch.float64)))))
+    """What the averages say how many pairs of Q and K, Q and V, K and V there are."""
+    said = " ".join(average_lines(inspect_checkpoint(OneLayer(weights.to(torch.float64)))))
     return tuple(re.findall(r"of (\d+ \w+) above chance", said))
 
 
@@ -462,12 +462,12 @@ def test_the_mean_of_copying_is_set_beside_how_means_of_random_heads_spread() ->
     maps = {side: (Link(torch.randn(heads, d, width, dtype=torch.float64)),) for side in "qkv"}
     o = (Link(torch.randn(heads, width, d, dtype=torch.float64)),)
     weights = AttentionWeights(d_model=d, num_heads=heads, scale=1.0, o=o, **maps)
-    said = " ".join(summary(inspect_checkpoint(OneLayer(weights))))
-    found = re.search(r"the mean is ([-+.\d]+) \(that of as many random ones: 0 ± ([.\d]+)\)", said)
+    said = " ".join(average_lines(inspect_checkpoint(OneLayer(weights))))
+    found = re.search(r"copying score of W_OV: ([-+.\d]+) \(random: 0 ± ([.\d]+)\)", said)
     assert found is not None
     forms = torch.randn(3000, heads, d, width, dtype=torch.float64)
     eigenvalues = torch.linalg.eigvals(torch.randn(3000, heads, width, d, dtype=torch.float64) @ forms)
     means = (eigenvalues.real.sum(dim=-1) / eigenvalues.abs().sum(dim=-1)).mean(dim=1)
     assert float(found[2]) == pytest.approx(float(means.std()), rel=0.08)
     assert abs(float(found[1])) < 4 * float(found[2])
-    assert f"random ones: {(1 + 1 / d) / 2:.3f})" in said
+    assert f"(random: {(1 + 1 / d) / 2:.3f})" in said

@@ -22,7 +22,16 @@ from triptych.cli.selection import numbers
 from triptych.cli.verbose import VerboseOption
 from triptych.files import write_text
 from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
-from triptych.inspection.pages import heads_page, near_copies, outliers, shaded_map, side_by_side, summary
+from triptych.inspection.pages import (
+    average_lines,
+    averages,
+    heads_page,
+    near_copies,
+    outliers,
+    shaded_map,
+    side_by_side,
+    summary,
+)
 from triptych.reports import is_page, is_parquet, render_table, write_heads_report, write_parquet
 
 _CSV_START = b"checkpoint,stack,layer,kind,head,module,"
@@ -154,7 +163,7 @@ def _record(inspection: Inspection) -> dict[str, object]:
         layer["figures"] = {name: [*map(_plain, values)] for name, values in layer["figures"].items()}
     return {
         **record,
-        "summary": summary(inspection),
+        "summary": (*summary(inspection), *average_lines(inspection)),
         "measures": {measure.name: measure.meaning for measure in MEASURES},
     }
 
@@ -174,6 +183,7 @@ def _print(inspection: Inspection, console: Console) -> None:
             console.print()
             console.print("\n".join(lines))
     console.print()
+    console.print(render_table(averages(inspection)))
     console.print(render_table(outliers(inspection)))
     if inspection.copies:
         console.print(render_table(near_copies(inspection)))

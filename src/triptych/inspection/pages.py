@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -47,80 +48,134 @@ def values_of(inspection: Inspection, measure: str, kind: str = "") -> list[Valu
 
 
 def summary(inspection: Inspection) -> tuple[str, ...]:
-    """What stands out, in sentences with their numbers."""
-    return tuple(sentence for part in _SENTENCES for sentence in part(inspection) if sentence) or (
-        "There is nothing to say: no head has finite weights.",
-    )
+    """A few findings in a line each, then what to know about the figures."""
+    return tuple(line for part in _PARTS for line in part(inspection)) or ("No head has finite weights.",)
 
 
 def _what_it_is(inspection: Inspection) -> Iterator[str]:
     layers = inspection.layers
     heads = sum(len(layer.heads) for layer in layers)
-    widths = sorted({layer.d_k for layer in layers})
-    groups = {(layer.num_heads, layer.num_key_heads) for layer in layers}
-    shared = "; ".join(f"{h} query heads on {g} of keys" for h, g in sorted(groups) if g != h)
+    sizes = [
+        f"d_model {_listed(sorted({layer.d_model for layer in layers}))}",
+        f"d_k {_listed(sorted({layer.d_k for layer in layers}))}",
+    ]
+    groups = sorted({(layer.num_heads, layer.num_key_heads) for layer in layers})
+    sizes += [f"{h} query heads share {g} key heads" for h, g in groups if g != h]
     yield (
         f"{_counted(heads, 'head')} in {_counted(len(layers), 'attention layer')} of {inspection.family} "
-        f"(d_model {_listed(sorted({layer.d_model for layer in layers}))}, d_k {_listed(widths)}"
-        + (f"; {shared}" if shared else "")
-        + f"), known by {inspection.known_by}."
+        f"({', '.join(sizes)}), known by {inspection.known_by}."
     )
-    if any(layer.planes is not None for layer in layers):
+
+
+def _findings(inspection: Inspection) -> Iterator[str]:
+    for both, times, above in [*_overlaps(inspection)][:1]:
+        yield f"{both} overlap: {times}× chance, {above}."
+    if ranks := [f"{title} {mean}" for title, mean, _ in _effective_ranks(inspection)]:
+        yield f"Effective rank: {', '.join(ranks)}."
+    if found := values_of(inspection, "ov_copying"):
+        back, away = sum(v.value > 0.5 for v in found), sum(v.value < -0.5 for v in found)
+        removed = f"{away} remove{'s' * (away == 1)} it"
+        yield f"Copying: {back} of {_counted(len(found), 'head')} write what they read, {removed}."
+    for form, title in (("qk", "look alike"), ("ov", "move the same")):
+        if pairs := [pair for pair in inspection.copies if pair.form == form]:
+            least = "At least " if inspection.more_copies else ""
+            yield f"{least}{_counted(len(pairs), 'pair')} of heads {title} (|cosine| of the forms ≥ {NEAR})."
+    redundant, cuts = _redundant(inspection), _savings(inspection)
+    if redundant:
+        yield f"Redundant: {sum(redundant.values()):,} parameters; `triptych rewrite --exact` removes them."
+    if cuts:
         yield (
-            "Queries and keys turn with their position, so W_Q W_Kᵀ is no form of its own: for where a head "
-            "looks, energies of rotary planes stand in place of singular values, and symmetry is left out."
+            f"Ranks that keep 95 % of the energy save {cuts[0.05]:.1f} % of the parameters: try "
+            "`triptych rewrite --energy 0.95`, and measure the loss with --text."
         )
-    caveats: dict[str, int] = {}
-    for layer in layers:
-        for caveat in layer.caveats:
-            caveats[caveat] = caveats.get(caveat, 0) + 1
-    for caveat, count in caveats.items():
+
+
+def _notes(inspection: Inspection) -> Iterator[str]:
+    layers = inspection.layers
+    broken = {name: count for layer in layers for name, count in layer.broken.items()}
+    if broken:
+        first = ", ".join(f"{name} ({count:,} entries)" for name, count in [*broken.items()][:4])
+        yield f"Not finite, left out: {first}{' …' if len(broken) > 4 else ''}."
+    turning = sum(layer.planes is not None for layer in layers)
+    if turning:
+        yield (
+            f"Rotary positions in {_counted(turning, 'layer')}: W_QK is measured by rotary pairs. Symmetry "
+            "and near-copies of W_QK are left out."
+        )
+    if inspection.ignores_rotary and any(layer.turns for layer in layers):
+        yield "Rotary positions are ignored: figures of W_QK hold at distance 0 only."
+    for caveat, count in Counter(caveat for layer in layers for caveat in layer.caveats).items():
         yield f"In {count} of {_counted(len(layers), 'layer')} {caveat}."
+    for form, title in (("qk", "W_QK"), ("ov", "W_OV")):
+        conditions = values_of(inspection, f"{form}_condition")
+        if lost := [value for value in conditions if math.isinf(value.value)]:
+            of = _counted(len(conditions), "head")
+            yield f"{title} lacks full rank in {len(lost)} of {of}, first in {lost[0].place}."
     if inspection.absent:
-        yield f"The configuration has more stacks, which are not in the file: {', '.join(inspection.absent)}."
+        yield f"Not in the file, though in the configuration: {', '.join(inspection.absent)}."
     if inspection.unread:
         named = "; ".join(
             f"{name} ({why})" for why, name in {w: n for n, w in inspection.unread.items()}.items()
         )
         yield f"Not read: {_counted(len(inspection.unread), 'tensor')}, such as {named}."
-    if inspection.ignores_rotary and any(layer.turns for layer in layers):
-        yield "As asked, rotary positions are ignored: figures of W_QK hold at distance 0 only."
 
 
-def _likeness(inspection: Inspection) -> Iterator[str]:
-    parts = []
+_PARTS: tuple[Callable[[Inspection], Iterator[str]], ...] = (_what_it_is, _findings, _notes)
+
+
+def averages(inspection: Inspection) -> Table:
+    """Means over the heads, next to those of random weights of the same sizes."""
+    rows = [(f"overlap of {both}", f"{times}×", "1×", above) for both, times, above in _overlaps(inspection)]
     for pair, both in _PAIRS.items():
-        times = _distinct(inspection, pair, "times_chance", "subspaces")
-        if not times:
-            continue
-        overlap = _mean(_distinct(inspection, pair, "overlap", "subspaces"))
-        p_values = _distinct(inspection, pair, "p_value", "subspaces")
-        rare = sum(v.value < _RARE / len(times) for v in p_values)
-        grouped = len(times) < len(values_of(inspection, f"{pair}_times_chance"))
-        parts.append(
-            f"{both} {_mean(times):.2f} times chance (mean squared cosine {overlap:.3f}; "
-            f"{rare} of {_counted(len(times), 'pair' if grouped else 'head')} above chance)"
-        )
-    if parts:
-        yield (
-            f"How alike what the maps of a head read is: {'; '.join(parts)}. Chance is what random subspaces "
-            f"of these sizes have, and a head counts as above it at p < {_RARE} shared among all."
-        )
-    cosines = {pair: _distinct(inspection, pair, "cosine", "maps") for pair in _PAIRS}
-    said = [f"{_PAIRS[pair]} {_mean(found):+.3f}" for pair, found in cosines.items() if found]
-    if said:
-        yield (
-            f"Entry by entry, the mean cosine is: {', '.join(said)}. That depends on the basis that training "
-            "happened to choose within each head, and says nothing of what the heads do."
-        )
+        if found := _distinct(inspection, pair, "cosine", "maps"):
+            rows.append((f"cosine of {both}", f"{_mean(found):+.3f}", "0", _BY_BASIS))
     apart, rotated = (values_of(inspection, f"qkv_apart{how}") for how in ("", "_rotated"))
     if apart:
         random = statistics.fmean(_random_distance(v.layer, v.layer.heads.index(v.head)) for v in apart)
-        yield (
-            f"From one shared matrix the three are {_mean(apart):.3f} away on average (0 if equal, 0.667 if "
-            f"unrelated), and at least {_mean(rotated):.3f} however each is rotated (random ones of these "
-            f"sizes: {random:.3f})."
-        )
+        rows.append(("distance from one matrix", f"{_mean(apart):.3f}", "0.667", _BY_BASIS))
+        rows.append(("the same, each rotated", f"{_mean(rotated):.3f}", f"{random:.3f}", "at least this"))
+    for title, mean, random_mean in _effective_ranks(inspection):
+        rows.append((f"effective rank of {title}", mean, random_mean, ""))
+    rows += _kept_ranks(inspection)
+    if shares := values_of(inspection, "qk_symmetric_share"):
+        random = statistics.fmean(random_symmetric_share(v.layer.d_model) for v in shares)
+        rows.append(("symmetric share of W_QK", f"{_mean(shares):.3f}", f"{random:.3f}", ""))
+    if found := values_of(inspection, "ov_copying"):
+        spreads = [random_copying_spread(v.layer.d_model, v.layer.d_v) for v in found]
+        spread = math.sqrt(sum(spread**2 for spread in spreads)) / len(found)
+        rows.append(("copying score of W_OV", f"{_mean(found):+.3f}", f"0 ± {spread:.3f}", ""))
+    for what, numbers in _redundant(inspection).items():
+        rows.append((what, f"{numbers:,}", "", "parameters, redundant"))
+    for loss, share in _savings(inspection).items():
+        rows.append((f"saved by ranks for {1 - loss:.0%}", f"{share:.1f} %", "", "of the parameters"))
+    return Table(title="Averages", columns=("mean over the heads", "here", "random", ""), rows=tuple(rows))
+
+
+def average_lines(inspection: Inspection) -> tuple[str, ...]:
+    """The table of averages, a line each."""
+    lines = []
+    for title, here, random, said in averages(inspection).rows:
+        more = "; ".join(part for part in (f"random: {random}" if random else "", said) if part)
+        lines.append(f"{title}: {here}" + (f" ({more})" if more else ""))
+    return tuple(lines)
+
+
+_BY_BASIS = "depends on the basis"
+
+
+def _overlaps(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
+    """Of each pair of maps: its name, the mean over chance, heads above chance.
+
+    A head counts as above chance at p < 0.001 / heads.
+    """
+    for pair, both in _PAIRS.items():
+        times = _distinct(inspection, pair, "times_chance", "subspaces")
+        if times:
+            p_values = _distinct(inspection, pair, "p_value", "subspaces")
+            rare = sum(v.value < _RARE / len(times) for v in p_values)
+            grouped = len(times) < len(values_of(inspection, f"{pair}_times_chance"))
+            above = f"{rare} of {_counted(len(times), 'pair' if grouped else 'head')} above chance"
+            yield both, f"{_mean(times):.2f}", above
 
 
 def _distinct(
@@ -146,140 +201,63 @@ def _random_distance(layer: InspectedLayer, place: int) -> float:
     return 2 / 3 * (1 - close * (q * k + q * v + k * v) / (q**2 + k**2 + v**2))
 
 
-def _ranks(inspection: Inspection) -> Iterator[str]:
-    for form, title in (("qk", "W_QK"), ("ov", "W_OV")):
-        # Planes are not to be averaged with directions, nor heads of one width with those of another.
-        groups: dict[tuple[bool, int], list[Value]] = {}
-        for value in values_of(inspection, f"{form}_effective_rank"):
-            turns = form == "qk" and value.layer.planes is not None
-            groups.setdefault((turns, max(map(len, value.layer.spectra[form]))), []).append(value)
-        for (turns, full), found in groups.items():
-            which = (
-                "" if len(groups) == 1 else f" of {_counted(len({v.layer.module for v in found}), 'layer')}"
-            )
-            yield _rank_of(form, f"{title}{which}", full, found, turns=turns)
+def _by_width(inspection: Inspection, form: str) -> Iterator[tuple[str, int, bool, list[Value]]]:
+    """Effective ranks of a form by its name, apart by width, and for rotary pairs."""
+    groups: dict[tuple[bool, int], list[Value]] = {}
+    for value in values_of(inspection, f"{form}_effective_rank"):
+        turns = form == "qk" and value.layer.planes is not None
+        groups.setdefault((turns, max(map(len, value.layer.spectra[form]))), []).append(value)
+    for (turns, full), found in groups.items():
+        of = _counted(len({v.layer.module for v in found}), "layer")
+        yield f"W_{form.upper()}" + ("" if len(groups) == 1 else f" in {of}"), full, turns, found
 
 
-def _rank_of(form: str, title: str, full: int, found: Sequence[Value], *, turns: bool) -> str:
-    least = min(found, key=_size)
-    ranks = [v.layer.figures[f"{form}_rank_95"][v.layer.heads.index(v.head)] for v in found]
-    kept = statistics.median(rank for rank in ranks if rank is not None)
-    what = "rotary planes and fixed directions" if turns else "directions"
-    random, of_kept = "", ""
-    if not turns:
-        spectra = [random_spectra(v.layer.d_model, full) for v in found]
-        random = f"; random ones {statistics.fmean(float(s.effective_rank.mean()) for s in spectra):.1f}"
-        half = statistics.median(int(s.rank_within(0.05).median()) for s in spectra)
-        of_kept = f" (random ones: {half:.0f})"
-    return (
-        f"{title} uses {_mean(found):.1f} of {full} {what} on average (effective rank{random}), least in "
-        f"{least.place} ({least.value:.1f}); in half of the heads rank {kept:.0f} keeps 95 %{of_kept}."
-    )
+def _effective_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
+    """Of each form: its name, the mean of full rank, the mean of random forms."""
+    for form in ("qk", "ov"):
+        for title, full, turns, found in _by_width(inspection, form):
+            random = "" if turns else f"{statistics.fmean(_random_rank(v, full) for v in found):.1f}"
+            yield f"{title}{' (rotary pairs)' * turns}", f"{_mean(found):.1f} of {full}", random
 
 
-def _lost(inspection: Inspection) -> Iterator[str]:
-    for form, title in (("qk", "W_QK"), ("ov", "W_OV")):
-        conditions = values_of(inspection, f"{form}_condition")
-        lost = [value for value in conditions if math.isinf(value.value)]
-        if lost:
-            yield (
-                f"{title} lacks full rank (condition ∞) in {len(lost)} of "
-                f"{_counted(len(conditions), 'head')}, first in {lost[0].place}."
-            )
+def _random_rank(value: Value, full: int) -> float:
+    return float(random_spectra(value.layer.d_model, full).effective_rank.mean())
 
 
-def _symmetry(inspection: Inspection) -> Iterator[str]:
-    shares = values_of(inspection, "qk_symmetric_share")
-    if shares:
-        most, least = max(shares, key=_size), min(shares, key=_size)
-        random = statistics.fmean(random_symmetric_share(v.layer.d_model) for v in shares)
-        yield (
-            f"{_mean(shares):.3f} of ‖W_QK‖² is symmetric on average (random ones: {random:.3f}), most in "
-            f"{most.place} ({most.value:.3f}), least in {least.place} ({least.value:.3f})."
-        )
+def _kept_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str, str]]:
+    """Of each form the rank that keeps 95 % in half of the heads."""
+    for form in ("qk", "ov"):
+        for title, full, turns, found in _by_width(inspection, form):
+            ranks = [v.layer.figures[f"{form}_rank_95"][v.layer.heads.index(v.head)] for v in found]
+            kept = f"{statistics.median(rank for rank in ranks if rank is not None):.0f}"
+            random = ""
+            if not turns:
+                spectra = [random_spectra(v.layer.d_model, full) for v in found]
+                random = f"{statistics.median(int(s.rank_within(0.05).median()) for s in spectra):.0f}"
+            yield f"rank for 95% of {title}", kept, random, "median"
 
 
-def _copying(inspection: Inspection) -> Iterator[str]:
-    found = values_of(inspection, "ov_copying")
-    if found:
-        back, away = sum(v.value > 0.5 for v in found), sum(v.value < -0.5 for v in found)
-        spreads = [random_copying_spread(v.layer.d_model, v.layer.d_v) for v in found]
-        of_mean = math.sqrt(sum(spread**2 for spread in spreads)) / len(found)
-        yield (
-            f"Of {_counted(len(found), 'head')} of self-attention, {back} write what they read (copying "
-            f"score above 0.5) and {away} take it away (below −0.5); the mean is {_mean(found):+.3f} "
-            f"(that of as many random ones: 0 ± {of_mean:.3f})."
-        )
-
-
-def _copies(inspection: Inspection) -> Iterator[str]:
-    for form, title in (("qk", "look alike"), ("ov", "move the same")):
-        pairs = [pair for pair in inspection.copies if pair.form == form]
-        if pairs:
-            first = pairs[0]
-            more = "At least " if inspection.more_copies else ""
-            yield (
-                f"{more}{_counted(len(pairs), 'pair')} of heads {title} (cosine of the forms at least {NEAR} "
-                f"or at most −{NEAR}), first {first.one} and {first.other} ({first.cosine:+.3f})."
-            )
-    turning = sum(layer.planes is not None for layer in inspection.layers)
-    if turning:
-        yield (
-            f"Whether heads look alike is not compared in {_counted(turning, 'layer')}: what their queries "
-            "and keys give depends on the distance."
-        )
-
-
-def _saved(inspection: Inspection) -> Iterator[str]:
-    total = sum(layer.parameters for layer in inspection.layers)
-    parts = []
+def _redundant(inspection: Inspection) -> dict[str, int]:
+    """Parameters that exact rewrites remove, by what they are."""
+    found = {}
     for name, what in (
         ("drop the key bias", "key biases"),
-        ("fold the value bias", "value biases, folded into output biases"),
-        (FOLD, "maps in a row, folded into one"),
+        ("fold the value bias", "value biases"),
+        (FOLD, "maps in a row"),
     ):
         saved = [layer.foldable.get(name) for layer in inspection.layers]
-        numbers = sum(value for value in saved if isinstance(value, int))
-        if numbers:
-            parts.append(f"{numbers:,} of {what}")
-    if parts:
-        yield f"Exactly redundant: {'; '.join(parts)}, of {total:,} numbers of attention."
+        if numbers := sum(value for value in saved if isinstance(value, int)):
+            found[what] = numbers
+    return found
 
 
-def _cut(inspection: Inspection) -> Iterator[str]:
+def _savings(inspection: Inspection) -> dict[float, float]:
+    """By the energy that every form may lose, the parameters that lower ranks save, in percent."""
     total = sum(layer.parameters for layer in inspection.layers)
     cuts = [cut for layer in inspection.layers for cut in layer.cut.values()]
-    if cuts and all(len(layer.heads) == layer.num_heads for layer in inspection.layers):
-        forms = {form for layer in inspection.layers for form in layer.cut}
-        which = "every form" if len(forms) == 2 else "every W_OV"
-        losses = ", ".join(f"{100 * loss:.0f}" for loss in LOSSES)
-        saved = ", ".join(f"{100 * sum(cut[i] for cut in cuts) / total:.1f}" for i in range(len(LOSSES)))
-        yield (
-            f"Cutting {which} to the rank that loses at most {losses} % of its energy would save {saved} % "
-            "of the numbers of attention; what that does to the model has to be measured."
-        )
-
-
-def _broken(inspection: Inspection) -> Iterator[str]:
-    broken = {name: count for layer in inspection.layers for name, count in layer.broken.items()}
-    if broken:
-        first = ", ".join(f"{name} ({count:,} entries)" for name, count in [*broken.items()][:4])
-        more = " …" if len(broken) > 4 else ""
-        yield f"Not finite, and left out with the heads that use them: {first}{more}."
-
-
-_SENTENCES: tuple[Callable[[Inspection], Iterator[str]], ...] = (
-    _what_it_is,
-    _broken,
-    _likeness,
-    _ranks,
-    _lost,
-    _symmetry,
-    _copying,
-    _copies,
-    _saved,
-    _cut,
-)
+    if not cuts or any(len(layer.heads) < layer.num_heads for layer in inspection.layers):
+        return {}
+    return {loss: 100 * sum(cut[i] for cut in cuts) / total for i, loss in enumerate(LOSSES)}
 
 
 def outliers(inspection: Inspection) -> Table:
@@ -390,9 +368,14 @@ def heads_page(inspections: Sequence[Inspection], command: str) -> HeadsReport:
             ("numbers of attention", f"{sum(layer.parameters for layer in layers):,}"),
             *facts,
         ]
+    said = [
+        (title, lines)
+        for i in inspections
+        for title, lines in ((i.name if len(names) > 1 else "", summary(i)), ("Averages", average_lines(i)))
+    ]
     return HeadsReport(
         title=" and ".join(names),
-        summary=tuple((i.name if len(names) > 1 else "", summary(i)) for i in inspections),
+        summary=tuple(said),
         facts=tuple(facts),
         measures=tuple(
             HeadMeasure(m.name, m.title, m.meaning, m.group, of_basis=m.of_basis, by_qk=_is_by_qk(m))
