@@ -1,6 +1,6 @@
-"""The Transformer of *Attention Is All You Need*, with the matrices of every head in your hands.
+"""Train, run, inspect and rewrite Transformers, with the attention matrices of every head at hand.
 
-What stands here is imported when it is first used, so that `triptych --help` does not wait for torch.
+Names are imported when they are first used, so that `triptych --help` does not wait for torch.
 """
 
 from importlib import import_module

@@ -15,26 +15,26 @@ from triptych.runs import Run
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="The folder of a run, or of a Marian model of Hugging Face.")
+        Path, typer.Argument(help="A run folder, or a folder with a Marian model in Hugging Face's format.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write; it must not be there yet.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The output folder; it must not exist.")],
     to: Annotated[
         Format | None,
-        typer.Option("--to", help="hf: a checkpoint for transformers; ctranslate2; onnx."),
+        typer.Option("--to", help="The output format: hf (transformers), ctranslate2 or onnx."),
     ] = None,
     origin: Annotated[
         Literal["hf"] | None,
-        typer.Option("--from", help="hf: read a Marian checkpoint and write a folder of ours."),
+        typer.Option("--from", help="The input format, if not a run: hf (a Marian checkpoint)."),
     ] = None,
     quantization: Annotated[
-        Quantization, typer.Option("--quantization", help="Of the matrices, with --to ctranslate2.")
+        Quantization, typer.Option("--quantization", help="Type of the weights with --to ctranslate2.")
     ] = "float32",
-    as_json: Annotated[bool, typer.Option("--json", help="Print a record as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Convert a model to or from the format of another library.
 
-    A way to write heads that the format has not is multiplied out first, exactly; what does not fit is
-    refused with what would.
+    A parameterisation that the format does not have is multiplied out first, which is exact. A model
+    that does not fit is refused with what to do.
     """
     if (to is None) == (origin is None):
         raise UsageError("give either --to FORMAT (hf, ctranslate2 or onnx) or --from hf")

@@ -21,43 +21,58 @@ from triptych.reports import Table, is_page, render_table, write_comparison_repo
 
 
 def cost(
-    d_model: Annotated[int, typer.Option("--d-model", help="Width of input and output.")] = 512,
-    num_heads: Annotated[int, typer.Option("--num-heads", help="Query heads.")] = 8,
+    d_model: Annotated[int, typer.Option("--d-model", help="Size of the input and the output.")] = 512,
+    num_heads: Annotated[int, typer.Option("--num-heads", help="Number of query heads.")] = 8,
     d_k: Annotated[
-        int | None, typer.Option("--d-k", help="Width of queries and keys; d_model / num_heads if not given.")
+        int | None,
+        typer.Option("--d-k", help="Size of queries and keys per head. Default: d_model / num_heads."),
     ] = None,
     d_v: Annotated[
-        int | None, typer.Option("--d-v", help="Width of values; d_model / num_heads if not given.")
+        int | None, typer.Option("--d-v", help="Size of values per head. Default: d_model / num_heads.")
     ] = None,
-    num_kv_heads: Annotated[int | None, typer.Option("--num-kv-heads", help="Groups of 'grouped'.")] = None,
-    d_latent: Annotated[int | None, typer.Option("--d-latent", help="Width kept by 'latent'.")] = None,
+    num_kv_heads: Annotated[
+        int | None, typer.Option("--num-kv-heads", help="Number of key-value heads of 'grouped'.")
+    ] = None,
+    d_latent: Annotated[
+        int | None, typer.Option("--d-latent", help="Size of the latent of 'latent'.")
+    ] = None,
     d_shared: Annotated[
-        int | None, typer.Option("--d-shared", help="Channels that 'collaborative' shares.")
+        int | None, typer.Option("--d-shared", help="Number of channels that 'collaborative' shares.")
     ] = None,
-    biases: Annotated[bool, typer.Option("--bias", help="Every map has a bias.")] = False,
+    biases: Annotated[bool, typer.Option("--bias", help="Give every map a bias.")] = False,
     length: Annotated[
-        int, typer.Option("--length", help="Tokens of a sequence, training and prefill.")
+        int, typer.Option("--length", help="Sequence length in training and prefill, in tokens.")
     ] = 512,
     context: Annotated[
-        int, typer.Option("--context", help="Tokens that a step of decoding sees, the new one included.")
+        int,
+        typer.Option(
+            "--context", help="Context length of a decoding step, in tokens, including the new one."
+        ),
     ] = 2048,
-    batch: Annotated[int, typer.Option("--batch", help="Sequences at a time.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", help="Batch size.")] = 1,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="Of weights, activations and cache: fp32, bf16, fp16.")
+        str, typer.Option("--dtype", help="Type of weights, activations and cache: fp32, bf16 or fp16.")
     ] = "fp32",
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", help="A parameterisation to look at; all if not given. May be repeated."),
+        typer.Option("--only", help="A parameterisation to show. May be repeated. Default: all."),
     ] = None,
-    formulas: Annotated[bool, typer.Option("--formulas", help="Show forms and formulas too.")] = False,
-    measure: Annotated[bool, typer.Option("--measure", help="Time them on this machine too.")] = False,
+    formulas: Annotated[
+        bool, typer.Option("--formulas", help="Also show the forms and the formulas.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also measure their speed on this machine.")
+    ] = False,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", help="With --measure: time for each figure, about; 1.")
+        float | None,
+        typer.Option("--seconds", help="With --measure: seconds per figure, roughly. Default: 1."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option("--device", help="With --measure: cpu (if not given), cuda or cuda:N.")
+        str | None, typer.Option("--device", help="With --measure: cpu, cuda or cuda:N. Default: cpu.")
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts here.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write an HTML page with charts to this file.")
+    ] = None,
     force: ForceOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:

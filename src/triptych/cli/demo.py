@@ -14,14 +14,14 @@ from triptych.training.progress import display_for
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the run and its report.")] = Path(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the run and the report.")] = Path(
         "demo"
     ),
     force: Annotated[
         bool,
         typer.Option(
             "--force",
-            help="Use a folder that holds other files; those with the name of a demo's are replaced.",
+            help="Use a folder that has other files. Files with the names of the demo's are replaced.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,

@@ -22,9 +22,11 @@ _LINES_AT_A_TIME = 256
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, or of a Marian model of Hugging Face.")],
-    source: Annotated[Path, typer.Option("--source", help="Text to translate, a sentence a line.")],
-    reference: Annotated[Path, typer.Option("--reference", help="Its right translation, line for line.")],
+    run: Annotated[
+        Path, typer.Argument(help="A run folder, or a folder with a Marian model in Hugging Face's format.")
+    ],
+    source: Annotated[Path, typer.Option("--source", help="Text to translate, one sentence per line.")],
+    reference: Annotated[Path, typer.Option("--reference", help="Reference translations, line by line.")],
     beam: Annotated[int | None, typer.Option("--beam", min=1, help="Beam size; 1 is greedy.")] = None,
     alpha: Annotated[
         float | None, typer.Option("--alpha", min=0, help="Exponent of the length penalty.")
@@ -32,10 +34,12 @@ def evaluate(
     stop: StopOption = None,
     precision: PrecisionOption = "fp32",
     workers: WorkersOption = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Keep the translations here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the translations to this file.")
+    ] = None,
     force: ForceOption = False,
     device: Annotated[
-        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.")
+        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.")
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:

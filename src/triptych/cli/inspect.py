@@ -41,27 +41,31 @@ _MAPS = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmet
 def inspect(
     checkpoint: Annotated[
         str,
-        typer.Argument(
-            help="A folder, a tensor file beside its config.json, a run, or owner/name (gpt2) of the Hub."
-        ),
+        typer.Argument(help="A folder, a tensor file next to its config.json, a run, or a name on the Hub."),
     ],
     layers: Annotated[
-        str | None, typer.Option("--layers", help="Numbers of layers: 0,3 or 0-5. All if not given.")
+        str | None, typer.Option("--layers", help="Layers to read: 0,3 or 0-5. Default: all.")
     ] = None,
-    heads: Annotated[str | None, typer.Option("--heads", help="Numbers of heads, likewise.")] = None,
+    heads: Annotated[
+        str | None, typer.Option("--heads", help="Heads to read: 0,3 or 0-5. Default: all.")
+    ] = None,
     compare: Annotated[
-        str | None, typer.Option("--compare", help="Another checkpoint, to be set beside it.")
+        str | None, typer.Option("--compare", help="A second checkpoint to compare with.")
     ] = None,
     family: Annotated[
-        Path | None, typer.Option("--family", help="A file that says how attention is written, in both.")
+        Path | None, typer.Option("--family", help="A family file that describes both checkpoints.")
     ] = None,
     ignore_rotary: Annotated[
         bool,
-        typer.Option("--ignore-rotary", help="Measure W_Q W_Kᵀ of rotary heads as if nothing turned."),
+        typer.Option("--ignore-rotary", help="Measure W_Q W_Kᵀ of rotary heads without the rotation."),
     ] = False,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a page to look around in.")] = None,
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a row a head.")] = None,
-    parquet: Annotated[Path | None, typer.Option("--parquet", help="The same as Parquet.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write an HTML page to this file.")] = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="Write one row per head to this CSV file.")
+    ] = None,
+    parquet: Annotated[
+        Path | None, typer.Option("--parquet", help="Write one row per head to this Parquet file.")
+    ] = None,
     force: ForceOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     verbose: VerboseOption = False,

@@ -24,7 +24,7 @@ COMMANDS = {
     "convert": "Convert a model to or from the format of another library.",
     "cost": "Compare the costs of the parameterisations of attention.",
 }
-_ABOUT = "Train, run and look into Transformers, with the matrices of every head in your hands."
+_ABOUT = "Train, run, inspect and rewrite Transformers, with the attention matrices of every head at hand."
 
 
 def _print_version(wanted: bool) -> bool:
@@ -39,7 +39,7 @@ def main(
         False, "--version", is_eager=True, callback=_print_version, help="Print the version and stop."
     ),
 ) -> None:
-    """What stands before every command."""
+    """Options of the command itself."""
 
 
 def application(arguments: Sequence[str]) -> typer.Typer:

@@ -11,16 +11,16 @@ PrecisionOption = Annotated[
     Precision,
     typer.Option(
         "--precision",
-        help="Of the model's matrices: fp32; bf16 or int8 are faster, and their translations differ here and "
-        "there (int8: CPUs only).",
+        help="Type of the weights. bf16 and int8 (CPU only) are faster; some translations differ from those "
+        "in fp32.",
     ),
 ]
 StopOption = Annotated[
     Literal["certain", "full"] | None,
     typer.Option(
         "--stop",
-        help="When beam search leaves a sentence: certain, when nothing can overtake what has ended; full, "
-        "faster, when as many hypotheses as the beam holds have ended.",
+        help="When beam search ends: certain, when no hypothesis can overtake the finished ones; full "
+        "(faster), when the beam is full of finished hypotheses.",
     ),
 ]
 WorkersOption = Annotated[
@@ -28,8 +28,7 @@ WorkersOption = Annotated[
     typer.Option(
         "--workers",
         min=1,
-        help="Processes of one thread each that translate side by side; the number of cores if not given. "
-        "CPUs only.",
+        help="Number of processes that translate in parallel, one thread each. Default: the cores. CPU only.",
     ),
 ]
 

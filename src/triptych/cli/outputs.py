@@ -10,7 +10,7 @@ import typer
 from triptych.errors import UsageError
 
 ForceOption = Annotated[
-    bool, typer.Option("--force", help="Replace files that are there, even if triptych did not write them.")
+    bool, typer.Option("--force", help="Replace existing files, even if triptych did not write them.")
 ]
 
 

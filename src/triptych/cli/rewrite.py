@@ -41,11 +41,13 @@ _NO_OPTIONS = (
 
 def rewrite(
     checkpoint: Annotated[
-        str, typer.Argument(help="A folder, a run of ours, or owner/name (gpt2) of the Hub.")
+        str, typer.Argument(help="A folder, a run, or a name on the Hub (owner/name, gpt2).")
     ],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The folder to make.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The output folder; it must not exist.")
+    ] = None,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Every exact rewrite that each layer allows, all at once.")
+        bool, typer.Option("--exact", help="Apply every exact rewrite that a layer allows.")
     ] = False,
     do: Annotated[
         list[str] | None,
@@ -55,59 +57,76 @@ def rewrite(
         ),
     ] = None,
     recipe: Annotated[
-        Path | None, typer.Option("--recipe", help="A rewrite.toml with the steps, in order.")
+        Path | None, typer.Option("--recipe", help="A TOML file with the steps, in order.")
     ] = None,
-    rank: Annotated[int | None, typer.Option("--rank", help="Cut W_QK and W_OV to this rank.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="Truncate W_QK and W_OV to this rank.")] = None,
     energy: Annotated[
-        float | None, typer.Option("--energy", help="Every head keeps this share of each form's energy.")
+        float | None,
+        typer.Option(
+            "--energy", help="Truncate to the lowest ranks that keep this share of each form's energy."
+        ),
     ] = None,
     budget: Annotated[
         float | None,
-        typer.Option("--budget", help="Keep this share of all channels, spread by what they are worth."),
+        typer.Option("--budget", help="Keep this share of all channels, the most important ones."),
     ] = None,
-    forms: Annotated[str, typer.Option("--forms", help="What is cut: qk, ov or qk,ov.")] = "qk,ov",
+    forms: Annotated[
+        str, typer.Option("--forms", help="Which forms to truncate: qk, ov or qk,ov.")
+    ] = "qk,ov",
     criterion: Annotated[
         Literal["free", "uncentred", "centred"] | None,
-        typer.Option("--criterion", help="What is kept: the forms, or what they do on the calibration text."),
+        typer.Option(
+            "--criterion",
+            help="What truncation keeps: the forms (free), or what they compute on the calibration text.",
+        ),
     ] = None,
     rotary: Annotated[
         Literal["maps", "planes"] | None,
         typer.Option(
             "--rotary",
-            help="Rotary W_QK: maps, a lower rank of W_Q and W_K before they are turned; planes, whole "
-            "planes are left out, so keys could be cached narrower.",
+            help="Rotary W_QK: maps, truncate W_Q and W_K before the rotation; planes, remove whole rotary "
+            "pairs, so that keys can be cached narrower.",
         ),
     ] = None,
     calibrate: Annotated[
         Path | None,
-        typer.Option("--calibrate", help="A text the model is run on first (pairs: source, tab, target)."),
+        typer.Option(
+            "--calibrate", help="A text to run the model on first. Translation models: source, tab, target."
+        ),
     ] = None,
     kv_heads: Annotated[
-        int | None, typer.Option("--kv-heads", help="Merge (or repeat) to this many key-value heads.")
+        int | None, typer.Option("--kv-heads", help="Merge or repeat key-value heads to this number.")
     ] = None,
     prune: Annotated[
         int | None,
-        typer.Option("--prune", help="Leave out this many heads of each layer, the least important."),
+        typer.Option("--prune", help="Remove this many heads of each layer, the least important ones."),
     ] = None,
-    layers: Annotated[str | None, typer.Option("--layers", help="Only in these layers: 0,3 or 0-5.")] = None,
+    layers: Annotated[
+        str | None, typer.Option("--layers", help="Layers to rewrite: 0,3 or 0-5. Default: all.")
+    ] = None,
     skip_refused: Annotated[
         bool,
-        typer.Option("--skip-refused", help="Leave a layer that refuses a step as it is, and say so."),
+        typer.Option(
+            "--skip-refused", help="If a layer refuses a step, leave the layer as it is instead of stopping."
+        ),
     ] = False,
     text: Annotated[
-        Path | None, typer.Option("--text", help="Compare both models on this text afterwards.")
+        Path | None, typer.Option("--text", help="Compare both models on this text after the rewrite.")
     ] = None,
     compare: Annotated[
         bool,
         typer.Option(
-            "--compare/--no-compare", help="Run both models afterwards, on random tokens without --text."
+            "--compare/--no-compare",
+            help="Compare both models after the rewrite, without --text on random tokens.",
         ),
     ] = True,
     family: Annotated[
-        Path | None, typer.Option("--family", help="A file that says how attention is written.")
+        Path | None, typer.Option("--family", help="A family file that describes the checkpoint.")
     ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Only say what would be done.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print plan or certificate as JSON.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Report what would be done; write nothing.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan or the certificate as JSON.")
+    ] = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Rewrite the attention of a checkpoint, with a certificate.

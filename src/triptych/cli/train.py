@@ -18,23 +18,23 @@ def train(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="A recipe: a TOML file, or the name of one that comes along. With --resume, a run folder."
+            help="A recipe: a TOML file or the name of a built-in recipe. With --resume: a run folder."
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The run folder to make; runs/NAME if not given.")
+        Path | None, typer.Option("--out", "-o", help="The run folder to create. Default: runs/NAME.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in this folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this folder.")] = False,
     force: Annotated[
         bool,
         typer.Option(
             "--force",
-            help="Use a folder that holds other files; those with the name of a run's file are replaced.",
+            help="Use a folder that has other files. Files with the names of a run's are replaced.",
         ),
     ] = False,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Change a value of the recipe: section.key=value. May be repeated."),
+        typer.Option("--set", help="Override a recipe key: section.key=value. May be repeated."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

@@ -26,42 +26,44 @@ _SITES = ("encoder", "decoder", "cross")
 
 
 def translate(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, or of a Marian model of Hugging Face.")],
+    run: Annotated[
+        Path, typer.Argument(help="A run folder, or a folder with a Marian model in Hugging Face's format.")
+    ],
     file: Annotated[
-        Path | None, typer.Argument(help="Text to translate, a sentence a line; standard input if not given.")
+        Path | None, typer.Argument(help="Text to translate, one sentence per line. Default: standard input.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Where to write; standard output if not given.")
+        Path | None, typer.Option("--out", "-o", help="The output file. Default: standard output.")
     ] = None,
     force: ForceOption = False,
     beam: Annotated[
-        int | None, typer.Option("--beam", min=1, help="Beam size; 1 is greedy. The recipe's if not given.")
+        int | None, typer.Option("--beam", min=1, help="Beam size; 1 is greedy. Default: the recipe's.")
     ] = None,
     alpha: Annotated[
         float | None, typer.Option("--alpha", min=0, help="Exponent of the length penalty.")
     ] = None,
-    num_best: Annotated[int, typer.Option("--n-best", min=1, help="Translations to give for each line.")] = 1,
+    num_best: Annotated[int, typer.Option("--n-best", min=1, help="Number of translations per line.")] = 1,
     max_extra: Annotated[
         int | None,
         typer.Option(
-            "--max-extra-tokens", min=1, help="An output ends at the length of its input plus this."
+            "--max-extra-tokens", min=1, help="Longest output: the length of the input plus this many tokens."
         ),
     ] = None,
     stop: StopOption = None,
     precision: PrecisionOption = "fp32",
     workers: WorkersOption = None,
     device: Annotated[
-        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.")
+        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.")
     ] = "auto",
     as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON object a line, with scores and tokens.")
+        bool, typer.Option("--json", help="Print one JSON object per line, with scores and tokens.")
     ] = False,
     attention: Annotated[
         list[str] | None,
         typer.Option(
             "--attention",
             help="With --json: add attention weights, as SITE:LAYER:HEAD (sites encoder, decoder, cross; "
-            "counted from 0; 'all' for every one). May be repeated.",
+            "numbers from 0, or 'all'). May be repeated.",
         ),
     ] = None,
 ) -> None:

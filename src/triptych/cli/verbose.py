@@ -13,7 +13,7 @@ from triptych.errors import ConfigurationWarning, TriptychError
 # Looked at when an error is printed, whatever the command was doing.
 VerboseOption = Annotated[
     bool,
-    typer.Option("--verbose", help="If it fails, print all that was found, and what to do."),
+    typer.Option("--verbose", help="On failure, print everything that was found, and what to do."),
 ]
 
 

@@ -20,25 +20,29 @@ _HOLDS = {True: "yes", False: "NO", None: "not tried"}
 
 def verify(
     rewritten: Annotated[
-        Path, typer.Argument(help="A rewritten checkpoint: its folder, or certificate.json.")
+        Path, typer.Argument(help="A rewritten checkpoint: its folder or its certificate.json.")
     ],
     against: Annotated[
         str | None,
         typer.Option(
             "--against",
-            help="The original, here or on the Hub; without it only what is here is checked.",
+            help="The original checkpoint, local or on the Hub. Without it, fewer claims are checked.",
         ),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option("--text", help="The text that both models were compared on, to compare again."),
+        typer.Option(
+            "--text", help="The text that the models were compared on. They are compared on it again."
+        ),
     ] = None,
     family: Annotated[
-        Path | None, typer.Option("--family", help="A file that says how attention is written, in both.")
+        Path | None, typer.Option("--family", help="A family file that describes both checkpoints.")
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option("--calibrate", help="The text that steps looked at, to do those again."),
+        typer.Option(
+            "--calibrate", help="The calibration text of the rewrite. The steps that used it are repeated."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
     verbose: VerboseOption = False,
