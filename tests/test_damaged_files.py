@@ -27,6 +27,7 @@ from mutations import (
 )
 from small_checkpoints import gpt2, llama
 from triptych import runs
+from triptych.algebra.rewrites import EXACT
 from triptych.checkpoints import families
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import read_family
@@ -35,7 +36,7 @@ from triptych.errors import ConfigurationWarning, DataError, TriptychError
 from triptych.models import read_model
 from triptych.rewriting.certificate import read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
-from triptych.rewriting.recipe import EXACT, RewriteRecipe, read_rewrite_recipe
+from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 from triptych.rewriting.verification import verify_certificate
 from triptych.storage.copying import CERTIFICATE
 from triptych.training import read_recipe, resolve

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.harness.command import Command, NotHereError
 from benchmarks.harness.page import Page
-from triptych.algebra.rewrites import Rewritten
+from triptych.algebra.rewrites import Layer, LayerRewrite, Rewrite, Rewritten, Truncate
 from triptych.algebra.rewrites.record import rewritten
 from triptych.algebra.weights import AttentionWeights, Side
 from triptych.checkpoints.checkpoint import open_checkpoint
@@ -20,8 +20,6 @@ from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import TransformersModel, Window
-from triptych.rewriting.steps import Layer, Step
-from triptych.rewriting.truncation import Truncate
 from triptych.runs import Run
 
 _NAIVE = "each matrix by itself"
@@ -148,7 +146,7 @@ def _stays_uncentred(layer: AttentionLayer, form: _Form) -> bool:
 
 def _judged(command: Command, folder: Path, model: Model, form: _Form, way: str, rank: int) -> float:
     cut = {"forms": (form[:2],), "rank": rank}
-    step: Step = (
+    step: Rewrite = (
         EachMatrix.model_validate(cut)
         if way == _NAIVE
         else Truncate.model_validate(
@@ -164,11 +162,13 @@ def _judged(command: Command, folder: Path, model: Model, form: _Form, way: str,
     return model.judge(out)
 
 
-class EachMatrix(Step):
+class EachMatrix(LayerRewrite):
     """The way that does not know of forms: W_Q and W_K (W_V and W_O) cut each by itself."""
 
+    name = "each_matrix"
+    tier = "bounded"
     place = 6
-    rewrite: str = "each_matrix"
+
     forms: tuple[str, ...]
     rank: int
 

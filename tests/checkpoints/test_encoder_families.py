@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from checkpoints.test_families import made
 from checkpoints.tiny_models import TINY, Tiny
 from triptych.algebra.function import PatchTable, attend
+from triptych.algebra.rewrites import EXACT, Truncate
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.errors import DataError
 from triptych.inspection.checkpoint import inspect_checkpoint
 from triptych.rewriting.checkpoint import rewrite_checkpoint
-from triptych.rewriting.recipe import EXACT, RewriteRecipe
-from triptych.rewriting.truncation import Truncate
+from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.verification import verify_certificate
 
 transformers = pytest.importorskip("transformers")

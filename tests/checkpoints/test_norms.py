@@ -14,16 +14,14 @@ from safetensors.torch import load_file, save_file
 from checkpoints.test_families import made
 from checkpoints.test_writing import assert_models_agree, loaded
 from checkpoints.tiny_models import TINY, Tiny, most
-from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.algebra.rewrites import FoldNorm, FoldOtherNorms, Rewrite, RewriteRefusedError
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import family_of, read_family
-from triptych.checkpoints.norms import norm_sites
-from triptych.rewriting import norms
+from triptych.checkpoints.norm_readers import norm_sites
 from triptych.rewriting.certificate import Certificate, NormRecord, card
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.measuring import blocks
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.steps import FoldNorm, FoldOtherNorms, Step
 from triptych.rewriting.verification import verify_certificate
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import open_tensors
@@ -197,7 +195,7 @@ def in_double(name: str, folder: Path, **settings: Any) -> tuple[Any, Path]:
     return loaded(model, folder / "source"), folder / "source"
 
 
-def folded(source: Path, target: Path, *steps: Step, skip_refused: bool = True) -> Certificate:
+def folded(source: Path, target: Path, *steps: Rewrite, skip_refused: bool = True) -> Certificate:
     recipe = RewriteRecipe.model_construct(
         step=steps or (FoldNorm(), FoldOtherNorms()), skip_refused=skip_refused, calibration=None
     )

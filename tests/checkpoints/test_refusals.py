@@ -5,23 +5,23 @@ from pathlib import Path
 import pytest
 
 from checkpoints.test_families import made
-from triptych.algebra.rewrites import RewriteRefusedError
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.rewriting.checkpoint import rewrite_checkpoint
-from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.steps import (
+from triptych.algebra.rewrites import (
     DropKeyBias,
     FoldNorm,
     FoldValueBias,
     GaugeFix,
     MergeKVHeads,
+    Rewrite,
+    RewriteRefusedError,
     SortHeads,
-    Step,
     ToLatent,
+    Truncate,
 )
-from triptych.rewriting.truncation import Truncate
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.recipe import RewriteRecipe
 
-REFUSED: dict[str, tuple[str, Step, str]] = {
+REFUSED: dict[str, tuple[str, Rewrite, str]] = {
     "post-norm": ("bert", FoldNorm(), "post-norm: the residual carries its gain"),
     "sandwich": ("gemma2", FoldNorm(), "norms stand on both sides"),
     "parallel blocks": (

@@ -15,10 +15,11 @@ from checkpoints.tiny_marian import write_marian
 from command import Command
 from small_checkpoints import D, gpt2, gpt2_that_runs, llama
 from triptych import runs
+from triptych.algebra.rewrites.registry import REWRITES, option_names, signature, summary
+from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.cli import rewrite as command
 from triptych.rewriting import comparing
 from triptych.rewriting.certificate import Certificate, read_certificate
-from triptych.rewriting.recipe import STEPS
 from triptych.storage.copying import CERTIFICATE
 from triptych.training import resolve
 from triptych.training.progress import LineDisplay
@@ -59,7 +60,7 @@ def test_exact_rewrites_are_told_written_and_certified(triptych: Command, tmp_pa
         assert said in answer.out
     found = certified(out)
     assert names(found) == [
-        *("fold_maps", "fold_norm", "drop_key_bias", "fold_value_bias", "prune_heads", "gauge_fix"),
+        *("fold", "fold_norm", "drop_key_bias", "fold_value_bias", "prune_heads", "gauge_fix"),
         "sort_heads",
     ]
     assert found.tier == "rounding-exact"
@@ -297,8 +298,18 @@ def test_what_a_layer_refuses_is_skipped_on_request(triptych: Command, tmp_path:
         (["--recipe", "RECIPE", "--exact"], "--recipe has the steps"),
         (["--recipe", "RECIPE", "--layers", "0"], "--recipe has the steps"),
         (["--recipe", "nothing.toml"], "nothing.toml: No such file"),
-        (["--do", "melt"], "there is no rewrite melt: there are fold_maps, expand"),
+        (["--do", "melt"], "there is no rewrite melt: there are fold, expand"),
         (["--do", "truncate"], "truncate: give one of rank, energy and budget"),
+        (["--do", "truncat(rank=3)"], "there is no rewrite truncat (did you mean truncate?): there are fold"),
+        (["--do", "truncate(rnk=3)"], "truncate has no option rnk (did you mean rank?): there are forms, "),
+        (["--do", "truncate(rank='3')"], "truncate.rank: Input should be a valid integer"),
+        (["--do", "truncate(rank=True)"], "truncate.rank: Input should be a valid integer"),
+        (["--do", "truncate(rank=2, rank=3)"], "truncate(rank=2, rank=3): rank is given twice"),
+        (["--do", "truncate(3)"], "truncate(3): give options by name, as in truncate(rank=6)"),
+        (["--do", "truncate(rank=open('x'))"], "rank is open('x'): write a number, a string or a list"),
+        (["--do", "truncate(rank=3"], "is no rewrite: write truncate(rank=6), or expand"),
+        (["--do", "fold; expand"], "is no rewrite: write truncate(rank=6), or expand"),
+        (["--recipe", "BOTH"], "do and [[step]] say the same in two ways"),
         (["--do", "merge_kv_heads"], "merge_kv_heads.num_kv_heads: Field required"),
         (["--do", "gauge_fix", "--do", "fold_norm"], "fold_norm must come before gauge_fix"),
         (["--rank", "0"], "truncate.rank: Input should be greater than or equal to 1"),
@@ -329,8 +340,10 @@ def test_what_cannot_be_asked_for_is_one_line(
 ) -> None:
     source, out = gpt2(tmp_path / "source"), tmp_path / "out"
     (tmp_path / "rewrite.toml").write_text('[[step]]\nrewrite = "fold_norm"\n')
+    (tmp_path / "both.toml").write_text('do = ["expand"]\n[[step]]\nrewrite = "fold_norm"\n')
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    places = {"RECIPE": tmp_path / "rewrite.toml", "TEXT": text, "BINARY": tmp_path / "binary"}
+    names = {"RECIPE": "rewrite.toml", "BOTH": "both.toml", "BINARY": "binary"}
+    places = {"TEXT": text, **{name: tmp_path / file for name, file in names.items()}}
     target = [] if "NO OUT" in options else ["-o", out]
     answer = triptych("rewrite", source, *target, *(places.get(o, o) for o in options if o != "NO OUT"))
     assert answer.code == 2, answer
@@ -497,7 +510,7 @@ def test_a_run_written_in_other_ways_translates_as_before(
 
 def test_shared_maps_of_a_run_are_expanded(triptych: Command, mixed_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    answer = triptych("rewrite", mixed_run, "-o", out, "--do", "fold_maps", "--do", "expand")
+    answer = triptych("rewrite", mixed_run, "-o", out, "--do", "fold", "--do", "expand")
     assert answer.code == 0, answer.err
     assert projections(out) == ["factored", "factored", "factored"]
     assert (
@@ -656,10 +669,72 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", DOCS.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def test_the_page_has_every_rewrite_in_order() -> None:
-    table = DOCS.read_text().partition("## Rewrites\n")[2].partition("\n## ")[0]
-    named = re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE)
-    assert named == [step.model_fields["rewrite"].default for step in STEPS]
+def table_of_rewrites() -> str:
+    rows = [f"| `{kind.name}` | {summary(kind)[:-1]} | {kind.tier} | {kind.refused} |" for kind in REWRITES]
+    return "\n".join(("| name | what | tier | refused where |", "|---|---|---|---|", *rows))
+
+
+def table_of_options() -> str:
+    rows = ["| rewrite | option | what |", "|---|---|---|"]
+    for kind in REWRITES:
+        own = [name for name in option_names(kind) if name not in Rewrite.model_fields]
+        for place, name in enumerate(own):
+            said = kind.model_fields[name].description
+            rows.append(f"| {'' if place else f'`{kind.name}`'} | `{name}` | {said} |")
+    return "\n".join(rows)
+
+
+def test_the_tables_of_the_page_are_those_of_the_records() -> None:
+    page = DOCS.read_text()
+    assert f"\n{table_of_rewrites()}\n\n" in page
+    assert f"\n{table_of_options()}\n\n" in page
+
+
+def test_the_list_names_every_rewrite_with_its_options(triptych: Command) -> None:
+    answer = triptych("rewrite", "--list")
+    assert answer.code == 0, answer.err
+    for kind in REWRITES:
+        assert signature(kind) in answer.out
+        assert summary(kind) in answer.out
+        for name in option_names(kind):
+            assert name in answer.out
+
+
+def test_a_call_on_the_command_line_and_in_a_recipe_mean_the_same(triptych: Command, tmp_path: Path) -> None:
+    calls = ["fold_norm", "prune_heads(number=1, layers=[0, 2])", "truncate(rank=4, forms=['ov'])"]
+    written = (f"do = {json.dumps(calls)}", _TABLES)
+    certificates = []
+    source = gpt2(tmp_path / "source")
+    for number, options in enumerate(([part for call in calls for part in ("--do", call)], *written)):
+        out = tmp_path / f"out{number}"
+        if isinstance(options, str):
+            (tmp_path / "rewrite.toml").write_text(options)
+            options = ["--recipe", str(tmp_path / "rewrite.toml")]
+        answer = triptych("rewrite", source, "-o", out, *options, "--no-compare")
+        assert answer.code == 0, answer.err
+        certificates.append(certified(out))
+    assert certificates[0].recipe == certificates[1].recipe == certificates[2].recipe
+    assert certificates[0].tensors == certificates[1].tensors == certificates[2].tensors
+    assert certificates[0].recipe[1] == {
+        "rewrite": "prune_heads",
+        "layers": [0, 2],
+        "number": 1,
+        "on_text": False,
+    }
+
+
+_TABLES = """
+[[step]]
+rewrite = "fold_norm"
+[[step]]
+rewrite = "prune_heads"
+number = 1
+layers = [0, 2]
+[[step]]
+rewrite = "truncate"
+rank = 4
+forms = ["ov"]
+"""
 
 
 def test_the_commands_and_the_recipe_of_the_page_run(
@@ -669,16 +744,12 @@ def test_the_commands_and_the_recipe_of_the_page_run(
     shutil.copytree(model, "gpt2")
     for name in ("train.txt", "test.txt"):
         Path(name).write_text(TEXT)
-    (recipe,) = blocks("toml")
+    recipe, calls = blocks("toml")
     Path("rewrite.toml").write_text(recipe)
+    Path("calls.toml").write_text(calls)
+    assert triptych("rewrite", "gpt2", "--plan", "--recipe", "calls.toml").code == 0
     lines = [line for block in blocks("sh") for line in block.splitlines() if line]
     assert len(lines) > 5
     for line in lines:
         answer = triptych(*shlex.split(line, comments=True)[1:])
         assert answer.code == 0, f"{line}: {answer.err}"
-
-
-def test_the_keys_of_the_page_are_those_there_are() -> None:
-    fields = {name for step in STEPS for name in step.model_fields} - {"ranks", "rewrite"}
-    text = DOCS.read_text()
-    assert [name for name in fields if f"`{name}`" not in text] == []

@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from command import Command
 from small_checkpoints import LAYERS, gpt2, gpt2_that_runs
 from triptych.errors import DataError
+from triptych.algebra.rewrites import FoldNorm, Truncate
 from triptych.rewriting import running
 from triptych.rewriting.certificate import card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.steps import FoldNorm
-from triptych.rewriting.truncation import Truncate
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ from torch import Tensor
 from checkpoints.test_families import in_batch, made, overheard
 from checkpoints.tiny_models import TINY
 from triptych.algebra.function import channels, of_heads
+from triptych.algebra.rewrites import Truncate
 from triptych.algebra.weights import Norm
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.certificate import Certificate, Measured
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.truncation import Truncate
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from triptych.algebra.moments import Moments
+from triptych.algebra.rewrites import Layer, PruneHeads, Truncate
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.calibration import gather_moments
@@ -15,8 +16,6 @@ from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.layers import RewrittenLayer
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import open_model
-from triptych.rewriting.steps import Layer, PruneHeads
-from triptych.rewriting.truncation import Truncate
 from triptych.rewriting.verification import verify_certificate
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")

@@ -14,7 +14,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from small_checkpoints import gpt2, llama
-from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.algebra.rewrites import (
+    EXACT,
+    DropKeyBias,
+    FoldNorm,
+    FoldValueBias,
+    GaugeFix,
+    MergeKVHeads,
+    PruneHeads,
+    RepeatKVHeads,
+    Rewrite,
+    RewriteRefusedError,
+    SortHeads,
+    Truncate,
+    require_order,
+)
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.writing import write_layer
 from triptych.errors import DataError, TriptychError, UsageError
@@ -23,19 +37,7 @@ from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.layers import rewrite_layer
 from triptych.rewriting.measuring import measure_change
 from triptych.rewriting.planning import plan_rewrite, prepare
-from triptych.rewriting.recipe import EXACT, RewriteRecipe, read_rewrite_recipe, require_order
-from triptych.rewriting.steps import (
-    DropKeyBias,
-    FoldNorm,
-    FoldValueBias,
-    GaugeFix,
-    MergeKVHeads,
-    PruneHeads,
-    RepeatKVHeads,
-    SortHeads,
-    Step,
-)
-from triptych.rewriting.truncation import Truncate
+from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 from triptych.rewriting.verification import verify_certificate
 from triptych.storage.copying import CERTIFICATE
 from triptych.storage.shards import tensor_hash
@@ -43,7 +45,7 @@ from triptych.storage.shards import tensor_hash
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 
 
-def recipe(*steps: Step, skip_refused: bool = False, calibration: Path | None = None) -> RewriteRecipe:
+def recipe(*steps: Rewrite, skip_refused: bool = False, calibration: Path | None = None) -> RewriteRecipe:
     return RewriteRecipe(step=steps, skip_refused=skip_refused, calibration=calibration)  # type: ignore[arg-type]
 
 
@@ -412,9 +414,9 @@ def test_planning_tells_what_would_be_written_and_writes_nothing(tmp_path: Path)
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    "step", [Truncate(rank=3), PruneHeads(number=1), DropKeyBias()], ids=lambda step: step.rewrite
+    "step", [Truncate(rank=3), PruneHeads(number=1), DropKeyBias()], ids=lambda step: step.name
 )
-def test_costs_are_those_of_what_was_written(name: str, step: Step, tmp_path: Path) -> None:
+def test_costs_are_those_of_what_was_written(name: str, step: Rewrite, tmp_path: Path) -> None:
     source = MODELS[name](tmp_path / "source")
     asked = recipe(step, skip_refused=True)
     plan = plan_rewrite(str(source), asked)
@@ -455,11 +457,11 @@ def small_mpt(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "step", [GaugeFix(), Truncate(rank=3), Truncate(energy=0.9), MergeKVHeads(num_kv_heads=2)]
 )
-def test_a_plan_for_layers_that_clip_says_why_channels_stay(step: Step, tmp_path: Path) -> None:
+def test_a_plan_for_layers_that_clip_says_why_channels_stay(step: Rewrite, tmp_path: Path) -> None:
     source = small_mpt(tmp_path / "source")
     with pytest.raises(
         RewriteRefusedError,
-        match=rf"{step.rewrite}\S* at decoder 0 refused: .*queries, keys and values are clipped at ±0\.3",
+        match=rf"{step.name}\S* at decoder 0 refused: .*queries, keys and values are clipped at ±0\.3",
     ):
         plan_rewrite(str(source), recipe(step))
     plan = plan_rewrite(str(source), recipe(step, skip_refused=True))
@@ -471,7 +473,7 @@ def test_layers_that_clip_compute_the_same_after_all_that_is_exact(tmp_path: Pat
     source = small_mpt(tmp_path / "source")
     found = rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE)
     assert [step.rewrite for step in found.layers[0].steps if not step.refused] == [
-        *("fold_maps", "fold_norm", "drop_key_bias", "fold_value_bias", "prune_heads")
+        *("fold", "fold_norm", "drop_key_bias", "fold_value_bias", "prune_heads")
     ]
     torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=0, atol=2e-5)
     assert all(check.held is not False for check in verify_certificate(tmp_path / "out", source))
@@ -508,7 +510,7 @@ def test_steps_in_an_order_that_undoes_them_are_refused() -> None:
 def test_a_recipe_is_read_and_its_mistakes_are_named(tmp_path: Path) -> None:
     path = tmp_path / "rewrite.toml"
     path.write_text('[[step]]\nrewrite = "fold_norm"\n\n[[step]]\nrewrite = "truncate"\nenergy = 0.9\n')
-    assert [step.rewrite for step in read_rewrite_recipe(path).step] == ["fold_norm", "truncate"]
+    assert [step.name for step in read_rewrite_recipe(path).step] == ["fold_norm", "truncate"]
     for text, said in (
         ('[[step]]\nrewrite = "truncate"\n', "give one of rank, energy and budget"),
         ('[[step]]\nrewrite = "melt"\n', "melt"),

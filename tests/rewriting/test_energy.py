@@ -10,11 +10,9 @@ from torch import Tensor
 from heads import D_MODEL, NUM_HEADS, make_layer
 from triptych.algebra.function import Rotation, Scoring, channels, of_heads
 from triptych.algebra.moments import MomentsGatherer
-from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.algebra.rewrites import Layer, RewriteRefusedError, Truncate
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention.projections import PARAMETERISATIONS
-from triptych.rewriting.steps import Layer
-from triptych.rewriting.truncation import Truncate
 
 ROTATION = Rotation(torch.tensor([1.0, 0.3, 0.001], dtype=torch.float64), "halves")
 LONGEST = 40

@@ -14,6 +14,7 @@ from torch import Tensor
 from rewriting.test_rounding import tiny
 from small_checkpoints import gpt2_that_runs
 from triptych import EncoderDecoder, ModelConfig
+from triptych.algebra.rewrites import DropKeyBias, FoldNorm, GaugeFix, PruneHeads, SortHeads, Truncate
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import UsageError
 from triptych.files import file_hash
@@ -30,8 +31,6 @@ from triptych.rewriting.certificate import (
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.measuring import measure_change
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.steps import DropKeyBias, FoldNorm, GaugeFix, PruneHeads, SortHeads
-from triptych.rewriting.truncation import Truncate
 from triptych.rewriting.verification import Check, verify_certificate
 from triptych.rewriting.verification.check import same_words
 from triptych.storage.shards import tensor_hash

@@ -13,6 +13,7 @@ from safetensors.torch import load, save
 from checkpoints.tiny_marian import write_marian
 from small_checkpoints import gpt2_that_runs
 from triptych.algebra.function import attend
+from triptych.algebra.rewrites import FoldNorm, FoldValueBias, Truncate
 from triptych.algebra.weights import Norm
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.layer import Site
@@ -22,8 +23,6 @@ from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.inputs import INPUTS, before_gain, read_inputs, write_inputs
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import Seen
-from triptych.rewriting.steps import FoldNorm, FoldValueBias
-from triptych.rewriting.truncation import Truncate
 from triptych.rewriting.verification import verify_certificate
 from triptych.storage.copying import CERTIFICATE
 

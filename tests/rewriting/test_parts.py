@@ -8,25 +8,26 @@ import pytest
 import torch
 
 from triptych.algebra.function import Rotation, Scoring, attend
-from triptych.algebra.rewrites import RewriteRefusedError, Rewritten
+from triptych.algebra.rewrites import (
+    EXACT,
+    DropKeyBias,
+    FoldValueBias,
+    GaugeFix,
+    Layer,
+    LayerRewrite,
+    MergeKVHeads,
+    PruneHeads,
+    RepeatKVHeads,
+    RewriteRefusedError,
+    Rewritten,
+    SortHeads,
+    Truncate,
+)
 from triptych.algebra.weights import AttentionWeights, Link, Traits
 from triptych.checkpoints.layer import AttentionLayer, Site
 from triptych.rewriting.certificate import StepRecord
 from triptych.rewriting.layers import RewrittenLayer, rewrite_layer, rewritten_parts
 from triptych.rewriting.measuring import move_of_forms
-from triptych.rewriting.recipe import EXACT
-from triptych.rewriting.steps import (
-    AttentionStep,
-    DropKeyBias,
-    FoldValueBias,
-    GaugeFix,
-    Layer,
-    MergeKVHeads,
-    PruneHeads,
-    RepeatKVHeads,
-    SortHeads,
-)
-from triptych.rewriting.truncation import Truncate
 
 HEADS, D, WIDTH = 8, 24, 6
 FEW, ALL = 1, 1 << 40  # numbers: one group of heads at a time, and the layer at once
@@ -57,7 +58,7 @@ def layer_of(groups: int, *, rotary: bool = False, dead: Sequence[int] = (), see
 
 
 def both(
-    read: AttentionLayer, *steps: AttentionStep, skip_refused: bool = False
+    read: AttentionLayer, *steps: LayerRewrite, skip_refused: bool = False
 ) -> tuple[RewrittenLayer, RewrittenLayer]:
     """At once and in parts."""
     whole, parts = (
@@ -80,7 +81,7 @@ def words_of(record: StepRecord) -> StepRecord:
     return record.model_copy(update={"bound": 0.0})
 
 
-RECIPES: dict[str, tuple[AttentionStep, ...]] = {
+RECIPES: dict[str, tuple[LayerRewrite, ...]] = {
     "exact": EXACT,
     "one head": (FoldValueBias(), PruneHeads(number=1), GaugeFix()),
     "heads of one group": (PruneHeads(heads=(0, 1)), GaugeFix()),
@@ -114,7 +115,7 @@ def test_rotary_heads_are_cut_group_by_group_as_together(rotary: Any, groups: in
 @pytest.mark.parametrize("spread", [{"budget": 0.4}, {"energy": 0.8}])
 @pytest.mark.parametrize("before", [(), (FoldValueBias(), PruneHeads(number=2))])
 def test_a_budget_is_shared_out_over_groups_as_over_the_layer(
-    before: tuple[AttentionStep, ...], spread: dict[str, float], groups: int
+    before: tuple[LayerRewrite, ...], spread: dict[str, float], groups: int
 ) -> None:
     read = layer_of(groups)
     step = Truncate(**spread)
@@ -181,12 +182,14 @@ def test_heads_that_are_gone_leave_what_their_value_bias_adds() -> None:
     torch.testing.assert_close(attend(done.weights, read.scoring, x), attend(silent, read.scoring, x))
 
 
-class Fussy(AttentionStep):
+class Fussy(LayerRewrite):
     """Doubles the output of heads, but for those with a number of which it will not have it."""
 
+    name = "fussy"
+    tier = "bounded"
     place = 6
     by_groups = True
-    rewrite: str = "fussy"
+
     first_head: int
 
     def apply(self, layer: Layer) -> Rewritten:

@@ -10,18 +10,12 @@ from torch import nn
 
 from checkpoints.test_families import made
 from checkpoints.tiny_models import TINY
-from triptych.algebra.rewrites import RewriteRefusedError
-from triptych.attention.projections import PARAMETERISATIONS
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.errors import TriptychError
-from triptych.models import EncoderDecoder, ModelConfig, write_model
-from triptych.rewriting.checkpoint import rewrite_checkpoint
-from triptych.rewriting.planning import plan_rewrite
-from triptych.rewriting.recipe import EXACT, STEPS, RewriteRecipe
-from triptych.rewriting.steps import (
+from triptych.algebra.rewrites import (
+    EXACT,
+    REWRITES,
     DropKeyBias,
     Expand,
-    FoldMaps,
+    Fold,
     FoldNorm,
     FoldOtherNorms,
     FoldValueBias,
@@ -29,16 +23,24 @@ from triptych.rewriting.steps import (
     MergeKVHeads,
     PruneHeads,
     RepeatKVHeads,
+    RewriteRefusedError,
     SortHeads,
     ToLatent,
+    Truncate,
 )
-from triptych.rewriting.truncation import Truncate
+from triptych.attention.projections import PARAMETERISATIONS
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.errors import TriptychError
+from triptych.models import EncoderDecoder, ModelConfig, write_model
+from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.planning import plan_rewrite
+from triptych.rewriting.recipe import RewriteRecipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 RECIPES: dict[str, tuple[Any, ...]] = {
-    "fold_maps": (FoldMaps(),),
-    "fold_maps, all": (FoldMaps(keep="folded"),),
+    "fold": (Fold(),),
+    "fold, all": (Fold(keep="folded"),),
     "expand": (Expand(),),
     "fold_norm": (FoldNorm(),),
     "fold_other_norms": (FoldOtherNorms(),),
@@ -73,7 +75,7 @@ FEW = ("prune_heads, one", "merge_kv_heads", "truncate", "truncate, planes", "ex
 
 
 def test_every_step_is_tried() -> None:
-    assert {type(step) for steps in RECIPES.values() for step in steps} == set(STEPS)
+    assert {type(step) for steps in RECIPES.values() for step in steps} == set(REWRITES)
 
 
 def disagreements(source: Path, folder: Path, names: Iterable[str] = RECIPES) -> Iterator[str]:

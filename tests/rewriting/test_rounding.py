@@ -9,14 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.tiny_models import TINY
 from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.algebra.rewrites import EXACT, GaugeFix
 from triptych.checkpoints.family import read_family
 from triptych.rewriting.certificate import MODEL_CARD, card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.comparing import FailedRewriteError
-from triptych.rewriting.recipe import EXACT, RewriteRecipe
+from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import changed_numbers, changed_parameters, first_moved, judge, unit
 from triptych.rewriting.running import compared, open_model
-from triptych.rewriting.steps import GaugeFix
 from triptych.rewriting.verification import verify_certificate
 from triptych.storage.copying import CERTIFICATE
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from triptych.algebra.forms import are_finite
 from triptych.algebra.function import Disentangled, HeadNorm
 from triptych.algebra.rewrites.legality import require_nothing_between
-from triptych.algebra.rewrites.norms import fold_norm
+from triptych.algebra.rewrites.norm_folding import fold_norm
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 from triptych.checkpoints.checkpoint import Checkpoint

@@ -12,6 +12,16 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from triptych.algebra.rewrites.registry import (
+    EXACT,
+    REWRITES,
+    option_names,
+    read_rewrite,
+    require_order,
+    signature,
+    summary,
+)
+from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.checkpoints.family import read_family
 from triptych.cli.selection import numbers
 from triptych.cli.verbose import VerboseOption
@@ -19,24 +29,21 @@ from triptych.errors import UsageError
 from triptych.rewriting.certificate import UNPADDED, Certificate, Cost, LayerRecord, NormRecord, card
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import Plan, plan_rewrite, resize_kv_heads
-from triptych.rewriting.recipe import (
-    EXACT,
-    AnyStep,
-    RewriteRecipe,
-    read_rewrite_recipe,
-    require_order,
-    validated_step,
-)
+from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 
-_NO_OPTIONS = (
-    "fold_maps",
-    "expand",
-    "fold_norm",
-    "fold_other_norms",
-    "drop_key_bias",
-    "fold_value_bias",
-    "sort_heads",
-)
+
+def _list_rewrites(wanted: bool) -> bool:
+    """Every rewrite with its options, from the records."""
+    if wanted:
+        console = Console(highlight=False, markup=False, soft_wrap=True)
+        for kind in REWRITES:
+            console.print(f"{signature(kind)}\n    {summary(kind)}\n    {kind.tier}")
+            for name in option_names(kind):
+                if name not in Rewrite.model_fields:
+                    console.print(f"    {name}: {kind.model_fields[name].description}")
+        console.print(f"Every rewrite takes layers: {Rewrite.model_fields['layers'].description}.")
+        raise typer.Exit
+    return wanted
 
 
 def rewrite(
@@ -53,9 +60,18 @@ def rewrite(
         list[str] | None,
         typer.Option(
             "--do",
-            help=f"One rewrite by name, several times: {', '.join(_NO_OPTIONS)}, gauge_fix, to_latent …",
+            help="One rewrite, several times: drop_key_bias, 'truncate(rank=6)', … (--list names them).",
         ),
     ] = None,
+    list_rewrites: Annotated[
+        bool,
+        typer.Option(
+            "--list",
+            is_eager=True,
+            callback=_list_rewrites,
+            help="Name every rewrite with its options.",
+        ),
+    ] = False,
     recipe: Annotated[
         Path | None, typer.Option("--recipe", help="A TOML file with the steps, in order.")
     ] = None,
@@ -134,13 +150,26 @@ def rewrite(
     The result has the format of the original. The certificate says what was changed and what was measured.
     """
     own = None if family is None else read_family(family)
-    kv_rewrite = None if kv_heads is None else resize_kv_heads(checkpoint, kv_heads, own)
+    cut = {"rank": rank, "energy": energy, "budget": budget}
+    cut = {name: value for name, value in cut.items() if value is not None}
+    for option, value in (("--rotary", rotary), ("--criterion", criterion)):
+        if value is not None and not cut:
+            raise UsageError(f"{option} is for a lower rank: give --rank, --energy or --budget with it")
+    shortcuts: list[dict[str, Any]] = []
+    if prune is not None:
+        shortcuts.append({"rewrite": "prune_heads", "number": prune, "on_text": calibrate is not None})
+    if kv_heads is not None:
+        kv_rewrite = resize_kv_heads(checkpoint, kv_heads, own)
+        shortcuts.append({"rewrite": kv_rewrite, "num_kv_heads": kv_heads})
+    if cut:
+        wanted = criterion or ("free" if calibrate is None else "centred")
+        how = {"forms": forms.split(","), "criterion": wanted, "rotary": rotary or "maps"}
+        shortcuts.append({"rewrite": "truncate", **how, **cut})
+    steps = [*map(read_rewrite, do or []), *sorted(map(read_rewrite, shortcuts), key=lambda step: step.place)]
     chosen = _recipe(
         recipe=recipe,
         exact=exact,
-        records=_records(
-            do or [], rank, energy, budget, forms, criterion, rotary, calibrate, kv_heads, kv_rewrite, prune
-        ),
+        steps=steps,
         layers=None if layers is None else tuple(numbers(layers, "--layers")),
         skip_refused=skip_refused,
         calibrate=calibrate,
@@ -181,45 +210,11 @@ def rewrite(
         _print_certificate(certificate, out, console)
 
 
-def _records(
-    do: list[str],
-    rank: int | None,
-    energy: float | None,
-    budget: float | None,
-    forms: str,
-    criterion: str | None,
-    rotary: str | None,
-    calibrate: Path | None,
-    kv_heads: int | None,
-    kv_rewrite: str | None,
-    prune: int | None,
-) -> list[dict[str, Any]]:
-    """The steps that options ask for, as records."""
-    found: list[dict[str, Any]] = [{"rewrite": name} for name in do]
-    if prune is not None:
-        found.append({"rewrite": "prune_heads", "number": prune, "on_text": calibrate is not None})
-    if kv_rewrite == "merge_kv_heads":
-        found.append({"rewrite": kv_rewrite, "num_kv_heads": kv_heads})
-    cut = {"rank": rank, "energy": energy, "budget": budget}
-    cut = {name: value for name, value in cut.items() if value is not None}
-    if cut:
-        wanted = criterion or ("free" if calibrate is None else "centred")
-        how = {"forms": tuple(forms.split(",")), "criterion": wanted, "rotary": rotary or "maps"}
-        found.append({"rewrite": "truncate", **how, **cut})
-    elif rotary is not None:
-        raise UsageError("--rotary is for a lower rank: give --rank, --energy or --budget with it")
-    elif criterion is not None:
-        raise UsageError("--criterion is for a lower rank: give --rank, --energy or --budget with it")
-    if kv_rewrite == "repeat_kv_heads":  # copies come last
-        found.append({"rewrite": kv_rewrite, "num_kv_heads": kv_heads})
-    return found
-
-
 def _recipe(
     *,
     recipe: Path | None,
     exact: bool,
-    records: list[dict[str, Any]],
+    steps: list[Rewrite],
     layers: tuple[int, ...] | None,
     skip_refused: bool,
     calibrate: Path | None,
@@ -230,27 +225,24 @@ def _recipe(
         UsageError: nothing, or two ways at once.
     """
     if recipe is not None:
-        if exact or records or layers is not None:
+        if exact or steps or layers is not None:
             raise UsageError("--recipe has the steps: leave out --exact, --do and the others")
         found = read_rewrite_recipe(recipe)
         update: dict[str, Any] = {"skip_refused": found.skip_refused or skip_refused}
         if calibrate is not None:
             update["calibration"] = calibrate
         return found.model_copy(update=update)
-    steps: list[AnyStep] = [*(EXACT if exact else ())]
-    steps += [validated_step({**record, "layers": layers}) for record in records]
     if exact:
-        names = [step.rewrite for step in EXACT]
-        if twice := next((record["rewrite"] for record in records if record["rewrite"] in names), None):
+        names = [step.name for step in EXACT]
+        if twice := next((step.name for step in steps if step.name in names), None):
             raise UsageError(f"--exact does {twice} already: leave one of the two out")
-        steps = [step.model_copy(update={"layers": layers}) for step in steps]
-        steps.sort(key=lambda step: step.place)
+        steps = sorted([*EXACT, *steps], key=lambda step: step.place)
     if not steps:
         raise UsageError("nothing to do: give --exact, --do REWRITE, --rank, --energy, --budget or --recipe")
+    if layers is not None:  # a rewrite's own layers go first
+        steps = [step if step.layers else step.model_copy(update={"layers": layers}) for step in steps]
     require_order(steps)
-    return RewriteRecipe.model_construct(
-        step=tuple(steps), skip_refused=skip_refused or exact, calibration=calibrate
-    )
+    return RewriteRecipe(step=tuple(steps), skip_refused=skip_refused or exact, calibration=calibrate)
 
 
 def _plain(plan: Plan) -> dict[str, Any]:

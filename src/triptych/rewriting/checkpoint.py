@@ -154,7 +154,7 @@ class _Rewriting(ABC):
             family=self.source.written_as,
             dtype=str(self.dtypes[self.source.sites[0].name]).removeprefix("torch."),
             settings=dict(settings),
-            recipe=tuple(step.model_dump(mode="json", exclude_none=True) for step in request.recipe.step),
+            recipe=tuple(step.options() for step in request.recipe.step),
             calibration=_hash_of(request.recipe.calibration),
             layers=tuple(self.layers[site.name] for site in self.source.sites),
             norms=norms,

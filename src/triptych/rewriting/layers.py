@@ -7,14 +7,13 @@ from typing import final
 import torch
 
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import OtherReaders, RewriteRefusedError
+from triptych.algebra.rewrites import Layer, LayerRewrite, OtherReaders, Rewrite, RewriteRefusedError
 from triptych.algebra.rewrites.legality import require_finite
 from triptych.algebra.slices import groups_of, separable
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.certificate import StepRecord
 from triptych.rewriting.parts import LayerInParts, can_go_in_parts
-from triptych.rewriting.steps import AttentionStep, Layer, Step
 
 # Above so many numbers in a layer's maps, groups of heads are taken one after the other: 32 MiB in float64,
 # and less than that for a map. Larger pieces are slower: the system hands out fresh memory for each.
@@ -54,7 +53,7 @@ class RewrittenLayer:
 
 def rewrite_layer(
     read: AttentionLayer,
-    steps: Sequence[Step],
+    steps: Sequence[Rewrite],
     *,
     skip_refused: bool,
     longest_text: int = 2048,
@@ -85,7 +84,7 @@ def rewrite_layer(
 
 def rewritten_parts(
     read: AttentionLayer,
-    steps: Sequence[Step],
+    steps: Sequence[Rewrite],
     *,
     skip_refused: bool,
     longest_text: int = 2048,
@@ -110,7 +109,7 @@ def rewritten_parts(
     yield Layer(read.site.name, done.weights, scoring, longest_text)
 
 
-def _steps_of(read: AttentionLayer, steps: Sequence[Step]) -> list[tuple[int, AttentionStep]]:
+def _steps_of(read: AttentionLayer, steps: Sequence[Rewrite]) -> list[tuple[int, LayerRewrite]]:
     """The steps that are for a layer, with their numbers.
 
     Raises:
@@ -123,13 +122,13 @@ def _steps_of(read: AttentionLayer, steps: Sequence[Step]) -> list[tuple[int, At
     return [
         (number, step)
         for number, step in enumerate(steps)
-        if isinstance(step, AttentionStep) and (step.layers is None or read.site.layer in step.layers)
+        if isinstance(step, LayerRewrite) and (step.layers is None or read.site.layer in step.layers)
     ]
 
 
 def _in_parts(
     read: AttentionLayer,
-    steps: Sequence[tuple[int, AttentionStep]],
+    steps: Sequence[tuple[int, LayerRewrite]],
     skip_refused: bool,
     longest_text: int,
     others: OtherReaders | None,
@@ -149,7 +148,7 @@ def _in_parts(
 
 def _whole(
     read: AttentionLayer,
-    steps: Sequence[tuple[int, AttentionStep]],
+    steps: Sequence[tuple[int, LayerRewrite]],
     skip_refused: bool,
     longest_text: int,
     others: OtherReaders | None,
@@ -169,12 +168,12 @@ def _whole(
         except RewriteRefusedError as refused:
             if not skip_refused:
                 raise refused.at(layer.name) from None
-            records.append(StepRecord(rewrite=step.rewrite, refused=refused.reason))
+            records.append(StepRecord(rewrite=step.name, refused=refused.reason))
             continue
         if order is not None:
             before = kept or tuple(range(layer.weights.num_heads))
             kept = tuple(before[head] for head in order)
             layer = replace(layer, scoring=layer.scoring.of_heads(order))
         layer = replace(layer, weights=done.weights)
-        records.append(StepRecord.of(step.rewrite, done.record, read.cache_bytes))
+        records.append(StepRecord.of(step.name, done.record, read.cache_bytes))
     return RewrittenLayer(layer.weights, kept, tuple(records))

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from triptych.algebra import rewrites
-from triptych.algebra.rewrites import OtherReaders, RewriteRecord, RewriteRefusedError
+from triptych.algebra.rewrites import Layer, LayerRewrite, OtherReaders, RewriteRecord, RewriteRefusedError
 from triptych.algebra.rewrites.legality import with_chains
 from triptych.algebra.slices import heads_of, joined, joined_links, scoring_of
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.certificate import StepRecord
 from triptych.rewriting.memory import Workspace
-from triptych.rewriting.steps import AttentionStep, Layer
 
 Found = TypeVar("Found")
 
@@ -49,7 +48,7 @@ class LayerInParts:
     def __init__(
         self,
         read: AttentionLayer,
-        steps: Sequence[AttentionStep],
+        steps: Sequence[LayerRewrite],
         runs: Sequence[tuple[int, int]],
         *,
         skip_refused: bool,
@@ -124,7 +123,7 @@ class LayerInParts:
     def layers(self) -> Iterator[Layer]:
         """Its heads after all steps in float64, run by run; each holds until the next is asked for."""
         if self._at_end:
-            raise ValueError(f"{self._steps[-1].rewrite} is done to all heads at once")
+            raise ValueError(f"{self._steps[-1].name} is done to all heads at once")
         self._choose(len(self._steps))
         if self._skip_refused:
             self._of_all(len(self._steps), lambda: lambda part: None)  # what is refused is known from here on
@@ -226,13 +225,13 @@ class LayerInParts:
         return rewrites.of_groups(acted, before, after)
 
     def _said(self, place: int, records: dict[int, RewriteRecord | None]) -> StepRecord:
-        name, record = self._steps[place].rewrite, records.get(place)
+        name, record = self._steps[place].name, records.get(place)
         if record is None:
             return StepRecord(rewrite=name, refused=self._refused[place])
         return StepRecord.of(name, record, self._read.cache_bytes)
 
 
-def can_go_in_parts(steps: Sequence[AttentionStep]) -> bool:
+def can_go_in_parts(steps: Sequence[LayerRewrite]) -> bool:
     """Whether steps treat groups of heads by themselves, those at the end apart that only copy numbers."""
     at_end = [step for step in steps if step.at_end]
     return (
@@ -298,7 +297,7 @@ class _Looked(NamedTuple):
     biased: bool
 
     @classmethod
-    def of(cls, part: _Part, step: AttentionStep) -> "_Looked":
+    def of(cls, part: _Part, step: LayerRewrite) -> "_Looked":
         if part.layer is None:
             return cls(None, (), part.left_bias is not None)
         weights = part.layer.weights
@@ -379,7 +378,7 @@ class _Whole:
         self._sides = {side: _Maps(read.chain(side)[0], copies[side]) for side in SIDES}
         self._first: AttentionWeights | None = None
 
-    def take(self, part: _Part, *, sorts: AttentionStep | None) -> _Rewritten:
+    def take(self, part: _Part, *, sorts: LayerRewrite | None) -> _Rewritten:
         """Cast some heads; maps left alone are not copied as long as all are."""
         if part.layer is None:
             for side in SIDES:

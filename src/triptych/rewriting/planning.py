@@ -11,7 +11,7 @@ from torch import Tensor
 
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.algebra.rewrites import Layer, Rewrite, RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import Family
@@ -27,10 +27,9 @@ from triptych.rewriting.certificate import (
     StepRecord,
 )
 from triptych.rewriting.layers import RewrittenLayer, rewrite_layer, rewritten_parts
-from triptych.rewriting.norms import OtherNorms
+from triptych.rewriting.other_norms import OtherNorms
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import read_whole_text
-from triptych.rewriting.steps import Layer, Step
 from triptych.storage.hub import download_checkpoint, is_hub_id
 
 _OURS_SHRINKS = (
@@ -51,7 +50,7 @@ class Prepared:
         norms: those that maps outside the attention read.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[Rewrite, ...]
     moments: dict[str, dict[int, Moments]]
     skip_refused: bool
     norms: OtherNorms
@@ -92,7 +91,7 @@ def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Pre
     _require_layers(source, recipe.step)
     if any(step.needs_text for step in recipe.step):
         if recipe.calibration is None:
-            name = next(step.rewrite for step in recipe.step if step.needs_text)
+            name = next(step.name for step in recipe.step if step.needs_text)
             raise UsageError(f"{name} looks at a text: give one with --calibrate, or criterion free")
         read_whole_text(recipe.calibration)
     elif recipe.calibration is not None:
@@ -122,7 +121,7 @@ def _before(source: AttentionSource, prepared: Prepared, number: int, read: Atte
     return prepared.through(source, read, number)
 
 
-def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Step) -> Iterator[Layer]:
+def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Rewrite) -> Iterator[Layer]:
     """The layers that a step is for, as the steps before it leave them; large ones in parts."""
     for site in source.sites:
         if step.layers is not None and site.layer not in step.layers:
@@ -142,12 +141,12 @@ def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Step
         )
 
 
-def _require_layers(source: AttentionSource, steps: Sequence[Step]) -> None:
+def _require_layers(source: AttentionSource, steps: Sequence[Rewrite]) -> None:
     there = {site.layer for site in source.sites}
     for step in steps:
         if unknown := sorted(set(step.layers or ()) - there):
             raise UsageError(
-                f"{step.rewrite}: {source.name} has no layer {unknown[0]}; they go from 0 to {max(there)}"
+                f"{step.name}: {source.name} has no layer {unknown[0]}; they go from 0 to {max(there)}"
             )
 
 

@@ -1,40 +1,81 @@
-"""Rewrites: pure functions from `AttentionWeights` to new ones and a record of what was done."""
+"""Rewrites: pure functions from `AttentionWeights` to new ones and a record of what was done.
 
-from triptych.algebra.rewrites.biases import drop_key_bias, fold_value_bias
+Each is a function (`fold`) and, with its options, a record (`Fold`) in the list `REWRITES`.
+"""
+
+from triptych.algebra.rewrites.biases import DropKeyBias, FoldValueBias, drop_key_bias, fold_value_bias
 from triptych.algebra.rewrites.channels import FORMS, Form
 from triptych.algebra.rewrites.data import measure_energies, truncate_on_data
-from triptych.algebra.rewrites.folding import FoldedSide, Keep, Measure, expand, factor, fold
-from triptych.algebra.rewrites.gauge import gauge_fix
+from triptych.algebra.rewrites.folding import (
+    Expand,
+    Factor,
+    Fold,
+    FoldedSide,
+    Keep,
+    Measure,
+    expand,
+    factor,
+    fold,
+)
+from triptych.algebra.rewrites.gauge import GaugeFix, gauge_fix
 from triptych.algebra.rewrites.heads import (
+    PermuteHeads,
+    PruneHeads,
+    RepeatKVHeads,
+    SortHeads,
     leave_heads,
-    measure_heads,
     measure_importance,
+    measure_pruning,
     permute_heads,
     prune_heads,
     repeat_kv_heads,
 )
-from triptych.algebra.rewrites.merging import merge_kv_heads, merge_rotary_kv_heads
-from triptych.algebra.rewrites.norms import (
-    OtherReaders,
+from triptych.algebra.rewrites.merging import MergeKVHeads, merge_kv_heads, merge_rotary_kv_heads
+from triptych.algebra.rewrites.norm_folding import (
+    FoldNorm,
+    FoldOtherNorms,
     fold_norm,
     fold_norm_into_map,
     require_readers_foldable,
 )
 from triptych.algebra.rewrites.planes import measure_plane_energies, plane_scores, truncate_planes
-from triptych.algebra.rewrites.rank import to_latent, truncate
+from triptych.algebra.rewrites.rank import ToLatent, to_latent, truncate
 from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten, of_groups
+from triptych.algebra.rewrites.registry import EXACT, REWRITES, read_rewrite, require_order
+from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, OtherReaders, Rewrite
 from triptych.algebra.rewrites.rotary_maps import measure_rotary_energies, truncate_rotary_maps
+from triptych.algebra.rewrites.truncation import Truncate
 
 __all__ = [
+    "EXACT",
     "FORMS",
+    "REWRITES",
+    "DropKeyBias",
+    "Expand",
+    "Factor",
+    "Fold",
+    "FoldNorm",
+    "FoldOtherNorms",
+    "FoldValueBias",
     "FoldedSide",
     "Form",
+    "GaugeFix",
     "Keep",
+    "Layer",
+    "LayerRewrite",
     "Measure",
+    "MergeKVHeads",
     "OtherReaders",
+    "PermuteHeads",
+    "PruneHeads",
+    "RepeatKVHeads",
+    "Rewrite",
     "RewriteRecord",
     "RewriteRefusedError",
     "Rewritten",
+    "SortHeads",
+    "ToLatent",
+    "Truncate",
     "drop_key_bias",
     "expand",
     "factor",
@@ -45,9 +86,9 @@ __all__ = [
     "gauge_fix",
     "leave_heads",
     "measure_energies",
-    "measure_heads",
     "measure_importance",
     "measure_plane_energies",
+    "measure_pruning",
     "measure_rotary_energies",
     "merge_kv_heads",
     "merge_rotary_kv_heads",
@@ -55,7 +96,9 @@ __all__ = [
     "permute_heads",
     "plane_scores",
     "prune_heads",
+    "read_rewrite",
     "repeat_kv_heads",
+    "require_order",
     "require_readers_foldable",
     "to_latent",
     "truncate",

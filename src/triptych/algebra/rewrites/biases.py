@@ -1,7 +1,7 @@
 """Biases that can go: that of the keys is seen by no softmax, that of the values is one of the output."""
 
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, final
 
 import torch
 
@@ -17,7 +17,44 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, still_tied
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Side, Traits
+
+
+@final
+class DropKeyBias(LayerRewrite):
+    """Leave out the key bias, to which the softmax is blind."""
+
+    name = "drop_key_bias"
+    tier = "rounding-exact"
+    refused = (
+        "rotary or disentangled positions, QK-norm, clipping, soft caps, sinks, sigmoid; shared maps would "
+        "come apart"
+    )
+    place = 3
+    why_here = "the biases go before channels and heads are mixed"
+    by_groups = True
+
+    def apply(self, layer: Layer) -> Rewritten:
+        return still_tied(layer, drop_key_bias(layer.weights))
+
+
+@final
+class FoldValueBias(LayerRewrite):
+    """Move the value bias into the output bias."""
+
+    name = "fold_value_bias"
+    tier = "rounding-exact"
+    refused = (
+        "rows do not sum to 1 (sinks, sigmoid, dropout); a gate; clipping; no output bias; shared maps would "
+        "come apart"
+    )
+    place = 3
+    why_here = "the biases go before channels and heads are mixed"
+    by_groups = True
+
+    def apply(self, layer: Layer) -> Rewritten:
+        return still_tied(layer, fold_value_bias(layer.weights))
 
 
 def drop_key_bias(weights: AttentionWeights) -> Rewritten:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, final, get_args
 
 import torch
+from pydantic import Field
 
 from triptych.algebra.cost import maps_flops, writing_cost
 from triptych.algebra.forms import BilinearForm
@@ -21,11 +22,66 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
+from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 
 FoldedSide = Literal["q", "k", "v", "o", "qk"]
 Keep = Literal["cheaper", "folded", "product"]
 Measure = Literal["parameters", "flops", "bytes"]
+
+
+@final
+class Fold(LayerRewrite):
+    """Multiply maps in a row, the fourth matrix among them, into one."""
+
+    name = "fold"
+    tier = "rounding-exact"
+    refused = "a norm, a gate or dropout stands between the maps"
+    place = 0
+    why_here = "products of maps are folded while they are products"
+    by_groups = True
+    resizes = True
+
+    sides: tuple[FoldedSide, ...] = Field(SIDES, description="whose maps; qk is W_Q W_Kᵀ as one matrix")
+    keep: Keep = Field("cheaper", description="cheaper folds what then costs less, folded everything")
+    by: Measure = Field("parameters", description="what is to be cheap")
+    tokens: int = Field(1, ge=1, description="length of the sequence, for flops and bytes")
+
+    def apply(self, layer: Layer) -> Rewritten:
+        return fold(layer.weights, sides=self.sides, keep=self.keep, by=self.by, tokens=self.tokens)
+
+
+@final
+class Expand(LayerRewrite):
+    """Give everything that shares a map a map of its own."""
+
+    name = "expand"
+    tier = "bit-exact"
+    place = 1
+    why_here = "maps that are shared cannot change for one side only"
+    by_groups = True
+    resizes = True
+
+    def apply(self, layer: Layer) -> Rewritten:
+        return expand(layer.weights)
+
+
+@final
+class Factor(LayerRewrite):
+    """Take W_QK that is written as one matrix apart into W_Q and W_K."""
+
+    name = "factor"
+    tier = "rounding-exact, bounded if `bounded`"
+    refused = "rotary or disentangled positions, QK-norm, clipping; the keys have a map already"
+    place = 1
+    why_here = "other rewrites of W_QK need both of its maps"
+    resizes = True
+
+    d_k: int | None = Field(None, ge=1, description="width of queries and keys; the largest rank by default")
+    bounded: bool = Field(False, description="allow a `d_k` below the rank")
+
+    def apply(self, layer: Layer) -> Rewritten:
+        return factor(layer.weights, d_k=self.d_k, bounded=self.bounded)
 
 
 class _Plan(NamedTuple):

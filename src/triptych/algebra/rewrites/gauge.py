@@ -6,9 +6,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import final
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
@@ -28,7 +30,45 @@ from triptych.algebra.rewrites.channels import (
 )
 from triptych.algebra.rewrites.legality import require_nothing_between
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, still_tied
 from triptych.algebra.weights import AttentionWeights
+
+
+@final
+class GaugeFix(LayerRewrite):
+    """Bring heads into their canonical basis, the same for every writing of a head."""
+
+    name = "gauge_fix"
+    tier = "rounding-exact"
+    refused = (
+        "rotary and disentangled positions, QK-norm: of W_QK; a gate: of W_OV; clipping: of both; shared "
+        "maps would come apart"
+    )
+    place = 7
+    why_here = "the order of heads is that of what is left"
+    by_groups = True
+
+    forms: tuple[Form, ...] | None = Field(
+        None, description="which of the two; those that have a gauge by default"
+    )
+
+    def apply(self, layer: Layer) -> Rewritten:
+        return still_tied(layer, self._fixed(layer.weights))
+
+    def _fixed(self, weights: AttentionWeights) -> Rewritten:
+        if self.forms is not None:
+            return gauge_fix(weights, forms=self.forms)
+        try:
+            return gauge_fix(weights)
+        except RewriteRefusedError as refused:
+            for form in FORMS:
+                try:
+                    done = gauge_fix(weights, forms=(form,))
+                except RewriteRefusedError:
+                    continue
+                notes = (*done.record.notes, f"only W_{form.upper()}: {refused.reason}")
+                return Rewritten(done.weights, replace(done.record, notes=notes))
+            raise
 
 
 def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Rewritten:

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import final
 
 import torch
 from jaxtyping import Float
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
@@ -25,7 +27,140 @@ from triptych.algebra.rewrites.legality import (
     unchanged,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, Selected
 from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
+
+_OWN_NUMBERS = "ALiBi and distance tables, whose numbers are each head's own"
+
+
+@final
+class PruneHeads(LayerRewrite):
+    """Leave heads out: those named, those that do least, or dead ones."""
+
+    name = "prune_heads"
+    tier = "bounded unless the heads are dead"
+    refused = _OWN_NUMBERS
+    place = 4
+    why_here = "heads that go should not take part in what is shared out"
+    by_groups = True
+    selects = True
+    resizes = True
+
+    heads: tuple[int, ...] | None = Field(None, description="which, by number; dead ones by default")
+    number: int | None = Field(None, ge=1, description="how many of each layer, those that do least")
+    on_text: bool = Field(False, description="measure what heads do on the text")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "PruneHeads":
+        if self.heads is not None and self.number is not None:
+            raise ValueError("heads names them, number lets us choose: give one of the two")
+        return self
+
+    @property
+    def needs_text(self) -> bool:
+        return self.on_text
+
+    def apply(self, layer: Layer) -> Rewritten:
+        return self.select(layer.weights, self.look(layer)).done
+
+    def look(self, layer: Layer) -> tuple[Tensor, ...]:
+        """What every head does: its form and its bias, and on the text."""
+        does = measure_pruning(layer.weights)
+        importance = does.whole
+        if self.number is not None and self.on_text:
+            importance = measure_importance(layer.weights, layer.moments)
+        return (*does, importance)
+
+    def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
+        """All but those chosen."""
+        form, bias, importance = seen
+        gone = self._chosen(whole.num_heads, importance)
+        bounded = self.heads is not None or self.number is not None
+        # Where distances have maps of their own, heads that are left stay in their places.
+        done = prune_heads(whole, gone, bounded=bounded, does=Move(form, bias), distances_follow=True)
+        return Selected(done, tuple(head for head in range(whole.num_heads) if head not in gone))
+
+    def _chosen(self, heads: int, does: Tensor) -> list[int]:
+        if self.heads is not None:
+            return list(self.heads)
+        if self.number is None:
+            dead = [head for head in range(heads) if float(does[head]) == 0]
+            return dead if len(dead) < heads else dead[1:]
+        if self.number >= heads:
+            raise RewriteRefusedError("prune_heads", f"number is {self.number}, and there are {heads} heads")
+        return sorted(does.argsort()[: self.number].tolist())
+
+
+@final
+class SortHeads(LayerRewrite):
+    """Sort heads by the size of W_OV, groups with theirs."""
+
+    name = "sort_heads"
+    tier = "bit-exact"
+    refused = _OWN_NUMBERS
+    place = 8
+    why_here = "copies of key-value heads come last"
+    by_groups = True
+    selects = True
+    at_end = True
+
+    def apply(self, layer: Layer) -> Rewritten:
+        return self.select(layer.weights, self.look(layer)).done
+
+    def look(self, layer: Layer) -> tuple[Tensor, ...]:
+        """The size of W_OV of every head."""
+        return (layer.weights.ov.frobenius_norm(),)
+
+    def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
+        """All of them, sorted."""
+        groups = max(1, min(whole.num_key_heads, whole.num_value_heads))
+        served = whole.num_heads // groups
+        sizes = seen[0].view(groups, served)
+        by_group = sizes.norm(dim=-1).argsort(descending=True, stable=True).tolist()
+        inside = sizes.argsort(dim=-1, descending=True, stable=True).tolist()
+        order = tuple(group * served + head for group in by_group for head in inside[group])
+        # Distances follow where they share the maps of queries and keys; the format refuses the others.
+        return Selected(permute_heads(whole, order, distances_follow=True), order)
+
+
+@final
+class PermuteHeads(LayerRewrite):
+    """Put heads in another order; key-value heads move with the queries that read them."""
+
+    name = "permute_heads"
+    tier = "bit-exact"
+    refused = f"{_OWN_NUMBERS}; heads that share a map would be torn apart"
+    place = 8
+    why_here = SortHeads.why_here
+    selects = True
+
+    order: tuple[int, ...] = Field(description="head i of the result is head `order[i]`")
+
+    def apply(self, layer: Layer) -> Rewritten:
+        return self.select(layer.weights, ()).done
+
+    def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
+        return Selected(permute_heads(whole, self.order, distances_follow=True), self.order)
+
+
+@final
+class RepeatKVHeads(LayerRewrite):
+    """Repeat key-value heads."""
+
+    name = "repeat_kv_heads"
+    tier = "bit-exact"
+    refused = "the number is no multiple of those there are"
+    place = 9
+    by_groups = True
+    at_end = True
+    resizes = True
+
+    num_kv_heads: int | None = Field(
+        None, ge=1, description="how many there are then; one for every query head by default"
+    )
+
+    def apply(self, layer: Layer) -> Rewritten:
+        return repeat_kv_heads(layer.weights, self.num_kv_heads)
 
 
 def permute_heads(
@@ -106,7 +241,7 @@ def prune_heads(
         weights: the layer.
         heads: numbers of the query heads to leave out.
         bounded: whether heads that do something may go too.
-        does: what `measure_heads` finds, if it is known: shapes of weights (on the "meta" device) are then
+        does: what `measure_pruning` finds, if it is known: shapes of weights (on the "meta" device) are then
             enough.
         distances_follow: as in `permute_heads`.
 
@@ -186,7 +321,7 @@ def leave_heads(
     return replace(weights, num_heads=len(kept), **chains)  # type: ignore[arg-type]
 
 
-def measure_heads(weights: AttentionWeights) -> Move:
+def measure_pruning(weights: AttentionWeights) -> Move:
     """‖W_V W_O‖ and ‖b_V W_O‖ of every head: together, the bound of leaving it out."""
     return _done_by(weights.to(torch.float64), list(range(weights.num_heads)))
 
@@ -208,7 +343,7 @@ def measure_importance(
         RewriteRefusedError: the moments are of other heads or channels, with both sizes.
     """
     if moments is None:
-        return measure_heads(weights).whole
+        return measure_pruning(weights).whole
     require_moments_of("measure_importance", weights, moments, ["ov"])
     W_O = weights.to(torch.float64).W_O
     squares: Tensor = ((moments.mixed @ W_O) * W_O).sum(dim=(-2, -1))

@@ -7,6 +7,7 @@ from typing import Literal, final
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from triptych.algebra.function import Rotation
@@ -35,7 +36,31 @@ from triptych.algebra.rewrites.legality import (
 )
 from triptych.algebra.rewrites.planes import merge_planes, require_rotary, rotary_move, rotary_size
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
+from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
+
+
+@final
+class MergeKVHeads(LayerRewrite):
+    """Merge key-value heads, so that several query heads read one; rotary ones plane by plane."""
+
+    name = "merge_kv_heads"
+    tier = "bounded unless they are equal"
+    refused = "the number does not divide; QK-norm, a gate, clipping"
+    place = 5
+    why_here = "heads are merged while all their channels are there"
+    resizes = True
+
+    num_kv_heads: int = Field(ge=1, description="how many are left")
+    bounded: bool = Field(
+        True, description="whether heads that differ by more than their basis may be merged"
+    )
+
+    def apply(self, layer: Layer) -> Rewritten:
+        rotation = layer.scoring.rotation
+        if rotation is not None:
+            return merge_rotary_kv_heads(layer.weights, rotation, self.num_kv_heads, bounded=self.bounded)
+        return merge_kv_heads(layer.weights, self.num_kv_heads, bounded=self.bounded)
 
 
 def merge_kv_heads(

@@ -2,9 +2,11 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import final
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from triptych.algebra.rewrites.biases import fold_value_bias
@@ -32,9 +34,26 @@ from triptych.algebra.rewrites.legality import (
     why_key_bias_counts,
 )
 from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 
 Ranks = int | Sequence[int]  # of all groups of heads, or of each
+
+
+@final
+class ToLatent(LayerRewrite):
+    """Make keys and values of all heads from one latent."""
+
+    name = "to_latent"
+    tier = "rounding-exact, bounded with a `rank`"
+    refused = "rotary and disentangled positions"
+    place = 9
+    resizes = True
+
+    rank: int | None = Field(None, ge=1, description="of the latent; as many as it takes by default")
+
+    def apply(self, layer: Layer) -> Rewritten:
+        return to_latent(layer.weights, rank=self.rank)
 
 
 def truncate(

@@ -9,7 +9,7 @@ import torch
 
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import AttentionSource
-from triptych.checkpoints.norms import norm_sites
+from triptych.checkpoints.norm_readers import norm_sites
 from triptych.checkpoints.own import OwnModel
 from triptych.errors import TriptychError
 from triptych.files import file_hash

@@ -7,7 +7,7 @@ import torch
 
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource
-from triptych.checkpoints.norms import norm_sites
+from triptych.checkpoints.norm_readers import norm_sites
 from triptych.errors import TriptychError
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import Certificate, LayerRecord, Measured, NormRecord, StepRecord
@@ -163,7 +163,7 @@ def _beyond_tier(layer: LayerRecord | NormRecord, found: Measured, rounding: Rou
 
 def _keeps_forms(step: StepRecord) -> bool:
     """Whether a step's bound is all by which a form may move, each head in its place."""
-    if step.rewrite in ("sort_heads", "prune_heads"):
+    if step.rewrite in ("sort_heads", "permute_heads", "prune_heads"):
         return bool(step.refused) or not step.choice
     return step.rewrite not in _MOVE_FORMS or bool(step.refused) or step.tier == "bit-exact"
 

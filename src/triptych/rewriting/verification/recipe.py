@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from triptych.algebra.rewrites.registry import read_rewrite
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.errors import TriptychError
@@ -22,7 +23,7 @@ from triptych.rewriting.planning import (
     total_costs,
     written_layer,
 )
-from triptych.rewriting.recipe import RewriteRecipe, validated_step
+from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER
 from triptych.rewriting.running import first_line
 from triptych.rewriting.verification.check import Check, listed, near, same_words, stated
@@ -44,7 +45,7 @@ def recipe_again(pair: Pair, folder: Path, calibration: Path | None, *, words: b
     """
     certificate = pair.certificate
     try:
-        steps = tuple(validated_step(dict(step)) for step in certificate.recipe)
+        steps = tuple(read_rewrite(step) for step in certificate.recipe)
         recipe = RewriteRecipe(step=steps, skip_refused=True, calibration=calibration)
         needs_text = any(step.needs_text for step in steps)
         if needs_text != (certificate.calibration is not None):

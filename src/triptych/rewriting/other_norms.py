@@ -9,7 +9,10 @@ from torch import Tensor
 
 from triptych.algebra.forms import are_finite
 from triptych.algebra.rewrites import (
+    FoldNorm,
+    FoldOtherNorms,
     OtherReaders,
+    Rewrite,
     RewriteRefusedError,
     fold_norm_into_map,
     require_readers_foldable,
@@ -17,11 +20,10 @@ from triptych.algebra.rewrites import (
 from triptych.algebra.weights import Norm
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import AttentionSource, Site
-from triptych.checkpoints.norms import NormReader, NormSite, norm_sites
+from triptych.checkpoints.norm_readers import NormReader, NormSite, norm_sites
 from triptych.rewriting.certificate import NormRecord, StepRecord
 from triptych.rewriting.measuring import MapErrors, blocks, measure_map, total_errors
 from triptych.rewriting.memory import give_back_memory
-from triptych.rewriting.steps import FoldNorm, FoldOtherNorms, Step
 from triptych.storage.tensors import Tensors
 
 _NAME = "fold_other_norms"
@@ -60,7 +62,7 @@ class OtherNorms:
         RewriteRefusedError: one cannot, and that is not to be skipped.
     """
 
-    def __init__(self, source: AttentionSource, steps: Sequence[Step], skip_refused: bool) -> None:
+    def __init__(self, source: AttentionSource, steps: Sequence[Rewrite], skip_refused: bool) -> None:
         self._tensors = source.tensors if isinstance(source, Checkpoint) else None
         self._examined: dict[str, _Examined] = {}
         self._errors: dict[str, MapErrors] = {}

@@ -1,6 +1,6 @@
 """The gain and shift of a norm, taken up by the maps that read it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, final
 
 from torch import Tensor
@@ -16,23 +16,42 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, OtherReaders, Rewrite
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
 
 _NAME, _NAME_OF_OTHERS = "fold_norm", "fold_other_norms"
 
 
 @final
-@dataclass(frozen=True)
-class OtherReaders:
-    """What reads the norm of a layer besides the layer, where it can take up gain and shift along with it.
+class FoldNorm(LayerRewrite):
+    """Fold the norm's weight and bias into the maps that read it, those of a parallel MLP included."""
 
-    Attributes:
-        maps: their names.
-        refused: why they cannot; "" if they can.
+    name = _NAME
+    tier = "rounding-exact"
+    refused = "post-norm, sandwich norms; another reader of the norm cannot take it up; no slot for the bias"
+    place = 2
+    why_here = "a norm's shift becomes biases of the maps, which would be there again"
+    by_groups = True
+
+    def apply(self, layer: Layer) -> Rewritten:
+        return fold_norm(layer.weights, layer.others)
+
+
+@final
+class FoldOtherNorms(Rewrite):
+    """Fold norms that no attention reads: that of the MLP (experts and router), and the last one.
+
+    Norms after the last layer are in no layer: they are left alone where `layers` are named.
     """
 
-    maps: tuple[str, ...]
-    refused: str = ""
+    name = _NAME_OF_OTHERS
+    tier = "rounding-exact"
+    refused = (
+        "as `fold_norm`; the output map is the embedding, or not in the file; a tensor of which it is not "
+        "known whether it reads the norm"
+    )
+    place = 2
+    why_here = "norms are folded together, while all maps that read them are as they were"
 
 
 def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> Rewritten:

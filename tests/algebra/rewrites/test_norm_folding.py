@@ -9,7 +9,7 @@ import torch
 from heads import D_MODEL, Untouched, assert_same_function, make_layer, make_norm, storages
 from tolerances import assert_same
 from triptych.algebra.rewrites.folding import expand
-from triptych.algebra.rewrites.norms import (
+from triptych.algebra.rewrites.norm_folding import (
     OtherReaders,
     fold_norm,
     fold_norm_into_map,

@@ -8,50 +8,55 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from triptych.algebra import rewrites
 from triptych.algebra.budget import allocate
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import Form, RewriteRefusedError, Rewritten
+from triptych.algebra.rewrites.channels import Form
+from triptych.algebra.rewrites.data import measure_energies, truncate_on_data
+from triptych.algebra.rewrites.planes import measure_plane_energies, truncate_planes
+from triptych.algebra.rewrites.rank import truncate
+from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten
+from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
+from triptych.algebra.rewrites.rotary_maps import measure_rotary_energies, truncate_rotary_maps
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.errors import UsageError
-from triptych.rewriting.steps import AttentionStep, Layer
 
 Criterion = Literal["free", "uncentred", "centred"]
-
-
 Rotary = Literal["maps", "planes"]
 # Of a share of energy: what is met but for rounding is met.
 _SHARE_ROUNDING = 1e-10
 
 
 @final
-class Truncate(AttentionStep):
-    """Lower rank of W_QK and W_OV; of rotary heads, of W_Q and W_K before they are turned.
+class Truncate(LayerRewrite):
+    """Lower the rank of W_QK and W_OV; of rotary heads, that of W_Q and W_K before they are rotated.
 
     Attributes:
-        forms: which of the two.
-        rank: of every form (planes count two); or
-        energy: share of the energy of every head's form that is kept at least, by the lowest ranks found that
-            do: of its squares; of rotary scores, of their mean square over distances; with a criterion that
-            looks at a text, of the mean square of what the head does on it (about means, where those were
-            taken off); or
-        budget: share of all channels that are kept, spread over layers and heads by what they are worth.
-        criterion: what is kept: "free" of data, the forms themselves; "uncentred" or "centred", what they do
-            on the calibration text, means of keys and of values counted, or taken off where that is free.
-        rotary: what rotary heads lose of W_QK: rank of their "maps", which stay as wide; or whole "planes",
-            a much narrower choice, which could leave keys fewer channels.
+        ranks: of every form of every layer and group of heads, once `prepare` has shared them out.
     """
 
+    name = "truncate"
+    tier = "bounded unless nothing is cut"
+    refused = "QK-norm: of W_QK; a gate: of W_OV; clipping: of both"
     place = 6
+    why_here = "the basis and the order of heads depend on what is left"
     by_groups = True
     resizes = True
-    rewrite: Literal["truncate"] = "truncate"
-    forms: tuple[Form, ...] = ("qk", "ov")
-    rank: int | None = Field(None, ge=1)
-    energy: float | None = Field(None, gt=0, le=1)
-    budget: float | None = Field(None, gt=0, le=1)
-    criterion: Criterion = "free"
-    rotary: Rotary = "maps"
+
+    forms: tuple[Form, ...] = Field(("qk", "ov"), description="which of the two")
+    rank: int | None = Field(None, ge=1, description="of every form; planes count two")
+    energy: float | None = Field(
+        None, gt=0, le=1, description="share of every form's energy that each head keeps at least"
+    )
+    budget: float | None = Field(
+        None, gt=0, le=1, description="share of all channels that is kept, spread over layers and heads"
+    )
+    criterion: Criterion = Field(
+        "free",
+        description="keep the forms themselves, or what they do on the text, means counted or taken off",
+    )
+    rotary: Rotary = Field(
+        "maps", description="what rotary heads lose of W_QK: rank of their maps, or whole planes"
+    )
     ranks: dict[str, dict[Form, tuple[int, ...]]] = Field(default_factory=dict, exclude=True)
 
     @model_validator(mode="after")
@@ -66,7 +71,6 @@ class Truncate(AttentionStep):
 
     @property
     def needs_text(self) -> bool:
-        """For the criteria that look at one."""
         return self.criterion != "free"
 
     def prepare(self, layers: Iterable[Layer], *, skip_refused: bool = False) -> "Truncate":
@@ -90,7 +94,7 @@ class Truncate(AttentionStep):
                         chosen += self._ranks_that_keep(self.energy, layer, form, found)
                 except RewriteRefusedError as refused:
                     if not skip_refused:
-                        raise RewriteRefusedError(self.rewrite, refused.reason).at(layer.name) from None
+                        raise RewriteRefusedError(self.name, refused.reason).at(layer.name) from None
                     continue  # it refuses again when it is cut
                 for group, energies in enumerate(found):
                     places.append((layer.name, form, group))
@@ -134,7 +138,6 @@ class Truncate(AttentionStep):
         return high
 
     def apply(self, layer: Layer) -> Rewritten:
-        """Cut."""
         results = []
         weights = layer.weights
         for form in self.forms:
@@ -163,23 +166,15 @@ class Truncate(AttentionStep):
         if form == "qk" and rotation is not None:
             longest = _longest(layer, moments)
             if self.rotary == "planes":
-                return rewrites.truncate_planes(
-                    weights, rotation, planes=ranks, moments=moments, longest=longest
-                )
-            return rewrites.truncate_rotary_maps(
-                weights, rotation, qk_rank=ranks, moments=moments, longest=longest
-            )
+                return truncate_planes(weights, rotation, planes=ranks, moments=moments, longest=longest)
+            return truncate_rotary_maps(weights, rotation, qk_rank=ranks, moments=moments, longest=longest)
         if moments is not None:
             return (
-                rewrites.truncate_on_data(weights, moments, qk_rank=ranks, centred=self._centred)
+                truncate_on_data(weights, moments, qk_rank=ranks, centred=self._centred)
                 if form == "qk"
-                else rewrites.truncate_on_data(weights, moments, ov_rank=ranks, centred=self._centred)
+                else truncate_on_data(weights, moments, ov_rank=ranks, centred=self._centred)
             )
-        return (
-            rewrites.truncate(weights, qk_rank=ranks)
-            if form == "qk"
-            else rewrites.truncate(weights, ov_rank=ranks)
-        )
+        return truncate(weights, qk_rank=ranks) if form == "qk" else truncate(weights, ov_rank=ranks)
 
     @property
     def _centred(self) -> bool | None:
@@ -205,14 +200,10 @@ class Truncate(AttentionStep):
         moments = layer.moments if self.needs_text else None
         rotation = layer.scoring.rotation if form == "qk" else None
         if rotation is not None:
-            measure = (
-                rewrites.measure_plane_energies
-                if self.rotary == "planes"
-                else rewrites.measure_rotary_energies
-            )
+            measure = measure_plane_energies if self.rotary == "planes" else measure_rotary_energies
             return measure(layer.weights, rotation, moments, _longest(layer, moments))
         centred = self._centred if moments is not None else None
-        return rewrites.measure_energies(layer.weights, form, moments, centred=centred)
+        return measure_energies(layer.weights, form, moments, centred=centred)
 
 
 def _as_one(name: str, before: AttentionWeights, results: Sequence[Rewritten]) -> Rewritten:

@@ -1,0 +1,163 @@
+"""What every rewrite is: a record of its options that can be applied to a layer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, final
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from triptych.algebra.function import Scoring
+from triptych.algebra.moments import Moments
+from triptych.algebra.rewrites.channels import newly_apart
+from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten
+from triptych.algebra.weights import AttentionWeights
+
+
+@final
+@dataclass(frozen=True)
+class OtherReaders:
+    """What reads the norm of a layer besides the layer, where it can take up gain and shift along with it.
+
+    Attributes:
+        maps: their names.
+        refused: why they cannot; "" if they can.
+    """
+
+    maps: tuple[str, ...]
+    refused: str = ""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer on its way through rewrites, or a few groups of its heads.
+
+    Attributes:
+        name: for messages.
+        weights: as they are now, float64.
+        scoring: what it does besides.
+        longest_text: positions that the model is made for.
+        moments: of the layer as it is now over the calibration text; None without one.
+        others: what else reads its norm; None if nothing does that is known.
+        first_head: number of the first head here, of the whole layer as it is now.
+    """
+
+    name: str
+    weights: AttentionWeights
+    scoring: Scoring
+    longest_text: int = 2048
+    moments: Moments | None = None
+    others: OtherReaders | None = None
+    first_head: int = 0
+
+
+class Selected(NamedTuple):
+    """A layer with some of its heads, or with all of them in another order.
+
+    Attributes:
+        done: the result, and the record.
+        kept: which heads are left, in order.
+    """
+
+    done: Rewritten
+    kept: tuple[int, ...]
+
+
+class Rewrite(BaseModel, ABC):
+    """One rewrite with its options.
+
+    The first line of a subclass's docstring says what it does; its fields are the options. Recipes, the
+    command line, `triptych.rewrite` and the documentation are derived from the list of them (`registry`).
+
+    Attributes:
+        name: in recipes, on the command line and in certificates.
+        tier: how exact it is, in words.
+        refused: where it is refused, in words.
+        place: rewrites are done in this order.
+        why_here: why those of a later place cannot come before it.
+        resizes: whether tensors may come out with other shapes.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: ClassVar[str]
+    tier: ClassVar[str]
+    refused: ClassVar[str] = "–"
+    place: ClassVar[int]
+    why_here: ClassVar[str] = "what it does would undo that, or be undone by it"
+    resizes: ClassVar[bool] = False
+
+    layers: tuple[int, ...] | None = Field(
+        None, description="numbers of layers, in every stack; all by default"
+    )
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether it looks at what layers do on a text."""
+        return False
+
+    def prepare(self, layers: Iterable[Layer], *, skip_refused: bool = False) -> "Rewrite":
+        """The rewrite with what only all layers together can tell.
+
+        Args:
+            layers: each whole, or in parts one after the other.
+            skip_refused: whether a layer that refuses the rewrite is left as it is.
+        """
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """Name and options as JSON has them, to be read by `registry.read_rewrite`."""
+        return {"rewrite": self.name, **self.model_dump(mode="json", exclude_none=True)}
+
+
+class LayerRewrite(Rewrite, ABC):
+    """A rewrite of attention layers.
+
+    Attributes:
+        by_groups: whether it treats each group of heads by itself, but for what `select` decides.
+        selects: whether it leaves heads out, or puts them in another order (`select`).
+        at_end: whether it only copies numbers, so that it can be applied to those that are stored, as long as
+            no other rewrite comes after it.
+    """
+
+    by_groups: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
+    at_end: ClassVar[bool] = False
+
+    @abstractmethod
+    def apply(self, layer: Layer) -> Rewritten:
+        """Rewrite one layer.
+
+        Raises:
+            RewriteRefusedError: with the reason.
+        """
+
+    def look(self, layer: Layer) -> tuple[Tensor, ...]:
+        """What `select` has to know of some heads, one number for each."""
+        return ()
+
+    def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
+        """Leave heads out or sort them, where `selects`.
+
+        Args:
+            whole: the layer; its shapes (on the "meta" device) are enough.
+            seen: what `look` saw of all heads.
+
+        Raises:
+            RewriteRefusedError: with the reason.
+        """
+        raise NotImplementedError(self.name)
+
+
+def still_tied(layer: Layer, done: Rewritten) -> Rewritten:
+    """The result, if maps that were one still are.
+
+    Raises:
+        RewriteRefusedError: they are not, and the layer would have become larger on the way.
+    """
+    if apart := newly_apart(layer.weights, done.weights):
+        name = done.record.name
+        raise RewriteRefusedError(name, f"it takes shared maps apart: {apart[0]}", "expand the layer first")
+    return done
