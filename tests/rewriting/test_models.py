@@ -125,7 +125,7 @@ def test_a_folded_model_decodes_the_same_translations_with_fewer_parameters() ->
 
 
 def test_a_rewritten_model_is_saved_and_read_like_any_other(tmp_path: Any) -> None:
-    folded = triptych.fold(make_model("mixed"), sites=["encoder.1"])
+    folded = triptych.rewrite(make_model("mixed"), rewrites.fold, sites=["encoder.1"]).result
     assert folded.config.encoder_sites()[0].projections == "stacked"
     assert folded.config.encoder_sites()[1].projections == "factored"
     write_model(folded, tmp_path)
@@ -153,7 +153,8 @@ def test_a_refusal_names_the_site() -> None:
     model = make_model("mixed", positions={"scheme": "rotary"})
     with pytest.raises(RewriteRefusedError, match=r"drop_key_bias at encoder\.0 refused: .*rotary"):
         triptych.drop_key_bias(model)
-    assert triptych.drop_key_bias(model, sites=["cross.0"]).config.decoder.cross_attention_in_layer
+    done = triptych.rewrite(model, rewrites.drop_key_bias, sites=["cross.0"])
+    assert done.result.config.decoder.cross_attention_in_layer
 
 
 def test_post_norm_keeps_its_norms() -> None:
@@ -173,7 +174,7 @@ def test_folded_norms_have_gain_one_and_no_shift() -> None:
 
 def test_the_norm_of_the_memory_is_folded_everywhere_or_nowhere() -> None:
     with pytest.raises(RewriteRefusedError, match=r"cross\.1 read the encoder's last norm too"):
-        triptych.fold_norm(make_model("mixed"), sites=["cross.0"])
+        triptych.rewrite(make_model("mixed"), rewrites.fold_norm, sites=["cross.0"])
 
 
 def test_a_value_bias_stays_while_attention_weights_are_dropped() -> None:
@@ -184,11 +185,77 @@ def test_a_value_bias_stays_while_attention_weights_are_dropped() -> None:
         triptych.fold_value_bias(model.train())
 
 
+CALLS = {
+    "fold": "fold(keep='folded')",
+    "drop_key_bias": "drop_key_bias",
+    "permute_heads": "permute_heads(order=[2, 3, 0, 1])",
+    "truncate": "truncate(rank=5)",
+    "to_latent": "to_latent",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_a_record_and_a_function_mean_the_same(name: str) -> None:
+    model = triptych.expand(triptych.fold(make_model("mixed"), keep="folded"))
+    record = rewrites.read_rewrite(CALLS[name])
+    options = record.model_dump(exclude={"layers", "ranks"}, exclude_defaults=True)
+    function = partial(getattr(rewrites, name), **options)
+    if name == "truncate":
+        function = partial(rewrites.truncate, qk_rank=5, ov_rank=5)
+    calls, records, functions = (triptych.rewrite(model, step) for step in (CALLS[name], record, function))
+    assert calls.records == records.records
+    assert calls.records.keys() == functions.records.keys()
+    for one, other, third in zip(
+        *(found.result.parameters() for found in (calls, records, functions)), strict=True
+    ):
+        assert_same(one, other, kind="exact")
+        torch.testing.assert_close(one, third)
+
+
+def test_a_budget_is_shared_out_over_the_layers_of_a_model() -> None:
+    model = triptych.expand(triptych.fold(make_model("mixed"), keep="folded"))
+    kept = triptych.rewrite(model, "truncate(budget=0.5)")
+    widths = {weights.W_Q.shape[-1] for weights in attention_weights(kept.result).values()}
+    assert len(widths) > 1
+    assert sum(p.numel() for p in kept.result.parameters()) < sum(p.numel() for p in model.parameters())
+
+
+def test_rotary_heads_of_a_model_are_cut_as_rotary_heads() -> None:
+    model = make_model("mixed", positions={"scheme": "rotary"})
+    outcome = triptych.rewrite(model, "truncate(rank=2, forms=['qk'])", sites=["decoder.0"])
+    assert outcome.records["decoder.0"][0].name == "truncate_rotary_maps"
+
+
+def test_layers_of_a_call_are_those_of_every_stack() -> None:
+    records = triptych.rewrite(make_model("mixed"), "drop_key_bias(layers=[1])").records
+    assert [name for name, found in records.items() if found] == ["encoder.1", "decoder.1", "cross.1"]
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ("fold_other_norms", "it is of more than attention layers"),
+        ("truncate(rank=3, criterion='centred')", "it looks at a text"),
+        ("prune_heads(heads=[7])", "there is no head 7"),
+    ],
+)
+def test_a_call_that_a_model_cannot_take_is_refused(call: str, reason: str) -> None:
+    with pytest.raises(RewriteRefusedError, match=reason):
+        triptych.rewrite(make_model("mixed"), call)
+    with pytest.raises(triptych.UsageError, match="there is no rewrite melt"):
+        triptych.rewrite(make_model("mixed"), "melt(rank=3)")
+
+
+def test_every_function_of_the_face_is_that_of_a_rewrite_in_the_list() -> None:
+    names = {kind.name for kind in rewrites.REWRITES}
+    assert set(rewriting.__all__) - {"RewriteResult", "rewrite"} <= names
+
+
 def test_a_site_there_is_not_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"no attention site encoder\.7: there are encoder\.0"):
-        triptych.fold(make_model("mixed"), sites=["encoder.7"])
+        triptych.rewrite(make_model("mixed"), rewrites.fold, sites=["encoder.7"])
     with pytest.raises(ValueError, match="sites name the layers of a model"):
-        triptych.fold(MultiHeadAttention(8, 2), sites=["encoder.0"])
+        triptych.rewrite(MultiHeadAttention(8, 2), rewrites.fold, sites=["encoder.0"])
 
 
 @pytest.mark.parametrize("name", PARAMETERISATIONS)
@@ -243,7 +310,8 @@ def test_bounded_rewrites_move_a_model_and_say_how_far(norm: str) -> None:
     assert {weights.W_Q.shape[-1] for weights in attention_weights(outcome.result).values()} == {3}
     merged = triptych.merge_kv_heads(model, 1, bounded=True)
     assert merged.config.encoder.attention.projections == "grouped"
-    pruned = triptych.prune_heads(model, [1], bounded=True, sites=["encoder.0"])
+    prune = partial(rewrites.prune_heads, heads=[1], bounded=True)
+    pruned = triptych.rewrite(model, prune, sites=["encoder.0"]).result
     assert pruned.config.encoder_sites()[0].num_heads == 3
     assert pruned(src, tgt_in).shape == (3, 6, VOCAB)
 
@@ -255,7 +323,7 @@ def test_weights_that_are_no_numbers_are_refused_with_the_map_and_the_site(name:
     with torch.no_grad():
         model.get_parameter("decoder.1.cross_attention.projections.k_proj.weight")[2, 3] = value
     with pytest.raises(RewriteRefusedError, match=r"at cross\.1 refused: 1 of 576 numbers in a map of k are"):
-        LIFTED[name](triptych.fold(model, sites=[]), sites=["cross.1"])
+        LIFTED[name](model)
 
 
 def test_frozen_parameters_stay_frozen() -> None:

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from triptych.algebra.function import Rotation
+
 Pairing = Literal["halves", "interleaved"]
 Layout = Literal["halves", "interleaved"]
 
@@ -165,6 +167,10 @@ class AttentionPositions(ABC):
         The queries are the last `query_len` positions of the keys, as in `causal_mask`.
         """
 
+    def rotation(self, width: int) -> Rotation | None:
+        """How queries and keys of a width are rotated; None if they are not."""
+        return None
+
 
 @final
 @dataclass(frozen=True)
@@ -227,6 +233,10 @@ class Rotary(AttentionPositions):
         if turned < width:
             parts.append(heads[..., turned:])
         return torch.cat(parts, dim=-1).to(heads.dtype)
+
+    def rotation(self, width: int) -> Rotation:
+        planes = torch.arange(0, self.rotary_dim or width, 2, dtype=torch.float64)
+        return Rotation(self.base ** (-planes / (self.rotary_dim or width)), self.pairing)
 
     def bias(
         self, num_heads: int, query_len: int, key_len: int, device: torch.device, dtype: torch.dtype

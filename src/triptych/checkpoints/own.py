@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
 from triptych.algebra.function import Rotation, Scoring
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, InputNorms, Site
@@ -91,7 +89,5 @@ class OwnModel(AttentionSource):
     def _rotation(self, weights: AttentionWeights) -> Rotation | None:
         if weights.traits.positions != "rotary":
             return None
-        positions = self.model.config.positions
-        width = positions.rotary_dim or weights.q[-1].d_out
-        planes = torch.arange(0, width, 2, dtype=torch.float64)
-        return Rotation(positions.rotary_base ** (-planes / width), positions.rotary_pairing)
+        positions = self.model.config.positions.in_attention()
+        return None if positions is None else positions.rotation(weights.q[-1].d_out)

@@ -18,9 +18,9 @@ from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights, Link, standard_scale
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, ModelConfig, attention_weights, with_attention
-from triptych.rewriting.models import Step, rewrite
+from triptych.rewriting.models import WeightsRewrite, rewrite
 
-_STEPS: tuple[Step, ...] = (
+_STEPS: tuple[WeightsRewrite, ...] = (
     rewrites.expand,
     rewrites.repeat_kv_heads,
     partial(rewrites.fold, keep="folded"),
@@ -124,7 +124,7 @@ class _Site:
         self.steps: list[str] = []
         self.bound = 0.0
 
-    def take(self, step: Step) -> None:
+    def take(self, step: WeightsRewrite) -> None:
         outcome = rewrite(self.weights, step)
         for record in outcome.records["layer"]:
             self.bound = max(self.bound, record.bound)

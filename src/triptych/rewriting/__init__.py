@@ -1,7 +1,7 @@
 """Attention written another way: in memory, and in a checkpoint, with a certificate."""
 
 from triptych.rewriting.models import (
-    Outcome,
+    RewriteResult,
     drop_key_bias,
     expand,
     factor,
@@ -19,7 +19,7 @@ from triptych.rewriting.models import (
 )
 
 __all__ = [
-    "Outcome",
+    "RewriteResult",
     "drop_key_bias",
     "expand",
     "factor",

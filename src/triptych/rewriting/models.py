@@ -1,68 +1,83 @@
-"""Rewrites of weights, layers and whole models.
+"""Rewrites of weights, layers and whole models in memory.
 
-`algebra.rewrites` has the mathematics, on `AttentionWeights`. Here each rewrite takes a layer or a model
-as well: its weights are read, rewritten in float64, cast back once, and put into a new layer or model in
-the parameterisation that they call for. What was passed in is never changed.
+Weights are read, rewritten in float64, cast back once, and put into a new layer or model in the
+parameterisation that they call for. What was passed in is never changed.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial, singledispatch
-from typing import Any, Generic, TypeVar, final
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import singledispatch
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from triptych.algebra import rewrites
-from triptych.algebra.rewrites import RewriteRecord, RewriteRefusedError, Rewritten
+from triptych.algebra.function import Scoring
+from triptych.algebra.rewrites import (
+    Layer,
+    LayerRewrite,
+    Rewrite,
+    RewriteRecord,
+    RewriteRefusedError,
+    Rewritten,
+    read_rewrite,
+)
 from triptych.algebra.rewrites.legality import require_finite
-from triptych.algebra.weights import SIDES, AttentionWeights
+from triptych.algebra.weights import AttentionWeights
 from triptych.attention import MultiHeadAttention
 from triptych.models import EncoderDecoder, attention_sites, attention_weights, with_attention
 
 Target = TypeVar("Target", AttentionWeights, MultiHeadAttention, EncoderDecoder)
-Step = Callable[[AttentionWeights], Rewritten]
+Options = ParamSpec("Options")
+WeightsRewrite = Callable[[AttentionWeights], Rewritten]
+AnyRewrite = Rewrite | str | WeightsRewrite
+_Records = tuple[RewriteRecord, ...]
 
 
 @final
 @dataclass(frozen=True)
-class Outcome(Generic[Target]):
+class RewriteResult(Generic[Target]):
     """A rewritten thing, and what was done to it.
 
     Attributes:
         result: of the kind that was passed in.
-        records: those of the steps, for every layer rewritten, by site ("encoder.0"); "layer" for a
-            single one.
+        records: those of the rewrites, for every layer, by site ("encoder.0"); "layer" for a single one.
     """
 
     result: Target
-    records: dict[str, tuple[RewriteRecord, ...]]
+    records: dict[str, _Records]
 
 
-def rewrite(target: Target, *steps: Step, sites: Collection[str] | None = None) -> Outcome[Target]:
-    """Apply rewrites of weights one after the other, to weights, to a layer, or to the layers of a model.
+def rewrite(
+    target: Target, *steps: AnyRewrite, sites: Collection[str] | None = None
+) -> RewriteResult[Target]:
+    """Apply rewrites one after the other, to weights, to a layer, or to the layers of a model.
 
-        rewrite(model, drop_key_bias, partial(fold, keep="folded"))    # those of algebra.rewrites
+        rewrite(model, "drop_key_bias", "truncate(rank=6)")            # as recipes and the command have them
+        rewrite(model, DropKeyBias(), Truncate(rank=6))                # the same, as records
+        rewrite(model, drop_key_bias, partial(fold, keep="folded"))    # functions of weights
 
     Args:
         target: what to rewrite; left as it is.
-        steps: rewrites of `AttentionWeights`.
+        steps: calls, records, or functions of `AttentionWeights`; the latter may take shared maps apart.
         sites: of a model, the attention layers to rewrite ("encoder.0", "decoder.2", "cross.1"); all if
             None.
 
-    Returns:
-        The result, and the records of the steps.
-
     Raises:
-        RewriteRefusedError: a step would change what a layer computes, with the reason and the site.
+        RewriteRefusedError: a rewrite would change what a layer computes, with the reason and the site; or it
+            is of more than attention, or looks at a text.
+        UsageError: a rewrite that there is not.
         ValueError: a site there is not.
     """
-    outcome: Outcome[Target] = _rewrite(target, steps, sites)
-    return outcome
+    read = [read_rewrite(step) if isinstance(step, str | Rewrite) else step for step in steps]
+    found: RewriteResult[Target] = _rewrite(target, read, sites)
+    return found
 
 
 @singledispatch
-def _rewrite(target: object, steps: Sequence[Step], sites: Collection[str] | None) -> Any:
+def _rewrite(target: object, steps: Sequence[AnyRewrite], sites: Collection[str] | None) -> Any:
     raise TypeError(
         f"a {type(target).__name__} has no attention to rewrite: pass weights, a layer or a model"
     )
@@ -70,40 +85,45 @@ def _rewrite(target: object, steps: Sequence[Step], sites: Collection[str] | Non
 
 @_rewrite.register
 def _of_weights(
-    target: AttentionWeights, steps: Sequence[Step], sites: Collection[str] | None
-) -> Outcome[AttentionWeights]:
+    target: AttentionWeights, steps: Sequence[AnyRewrite], sites: Collection[str] | None
+) -> RewriteResult[AttentionWeights]:
     _require_no_sites(sites)
-    rewritten, records = _run(target, steps)
-    return Outcome(rewritten, {"layer": records})
+    changed, records = _run({"layer": Layer("", target, Scoring())}, steps)
+    return RewriteResult(changed["layer"], records)
 
 
 @_rewrite.register
 def _of_layer(
-    target: MultiHeadAttention, steps: Sequence[Step], sites: Collection[str] | None
-) -> Outcome[MultiHeadAttention]:
+    target: MultiHeadAttention, steps: Sequence[AnyRewrite], sites: Collection[str] | None
+) -> RewriteResult[MultiHeadAttention]:
     _require_no_sites(sites)
-    rewritten, records = _run(target.weights(), steps)
-    layer = MultiHeadAttention.from_weights(rewritten, target.dropout, target.positions)
+    changed, records = _run({"layer": _layer("", target.weights(), target)}, steps)
+    layer = MultiHeadAttention.from_weights(changed["layer"], target.dropout, target.positions)
     layer.requires_grad_(any(parameter.requires_grad for parameter in target.parameters()))
-    return Outcome(layer.train(target.training), {"layer": records})
+    return RewriteResult(layer.train(target.training), records)
 
 
 @_rewrite.register
 def _of_model(
-    target: EncoderDecoder, steps: Sequence[Step], sites: Collection[str] | None
-) -> Outcome[EncoderDecoder]:
+    target: EncoderDecoder, steps: Sequence[AnyRewrite], sites: Collection[str] | None
+) -> RewriteResult[EncoderDecoder]:
     before = attention_weights(target)
-    chosen = list(before) if sites is None else list(sites)
-    if unknown := [name for name in chosen if name not in before]:
+    if unknown := [name for name in sites or () if name not in before]:
         raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(before)}")
-    changed: dict[str, AttentionWeights] = {}
-    records: dict[str, tuple[RewriteRecord, ...]] = {}
-    for name in chosen:
-        try:
-            changed[name], records[name] = _run(before[name], steps)
-        except RewriteRefusedError as error:
-            raise error.at(name) from None
-    return Outcome(with_rewritten(target, changed), records)
+    layers = {
+        site.name: _layer(site.name, before[site.name], site.layer)
+        for site in attention_sites(target)
+        if sites is None or site.name in sites
+    }
+    changed, records = _run(layers, steps)
+    return RewriteResult(with_rewritten(target, changed), records)
+
+
+def _layer(name: str, weights: AttentionWeights, layer: MultiHeadAttention) -> Layer:
+    rotation = None
+    if weights.traits.positions == "rotary" and layer.positions is not None:
+        rotation = layer.positions.rotation(weights.multiplied("q").d_out)
+    return Layer(name, weights, Scoring(rotation=rotation))
 
 
 def with_rewritten(model: EncoderDecoder, changed: Mapping[str, AttentionWeights]) -> EncoderDecoder:
@@ -119,25 +139,61 @@ def with_rewritten(model: EncoderDecoder, changed: Mapping[str, AttentionWeights
     return new
 
 
-def _tensors(target: AttentionWeights | nn.Module) -> Iterator[Tensor]:
-    return target.tensors() if isinstance(target, AttentionWeights) else iter(target.parameters())
-
-
 def _require_no_sites(sites: Collection[str] | None) -> None:
     if sites is not None:
         raise ValueError("sites name the layers of a model: leave them out for a single layer")
 
 
 def _run(
-    weights: AttentionWeights, steps: Sequence[Step]
-) -> tuple[AttentionWeights, tuple[RewriteRecord, ...]]:
-    """The steps in float64, and one cast back."""
-    require_finite("rewrite", weights)
-    current, records = weights.to(torch.float64), []
+    layers: Mapping[str, Layer], steps: Sequence[AnyRewrite]
+) -> tuple[dict[str, AttentionWeights], dict[str, _Records]]:
+    """The rewrites in float64, and one cast back."""
+    now: dict[str, Layer] = {}
+    for site, layer in layers.items():
+        with _named(layer):
+            require_finite("rewrite", layer.weights)
+        now[site] = replace(layer, weights=layer.weights.to(torch.float64))
+    records: dict[str, _Records] = dict.fromkeys(layers, ())
     for step in steps:
-        current, record = step(current)
-        records.append(record)
-    return current.to(weights.dtype), tuple(records)
+        chosen = list(now)
+        if isinstance(step, Rewrite):
+            if not isinstance(step, LayerRewrite) or step.needs_text:
+                what = "looks at a text" if step.needs_text else "is of more than attention layers"
+                raise RewriteRefusedError(step.name, f"it {what}", "rewrite a checkpoint")
+            chosen = [site for site in now if step.layers is None or _number(site) in step.layers]
+            step = step.prepare([now[site] for site in chosen])
+        for site in chosen:
+            with _named(now[site]):
+                now[site], record = _stepped(now[site], step)
+            records[site] = (*records[site], record)
+    changed = {site: now[site].weights.to(layer.weights.dtype) for site, layer in layers.items()}
+    return changed, records
+
+
+def _number(site: str) -> int:
+    """Of a layer within its stack."""
+    return int(site.rpartition(".")[2]) if "." in site else 0
+
+
+def _stepped(layer: Layer, step: AnyRewrite) -> tuple[Layer, RewriteRecord]:
+    if not isinstance(step, LayerRewrite):
+        assert callable(step)
+        done = step(layer.weights)
+    elif step.selects:
+        done, kept = step.select(layer.weights, step.look(layer))
+        layer = replace(layer, scoring=layer.scoring.of_heads(kept))
+    else:
+        done = step.apply(layer)
+    return replace(layer, weights=done.weights), done.record
+
+
+@contextmanager
+def _named(layer: Layer) -> Iterator[None]:
+    """Let a refusal say at which layer of a model."""
+    try:
+        yield
+    except RewriteRefusedError as refused:
+        raise (refused.at(layer.name) if layer.name else refused) from None
 
 
 def _neutralise_folded_norms(
@@ -172,107 +228,31 @@ def _neutralise(norms: Sequence[nn.Module]) -> None:
         norm.bias.zero_()
 
 
-def fold(
-    target: Target,
-    *,
-    sides: Sequence[rewrites.FoldedSide] = SIDES,
-    keep: rewrites.Keep = "cheaper",
-    by: rewrites.Measure = "parameters",
-    tokens: int = 1,
-    sites: Collection[str] | None = None,
-) -> Target:
-    """Replace products of maps by one map where that is cheaper; see `algebra.rewrites.fold`."""
-    number_bytes = next(_tensors(target)).dtype.itemsize
-    step = partial(rewrites.fold, sides=sides, keep=keep, by=by, tokens=tokens, number_bytes=number_bytes)
-    return rewrite(target, step, sites=sites).result
+@final
+class OfAnything(Generic[Options]):
+    """A rewrite of weights that takes a layer or a model as well, and gives back the same kind.
 
-
-def factor(
-    target: Target, *, d_k: int | None = None, bounded: bool = False, sites: Collection[str] | None = None
-) -> Target:
-    """Take one-matrix forms apart into two thin maps; see `algebra.rewrites.factor`."""
-    return rewrite(target, partial(rewrites.factor, d_k=d_k, bounded=bounded), sites=sites).result
-
-
-def expand(target: Target, *, sites: Collection[str] | None = None) -> Target:
-    """Give maps that are shared a copy each; see `algebra.rewrites.expand`."""
-    return rewrite(target, rewrites.expand, sites=sites).result
-
-
-def gauge_fix(
-    target: Target,
-    *,
-    forms: Sequence[rewrites.Form] = rewrites.FORMS,
-    sites: Collection[str] | None = None,
-) -> Target:
-    """Bring heads into their canonical basis; see `algebra.rewrites.gauge_fix`."""
-    return rewrite(target, partial(rewrites.gauge_fix, forms=forms), sites=sites).result
-
-
-def drop_key_bias(target: Target, *, sites: Collection[str] | None = None) -> Target:
-    """Remove the key bias, to which the softmax is blind; see `algebra.rewrites.drop_key_bias`."""
-    return rewrite(target, rewrites.drop_key_bias, sites=sites).result
-
-
-def fold_value_bias(target: Target, *, sites: Collection[str] | None = None) -> Target:
-    """Move the value bias into the output bias; see `algebra.rewrites.fold_value_bias`.
-
-    Exact for queries that may see some key. One that may see none gets zeros from our layers, and then
-    the bias after folding: where that can happen, rewrite weights with the trait `blind_rows`, which
-    refuses.
+    Of a model every attention layer is rewritten; `rewrite` takes some of them, and gives the records.
     """
-    return rewrite(target, rewrites.fold_value_bias, sites=sites).result
+
+    def __init__(self, function: Callable[Concatenate[AttentionWeights, Options], Rewritten]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __call__(self, target: Target, *args: Options.args, **options: Options.kwargs) -> Target:
+        return rewrite(target, lambda weights: self._function(weights, *args, **options)).result
 
 
-def fold_norm(target: Target, *, sites: Collection[str] | None = None) -> Target:
-    """Fold gains and shifts of norms into the maps that read them; see `algebra.rewrites.fold_norm`.
-
-    In a model the norms stay in their places with gain 1 and shift 0. Those before feed-forward
-    layers and the decoder's last one are left alone: no attention reads them.
-    """
-    return rewrite(target, rewrites.fold_norm, sites=sites).result
-
-
-def truncate(
-    target: Target,
-    *,
-    qk_rank: int | None = None,
-    ov_rank: int | None = None,
-    sites: Collection[str] | None = None,
-) -> Target:
-    """Nearest forms of a given rank; see `algebra.rewrites.truncate`."""
-    return rewrite(target, partial(rewrites.truncate, qk_rank=qk_rank, ov_rank=ov_rank), sites=sites).result
-
-
-def permute_heads(target: Target, order: Sequence[int], *, sites: Collection[str] | None = None) -> Target:
-    """Put heads in another order; see `algebra.rewrites.permute_heads`."""
-    return rewrite(target, partial(rewrites.permute_heads, order=order), sites=sites).result
-
-
-def prune_heads(
-    target: Target,
-    heads: Sequence[int],
-    *,
-    bounded: bool = False,
-    sites: Collection[str] | None = None,
-) -> Target:
-    """Remove heads; see `algebra.rewrites.prune_heads`."""
-    return rewrite(target, partial(rewrites.prune_heads, heads=heads, bounded=bounded), sites=sites).result
-
-
-def repeat_kv_heads(target: Target, *, sites: Collection[str] | None = None) -> Target:
-    """Give every query head a key-value head of its own; see `algebra.rewrites.repeat_kv_heads`."""
-    return rewrite(target, rewrites.repeat_kv_heads, sites=sites).result
-
-
-def merge_kv_heads(
-    target: Target, num_kv_heads: int, *, bounded: bool = False, sites: Collection[str] | None = None
-) -> Target:
-    """Let several query heads share a key-value head; see `algebra.rewrites.merge_kv_heads`."""
-    step = partial(rewrites.merge_kv_heads, num_kv_heads=num_kv_heads, bounded=bounded)
-    return rewrite(target, step, sites=sites).result
-
-
-def to_latent(target: Target, *, rank: int | None = None, sites: Collection[str] | None = None) -> Target:
-    """Make keys and values from one latent; see `algebra.rewrites.to_latent`."""
-    return rewrite(target, partial(rewrites.to_latent, rank=rank), sites=sites).result
+fold = OfAnything(rewrites.fold)
+factor = OfAnything(rewrites.factor)
+expand = OfAnything(rewrites.expand)
+gauge_fix = OfAnything(rewrites.gauge_fix)
+drop_key_bias = OfAnything(rewrites.drop_key_bias)
+fold_value_bias = OfAnything(rewrites.fold_value_bias)
+fold_norm = OfAnything(rewrites.fold_norm)
+truncate = OfAnything(rewrites.truncate)
+permute_heads = OfAnything(rewrites.permute_heads)
+prune_heads = OfAnything(rewrites.prune_heads)
+repeat_kv_heads = OfAnything(rewrites.repeat_kv_heads)
+merge_kv_heads = OfAnything(rewrites.merge_kv_heads)
+to_latent = OfAnything(rewrites.to_latent)
