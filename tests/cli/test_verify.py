@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from command import Command
 from small_checkpoints import LAYERS, gpt2, gpt2_that_runs
-from triptych.errors import DataError
 from triptych.algebra.rewrites import FoldNorm, Truncate
+from triptych.errors import DataError
 from triptych.rewriting import running
 from triptych.rewriting.certificate import card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint

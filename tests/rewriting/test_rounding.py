@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.tiny_models import TINY
-from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.algebra.rewrites import EXACT, GaugeFix
+from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import read_family
 from triptych.rewriting.certificate import MODEL_CARD, card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
