@@ -19,6 +19,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
+    "extras": {"errors"},
     "threads": set(),
     "thresholds": set(),
     "algebra": set(),
@@ -40,11 +41,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("algebra", "decoding", "models", "recipes", "reports", "rewriting", "runs", "text", "training"),
     },
 }
-FOUNDATION = {"errors", "files", "threads", "thresholds"}
+FOUNDATION = {"errors", "extras", "files", "threads", "thresholds"}
 ABOVE_ALL = {"cli", "triptych"}  # the command and the face of the package
 OPTIONAL = {
     "ctranslate2",
     "datasets",
+    "num2words",
     "onnx",
     "onnxruntime",
     "pyarrow",
@@ -52,6 +54,7 @@ OPTIONAL = {
     "tensorboard",
     "torch.utils.tensorboard",
     "transformers",
+    "vl_convert",
 }
 
 

@@ -13,16 +13,17 @@ from triptych import recipes, runs
 from triptych.algebra.rewrites import fold
 from triptych.decoding import Translator, measure_bleu
 from triptych.errors import UsageError
+from triptych.extras import require_extra
 from triptych.files import move_files
 from triptych.models import EncoderDecoder, attention_sites
 from triptych.reports import (
     AttentionPicture,
     MetricPoint,
-    RunReport,
+    Report,
     Table,
     TranslationSample,
     is_page,
-    write_run_report,
+    write_report,
 )
 from triptych.rewriting import rewrite
 from triptych.text.generated import example_pairs, generate_pairs
@@ -144,6 +145,7 @@ def demonstrate(
     Raises:
         UsageError: the folder holds something else than a demo.
     """
+    require_extra("demo", "num2words", "vl_convert", what="the demo")
     recipe = read_recipe(recipes.find("demo"), overrides)
     place = _working_place(recipe, folder, force)
     summary = _train(recipe, place, display, force)
@@ -173,7 +175,7 @@ def demonstrate(
     )
     mistakes = tuple(sample for sample in tried if not sample.is_exact)[:_NUM_MISTAKES_SHOWN]
     page = _report(result, summary, folder, _points(place), (mistakes, pictures))
-    write_run_report(page, place / _REPORT)
+    write_report(page, place / _REPORT)
     if place != folder:
         _replace(place, folder)
     return result
@@ -310,10 +312,10 @@ def _report(
     folder: Path,
     metrics: Sequence[MetricPoint],
     shown: tuple[tuple[TranslationSample, ...], tuple[AttentionPicture, ...]],
-) -> RunReport:
+) -> Report:
     counters = summary.outcome.counters
     mistakes, pictures = shown
-    return RunReport(
+    return Report(
         title="German to English: numbers, dates, times and money",
         summary=(
             f"A Transformer with {summary.num_parameters:,} parameters learned from generated sentence pairs "

@@ -206,7 +206,7 @@ def quick_page(report: object, path: Path) -> None:
 @pytest.fixture
 def finished_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "demo"
-    monkeypatch.setattr(demonstration, "write_run_report", quick_page)
+    monkeypatch.setattr(demonstration, "write_report", quick_page)
     demonstration.demonstrate(folder, LineDisplay(), FAST, num_tested=5)
     return folder
 
@@ -238,7 +238,7 @@ def killed_after(count: int) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("name", "stand_in"),
     [
-        pytest.param("write_run_report", killed, id="before its report", marks=pytest.mark.slow),
+        pytest.param("write_report", killed, id="before its report", marks=pytest.mark.slow),
         pytest.param("move_files", killed, id="before it takes the place", marks=pytest.mark.slow),
         pytest.param("move_files", killed_after(4), id="while it takes the place"),
     ],

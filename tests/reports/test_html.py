@@ -12,13 +12,13 @@ import vl_convert
 from triptych.reports import (
     AttentionPicture,
     MetricPoint,
-    RunReport,
+    Report,
     Table,
     TranslationSample,
-    write_run_report,
+    write_report,
 )
 from triptych.reports.charts import head_attention_chart, mean_attention_chart
-from triptych.reports.html import render_run_report
+from triptych.reports.html import render_report
 
 ATTACK = "<script>alert(1)</script>"
 
@@ -57,7 +57,7 @@ class Page(HTMLParser):
 
 
 def rows(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = spec["datasets"][spec["data"]["name"]]
+    found: list[dict[str, Any]] = spec["data"]["values"]
     return found
 
 
@@ -71,7 +71,7 @@ METRICS = (
     MetricPoint(100, train_loss=2.0, valid_loss=2.5, bleu=30.0, learning_rate=1e-3),
     MetricPoint(200, train_loss=float("nan"), valid_loss=float("inf")),
 )
-FULL = RunReport(
+FULL = Report(
     title="a run",
     summary="It learned.\n\nIt really did.",
     facts=(("exact match", "98.6 %"),),
@@ -85,7 +85,7 @@ FULL = RunReport(
 
 def test_the_file_holds_everything_it_was_given(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    write_run_report(FULL, path)
+    write_report(FULL, path)
     page = Page(path.read_text(encoding="utf-8"))
     for text in (
         "It learned.",
@@ -107,7 +107,7 @@ def test_the_file_holds_everything_it_was_given(tmp_path: Path) -> None:
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
-    text = render_run_report(FULL)
+    text = render_report(FULL)
     page = Page(text)
     for tag, attributes in page.elements:
         assert tag not in ("link", "img", "iframe", "base", "object", "embed")
@@ -121,26 +121,25 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
 
 
 def test_vega_is_on_the_page_once_however_many_charts() -> None:
-    one, five = (RunReport("r", pictures=(picture(num_heads=heads),)) for heads in (1, 4))
-    pages = [render_run_report(report) for report in (one, five)]
+    one, five = (Report("r", pictures=(picture(num_heads=heads),)) for heads in (1, 4))
+    pages = [render_report(report) for report in (one, five)]
     assert [len(Page(page).specs) for page in pages] == [1, 5]
     assert [sum(kind == "module" for kind, _ in Page(page).scripts) for page in pages] == [1, 1]
     assert len(pages[1]) - len(pages[0]) < 20_000
 
 
 def test_charts_are_valid_and_drawable() -> None:
-    specs = Page(render_run_report(FULL)).specs
+    specs = Page(render_report(FULL)).specs
     assert len(specs) == 3 + 1 + 2
     for spec in specs:
         alt.Chart.from_dict(spec)
         spec = {**spec, "width": 300} if spec["width"] == "container" else spec
-        assert vl_convert.vegalite_to_svg(spec, vl_version=re.findall(r"\d+\.\d+", alt.SCHEMA_VERSION)[0])
+        assert vl_convert.vegalite_to_svg(spec)
 
 
 def test_tokens_keep_their_order_and_repeated_ones_their_columns() -> None:
-    version = re.findall(r"\d+\.\d+", alt.SCHEMA_VERSION)[0]
     for spec in (mean_attention_chart(picture()), head_attention_chart(picture(), 1)):
-        svg = vl_convert.vegalite_to_svg(spec, vl_version=version)
+        svg = vl_convert.vegalite_to_svg(spec)
         labels = re.findall(r">(die|Bank|zebra|apple)</text>", svg)
         assert labels == ["die", "Bank", "die", "zebra", "apple"]
         assert len(rows(spec)) == 6
@@ -160,7 +159,7 @@ def test_weights_are_told_to_the_cell_and_scaled_from_0_to_1() -> None:
 
 def test_data_cannot_break_out_of_its_place() -> None:
     weights = np.ones((2, 1, 1))
-    report = RunReport(
+    report = Report(
         title=ATTACK,
         summary=ATTACK,
         facts=((ATTACK, ATTACK),),
@@ -169,7 +168,7 @@ def test_data_cannot_break_out_of_its_place() -> None:
         tables=(Table(ATTACK, (ATTACK,), ((ATTACK,),), ATTACK),),
         commands=(ATTACK,),
     )
-    page = Page(render_run_report(report))
+    page = Page(render_report(report))
     assert [kind for kind, _ in page.scripts] == ["application/json"] * 3 + ["module"]
     assert page.text.count(ATTACK) == 15
     assert ATTACK in page.specs[0]["encoding"]["x"]["axis"]["labelExpr"]
@@ -179,36 +178,36 @@ def test_data_cannot_break_out_of_its_place() -> None:
 def test_tokens_with_quotes_and_backslashes_are_drawn_as_they_are() -> None:
     tokens = ('"', "'", "\\n", "]", "\u2028")
     spec = mean_attention_chart(picture(tokens))
-    svg = vl_convert.vegalite_to_svg(spec, vl_version=re.findall(r"\d+\.\d+", alt.SCHEMA_VERSION)[0])
+    svg = vl_convert.vegalite_to_svg(spec)
     assert re.search(r">(\"|&quot;)</text>", svg)
     assert r">\n</text>" in svg
 
 
 def test_values_that_are_not_finite_are_left_out_of_the_curves() -> None:
-    loss = Page(render_run_report(FULL)).specs[0]
+    loss = Page(render_report(FULL)).specs[0]
     assert {row["step"] for row in rows(loss)} == {0, 100}
 
 
 @pytest.mark.parametrize(
     ("report", "num_charts"),
     [
-        (RunReport("empty"), 0),
-        (RunReport("one point", metrics=(MetricPoint(1, train_loss=2.0),)), 1),
-        (RunReport("steps without values", metrics=(MetricPoint(1), MetricPoint(2))), 0),
-        (RunReport("no samples", pictures=(picture(num_heads=1),)), 1),
-        (RunReport("no tokens", pictures=(AttentionPicture("p", (), (), np.zeros((2, 0, 0))),)), 0),
-        (RunReport("no pictures", samples=(TranslationSample("a", "b"),)), 0),
+        (Report("empty"), 0),
+        (Report("one point", metrics=(MetricPoint(1, train_loss=2.0),)), 1),
+        (Report("steps without values", metrics=(MetricPoint(1), MetricPoint(2))), 0),
+        (Report("no samples", pictures=(picture(num_heads=1),)), 1),
+        (Report("no tokens", pictures=(AttentionPicture("p", (), (), np.zeros((2, 0, 0))),)), 0),
+        (Report("no pictures", samples=(TranslationSample("a", "b"),)), 0),
     ],
 )
-def test_a_report_may_lack_any_part(report: RunReport, num_charts: int) -> None:
-    page = Page(render_run_report(report))
+def test_a_report_may_lack_any_part(report: Report, num_charts: int) -> None:
+    page = Page(render_report(report))
     assert len(page.specs) == num_charts
     assert report.title in page.text
     assert any(kind == "module" for kind, _ in page.scripts) == bool(num_charts)
 
 
 def test_writing_again_gives_the_same_bytes(tmp_path: Path) -> None:
-    write_run_report(FULL, tmp_path / "a.html")
-    write_run_report(FULL, tmp_path / "b.html")
+    write_report(FULL, tmp_path / "a.html")
+    write_report(FULL, tmp_path / "b.html")
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"a.html", "b.html"}

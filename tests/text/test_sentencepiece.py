@@ -150,7 +150,7 @@ def test_a_missing_or_too_old_library_is_one_line_that_says_what_to_install(
     with pytest.raises(UsageError, match=r"0\.2\.0 crashes .* pip install --upgrade"):
         load_sentencepiece(model("bpe"))
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(UsageError, match=r"need sentencepiece: pip install 'triptych\[sentencepiece\]'"):
+    with pytest.raises(UsageError, match=r"needs sentencepiece: pip install 'triptych\[sentencepiece\]'"):
         load_sentencepiece(model("bpe"))
 
 

@@ -17,7 +17,7 @@ from triptych.costing.counting import CostReport, CostSpec, measure_cost
 from triptych.costing.timing import TimingReport, measure_times
 from triptych.errors import UsageError
 from triptych.models.device import find_device
-from triptych.reports import Table, is_page, render_table, write_comparison_report
+from triptych.reports import Table, is_page, render_table, require_charts, write_report
 
 
 def cost(
@@ -100,6 +100,8 @@ def cost(
     except ValueError as error:
         raise UsageError(str(error)) from None
     require_free([Output(html, is_page)], (), force=force)
+    if html is not None:
+        require_charts()  # before anything is measured
     if not measure and not (seconds is None and device is None):
         given = "--device" if seconds is None else "--seconds"
         raise UsageError(f"{given} is for --measure, which is not given: add it, or leave {given} out")
@@ -108,7 +110,7 @@ def cost(
         timed = _measured(report, 1.0 if seconds is None else seconds, "cpu" if device is None else device)
     if html is not None:
         command = shlex.join(["triptych", *sys.argv[1:]])
-        write_comparison_report(pages.cost_page(report, timed, command), html)
+        write_report(pages.cost_page(report, timed, command), html)
     if as_json:
         figures = report.figures()
         print(json.dumps(figures if timed is None else {**figures, "times": timed.figures()}))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from triptych.costing.counting import CostReport, CostRow, CostSpec
 from triptych.costing.timing import TimedRow, Timing, TimingReport
-from triptych.reports import Bar, BarChart, ComparisonReport, Table
+from triptych.reports import Bar, BarChart, Report, Table
 
 LEGEND = (
     "FLOPs are per token and of matrix products, a multiplication and an addition being two; every",
@@ -188,7 +188,7 @@ def _cells(timing: Timing) -> tuple[str, str, str]:
     return duration(timing.seconds), f"{spread:.0%}", f"{timing.ratio:.2f}"
 
 
-def cost_page(report: CostReport, timed: TimingReport | None = None, command: str = "") -> ComparisonReport:
+def cost_page(report: CostReport, timed: TimingReport | None = None, command: str = "") -> Report:
     """The whole report as a page."""
     spec = report.spec
     rows = report.rows
@@ -234,7 +234,7 @@ def cost_page(report: CostReport, timed: TimingReport | None = None, command: st
         tables.insert(1, timing_table(timed))
     said = [f"Own sizes: {own_sizes(report)}."] if own_sizes(report) else []
     said += [f"{note[0].upper()}{note[1:]}." for note in notes(report)]
-    return ComparisonReport(
+    return Report(
         title="What a parameterisation of attention costs",
         summary="One attention layer, written in each of the ways, at one size.\n\n" + " ".join(said),
         facts=tuple(facts),

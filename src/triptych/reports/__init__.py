@@ -4,15 +4,14 @@ The room knows nothing of models or text; whoever has something to show fills th
 """
 
 from triptych.reports.heads import HeadLayer, HeadMeasure, HeadsReport, write_heads_report
-from triptych.reports.html import is_page, write_comparison_report, write_run_report
+from triptych.reports.html import is_page, require_charts, write_report
 from triptych.reports.parquet import is_parquet, write_parquet
 from triptych.reports.records import (
     AttentionPicture,
     Bar,
     BarChart,
-    ComparisonReport,
     MetricPoint,
-    RunReport,
+    Report,
     Table,
     TranslationSample,
 )
@@ -22,12 +21,11 @@ __all__ = [
     "AttentionPicture",
     "Bar",
     "BarChart",
-    "ComparisonReport",
     "HeadLayer",
     "HeadMeasure",
     "HeadsReport",
     "MetricPoint",
-    "RunReport",
+    "Report",
     "Table",
     "TranslationSample",
     "is_page",
@@ -35,8 +33,8 @@ __all__ = [
     "render_attention",
     "render_samples",
     "render_table",
-    "write_comparison_report",
+    "require_charts",
     "write_heads_report",
     "write_parquet",
-    "write_run_report",
+    "write_report",
 ]

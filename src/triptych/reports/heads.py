@@ -3,17 +3,14 @@
 The page needs no network and no drawing library: its script is in `heads.js`.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from triptych.files import write_text
-from triptych.reports.html import GENERATOR
+from triptych.reports.html import render
 
 
 @dataclass(frozen=True)
@@ -83,44 +80,7 @@ def write_heads_report(report: HeadsReport, path: Path) -> None:
 
 def render_heads_report(report: HeadsReport) -> str:
     """The text of the page."""
-    # Inside a script element only "<" can do harm ("</script>", "<!--"), and JSON may spell it otherwise.
-    data = json.dumps(_record(report), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    data = data.replace("<", "\\u003c")
-    summary = "".join(
-        (f"<h2>{escape(name)}</h2>" if name else "") + "".join(f"<p>{escape(s)}</p>" for s in sentences)
-        for name, sentences in report.summary
-    )
-    facts = "".join(f"<div><dt>{escape(n)}</dt><dd>{escape(v)}</dd></div>" for n, v in report.facts)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-{GENERATOR}
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{escape(report.title)}</title>
-<style>{_resource("heads.css")}</style>
-</head>
-<body>
-<main>
-<header><h1>{escape(report.title)}</h1><button id="theme" type="button">light / dark</button></header>
-{summary}
-<dl class="facts">{facts}</dl>
-<h2><label for="measure">Layer by head</label></h2>
-<p><select id="measure"></select></p>
-<p class="note" id="meaning" aria-live="polite"></p>
-<div class="maps" id="maps"></div>
-<div id="scales"></div>
-<h2>One head</h2>
-<p class="note">Click a head, or go to it with the arrow keys and press Enter.</p>
-<div class="detail" id="detail" aria-live="polite" hidden></div>
-<footer>Made by triptych. This file is complete in itself and works offline.</footer>
-</main>
-<script type="application/json" id="report">{data}</script>
-<script type="module">{_resource("heads.js")}</script>
-</body>
-</html>
-"""
+    return render("heads.html", report=report, data=_record(report))
 
 
 def _record(report: HeadsReport) -> dict[str, Any]:
@@ -161,7 +121,3 @@ def _plain(value: float | None) -> float | str | None:
     if value is None:
         return None
     return "Infinity" if math.isinf(value) else float(f"{value:.4g}")
-
-
-def _resource(name: str) -> str:
-    return (files("triptych.reports") / name).read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from triptych.errors import UsageError
+from triptych.extras import require_extra
 from triptych.files import write_atomically
 
 _GENERATOR = {b"generator": b"triptych"}
@@ -35,11 +35,10 @@ def write_parquet(rows: Sequence[Mapping[str, object]], path: Path, figures: Col
         UsageError: pyarrow is not installed.
         OSError: the file cannot be written; what `path` held stays.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UsageError("Parquet needs pyarrow: pip install 'triptych[parquet]'") from error
+    require_extra("parquet", "pyarrow", what="Parquet")
+    import pyarrow
+    import pyarrow.parquet
+
     table = pyarrow.Table.from_pylist([dict(row) for row in rows])
     for place, name in enumerate(table.column_names):
         if name in figures:

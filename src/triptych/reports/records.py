@@ -107,23 +107,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class RunReport:
-    """A training run on one page; every part but the title may be empty."""
-
-    title: str
-    summary: str = ""
-    """A few sentences; a blank line begins a new paragraph."""
-    facts: tuple[tuple[str, str], ...] = ()
-    """Name and value: size, time, scores."""
-    metrics: tuple[MetricPoint, ...] = ()
-    samples: tuple[TranslationSample, ...] = ()
-    pictures: tuple[AttentionPicture, ...] = ()
-    tables: tuple[Table, ...] = ()
-    commands: tuple[str, ...] = ()
-    """Command lines to go on with, one each."""
-
-
-@dataclass(frozen=True)
 class Bar:
     """One bar: what it stands for, how long it is, and its length in words."""
 
@@ -154,15 +137,18 @@ class BarChart:
 
 
 @dataclass(frozen=True)
-class ComparisonReport:
-    """Things of one kind side by side, as bars and tables; every part but the title may be empty."""
+class Report:
+    """One page: a training run, or things of one kind side by side; every part but the title may be empty."""
 
     title: str
     summary: str = ""
     """A few sentences; a blank line begins a new paragraph."""
     facts: tuple[tuple[str, str], ...] = ()
-    """Name and value: what all of them have in common."""
+    """Name and value: size, time, scores."""
     charts: tuple[BarChart, ...] = ()
     tables: tuple[Table, ...] = ()
     commands: tuple[str, ...] = ()
     """Command lines to go on with, one each."""
+    metrics: tuple[MetricPoint, ...] = ()
+    samples: tuple[TranslationSample, ...] = ()
+    pictures: tuple[AttentionPicture, ...] = ()

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from random import Random
 
+from triptych.extras import require_extra
 from triptych.text.spelled import (
     MONTHS,
     WEEKDAYS,
@@ -87,7 +88,9 @@ def generate_pairs(count: int, part: str, seed: int) -> list[Pair]:
 
     Raises:
         ValueError: unknown part, negative count, or more distinct sentences wanted than could be found.
+        UsageError: num2words is not installed.
     """
+    require_extra("demo", "num2words", what="generated text")
     return _collect_pairs(_draw_pair, count, part, seed)
 
 

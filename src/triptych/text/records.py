@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from triptych.errors import DataError, UsageError
+from triptych.extras import require_extra
 from triptych.text.lines import PARQUET, check_content, iterate_file, open_file
 
 NumberedPair = tuple[int, str, str]
@@ -76,11 +77,10 @@ def read_parquet(path: Path, source_field: str, target_field: str) -> Iterator[N
         UsageError: no such file, or pyarrow is not installed.
         DataError: not Parquet, damaged, without the columns, or with something else than text in them.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UsageError(f"reading {path} needs pyarrow: pip install 'triptych[parquet]'") from error
+    require_extra("parquet", "pyarrow", what=f"reading {path}")
+    import pyarrow
+    import pyarrow.parquet
+
     with open_file(path) as file:
         check_content(file.peek(8), PARQUET, str(path))
         try:
@@ -111,11 +111,10 @@ def read_hub(
         UsageError: datasets is not installed, or there is no such dataset, configuration or split.
         DataError: without the columns, or with something else than text in them.
     """
-    try:
-        import datasets
-        from datasets.exceptions import DatasetsError
-    except ImportError as error:
-        raise UsageError(f"reading dataset {dataset} needs datasets: pip install 'triptych[hf]'") from error
+    require_extra("hf", "datasets", what=f"reading dataset {dataset}")
+    import datasets
+    from datasets.exceptions import DatasetsError
+
     try:
         rows = datasets.load_dataset(dataset, config_name, split=split)
     except (DatasetsError, OSError, ValueError) as error:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from triptych.errors import UsageError
+from triptych.extras import require_extra
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -20,12 +21,9 @@ def load_sentencepiece(model: bytes) -> "SentencePieceProcessor":
         UsageError: the library is not installed, or too old for files that may be damaged.
         ValueError: damaged, or no SentencePiece model.
     """
-    try:
-        import sentencepiece
-    except ImportError:
-        raise UsageError(
-            "SentencePiece tokenizers need sentencepiece: pip install 'triptych[sentencepiece]'"
-        ) from None
+    require_extra("sentencepiece", "sentencepiece", what="a SentencePiece tokenizer")
+    import sentencepiece
+
     if tuple(int(part) for part in sentencepiece.__version__.split(".")[:3]) < _OLDEST:
         raise UsageError(
             f"sentencepiece {sentencepiece.__version__} crashes on damaged files: "

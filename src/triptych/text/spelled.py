@@ -1,16 +1,12 @@
 """Numbers, times of day, dates and sums of money in words, German and English side by side.
 
-Cardinals, ordinals and years are spelled by num2words; Babel names the days and months.
+Cardinals, ordinals and years are spelled by num2words, of the extra `[demo]`.
 """
 
-from collections.abc import Mapping
 from datetime import date
 from functools import lru_cache
 from random import Random
 from typing import NamedTuple
-
-from babel.dates import get_day_names, get_month_names
-from num2words import num2words
 
 Pair = tuple[str, str]
 """A German text and its English translation."""
@@ -20,6 +16,8 @@ Pair = tuple[str, str]
 
 @lru_cache(maxsize=4096)
 def _spell(number: int, language: str, form: str) -> str:
+    from num2words import num2words
+
     return str(num2words(number, lang=language, to=form))
 
 
@@ -134,12 +132,30 @@ _TIMES_OF_DAY = (
 # --- dates -------------------------------------------------------------------------------------------
 
 
-def _names(german: Mapping[int, str], english: Mapping[int, str]) -> dict[int, Pair]:
-    return {key: (german[key], english[key]) for key in german}
-
-
-MONTHS = _names(get_month_names(locale="de"), get_month_names(locale="en"))
-WEEKDAYS = _names(get_day_names(locale="de"), get_day_names(locale="en"))
+MONTHS: dict[int, Pair] = {
+    1: ("Januar", "January"),
+    2: ("Februar", "February"),
+    3: ("März", "March"),
+    4: ("April", "April"),
+    5: ("Mai", "May"),
+    6: ("Juni", "June"),
+    7: ("Juli", "July"),
+    8: ("August", "August"),
+    9: ("September", "September"),
+    10: ("Oktober", "October"),
+    11: ("November", "November"),
+    12: ("Dezember", "December"),
+}
+# As in `date.weekday()`.
+WEEKDAYS: tuple[Pair, ...] = (
+    ("Montag", "Monday"),
+    ("Dienstag", "Tuesday"),
+    ("Mittwoch", "Wednesday"),
+    ("Donnerstag", "Thursday"),
+    ("Freitag", "Friday"),
+    ("Samstag", "Saturday"),
+    ("Sonntag", "Sunday"),
+)
 _LEAP_YEAR = 2024
 
 

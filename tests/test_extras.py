@@ -1,0 +1,110 @@
+"""What works without the extras, and what is said where one is missing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from triptych.errors import UsageError
+from triptych.extras import require_extra
+from triptych.reports import Bar, BarChart, Report, write_report
+from triptych.text import generate_pairs
+
+# Modules of the extras, and what the core needed once.
+EXTRAS = (
+    *("vl_convert", "altair", "num2words", "babel", "pyarrow", "datasets", "tensorboard", "sentencepiece"),
+    *("transformers", "ctranslate2", "onnx", "onnxscript", "onnxruntime"),
+)
+WITHOUT = f"""
+import sys
+sys.modules |= dict.fromkeys({EXTRAS!r})
+if sys.argv[0] == "-c":
+    from triptych.cli.main import run
+    run()
+"""
+RECIPE = """
+[data]
+train = {source = "source", target = "target"}
+valid = {source = "source", target = "target"}
+cache = ""
+[tokenizer]
+vocab_size = 300
+[model]
+preset = "tiny"
+d_model = 16
+d_ff = 16
+num_heads = 2
+encoder = {num_layers = 1}
+decoder = {num_layers = 1}
+[training]
+max_steps = 2
+[validation]
+bleu = false
+metric = "loss"
+"""
+
+
+def without_extras(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def test_the_package_and_its_main_commands_work_without_any_extra(tmp_path: Path) -> None:
+    for side in ("source", "target"):
+        (tmp_path / side).write_text("".join(f"a line of {side}, number {i}\n" for i in range(40)))
+    (tmp_path / "mine.toml").write_text(RECIPE)
+    use_all = "import triptych\nfor name in triptych.__all__:\n    getattr(triptych, name)\n"
+    names = WITHOUT.partition("if sys.argv")[0] + use_all
+    subprocess.run([sys.executable, "-c", names], check=True, timeout=300)
+    for arguments in (
+        ["train", "mine.toml", "--out", "run"],
+        ["translate", "run", "source", "--workers", "1"],
+        ["evaluate", "run", "--source", "source", "--reference", "target", "--workers", "1"],
+        ["inspect", "run", "--html", "heads.html", "--csv", "heads.csv"],  # a page without Vega's charts
+        ["rewrite", "run", "--exact", "--out", "rewritten", "--no-compare"],
+        ["verify", "rewritten", "--against", "run"],
+        ["cost", "--d-model", "8", "--num-heads", "2"],
+    ):
+        done = without_extras(*arguments, folder=tmp_path)
+        assert done.returncode == 0, (arguments, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["demo"], "the demo needs num2words: pip install 'triptych[demo]'"),
+        (
+            ["cost", "--html", "page.html"],
+            "a page with charts needs vl_convert: pip install 'triptych[reports]'",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_command_says_which_extra_is_missing_and_does_nothing(
+    arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    done = without_extras(*arguments, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"triptych: {said}"
+    assert not list(tmp_path.iterdir())
+
+
+def test_generated_text_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "num2words", None)
+    with pytest.raises(UsageError, match=r"generated text needs num2words: pip install 'triptych\[demo\]'"):
+        generate_pairs(3, "train", seed=1)
+
+
+def test_only_a_page_with_charts_needs_the_library_that_draws(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    write_report(Report("no charts"), tmp_path / "page.html")
+    with pytest.raises(UsageError, match="vl_convert"):
+        write_report(Report("bars", charts=(BarChart("b", (Bar("x", 1, "1"),)),)), tmp_path / "bars.html")
+    assert not (tmp_path / "bars.html").exists()
+
+
+def test_what_is_installed_is_no_error() -> None:
+    require_extra("demo", "sys", "json", what="nothing")
