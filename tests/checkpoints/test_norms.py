@@ -18,6 +18,7 @@ from triptych.algebra.rewrites import FoldNorm, FoldOtherNorms, Rewrite, Rewrite
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import family_of, read_family
 from triptych.checkpoints.norm_readers import norm_sites
+from triptych.rewriting import other_norms
 from triptych.rewriting.certificate import Certificate, NormRecord, card
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.measuring import blocks
@@ -449,7 +450,7 @@ def test_blocks_of_rows_give_what_one_gives(
 ) -> None:
     made(name, tmp_path / "source")
     whole = folded(tmp_path / "source", tmp_path / "whole")
-    monkeypatch.setattr(norms, "blocks", partial(blocks, most_numbers=24 * 5))
+    monkeypatch.setattr(other_norms, "blocks", partial(blocks, most_numbers=24 * 5))
     parts = folded(tmp_path / "source", tmp_path / "parts")
     assert parts.tensors == whole.tensors
     assert any(norm.measured is not None for norm in whole.norms)

@@ -1,9 +1,8 @@
 """One attention layer through rewrites: as a whole, or a few groups of heads at a time.
 
-Of a large layer only a few groups of heads are in float64 at once. What a rewrite must know of all heads (which
-of them do least, say) is looked for in one pass over the groups, and done in the next. Between passes nothing is
-kept but the numbers that were read: no rewrite rounds. A layer that goes as a whole is the case of one group,
-which is kept between passes.
+Of a large layer only a few groups of heads are in float64 at once. What a rewrite must know of all heads, such
+as which do least, is looked for in one pass over the groups and done in the next. Between passes only what was
+read is kept: no rewrite rounds. A layer that goes as a whole is the case of one group, kept between passes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -467,7 +466,7 @@ class _Storage:
         if part.layer is None:
             for side in SIDES:
                 self._sides[side].change()
-            return _Stored(None, part.left_bias, None, (), part.done)
+            return _Stored(None, _added(part, part.left_bias), None, (), part.done)
         after = part.layer.weights
         as_read = heads_of(self._read, part.start, part.stop)
         for side in SIDES:
@@ -479,7 +478,7 @@ class _Storage:
         bias = after.head_bias("v")
         passed_on = None if bias is None else torch.einsum("hv,hvo->o", bias, after.W_O)
         seen = () if sorts is None else sorts.look(part.layer)
-        return _Stored(shape_of(after), after.o_bias, passed_on, seen, part.done)
+        return _Stored(shape_of(after), _added(part, after.o_bias), passed_on, seen, part.done)
 
     def together(self, parts: Sequence[_Stored], order: Sequence[int] | None) -> AttentionWeights:
         """All of them; to be called once.
@@ -579,6 +578,11 @@ class _Maps:
 
 def _side_by_side(seen: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return tuple(torch.cat(numbers) for numbers in zip(*seen, strict=True))
+
+
+def _added(part: _Part, bias: Tensor | None) -> Tensor | None:
+    """What heads add to the output bias; None where it still is the zero that stands for the first heads'."""
+    return None if part.before is not None and part.start and bias is part.before.o_bias else bias
 
 
 def _some_passed_on(parts: Sequence[AttentionWeights]) -> bool:
