@@ -1,8 +1,8 @@
 """One attention layer through rewrites: as a whole, or a few groups of heads at a time.
 
-Of a large layer only a few groups of heads are in float64 at once. What a rewrite must know of all heads, such
-as which do least, is looked for in one pass over the groups and done in the next. Between passes only what was
-read is kept: no rewrite rounds. A layer that goes as a whole is the case of one group, kept between passes.
+Of a large layer only a few groups of heads are in float64 at once. What a rewrite must know of all heads is
+looked for in one pass over the groups and done in the next. Between passes only what was read is kept: no
+rewrite rounds. A layer that goes as a whole is the case of one group, kept between passes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
