@@ -4,13 +4,11 @@ from benchmarks.workers import decoding
 from benchmarks.workers.decoding import Engine
 from benchmarks.workers.decoding_triptych import Ours
 from benchmarks.workers.protocol import Options, serve
-from triptych.decoding import SearchOptions, translator
-from triptych.decoding import batches as searchers
-from triptych.models import EncoderDecoder
+from triptych.decoding import translator
 
-IN_BF16, IN_FP32, ENGINE = "int8 (bf16)", "int8 (fp32)", "engine (the model's modules, fp32)"
+IN_BF16, IN_FP32 = "int8 (bf16)", "int8 (fp32)"
 WORKERS, STOP, ORDER = "workers (one thread)", "stop when full (certain)", "lines of like length together"
-LEVERS = (IN_BF16, IN_FP32, ENGINE, WORKERS, STOP, ORDER)
+LEVERS = (IN_BF16, IN_FP32, WORKERS, STOP, ORDER)
 
 
 def build(options: Options) -> Engine:
@@ -18,19 +16,13 @@ def build(options: Options) -> Engine:
     off = options["off"]
     changed = {
         **options,
-        "precision": {IN_BF16: "bf16", IN_FP32: "fp32", ENGINE: "fp32"}.get(off, "int8"),
-        "workers": 1 if off in (WORKERS, ENGINE) else options["workers"],
+        "precision": {IN_BF16: "bf16", IN_FP32: "fp32"}.get(off, "int8"),
+        "workers": 1 if off == WORKERS else options["workers"],
         "stop": "certain" if off == STOP else "full",
     }
-    if off == ENGINE:
-        searchers.why_no_engine = _by_modules
     if off == ORDER:
         translator.Translator._batches = _as_they_come  # type: ignore[method-assign]
     return Ours(changed)
-
-
-def _by_modules(model: EncoderDecoder, options: SearchOptions, precision: str) -> str:
-    return "without the engine"
 
 
 def _as_they_come(self: translator.Translator, sentences: list[list[int]]) -> list[list[int]]:

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from decoding.plain_search import plain_search
 from triptych.attention.projections import PARAMETERISATIONS
-from triptych.decoding import Hypothesis, SearchOptions, search
-from triptych.decoding.beams import search_with_engine
-from triptych.decoding.engine import GROUP, Engine, unsupported, unsupported_precision
+from triptych.decoding import Engine, Hypothesis, SearchOptions, search
+from triptych.decoding.engine import GROUP, FixedBeamCache
 from triptych.decoding.fixed_steps import FixedSteps
+from triptych.decoding.fused import unsupported_precision
 from triptych.models import (
     AttentionConfig,
     DecoderConfig,
@@ -24,12 +25,19 @@ OPTIONS: dict[str, dict[str, int]] = {"grouped": {"num_kv_heads": 2}}
 
 
 def make_model(
-    projections: str = "factored", *, norm: str = "post", positions: str = "sinusoidal", vocab: int = 90
+    projections: str = "factored",
+    *,
+    norm: str = "post",
+    positions: str = "sinusoidal",
+    vocab: int = 90,
+    sizes: dict[str, int] | None = None,
 ) -> EncoderDecoder:
     """An untrained model in float64 that is sure of itself."""
     torch.manual_seed(5)
-    site = AttentionConfig.model_validate({"projections": projections, **OPTIONS.get(projections, {})})
-    turned = positions == "rotary"
+    site = AttentionConfig.model_validate(
+        {"projections": projections, **(sizes or OPTIONS.get(projections, {}))}
+    )
+    within = positions in ("rotary", "alibi")
     config = ModelConfig(
         d_model=16,
         d_ff=32,
@@ -42,7 +50,7 @@ def make_model(
         decoder=DecoderConfig(
             num_layers=2,
             attention=site,
-            cross_attention=AttentionConfig() if turned else site,
+            cross_attention=AttentionConfig() if within else site,
         ),
     )
     model = EncoderDecoder(config, 30, vocab, PAD).eval().double()
@@ -61,8 +69,7 @@ def both(
     model: EncoderDecoder, src: Tensor, options: SearchOptions
 ) -> tuple[list[list[Hypothesis]], list[list[Hypothesis]]]:
     engine = Engine(model, never=(PAD, BOS))
-    fast = search_with_engine(engine, src, options, BOS, EOS, model.max_target_tokens)
-    return fast, search(model, src, options, BOS, EOS)
+    return search(engine, src, options, BOS, EOS), plain_search(model, src, options, BOS, EOS)
 
 
 def assert_alike(fast: list[list[Hypothesis]], slow: list[list[Hypothesis]]) -> None:
@@ -86,7 +93,7 @@ def test_every_parameterisation_is_searched_as_by_its_modules(
 
 
 @pytest.mark.parametrize("projections", ["factored", "grouped", "stacked"])
-@pytest.mark.parametrize("positions", ["none", "learned", "rotary"])
+@pytest.mark.parametrize("positions", ["none", "learned", "rotary", "alibi"])
 def test_positions_are_where_they_belong(positions: str, projections: str) -> None:
     options = SearchOptions(beam_size=3, max_extra_tokens=25)  # past the first room of the cache
     assert_alike(*both(make_model(projections, positions=positions), pad(SOURCES), options))
@@ -109,17 +116,15 @@ def test_a_vocabulary_of_any_size_is_searched_whole(vocab: int) -> None:
 def test_sentences_do_not_disturb_each_other() -> None:
     model, options = make_model(), SearchOptions(beam_size=3, max_extra_tokens=8)
     engine = Engine(model, never=(PAD, BOS))
-    together = search_with_engine(engine, pad(SOURCES), options, BOS, EOS)
-    alone = [search_with_engine(engine, pad([ids]), options, BOS, EOS)[0] for ids in SOURCES]
+    together = search(engine, pad(SOURCES), options, BOS, EOS)
+    alone = [search(engine, pad([ids]), options, BOS, EOS)[0] for ids in SOURCES]
     assert_alike(together, alone)
 
 
-def test_a_bias_on_the_scores_has_no_engine_and_says_so() -> None:
-    model = make_model(positions="alibi", projections="factored")
-    assert "alibi" in unsupported(model)
-    with pytest.raises(ValueError, match="alibi"):
-        Engine(model)
-    assert unsupported(make_model()) == ""
+@pytest.mark.parametrize("sizes", [{"d_k": 2, "d_v": 6}, {"d_k": 6, "d_v": 2}])
+def test_rotated_heads_may_be_narrower_than_values_or_wider(sizes: dict[str, int]) -> None:
+    options = SearchOptions(beam_size=3, max_extra_tokens=9)
+    assert_alike(*both(make_model(positions="rotary", sizes=sizes), pad(SOURCES), options))
 
 
 @pytest.mark.parametrize(("precision", "close"), [("bf16", 0.15), ("int8", 0.15)])
@@ -128,10 +133,7 @@ def test_lower_precision_comes_close(precision: str, close: float) -> None:
     src = pad(SOURCES)
     exact, rough = (Engine(model, p, never=(PAD, BOS)) for p in ("fp32", precision))
     tokens = torch.full((len(SOURCES),), BOS)
-    logits = [
-        engine.step(tokens, engine.encode(src), engine.new_cache(len(SOURCES), 1))
-        for engine in (exact, rough)
-    ]
+    logits = [engine.step(tokens, engine.start(src, 1)) for engine in (exact, rough)]
     finite = logits[0].isfinite()
     assert torch.equal(finite, logits[1].isfinite())
     error = (logits[0] - logits[1])[finite].norm() / logits[0][finite].norm()
@@ -147,15 +149,19 @@ def test_int8_is_for_cpus() -> None:
 
 
 @pytest.mark.parametrize("beam_size", [1, 4])
-@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
-@pytest.mark.parametrize("projections", sorted(PARAMETERISATIONS))
+@pytest.mark.parametrize(
+    ("projections", "positions"),
+    [
+        *((name, positions) for name in sorted(PARAMETERISATIONS) for positions in ("sinusoidal", "learned")),
+    ],
+)
 def test_fixed_steps_find_what_the_modules_find(projections: str, positions: str, beam_size: int) -> None:
     model = make_model(projections, positions=positions)
     # Longer than the room that a cache begins with.
     options = SearchOptions(beam_size=beam_size, num_best=beam_size, max_extra_tokens=25)
     src, engine = pad(SOURCES), Engine(model, never=(PAD, BOS))
-    fixed = search_with_engine(engine, src, options, BOS, EOS, model.max_target_tokens, fixed=True)
-    assert_alike(fixed, search(model, src, options, BOS, EOS))
+    fixed = search(engine, src, options, BOS, EOS, fixed=True)
+    assert_alike(fixed, plain_search(model, src, options, BOS, EOS))
     if positions == "sinusoidal":  # the other models end sooner
         assert max(len(h.ids) for of_one in fixed for h in of_one) > 16
 
@@ -164,29 +170,34 @@ def test_fixed_steps_stay_on_their_memory() -> None:
     """What a recording needs: cache, mask and position are the same tensors from step to step."""
     model = make_model("grouped")
     engine = Engine(model, never=(PAD, BOS))
-    memory, changing = engine.encode(pad(SOURCES)), engine.new_cache(len(SOURCES), 3)
-    steps = FixedSteps(engine, memory, len(SOURCES), 3)
-    cache = steps.cache
+    cache, changing = (engine.start(pad(SOURCES), 3, fixed) for fixed in (True, False))
+    assert isinstance(cache, FixedBeamCache)
+    steps = FixedSteps(engine, cache)
+    steps(torch.full((len(SOURCES) * 3,), BOS))
+    engine.step(torch.full((len(SOURCES) * 3,), BOS), changing)
 
     def addresses() -> list[int]:
+        stores = [entry for layer in cache.layers.own for entry in layer.entries]
         assert cache.mask is not None
-        return [t.data_ptr() for t in (*cache.stores, cache.mask, cache.position)]
+        return [t.data_ptr() for t in (*stores, cache.mask, cache.position)]
 
     first = addresses()
     for step in range(10):
         tokens = torch.randint(3, 90, (len(SOURCES) * 3,))
-        torch.testing.assert_close(steps(tokens), engine.step(tokens, memory, changing))
+        torch.testing.assert_close(steps(tokens), engine.step(tokens, changing))
         parents = torch.randint(0, 3, (len(SOURCES), 3))
         for each in (cache, changing):
             each.reorder(parents)
         assert addresses() == first
-        assert cache.length == changing.length == step + 1
+        assert cache.length == changing.length == step + 2
 
 
 def test_steps_that_cannot_be_fixed_are_refused() -> None:
     turning = Engine(make_model(positions="rotary"))
-    with pytest.raises(ValueError, match="rotates"):
-        FixedSteps(turning, turning.encode(pad(SOURCES)), len(SOURCES), 1)
+    cache = turning.start(pad(SOURCES), 1, fixed=True)
+    assert isinstance(cache, FixedBeamCache)
+    with pytest.raises(ValueError, match="positions inside attention"):
+        FixedSteps(turning, cache)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -195,5 +206,5 @@ def test_recorded_steps_find_what_the_modules_find(beam_size: int) -> None:
     model = make_model().cuda()
     options = SearchOptions(beam_size=beam_size, num_best=beam_size, max_extra_tokens=25)
     src = pad(SOURCES).cuda()
-    recorded = search_with_engine(Engine(model, never=(PAD, BOS)), src, options, BOS, EOS)
-    assert_alike(recorded, search(model, src, options, BOS, EOS))
+    recorded = search(Engine(model, never=(PAD, BOS)), src, options, BOS, EOS)
+    assert_alike(recorded, plain_search(model, src, options, BOS, EOS))

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from triptych.decoding import Hypothesis, SearchOptions, length_penalty, search
-from triptych.decoding.beams import search_with_engine
-from triptych.decoding.engine import GROUP, Engine
+from decoding.plain_search import plain_search
+from triptych.decoding import Engine, Hypothesis, SearchOptions, length_penalty, search
+from triptych.decoding.engine import GROUP
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 
 PAD, BOS, EOS = 0, 1, 2
@@ -44,12 +44,11 @@ def make_model(vocab_size: int = 24, seed: int = 1, ends_like: float = 1.0) -> E
     return model.double()
 
 
-def favour(model: EncoderDecoder, tokens: list[int], bonus: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def favour(model: EncoderDecoder, tokens: list[int], bonus: float) -> None:
     """Make these tokens likelier at every step."""
-    plain: Callable[[Tensor], Tensor] = model.logits
-    change = torch.zeros(model.tgt_vocab_size)
+    change = torch.zeros(model.tgt_vocab_size).double()
     change[tokens] = bonus
-    monkeypatch.setattr(model, "logits", lambda x: plain(x) + change)
+    model.output.bias = nn.Parameter(change)
 
 
 def script(
@@ -58,12 +57,13 @@ def script(
     """Put these probabilities of the next token, one for each row of a step, in the model's place."""
     coming = iter(steps)
 
-    def logits(x: Tensor) -> Tensor:
+    def logits(width: int, num_rows: int) -> Tensor:
         rows = next(coming)
-        assert len(rows) == len(x)
-        return torch.tensor([[row.get(token, 0.0) for token in range(6)] for row in rows]).log()
+        assert len(rows) == num_rows
+        return torch.tensor([[row.get(token, 0.0) for token in range(width)] for row in rows]).log()
 
-    monkeypatch.setattr(model, "logits", logits)
+    monkeypatch.setattr(model, "logits", lambda x: logits(6, len(x)))
+    monkeypatch.setattr(Engine, "step", lambda _, tokens, cache: logits(GROUP, len(tokens)))
 
 
 def pad(sources: list[list[int]], extra: int = 0) -> Tensor:
@@ -71,9 +71,17 @@ def pad(sources: list[list[int]], extra: int = 0) -> Tensor:
     return torch.tensor([[*ids, EOS] + [PAD] * (width - 1 - len(ids)) for ids in sources])
 
 
-def find(model: EncoderDecoder, src: Tensor, **options: float | bool) -> list[list[Hypothesis]]:
-    given = {"max_extra_tokens": MAX_EXTRA, **options}
-    return search(model, src, SearchOptions(**given), BOS, EOS)
+# With the engine, and step by step through the model's own modules, with a cache and without.
+WAYS = ("engine", "modules", "modules without a cache")
+
+
+def find(
+    model: EncoderDecoder, src: Tensor, way: str = "engine", **options: float | bool
+) -> list[list[Hypothesis]]:
+    given = SearchOptions(**{"max_extra_tokens": MAX_EXTRA, **options})
+    if way == "engine":
+        return search(Engine(model, never=(PAD, BOS)), src, given, BOS, EOS)
+    return plain_search(model, src, given, BOS, EOS, use_cache=way == "modules")
 
 
 def next_log_probs(model: EncoderDecoder, source: list[int], prefixes: list[list[int]]) -> Tensor:
@@ -142,36 +150,39 @@ def same(one: list[list[Hypothesis]], other: list[list[Hypothesis]]) -> None:
 
 @pytest.mark.parametrize("end_bonus", [0.0, 2.0])
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_a_beam_of_one_is_the_step_by_step_argmax(
-    use_cache: bool, seed: int, end_bonus: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_beam_of_one_is_the_step_by_step_argmax(way: str, seed: int, end_bonus: float) -> None:
     model = make_model(seed=seed)
-    favour(model, [EOS], end_bonus, monkeypatch)
+    favour(model, [EOS], end_bonus)
     expected = [greedy(model, source) for source in SOURCES]
     assert end_bonus or len(set(map(len, expected))) > 1
-    found = find(model, pad(SOURCES), beam_size=1, use_cache=use_cache)
+    found = find(model, pad(SOURCES), way, beam_size=1)
     assert [best[0].ids for best in found] == expected
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
 def test_a_beam_of_one_ends_where_the_argmax_does_though_going_on_would_score_higher(
+    way: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make_model(vocab_size=6)
     # The end is the likeliest by a little; after the other token everything is certain.
     certain = {5: 1.0}
     script(model, [[{EOS: 0.51, 5: 0.49}], *[[certain]] * 5, *[[{EOS: 1.0}]] * 9], monkeypatch)
-    ((best,),) = find(model, pad([[4]]), beam_size=1, alpha=1.0)
+    ((best,),) = find(model, pad([[4]]), way, beam_size=1, alpha=1.0)
     assert best.ids == ()
 
 
-def test_an_output_that_ends_gives_its_place_in_the_beam_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_an_output_that_ends_gives_its_place_in_the_beam_to_the_next(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_model(vocab_size=6)
     # The third best first token, in by the end of the best output, is the one that ends well.
     first = {EOS: 0.5, 3: 0.3, 4: 0.2}
     after_3, after_4 = {3: 0.4, 4: 0.3, 5: 0.3}, {EOS: 1.0}
     script(model, [[first, first], [after_3, after_4]], monkeypatch)
-    (found,) = find(model, pad([[4]]), beam_size=2, num_best=2, alpha=0.0)
+    (found,) = find(model, pad([[4]]), way, beam_size=2, num_best=2, alpha=0.0)
     assert [h.ids for h in found] == [(), (4,)]
     assert [h.log_prob for h in found] == pytest.approx([math.log(0.5), math.log(0.2)], abs=1e-6)
 
@@ -201,16 +212,15 @@ def test_a_beam_larger_than_the_search_space_gives_every_output_once() -> None:
 
 @pytest.mark.parametrize("beam_size", [2, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_beams_are_those_of_beam_search_by_the_book(
-    seed: int, beam_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_the_beams_are_those_of_beam_search_by_the_book(way: str, seed: int, beam_size: int) -> None:
     model = make_model(seed=seed, vocab_size=15)
-    favour(model, [EOS], 1.5, monkeypatch)  # so that several of a beam end at once
+    favour(model, [EOS], 1.5)  # so that several of a beam end at once
     # What is pruned does not depend on alpha, so one search by the book serves all.
     finished = [beam_search(model, source, beam_size) for source in SOURCES]
     # The search stops early, but only when nothing can change.
     for alpha, num_best in itertools.product(ALPHAS, (1, beam_size)):
-        found = find(model, pad(SOURCES), num_best=num_best, beam_size=beam_size, alpha=alpha)
+        found = find(model, pad(SOURCES), way, num_best=num_best, beam_size=beam_size, alpha=alpha)
         for best, outputs in zip(found, finished, strict=True):
             expected = by_score(outputs, alpha)[:num_best]
             assert [h.ids for h in best] == [ids for ids, _ in expected]
@@ -261,12 +271,12 @@ def test_a_search_goes_on_while_the_longest_output_may_win_and_no_further(
         if searched == "by modules":
             logits, steps = never_surprised(q, limit, 2, 6)
             monkeypatch.setattr(model, "logits", logits)
-            ((best,),) = search(model, pad([[4]]), options, BOS, EOS)
+            ((best,),) = plain_search(model, pad([[4]]), options, BOS, EOS)
         else:
             engine = Engine(model, never=(PAD, BOS))
             logits, steps = never_surprised(q, limit, 2, GROUP)
             monkeypatch.setattr(engine, "step", logits)
-            ((best,),) = search_with_engine(engine, pad([[4]]), options, BOS, EOS)
+            ((best,),) = search(engine, pad([[4]]), options, BOS, EOS)
         assert (len(best.ids), len(steps)) == (length, num_steps)
 
 
@@ -298,15 +308,17 @@ def test_the_log_probability_is_the_models_own(beam_size: int) -> None:
 def test_searching_with_a_cache_finds_what_searching_without_finds(seed: int, beam_size: int) -> None:
     model = make_model(seed=seed)
     options = {"beam_size": beam_size, "num_best": beam_size}
-    same(find(model, pad(SOURCES), **options), find(model, pad(SOURCES), use_cache=False, **options))
+    one, *others = (find(model, pad(SOURCES), way, **options) for way in WAYS)
+    for other in others:
+        same(one, other)
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("beam_size", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_sentence_is_translated_as_if_it_were_alone(seed: int, beam_size: int, use_cache: bool) -> None:
+def test_a_sentence_is_translated_as_if_it_were_alone(seed: int, beam_size: int, way: str) -> None:
     model = make_model(seed=seed)
-    options = {"beam_size": beam_size, "num_best": beam_size, "use_cache": use_cache}
+    options = {"beam_size": beam_size, "num_best": beam_size, "way": way}
     together = find(model, pad(SOURCES), **options)
     same([find(model, pad([source]), **options)[0] for source in SOURCES], together)
     same(find(model, pad(SOURCES, extra=5), **options), together)
@@ -336,29 +348,27 @@ def test_asking_for_more_does_not_change_the_best() -> None:
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])
-def test_a_model_that_never_ends_is_ended_at_the_limit(
-    beam_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_never_ends_is_ended_at_the_limit(beam_size: int) -> None:
     model = make_model()
-    favour(model, [EOS], -50.0, monkeypatch)
+    favour(model, [EOS], -50.0)
     found = find(model, pad(SOURCES), beam_size=beam_size, num_best=beam_size)
     for source, best in zip(SOURCES, found, strict=True):
         assert [len(h.ids) for h in best] == [len(source) + MAX_EXTRA] * beam_size
         assert all(h.log_prob < -40 for h in best)  # the end was paid for
 
 
-def test_a_model_that_ends_at_once_gives_an_empty_output(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_ends_at_once_gives_an_empty_output() -> None:
     model = make_model()
-    favour(model, [EOS], 50.0, monkeypatch)
+    favour(model, [EOS], 50.0)
     for best in find(model, pad(SOURCES), beam_size=3):
         assert best[0].ids == ()
         assert best[0].log_prob == pytest.approx(0, abs=1e-4)
 
 
 @pytest.mark.parametrize("beam_size", [1, 4])
-def test_padding_and_the_beginning_are_never_put_out(beam_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_and_the_beginning_are_never_put_out(beam_size: int) -> None:
     model = make_model()
-    favour(model, [PAD, BOS], 50.0, monkeypatch)
+    favour(model, [PAD, BOS], 50.0)
     for best in find(model, pad(SOURCES), beam_size=beam_size, num_best=beam_size):
         for hypothesis in best:
             assert not {PAD, BOS, EOS} & set(hypothesis.ids)

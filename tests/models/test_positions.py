@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from decoding.plain_search import plain_search
 from tolerances import assert_same
 from triptych.attention import DecoderCache
-from triptych.decoding import SearchOptions, search
+from triptych.decoding import Engine, SearchOptions, search
 from triptych.models import (
     DecoderConfig,
     EncoderConfig,
@@ -157,24 +158,19 @@ def test_other_positions_do_not_end(scheme: str) -> None:
         assert model(long, long[:, :270]).isfinite().all()
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("beam_size", [1, 3])
-def test_a_search_ends_where_the_learned_positions_do(
-    beam_size: int, use_cache: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_ends_where_the_learned_positions_do(beam_size: int, fixed: bool) -> None:
     model = make_model("learned")
-    plain = model.logits
-
-    def never_ends(x: torch.Tensor) -> torch.Tensor:
-        logits = plain(x)
-        logits[..., EOS] -= 30
-        return logits
-
-    monkeypatch.setattr(model, "logits", never_ends)
-    options = SearchOptions(beam_size=beam_size, max_extra_tokens=50, use_cache=use_cache)
-    found = search(model, SRC, options, BOS, EOS)
+    against_the_end = torch.zeros(VOCAB).double()
+    against_the_end[EOS] = -30
+    model.output.bias = torch.nn.Parameter(against_the_end)
+    options = SearchOptions(beam_size=beam_size, max_extra_tokens=50)
+    found = search(Engine(model, never=(PAD, BOS)), SRC, options, BOS, EOS, fixed=fixed)
     # The beginning of the sentence takes the first of twelve positions.
     assert [len(hypotheses[0].ids) for hypotheses in found] == [11, 11, 11]
+    plain = plain_search(model, SRC, options, BOS, EOS)
+    assert [h[0].ids for h in plain] == [h[0].ids for h in found]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -182,10 +178,12 @@ def test_a_search_finds_the_same_with_and_without_a_cache(scheme: str) -> None:
     model = make_model(scheme, tie_embeddings="none")
     with torch.no_grad():
         model.output.weight.mul_(3)
+    options = SearchOptions(beam_size=3, max_extra_tokens=4)
     found = [
-        search(model, SRC, SearchOptions(beam_size=3, max_extra_tokens=4, use_cache=cached), BOS, EOS)
-        for cached in (True, False)
+        search(Engine(model, never=(PAD, BOS)), SRC, options, BOS, EOS),
+        *(plain_search(model, SRC, options, BOS, EOS, use_cache=cached) for cached in (True, False)),
     ]
-    assert [[h.ids for h in hypotheses] for hypotheses in found[0]] == [
-        [h.ids for h in hypotheses] for hypotheses in found[1]
-    ]
+    for other in found[1:]:
+        assert [[h.ids for h in hypotheses] for hypotheses in found[0]] == [
+            [h.ids for h in hypotheses] for hypotheses in other
+        ]

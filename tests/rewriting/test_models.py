@@ -17,7 +17,7 @@ from triptych.algebra import rewrites
 from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.algebra.weights import Norm
 from triptych.attention import PARAMETERISATIONS, Rotary
-from triptych.decoding import SearchOptions, search
+from triptych.decoding import Engine, SearchOptions, search
 from triptych.models import attention_sites, attention_weights, read_model, write_model
 
 VOCAB, PAD, BOS, EOS = 40, 0, 1, 2
@@ -114,7 +114,7 @@ def test_a_folded_model_decodes_the_same_translations_with_fewer_parameters() ->
     options = SearchOptions(beam_size=3, num_best=2)
     folded = triptych.fold(model)
     old, new = (
-        [[found.ids for found in hypotheses] for hypotheses in search(m, src, options, BOS, EOS)]
+        [[found.ids for found in hypotheses] for hypotheses in search(Engine(m), src, options, BOS, EOS)]
         for m in (model, folded)
     )
     assert new == old

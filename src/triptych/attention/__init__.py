@@ -1,6 +1,6 @@
 """The operation, its masks and positions, the cache, and the ways to write a head."""
 
-from triptych.attention.cache import DecoderCache, LayerCache
+from triptych.attention.cache import AttentionCache, DecoderCache, LayerCache
 from triptych.attention.four_way import four_way_attention
 from triptych.attention.layer import LayerOutput, MultiHeadAttention, check_sizes
 from triptych.attention.masks import causal_mask, padding_mask
@@ -10,6 +10,7 @@ from triptych.attention.positions import (
     AttentionPositions,
     LearnedPositions,
     NoPositions,
+    PositionIds,
     Rotary,
     SinusoidalPositions,
     sinusoidal,
@@ -37,6 +38,7 @@ __all__ = [
     "PARAMETERISATIONS",
     "Alibi",
     "Attended",
+    "AttentionCache",
     "AttentionPositions",
     "Bilinear",
     "Collaborative",
@@ -54,6 +56,7 @@ __all__ = [
     "MultiHeadAttention",
     "NoPositions",
     "Parameterisation",
+    "PositionIds",
     "Projections",
     "Rotary",
     "Shared",

@@ -1,59 +1,100 @@
-"""What a layer remembers of the tokens already decoded.
+"""What a layer keeps of the tokens already decoded.
 
 A parameterisation decides *what* is kept (`Projections.remember`); the cache only stores it: a
-tuple of tensors whose dimension 2 runs over tokens.
+tuple of tensors `[batch, heads, tokens, width]`.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import final
 
 from torch import Tensor
 
 
+class AttentionCache(ABC):
+    """What one attention layer keeps of the tokens it has read."""
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Number of tokens held."""
+
+    @property
+    @abstractmethod
+    def entries(self) -> tuple[Tensor, ...]:
+        """What is held, each `[batch, heads, length, width]`."""
+
+    @abstractmethod
+    def append(self, entries: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Add the entries of new tokens and return all that are to be read."""
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows, in this order; a row may be named more than once."""
+
+
 @final
-class LayerCache:
-    """The remembered entries of one attention layer, growing token by token.
+class LayerCache(AttentionCache):
+    """Entries that grow token by token.
 
     Room is doubled when it runs out, so that appending a token costs O(1) copies of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = 0) -> None:
+        """Start empty.
+
+        Args:
+            room: tokens to make room for at the first `append`.
+        """
         self._stores: tuple[Tensor, ...] = ()
         self._length = 0
+        self._room = room
 
     @property
     def length(self) -> int:
-        """Number of tokens held."""
         return self._length
 
     @property
     def entries(self) -> tuple[Tensor, ...]:
-        """What is held, each `[batch, heads, length, width]`."""
-        return tuple(store[:, :, : self._length] for store in self._stores)
+        length = self._length
+        if not self._stores or self._stores[0].shape[2] == length:
+            return self._stores
+        return tuple([store.narrow(2, 0, length) for store in self._stores])
 
     def append(self, entries: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Add the entries of new tokens and return all that are held."""
-        added = entries[0].shape[2]
-        if not self._stores:
+        start, added = self._length, entries[0].shape[2]
+        if not self._stores and added >= self._room:
             self._stores = entries
         else:
-            if self._length + added > self._stores[0].shape[2]:
-                self._stores = tuple(_with_room(store, self._length, added) for store in self._stores)
+            if not self._stores:
+                self._stores = tuple(_with_room(entry, 0, self._room) for entry in entries)
+            elif start + added > self._stores[0].shape[2]:
+                room = max(2 * start, start + added, 16)
+                self._stores = tuple(_with_room(store, start, room) for store in self._stores)
             for store, entry in zip(self._stores, entries, strict=True):
-                store[:, :, self._length : self._length + added] = entry
-        self._length += added
+                store.narrow(2, start, added).copy_(entry)
+        self._length = start + added
         return self.entries
 
     def select(self, rows: Tensor) -> None:
-        """Keep these batch rows, in this order; a row may be named more than once."""
-        self._stores = tuple(store.index_select(0, rows) for store in self._stores)
+        self._stores = tuple(
+            _with_room(held.index_select(0, rows), self._length, store.shape[2])
+            for held, store in zip(self.entries, self._stores, strict=True)
+        )
 
 
 @final
 class DecoderCache:
     """The caches of a whole decoder: its own tokens, and what each layer reads of the memory."""
 
-    def __init__(self, num_layers: int) -> None:
-        self.own = [LayerCache() for _ in range(num_layers)]
+    def __init__(self, num_layers: int, new: Callable[[], AttentionCache] = LayerCache) -> None:
+        """Start empty.
+
+        Args:
+            num_layers: of the decoder.
+            new: makes the cache of a layer's own tokens.
+        """
+        self.own = [new() for _ in range(num_layers)]
         self.memory = [LayerCache() for _ in range(num_layers)]
 
     @property
@@ -70,8 +111,10 @@ class DecoderCache:
                 cache.select(sentences)
 
 
-def _with_room(store: Tensor, length: int, added: int) -> Tensor:
-    capacity = max(2 * length, length + added, 16)
-    grown = store.new_empty(*store.shape[:2], capacity, store.shape[3])
-    grown[:, :, :length] = store[:, :, :length]
+def _with_room(held: Tensor, length: int, room: int) -> Tensor:
+    """The first `length` tokens of a tensor, in one with room for more."""
+    if length == room == held.shape[2]:
+        return held
+    grown = held.new_empty(*held.shape[:2], room, held.shape[3])
+    grown[:, :, :length] = held[:, :, :length]
     return grown

@@ -8,9 +8,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from triptych.algebra.weights import AttentionWeights, Head, standard_scale
-from triptych.attention.cache import LayerCache
+from triptych.attention.cache import AttentionCache
 from triptych.attention.operation import Explanation, Path, attention, explain_attention
-from triptych.attention.positions import AttentionPositions
+from triptych.attention.positions import AttentionPositions, PositionIds
 from triptych.attention.projections import Factored, Parameterisation, Route, parameterisation_of
 
 
@@ -132,8 +132,9 @@ class MultiHeadAttention(nn.Module):
         value_memory: Float[Tensor, "batch key_len d_model"] | None = None,
         mask: Bool[Tensor, "..."] | None = None,
         causal: bool = False,
-        cache: LayerCache | None = None,
+        cache: AttentionCache | None = None,
         need_weights: bool = False,
+        positions: PositionIds | None = None,
         path: Path = "auto",
     ) -> LayerOutput:
         """Attend.
@@ -148,6 +149,7 @@ class MultiHeadAttention(nn.Module):
                 queries see them all. With a `memory`, it is filled at the first call and read, in
                 place of the memory, from then on.
             need_weights: also return the weights. Changes nothing else but the speed.
+            positions: of the tokens of `x`; after those of the cache if None.
             path: see `attention`; "reference" also takes the expanded route of a parameterisation
                 that has another.
 
@@ -244,7 +246,7 @@ class MultiHeadAttention(nn.Module):
         x: Tensor,
         memory: Tensor | None,
         value_memory: Tensor | None,
-        cache: LayerCache | None,
+        cache: AttentionCache | None,
     ) -> tuple[Tensor, int, tuple[Tensor, ...]]:
         """Queries, the position of the first of them, and what is kept of all tokens attended to."""
         if memory is not None and cache is not None and cache.length:

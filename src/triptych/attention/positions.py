@@ -7,11 +7,12 @@ Some are modules that add to the embeddings (`SinusoidalPositions`, `LearnedPosi
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from triptych.algebra.function import Rotation
 
@@ -19,6 +20,37 @@ Pairing = Literal["halves", "interleaved"]
 Layout = Literal["halves", "interleaved"]
 
 _Tables = dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]]
+
+
+class PositionIds(NamedTuple):
+    """The positions of tokens, where they are not simply the next ones.
+
+    Attributes:
+        ids: the position of every token, or of all of them if there is one.
+        end: above every id, known without looking at them.
+        sharing: so many tokens share each position: key j has position j // sharing.
+    """
+
+    ids: Int[Tensor, " length"]
+    end: int
+    sharing: int = 1
+
+    def of_keys(self, key_len: int) -> Int[Tensor, " key_len"]:
+        """The position of every key."""
+        keys = torch.arange(key_len, device=self.ids.device)
+        return keys if self.sharing == 1 else keys // self.sharing
+
+    @staticmethod
+    def rows(start: "int | PositionIds", table: Tensor, length: int) -> Tensor:
+        """The rows of a table at `length` positions from `start` on, or at the positions given."""
+        if isinstance(start, PositionIds):
+            return F.embedding(start.ids, table)
+        return table[start : start + length]
+
+    @staticmethod
+    def end_of(start: "int | PositionIds", length: int) -> int:
+        """A number above all these positions."""
+        return start.end if isinstance(start, PositionIds) else start + length
 
 
 def sinusoidal(length: int, d_model: int, layout: Layout = "interleaved") -> Float[Tensor, "length d_model"]:
@@ -66,14 +98,14 @@ class SinusoidalPositions(nn.Module):
         self.register_buffer("table", torch.empty(0, d_model), persistent=False)
 
     def forward(
-        self, x: Float[Tensor, "batch length d_model"], start: int = 0
+        self, x: Float[Tensor, "batch length d_model"], start: int | PositionIds = 0
     ) -> Float[Tensor, "batch length d_model"]:
-        """Add the encodings of positions `start` to `start + length − 1`."""
-        end = start + x.shape[1]
+        """Add the encodings of the positions from `start` on."""
+        end = PositionIds.end_of(start, x.shape[1])
         if self.table.shape[0] < end or self.table.dtype != x.dtype or self.table.device != x.device:
             rows = max(256, 1 << (end - 1).bit_length())
             self.table = sinusoidal(rows, self.d_model, self.layout).to(device=x.device, dtype=x.dtype)
-        return x + self.table[start:end]
+        return x + PositionIds.rows(start, self.table, x.shape[1])
 
 
 @final
@@ -102,20 +134,20 @@ class LearnedPositions(nn.Module):
         nn.init.normal_(self.weight, std=math.sqrt(0.5))
 
     def forward(
-        self, x: Float[Tensor, "batch length d_model"], start: int = 0
+        self, x: Float[Tensor, "batch length d_model"], start: int | PositionIds = 0
     ) -> Float[Tensor, "batch length d_model"]:
-        """Add the rows of positions `start` to `start + length − 1`.
+        """Add the rows of the positions from `start` on.
 
         Raises:
             ValueError: the text is longer than there are positions.
         """
-        end = start + x.shape[1]
+        end = PositionIds.end_of(start, x.shape[1])
         if end > self.weight.shape[0]:
             raise ValueError(
                 f"the text needs {end} positions and {self.weight.shape[0]} were learned: "
                 "shorten it, or train with a larger max_tokens"
             )
-        return x + self.weight[start:end]
+        return x + PositionIds.rows(start, self.weight, x.shape[1])
 
 
 @final
@@ -123,7 +155,7 @@ class NoPositions(nn.Module):
     """Adds nothing, where the attention itself knows positions, or the order shall not matter."""
 
     def forward(
-        self, x: Float[Tensor, "batch length d_model"], start: int = 0
+        self, x: Float[Tensor, "batch length d_model"], start: int | PositionIds = 0
     ) -> Float[Tensor, "batch length d_model"]:
         """The embeddings as they are."""
         return x

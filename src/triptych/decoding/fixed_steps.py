@@ -1,7 +1,7 @@
 """Decoding steps that are recorded once and replayed.
 
 On a GPU a step is hundreds of small kernels, and starting them one by one takes longer than they run.
-With a `FixedCache` every step is the same kernels on the same memory, so that they can be recorded as one
+With a `FixedBeamCache` every step is the same kernels on the same memory, so that they can be recorded as one
 graph: `torch.cuda.CUDAGraph`. On other devices the same step simply runs.
 """
 
@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from triptych.decoding.engine import Engine, FixedCache, Memory
+from triptych.decoding.engine import Engine, FixedBeamCache
 
 # Runs before a recording, in which libraries set themselves up.
 _WARM_UPS = 2
@@ -22,23 +22,18 @@ class FixedSteps:
     """The steps of one batch.
 
     Args:
-        engine: a model that does not rotate.
-        memory: of the batch; must stay as it is.
-        batch: number of sentences.
-        beam_size: rows of each.
-
-    Attributes:
-        cache: only what is done here may make it longer.
+        engine: of the model.
+        cache: of the batch; only what is done here may make it longer, and its sentences must stay.
 
     Raises:
-        ValueError: the model rotates.
+        ValueError: positions act inside the model's attention.
     """
 
-    def __init__(self, engine: Engine, memory: Memory, batch: int, beam_size: int) -> None:
-        if engine.rotates:
-            raise ValueError("steps of a model that rotates queries and keys cannot be fixed")
-        self.cache = FixedCache(engine, batch, beam_size)
-        self._engine, self._memory = engine, memory
+    def __init__(self, engine: Engine, cache: FixedBeamCache) -> None:
+        if engine.has_positions_within:
+            raise ValueError("steps of a model with positions inside attention cannot be fixed")
+        self.cache = cache
+        self._engine = engine
         self._tokens: Tensor | None = None
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -47,7 +42,7 @@ class FixedSteps:
         """As `Engine.step`; the logits are overwritten by the next call."""
         cache = self.cache
         if cache.is_full:
-            cache.make_room()
+            cache.double()
             self._graph = None
         if self._tokens is None:
             self._tokens = tokens.clone()
@@ -63,7 +58,7 @@ class FixedSteps:
         return cast(Tensor, self._logits)
 
     def _run(self) -> None:
-        self._logits = self._engine.step(cast(Tensor, self._tokens), self._memory, self.cache)
+        self._logits = self._engine.step(cast(Tensor, self._tokens), self.cache)
 
     def _record(self) -> None:
         """Record a step; it is not taken by that."""

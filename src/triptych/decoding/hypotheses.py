@@ -31,8 +31,6 @@ class SearchOptions:
         stop: when a sentence is done: "certain", when none of its open hypotheses can overtake the last
             finished one wanted, however it goes on; or "full", already when beam_size have finished, which
             most toolkits do and which takes about half the steps. Greedy search ends at the first.
-        use_cache: keep keys and values of earlier tokens; without it every step starts over, which
-            is slow and gives the same.
     """
 
     beam_size: int = 4
@@ -40,7 +38,6 @@ class SearchOptions:
     max_extra_tokens: int = 50
     num_best: int = 1
     stop: Stop = "certain"
-    use_cache: bool = True
 
     def __post_init__(self) -> None:
         if self.beam_size < 1:

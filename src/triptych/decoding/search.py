@@ -1,15 +1,14 @@
-"""Greedy and beam search, step by step through the model's own modules: the slow reference.
+"""Greedy and beam search on an `Engine`, in few tensor operations a step."""
 
-`search_with_engine` follows the same rules faster.
-"""
-
-from typing import final
+from typing import cast, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from triptych.attention import DecoderCache
+from triptych import thresholds
+from triptych.decoding.engine import GROUP, Engine, FixedBeamCache
+from triptych.decoding.fixed_steps import FixedSteps
 from triptych.decoding.hypotheses import (
     Hypothesis,
     SearchOptions,
@@ -18,16 +17,17 @@ from triptych.decoding.hypotheses import (
     length_penalty,
     output_limits,
 )
-from triptych.models import EncoderDecoder
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def search(
-    model: EncoderDecoder,
+    engine: Engine,
     src: Int[Tensor, "batch src_len"],
     options: SearchOptions,
     bos_id: int,
     eos_id: int,
+    *,
+    fixed: bool | None = None,
 ) -> list[list[Hypothesis]]:
     """The best outputs for each source sentence, best first.
 
@@ -35,114 +35,141 @@ def search(
     is done, `SearchOptions.stop` says.
 
     Args:
-        model: in evaluation mode.
+        engine: of the model, with `never` the padding and the beginning of sentence.
         src: token ids with the end of sentence, padded with the model's pad_id.
         options: how to search.
         bos_id: the token every output begins with.
         eos_id: the token that ends one.
+        fixed: whether every step is the same work on the same memory (`FixedSteps`), recorded once and
+            replayed on a GPU; where it can be so on GPUs only, if None.
 
     Returns:
         num_best hypotheses for every sentence (fewer only where the search found fewer).
     """
-    beams = _Beams(model, src, options, bos_id, eos_id)
-    while beams.open_sentences:
+    if fixed is None:
+        fixed = engine.device.type == "cuda" and not engine.has_positions_within
+    beams = _Beams(engine, src, options, bos_id, eos_id, fixed)
+    while beams.sentences:
         beams.advance()
-    return beams.results()
+    return [best_first(found)[: options.num_best] for found in beams.finished]
 
 
 @final
 class _Beams:
-    """The open hypotheses of all unfinished sentences: `beam_size` rows for each, side by side."""
+    """The open hypotheses of the sentences still in the batch, `beam_size` rows for each.
+
+    A sentence that is done stays, without effect, until enough of them are to make room at once; with
+    fixed steps, to the end.
+    """
 
     def __init__(
-        self, model: EncoderDecoder, src: Tensor, options: SearchOptions, bos_id: int, eos_id: int
+        self,
+        engine: Engine,
+        src: Tensor,
+        options: SearchOptions,
+        bos_id: int,
+        eos_id: int,
+        fixed: bool,
     ) -> None:
-        self.model, self.options, self.eos_id = model, options, eos_id
-        self.never = torch.tensor([model.pad_id, bos_id], device=src.device)
-        self.memory = model.encode(src)
-        self.memory_mask = model.memory_mask(src)
-        self.cache = DecoderCache(len(model.decoder)) if options.use_cache else None
+        self.engine, self.options, self.eos_id = engine, options, eos_id
         batch, k = src.shape[0], options.beam_size
-        self.open_sentences = list(range(batch))
-        self.limits = output_limits(src, model.pad_id, options.max_extra_tokens, model.max_target_tokens)
-        self.ids = torch.full((batch * k, 1), bos_id, device=src.device)
+        device = src.device
+        self.cache = engine.start(src, k, fixed)
+        self.steps = FixedSteps(engine, cast(FixedBeamCache, self.cache)) if fixed else None
+        self.limits = output_limits(src, engine.pad_id, options.max_extra_tokens, engine.max_target_tokens)
+        self.sentences = list(range(batch))
+        self.done = [False] * batch
+        self.enough = enough_finished(options)
+        # Log-probabilities are at most 0 and only fall, and the penalty grows with the length: of all lengths
+        # that an open hypothesis may end at, the longest bounds its score from above. In float64, as scores
+        # are: in float32 the bound could be rounded below a score.
+        kindest = [length_penalty(limit + 1, options.alpha) for limit in self.limits]
+        self.kindest = torch.tensor(kindest, dtype=torch.float64, device=device)
+        # The score of the last finished hypothesis wanted; open ones must be able to overtake it.
+        self.wanted = torch.full((batch,), -torch.inf, dtype=torch.float64, device=device)
+        self.ids = torch.full((batch, k, 1), bos_id, device=device)
         # All rows of a sentence begin alike: only the first may be continued, or all would be copies.
-        self.log_probs = torch.full((batch, k), -torch.inf, device=src.device)
+        self.log_probs = torch.full((batch, k), -torch.inf, device=device)
         self.log_probs[:, 0] = 0.0
         self.finished: list[list[Hypothesis]] = [[] for _ in range(batch)]
 
     def advance(self) -> None:
         """Lengthen every open hypothesis by a token."""
         k = self.options.beam_size
-        totals = self.log_probs[:, :, None] + self._next_log_probs()
-        vocab = totals.shape[-1]
+        log_probs = self._next_log_probs()
         # Twice the beam: even if half of it ends here, a full beam stays open.
-        values, places = totals.flatten(1).topk(min(2 * k, k * vocab - 1), dim=1)
-        parents, tokens = places // vocab, places % vocab
+        values, parents, tokens = self._best(log_probs, 2 * k if k > 1 else 1)
         ends = tokens == self.eos_id
-        self._collect(values[:, :k], parents[:, :k], ends[:, :k])
-        still_open = values.masked_fill(ends, -torch.inf).topk(k, dim=1)
-        self._continue(
-            still_open.values, parents.gather(1, still_open.indices), tokens.gather(1, still_open.indices)
-        )
-
-    def results(self) -> list[list[Hypothesis]]:
-        """The best of each sentence."""
-        return [best_first(found)[: self.options.num_best] for found in self.finished]
+        if bool(ends[:, :k].any()):
+            self._collect(values[:, :k], parents[:, :k], ends[:, :k])
+        values = values.masked_fill(ends, -torch.inf)
+        if k > 1:
+            values, places = values.topk(k, dim=1)
+            parents, tokens = parents.gather(1, places), tokens.gather(1, places)
+            self.ids = self.ids.gather(1, parents[:, :, None].expand_as(self.ids))
+            self.cache.reorder(parents)
+        self.log_probs = values.to(self.log_probs.dtype)
+        self.ids = torch.cat([self.ids, tokens[:, :, None]], dim=2)
+        self._retire(values[:, 0])
 
     def _next_log_probs(self) -> Float[Tensor, "open beam vocab"]:
-        new = self.ids[:, -1:] if self.cache else self.ids
-        x = self.model.decode(new, self.memory, self.memory_mask, self.cache)[:, -1]
-        logits = self.model.logits(x).float()
-        logits.index_fill_(1, self.never, -torch.inf)
-        log_probs = logits.log_softmax(dim=-1).view(len(self.open_sentences), self.options.beam_size, -1)
-        length = self.ids.shape[1]  # with the token to come, without the first
-        at_limit = [i for i, sentence in enumerate(self.open_sentences) if length > self.limits[sentence]]
+        tokens = self.ids[:, :, -1].flatten()
+        logits = self.engine.step(tokens, self.cache) if self.steps is None else self.steps(tokens)
+        log_probs = logits.log_softmax(dim=-1)
+        log_probs = log_probs.view(len(self.sentences), self.options.beam_size, -1)
+        length = self.ids.shape[2]  # with the token to come, without the first
+        at_limit = [i for i, sentence in enumerate(self.sentences) if length > self.limits[sentence]]
         if at_limit:
             of_end = log_probs[at_limit, :, self.eos_id]
             log_probs[at_limit] = -torch.inf
             log_probs[at_limit, :, self.eos_id] = of_end
         return log_probs
 
+    def _best(self, log_probs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The best continuations of each sentence: their values, rows and tokens, best first.
+
+        The `count` best lie in the `count` groups of tokens with the best bests.
+        """
+        batch, k, vocab = log_probs.shape
+        groups = vocab // GROUP
+        grouped = log_probs.view(batch, k * groups, GROUP)
+        bests = grouped.amax(dim=-1).view(batch, k, groups) + self.log_probs[:, :, None]
+        chosen = bests.view(batch, -1).topk(min(count, k * groups), dim=1).indices
+        rows = chosen // groups
+        within = grouped.gather(1, chosen[:, :, None].expand(-1, -1, GROUP))
+        within = within + self.log_probs.gather(1, rows)[:, :, None]
+        values, places = within.flatten(1).topk(min(count, within.shape[1] * GROUP), dim=1)
+        group = chosen.gather(1, places // GROUP)
+        return values, group // groups, group % groups * GROUP + places % GROUP
+
     def _collect(self, values: Tensor, parents: Tensor, ends: Tensor) -> None:
         """Note the hypotheses among the best beam_size candidates that end here."""
         ends = ends & values.isfinite()
-        length = self.ids.shape[1]
-        penalty = length_penalty(length, self.options.alpha)
+        penalty = length_penalty(self.ids.shape[2], self.options.alpha)
         for place, rank in ends.nonzero().tolist():
-            row = place * self.options.beam_size + int(parents[place, rank])
+            if self.done[place]:
+                continue
             log_prob = float(values[place, rank])
-            found = Hypothesis(tuple(self.ids[row, 1:].tolist()), log_prob, log_prob / penalty)
-            self.finished[self.open_sentences[place]].append(found)
+            ids = tuple(self.ids[place, parents[place, rank], 1:].tolist())
+            found = self.finished[self.sentences[place]]
+            found.append(Hypothesis(ids, log_prob, log_prob / penalty))
+            if len(found) >= self.enough:
+                self.wanted[place] = torch.inf
+            elif len(found) >= self.options.num_best:
+                self.wanted[place] = best_first(found)[self.options.num_best - 1].score
 
-    def _continue(self, values: Tensor, parents: Tensor, tokens: Tensor) -> None:
-        best_open = values[:, 0].tolist()
-        places = [
-            place
-            for place, sentence in enumerate(self.open_sentences)
-            if not self._is_done(sentence, best_open[place])
-        ]
-        k = self.options.beam_size
-        dropped = len(places) < len(self.open_sentences)
-        kept = torch.tensor(places, dtype=torch.long, device=values.device)
-        rows = (kept[:, None] * k + parents[kept]).flatten()
-        self.ids = torch.cat([self.ids[rows], tokens[kept].view(-1, 1)], dim=1)
-        self.log_probs = values[kept]
-        self.open_sentences = [self.open_sentences[place] for place in places]
-        if dropped:
-            self.memory, self.memory_mask = self.memory[kept], self.memory_mask[kept]
-        # Greedy search with every sentence open leaves the rows as they are.
-        if self.cache and places and (k > 1 or dropped):
-            self.cache.select(rows, kept if dropped else None)
-
-    def _is_done(self, sentence: int, best_open: float) -> bool:
-        found = self.finished[sentence]
-        if best_open == -torch.inf:
-            return True
-        if len(found) >= enough_finished(self.options):
-            return True
-        if len(found) < self.options.num_best:
-            return False
-        wanted = best_first(found)[self.options.num_best - 1].score
-        # A log-probability is at most 0 and only falls; the longest output has the largest penalty.
-        return wanted >= best_open / length_penalty(self.limits[sentence] + 1, self.options.alpha)
+    def _retire(self, best_open: Tensor) -> None:
+        """Take out the sentences whose open hypotheses cannot overtake the finished ones."""
+        over = (self.wanted >= best_open.double() / self.kindest) | (best_open == -torch.inf)
+        self.done = [was or now for was, now in zip(self.done, over.tolist(), strict=True)]
+        num_done = sum(self.done)
+        if num_done == len(self.done):
+            self.sentences = []
+        elif self.steps is None and num_done >= max(1, thresholds.SHARE_DONE * len(self.done)):
+            places = [place for place, done in enumerate(self.done) if not done]
+            kept = torch.tensor(places, device=best_open.device)
+            self.sentences = [self.sentences[place] for place in places]
+            self.done = [False] * len(places)
+            self.ids, self.log_probs = self.ids[kept], self.log_probs[kept]
+            self.wanted, self.kindest = self.wanted[kept], self.kindest[kept]
+            self.cache.select(kept)

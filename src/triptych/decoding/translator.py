@@ -12,8 +12,8 @@ from torch import Tensor
 
 from triptych import thresholds
 from triptych.decoding.ahead import Ahead
-from triptych.decoding.batches import EvaluationMode, batch_searcher, why_no_engine
-from triptych.decoding.engine import Precision
+from triptych.decoding.batches import EvaluationMode, batch_searcher
+from triptych.decoding.fused import Precision, unsupported_precision
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions
 from triptych.decoding.pieces import split_line
 from triptych.decoding.workers import Searcher, WorkerPool
@@ -123,11 +123,12 @@ class Translator:
         self.batch_tokens = batch_tokens
         self.batch_sentences = batch_sentences
         self.precision: Precision = precision
-        self.workers = workers if next(model.parameters()).device.type == "cpu" else 1
+        device = next(model.parameters()).device
+        self.workers = workers if device.type == "cpu" else 1
         self._pool: WorkerPool | None = None
         self._searcher: Searcher | None = None
         self._made_of: object = None
-        if precision != "fp32" and (reason := why_no_engine(model, self.options, precision)):
+        if reason := unsupported_precision(precision, device):
             raise UsageError(f"this model cannot be run in {precision}: {reason}")
 
     @overload

@@ -8,11 +8,24 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from triptych.attention import AttentionPositions, LayerCache, MultiHeadAttention
+from triptych.attention import AttentionCache, AttentionPositions, MultiHeadAttention, PositionIds
 from triptych.models.configuration import AttentionConfig, ModelConfig
 from triptych.models.dropout import Dropout
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": F.gelu, "swish": F.silu}
+
+
+class NewTokens(NamedTuple):
+    """Tokens of a step of decoding that do not simply follow each other.
+
+    Attributes:
+        positions: where they stand.
+        mask: what they see of the tokens held and of each other, numbers added to the scores,
+            `[batch, 1, new, held]`; None for everything.
+    """
+
+    positions: PositionIds
+    mask: Tensor | None
 
 
 class BlockOutput(NamedTuple):
@@ -39,7 +52,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
         """Apply to every position alike."""
-        return self.outer(self.dropout(self.activation(self.inner(x))))  # type: ignore[no-any-return]
+        hidden = self.activation(self.inner(x))
+        return self.outer(self.dropout(hidden) if self.training else hidden)  # type: ignore[no-any-return]
 
 
 @final
@@ -62,8 +76,8 @@ class Residual(nn.Module):
 
     def leave(self, x: Tensor, change: Tensor) -> Tensor:
         """The stream after the sub-layer, from the stream before it and its output."""
-        total = x + self.dropout(change)
-        return total if self.pre else self.norm(total)  # type: ignore[no-any-return]
+        total = x + (self.dropout(change) if self.training else change)
+        return total if self.pre else self.norm(total)
 
 
 def _attention(
@@ -90,9 +104,17 @@ class EncoderBlock(nn.Module):
         self.feed_forward = FeedForward(config)
         self.feed_forward_residual = Residual(config)
 
-    def forward(self, x: Tensor, mask: Tensor | None, need_weights: bool = False) -> BlockOutput:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        need_weights: bool = False,
+        positions: PositionIds | None = None,
+    ) -> BlockOutput:
         """Read and write `[batch, src_len, d_model]`."""
-        attended = self.self_attention(self.self_residual.enter(x), mask=mask, need_weights=need_weights)
+        attended = self.self_attention(
+            self.self_residual.enter(x), mask=mask, need_weights=need_weights, positions=positions
+        )
         x = self.self_residual.leave(x, attended.output)
         x = self.feed_forward_residual.leave(x, self.feed_forward(self.feed_forward_residual.enter(x)))
         return BlockOutput(x, attended.weights)
@@ -115,27 +137,31 @@ class DecoderBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        memory: Tensor,
+        memory: Tensor | None,
         memory_mask: Tensor | None,
-        cache: LayerCache | None = None,
-        memory_cache: LayerCache | None = None,
+        cache: AttentionCache | None = None,
+        memory_cache: AttentionCache | None = None,
         need_weights: bool = False,
+        new: NewTokens | None = None,
     ) -> BlockOutput:
         """Read and write `[batch, tgt_len, d_model]`.
 
         While decoding, several hypotheses may share a sentence's memory: `x` then has a multiple of
         the memory's rows, those of one sentence side by side, and each sentence's hypotheses read
-        the memory as one longer row of queries.
+        the memory as one longer row of queries. Without a memory, `memory_cache` holds it.
         """
-        own = self.self_attention(
-            self.self_residual.enter(x), causal=True, cache=cache, need_weights=need_weights
-        )
+        read = self.self_residual.enter(x)
+        if new is None:
+            own = self.self_attention(read, causal=True, cache=cache, need_weights=need_weights)
+        else:
+            own = self.self_attention(read, mask=new.mask, cache=cache, positions=new.positions)
         x = self.self_residual.leave(x, own.output)
         queries = self.cross_residual.enter(x)
-        shared = queries.reshape(memory.shape[0], -1, queries.shape[-1])
+        if memory is not None:
+            queries = queries.reshape(memory.shape[0], -1, queries.shape[-1])
         cross = self.cross_attention(
-            shared, memory=memory, mask=memory_mask, cache=memory_cache, need_weights=need_weights
+            queries, memory=memory, mask=memory_mask, cache=memory_cache, need_weights=need_weights
         )
-        x = self.cross_residual.leave(x, cross.output.reshape(x.shape))
+        x = self.cross_residual.leave(x, cross.output if memory is None else cross.output.view(x.shape))
         x = self.feed_forward_residual.leave(x, self.feed_forward(self.feed_forward_residual.enter(x)))
         return BlockOutput(x, own.weights, cross.weights)

@@ -1,20 +1,22 @@
 """The Transformer of the paper."""
 
 import math
-from typing import NamedTuple, cast, final
+from collections.abc import Callable
+from typing import NamedTuple, final
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from triptych.attention import (
     DecoderCache,
     LearnedPositions,
     NoPositions,
+    PositionIds,
     SinusoidalPositions,
     padding_mask,
 )
-from triptych.models.blocks import DecoderBlock, EncoderBlock
+from triptych.models.blocks import DecoderBlock, EncoderBlock, NewTokens
 from triptych.models.configuration import ModelConfig
 from triptych.models.dropout import Dropout
 
@@ -65,6 +67,8 @@ class EncoderDecoder(nn.Module):
         self.src_positions = _positions(config)
         self.tgt_positions = _positions(config)
         self.embedding_dropout = Dropout(config.dropout)
+        self.embedding_scale = math.sqrt(config.d_model)
+        self.stream_dtype: torch.dtype | None = None  # of the blocks, where it is not the tables' dtype
         self.encoder = nn.ModuleList(EncoderBlock(config, i) for i in range(config.encoder.num_layers))
         self.decoder = nn.ModuleList(DecoderBlock(config, i) for i in range(config.decoder.num_layers))
         # Pre-norm leaves the stream itself unnormalised, so each stack ends with a norm of its own.
@@ -104,35 +108,40 @@ class EncoderDecoder(nn.Module):
         """True where the memory of these sentences holds a token."""
         return padding_mask(src, self.pad_id)
 
-    def encode(self, src: Int[Tensor, "batch src_len"]) -> Float[Tensor, "batch src_len d_model"]:
-        """The memory: the encoder's output."""
-        x = self._embed(self.src_embedding, self.src_positions, src, 0)
+    def encode(
+        self, src: Int[Tensor, "batch src_len"], positions: PositionIds | None = None
+    ) -> Float[Tensor, "batch src_len d_model"]:
+        """The memory: the encoder's output. Tokens stand one after the other unless `positions` says more."""
+        x = self._embed(self.src_embedding, self.src_positions, src, positions or 0)
         mask = self.memory_mask(src)
         for block in self.encoder:
-            x = block(x, mask).x
+            x = block(x, mask, positions=positions).x
         return self.encoder_norm(x)  # type: ignore[no-any-return]
 
     def decode(
         self,
         tgt_in: Int[Tensor, "rows tgt_len"],
-        memory: Float[Tensor, "batch src_len d_model"],
+        memory: Float[Tensor, "batch src_len d_model"] | None,
         memory_mask: Tensor | None,
         cache: DecoderCache | None = None,
+        new: NewTokens | None = None,
     ) -> Float[Tensor, "rows tgt_len d_model"]:
         """The decoder's output, before the output layer.
 
         Args:
             tgt_in: target tokens, shifted right; with a cache, only those not yet in it. Rows may
                 be a multiple of the batch (several hypotheses of a sentence, side by side).
-            memory: the encoder's output.
+            memory: the encoder's output; None where the cache holds what the layers read of it.
             memory_mask: True where the memory holds a token, broadcasts to
                 `[batch, 1, 1, src_len]`.
             cache: holds the tokens before `tgt_in`, and gets those of `tgt_in`.
+            new: where the tokens of `tgt_in` stand and what they see, if they do not follow each other.
         """
-        x = self._embed(self.tgt_embedding, self.tgt_positions, tgt_in, cache.length if cache else 0)
+        start = new.positions if new is not None else cache.length if cache is not None else 0
+        x = self._embed(self.tgt_embedding, self.tgt_positions, tgt_in, start)
         for i, block in enumerate(self.decoder):
-            own, of_memory = (cache.own[i], cache.memory[i]) if cache else (None, None)
-            x = block(x, memory, memory_mask, own, of_memory).x
+            own, of_memory = (None, None) if cache is None else (cache.own[i], cache.memory[i])
+            x = block(x, memory, memory_mask, own, of_memory, new=new).x
         return self.decoder_norm(x)  # type: ignore[no-any-return]
 
     def logits(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows tgt_vocab_size"]:
@@ -157,13 +166,20 @@ class EncoderDecoder(nn.Module):
             of_cross.append(cross)
         return AttentionMaps(tuple(of_encoder), tuple(of_decoder), tuple(of_cross))
 
-    def _embed(self, table: nn.Embedding, positions: nn.Module, ids: Tensor, start: int) -> Tensor:
-        scaled = F.embedding(ids, table.weight) * math.sqrt(self.config.d_model)
-        # The blocks may be narrower than the tables (training.precision).
-        narrow = positions(scaled, start).to(
-            cast(DecoderBlock, self.decoder[0]).feed_forward.inner.weight.dtype
-        )
-        return self.embedding_dropout(narrow)  # type: ignore[no-any-return]
+    def _embed(
+        self,
+        table: Callable[[Tensor], Tensor],
+        positions: Callable[[Tensor, int | PositionIds], Tensor],
+        ids: Tensor,
+        start: int | PositionIds,
+    ) -> Tensor:
+        x = table(ids)
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
+        x = positions(x, start)
+        if self.stream_dtype is not None:
+            x = x.to(self.stream_dtype)
+        return self.embedding_dropout(x) if self.training else x
 
 
 def _positions(config: ModelConfig) -> nn.Module:

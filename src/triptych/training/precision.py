@@ -33,6 +33,7 @@ class NarrowTwin:
         }
         # What deepcopy finds in its memo it takes as it is.
         self.model = copy.deepcopy(model, dict(shared))
+        self.model.stream_dtype = torch.bfloat16
         self._wide: list[Tensor] = []
         self._narrow: list[Tensor] = []
         for own, master in zip(self.model.parameters(), model.parameters(), strict=True):
