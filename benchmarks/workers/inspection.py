@@ -1,6 +1,6 @@
 """Looking into a checkpoint, ours and others' ways; every request in a process of its own.
 
-{"way": "triptych", "folder": ...}         `inspect_checkpoint`, all its measures
+{"way": "triptych", "folder": ...}         `inspect`, all its measures
 {"way": "plain read", "folder": ...}       the bytes of the file, which has nothing but attention
 {"way": "WeightWatcher", "folder": ...}    its `analyze` of the same matrices, whole
 {"way": "dense", "folder": ...}            singular values of one head's W_QK and W_OV, as d × d matrices
@@ -17,7 +17,7 @@ from benchmarks.workers.protocol import Answer, Options, Prepared, seconds_of, s
 from triptych.algebra.measures import measure_heads
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.inspection import inspect_checkpoint
+from triptych.inspection import inspect
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -39,7 +39,7 @@ def prepare(options: Options) -> Prepared:
 
 def _triptych(folder: Path) -> Answer:
     checkpoint = open_checkpoint(folder)
-    found = inspect_checkpoint(checkpoint)
+    found = inspect(checkpoint)
     return {"bytes": sum(layer.num_bytes for layer in found.layers), "heads": len(found.rows())}
 
 

@@ -7,7 +7,7 @@
 import torch
 
 from benchmarks.workers.protocol import Answer, Options, Prepared, serve
-from triptych import CostSpec, MultiHeadAttention, Stacked, fold, measure_cost, measure_times
+from triptych import CostSpec, MultiHeadAttention, Stacked, cost, fold, measure_times
 
 
 def prepare(options: Options) -> Prepared:
@@ -19,7 +19,7 @@ def prepare(options: Options) -> Prepared:
             layer = MultiHeadAttention(request["fold"], request["heads"], Stacked())
             return {"folded": fold(layer).parameterisation.name}
         given = {**request["spec"], "parameterisations": tuple(request["spec"]["parameterisations"])}
-        report = measure_cost(CostSpec(**given))
+        report = cost(CostSpec(**given))
         times = measure_times(report, seconds=request["seconds"])
         return {"cost": report.figures(), "times": times.figures()}
 

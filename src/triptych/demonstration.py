@@ -124,7 +124,7 @@ class Interrupted:
     signal_number: int
 
 
-def demonstrate(
+def demo(
     folder: Path,
     display: Display,
     overrides: tuple[str, ...] = (),

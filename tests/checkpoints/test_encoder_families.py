@@ -14,10 +14,10 @@ from triptych.algebra.function import PatchTable, attend
 from triptych.algebra.rewrites import EXACT, Truncate
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.errors import DataError
-from triptych.inspection.checkpoint import inspect_checkpoint
+from triptych.inspection.checkpoint import inspect
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.verification import verify_certificate
+from triptych.rewriting.verification import verify
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -176,7 +176,7 @@ def test_maps_of_global_attention_are_reported_and_not_read(tmp_path: Path) -> N
     assert len(checkpoint.unread) == 2 * 3 * 2
     assert all("_global." in name for name in checkpoint.unread)
     assert [checkpoint.read(site).scoring.window for site in checkpoint.sites] == [3, 4]
-    for layer in inspect_checkpoint(checkpoint).layers:  # what folds into the output map is not redundant
+    for layer in inspect(checkpoint).layers:  # what folds into the output map is not redundant
         assert set(layer.foldable.values()) == {checkpoint.read(checkpoint.sites[0]).fixed} != {""}
         assert layer.cut == {}
 
@@ -211,7 +211,7 @@ def test_a_picture_is_measured_on_as_many_probes_as_it_has_tokens(name: str, tmp
     recipe = RewriteRecipe.model_construct(step=EXACT, skip_refused=True, calibration=None)
     found = rewrite_checkpoint(str(tmp_path / "source"), tmp_path / "out", recipe, compare=False)
     assert all(layer.measured is not None and layer.measured.relative < 1e-5 for layer in found.layers)
-    checks = verify_certificate(tmp_path / "out", tmp_path / "source")
+    checks = verify(tmp_path / "out", tmp_path / "source")
     assert not [check for check in checks if check.held is False]
     assert any(check.held for check in checks if check.claim == "errors measured on the probes")
 

@@ -23,7 +23,7 @@ from triptych.rewriting.certificate import Certificate, NormRecord, card
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.measuring import blocks
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.verification import verify_certificate
+from triptych.rewriting.verification import verify
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import open_tensors
 
@@ -240,7 +240,7 @@ def test_all_norms_folded_leave_the_model_as_it_was(name: str, tmp_path: Path) -
             assert torch.equal(norm.gain + norm.offset, torch.ones_like(norm.gain))
             assert norm.shift is None or not norm.shift.any()
     assert_models_agree(model, loaded(model, tmp_path / "out"))
-    checks = verify_certificate(tmp_path / "out", source)
+    checks = verify(tmp_path / "out", source)
     assert all(check.held is not False for check in checks), checks
 
 
@@ -500,7 +500,7 @@ def test_a_norm_that_was_folded_has_nothing_left_to_fold(tmp_path: Path) -> None
     assert not changed(tmp_path / "once", tmp_path / "twice")
     assert {norm.steps[0].tier for norm in found.norms} == {"bit-exact"}
     assert all(norm.measured is None for norm in found.norms)
-    assert all(check.held is not False for check in verify_certificate(tmp_path / "twice", tmp_path / "once"))
+    assert all(check.held is not False for check in verify(tmp_path / "twice", tmp_path / "once"))
 
 
 @pytest.mark.parametrize("name", most())
@@ -547,7 +547,7 @@ def forged(certified: tuple[Path, Path, Certificate], folder: Path, **update: An
     changed = certificate.model_copy(update=update).sealed()
     (folder / "certificate.json").write_bytes(changed.as_json())
     (folder / "README.md").write_text(card(changed), encoding="utf-8")
-    return [check.claim for check in verify_certificate(folder, source) if check.held is False]
+    return [check.claim for check in verify(folder, source) if check.held is False]
 
 
 def test_errors_of_norms_are_measured_again(
@@ -578,7 +578,7 @@ def test_a_digit_of_a_map_is_noticed(certified: tuple[Path, Path, Certificate], 
     tensor = load_file(out / "model.safetensors")[name]
     tensor[3, 5] += 1e-3
     with_tensors(tmp_path / "copy", {name: tensor})
-    checks = verify_certificate(tmp_path / "copy", source)
+    checks = verify(tmp_path / "copy", source)
     assert [check.claim for check in checks if check.held is False] == ["tensors as written"]
 
 
@@ -595,7 +595,7 @@ def test_maps_that_never_took_up_the_norm_are_noticed(
     with_tensors(tmp_path / "copy", {name: original})
     certificate = certificate.model_copy(update={"tensors": records}).sealed()
     (tmp_path / "copy" / "certificate.json").write_bytes(certificate.as_json())
-    failing = [check.claim for check in verify_certificate(tmp_path / "copy", source) if check.held is False]
+    failing = [check.claim for check in verify(tmp_path / "copy", source) if check.held is False]
     assert failing == [
         "errors measured on the probes",
         "what was done is of its tier, and within its bounds",
@@ -606,4 +606,4 @@ def test_a_certificate_without_norms_is_written_as_before_there_were_any(tmp_pat
     made("llama", tmp_path / "source")
     folded(tmp_path / "source", tmp_path / "out", FoldNorm())
     assert "norms" not in json.loads((tmp_path / "out" / "certificate.json").read_text())
-    assert all(check.held is not False for check in verify_certificate(tmp_path / "out", tmp_path / "source"))
+    assert all(check.held is not False for check in verify(tmp_path / "out", tmp_path / "source"))

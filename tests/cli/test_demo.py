@@ -13,7 +13,7 @@ FAST = ("training.max_steps=3", "validation.every_steps=3", "validation.max_sent
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> demonstration.Demonstration:
     folder = tmp_path_factory.mktemp("demo") / "demo"
-    result = demonstration.demonstrate(folder, LineDisplay(), FAST, num_tested=20)
+    result = demonstration.demo(folder, LineDisplay(), FAST, num_tested=20)
     assert isinstance(result, demonstration.Demonstration)
     return result
 
@@ -36,7 +36,7 @@ def test_the_figures_are_fit_for_a_machine(shown: demonstration.Demonstration) -
 def test_a_finished_demo_is_replaced_by_the_next(shown: demonstration.Demonstration) -> None:
     folder = shown.report.parent
     (folder / "mine.txt").write_text("keep")
-    again = demonstration.demonstrate(folder, LineDisplay(), FAST, num_tested=20)
+    again = demonstration.demo(folder, LineDisplay(), FAST, num_tested=20)
     assert isinstance(again, demonstration.Demonstration)
     assert again.exact_match == shown.exact_match
     assert (folder / "mine.txt").read_text() == "keep"

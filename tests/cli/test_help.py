@@ -1,5 +1,6 @@
 """`triptych --help`: what it says, and that nothing heavy is imported for it."""
 
+import ast
 import inspect
 import subprocess
 import sys
@@ -30,6 +31,32 @@ def test_the_summary_of_a_command_is_the_first_line_of_its_docstring(name: str) 
     function = getattr(import_module(f"triptych.cli.{name}"), name)
     assert (inspect.getdoc(function) or "").splitlines()[0] == COMMANDS[name]
     assert len(COMMANDS[name]) <= 63, "longer ones are cut off on a terminal of 80 columns"
+
+
+# What each command calls.
+VERBS = {
+    "demo": ("demo",),
+    "train": ("train", "resume"),
+    "translate": ("load",),
+    "evaluate": ("evaluate",),
+    "inspect": ("inspect",),
+    "rewrite": ("rewrite_checkpoint",),
+    "verify": ("verify",),
+    "convert": ("convert",),
+    "cost": ("cost", "measure_times"),
+}
+
+
+def test_every_command_has_its_verb_on_the_face_of_the_package() -> None:
+    assert VERBS.keys() == COMMANDS.keys()
+    assert {verb for verbs in VERBS.values() for verb in verbs} <= set(triptych.__all__)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_calls_its_verb(name: str) -> None:
+    tree = ast.parse(inspect.getsource(import_module(f"triptych.cli.{name}")))
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    assert {of.removeprefix("triptych.") for of in called if of.startswith("triptych.")} == set(VERBS[name])
 
 
 def test_everything_that_the_package_offers_is_there_and_is_what_its_module_has() -> None:

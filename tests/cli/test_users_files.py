@@ -207,7 +207,7 @@ def quick_page(report: object, path: Path) -> None:
 def finished_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "demo"
     monkeypatch.setattr(demonstration, "write_report", quick_page)
-    demonstration.demonstrate(folder, LineDisplay(), FAST, num_tested=5)
+    demonstration.demo(folder, LineDisplay(), FAST, num_tested=5)
     return folder
 
 
@@ -251,11 +251,11 @@ def test_a_finished_demo_is_there_until_the_next_is_whole(
     with monkeypatch.context() as patched:
         patched.setattr(demonstration, name, stand_in)
         with pytest.raises(KeyboardInterrupt):
-            demonstration.demonstrate(finished_demo, LineDisplay(), FAST, num_tested=5)
+            demonstration.demo(finished_demo, LineDisplay(), FAST, num_tested=5)
     assert names(finished_demo) >= known
     assert (finished_demo / "report.html").read_bytes() == report
     assert len(runs.Run.open(finished_demo).translator().translate(["Vier."])) == 1
-    again = demonstration.demonstrate(finished_demo, LineDisplay(), FAST, num_tested=5)
+    again = demonstration.demo(finished_demo, LineDisplay(), FAST, num_tested=5)
     assert isinstance(again, demonstration.Demonstration)
     assert names(finished_demo) == known
     assert (finished_demo / "report.html").read_bytes() != report

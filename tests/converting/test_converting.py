@@ -15,7 +15,7 @@ from checkpoints.tiny_marian import CONFIG, write_marian
 from triptych.attention import PARAMETERISATIONS
 from triptych.checkpoints import read_marian
 from triptych.converting import hugging_face
-from triptych.converting.conversion import Conversion, Format, convert_from_hf, convert_to
+from triptych.converting.conversion import Conversion, Format, convert
 from triptych.converting.plain_heads import plain_model
 from triptych.decoding import SearchOptions, Translator
 from triptych.errors import DataError, UsageError
@@ -194,7 +194,7 @@ def test_transformers_computes_the_same_and_searches_the_same(
 ) -> None:
     site = {"projections": "grouped", "num_kv_heads": 2, **BIASES}
     run = make_run_that_ends(joint, site, output_bias=True, **MODELS[name])
-    conversion = convert_to(run, tmp_path / "out", "hf")
+    conversion = convert(run, tmp_path / "out", "hf")
     assert all(check.tried for check in conversion.checks)
     assert "repeat_kv_heads: encoder.0, decoder.0, cross.0, decoder.1, cross.1" in conversion.folded
     theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
@@ -234,14 +234,14 @@ def translations(run: Run, lines: list[str]) -> list[str]:
 def test_pre_norm_is_the_same_in_float64_too(joint: TokenizerPair, tmp_path: Path) -> None:
     run = make_run(joint, norm="pre")
     run.model.double()
-    conversion = convert_to(run, tmp_path / "out", "hf")
+    conversion = convert(run, tmp_path / "out", "hf")
     (found,) = [c.largest_difference for c in conversion.checks if c.largest_difference is not None]
     assert found < 1e-9
 
 
 def test_a_tokenizer_for_each_side_lies_in_a_folder_of_its_own(apart: TokenizerPair, tmp_path: Path) -> None:
     run = make_run(apart, tie_embeddings="target")
-    convert_to(run, tmp_path / "out", "hf")
+    convert(run, tmp_path / "out", "hf")
     again = Run.open(tmp_path / "out", "cpu")
     assert not again.tokenizers.joint
     assert again.model.config.max_source_tokens == run.model.config.max_source_tokens
@@ -265,7 +265,7 @@ def test_a_model_that_no_architecture_has_is_refused_and_nothing_is_left(
 ) -> None:
     run = make_run(apart if changes.get("tie_embeddings") == "target" else joint, **changes)
     with pytest.raises(UsageError, match=message):
-        convert_to(run, tmp_path / "out", "hf")
+        convert(run, tmp_path / "out", "hf")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -280,7 +280,7 @@ def test_what_computes_something_else_is_not_written(
 
     monkeypatch.setattr(hugging_face, "plain_model", plain_and_wrong)
     with pytest.raises(DataError, match=r"they are off by .* nothing was written"):
-        convert_to(make_run(joint), tmp_path / "out", "hf")
+        convert(make_run(joint), tmp_path / "out", "hf")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -288,7 +288,7 @@ def test_what_cannot_be_tried_is_said(
     joint: TokenizerPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    conversion = convert_to(make_run(joint), tmp_path / "out", "hf")
+    conversion = convert(make_run(joint), tmp_path / "out", "hf")
     untried = [check for check in conversion.checks if not check.tried]
     assert len(untried) == 2
     assert {check.note for check in untried} == {"transformers is not installed: pip install transformers"}
@@ -302,7 +302,7 @@ def test_a_missing_library_is_a_usage_error(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=f"needs {library}: pip install"):
-        convert_to(make_run(joint), tmp_path / "out", form)
+        convert(make_run(joint), tmp_path / "out", form)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -312,10 +312,10 @@ def test_an_output_that_exists_is_left_alone(joint: TokenizerPair, tmp_path: Pat
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("folder", "file", "link"):
         with pytest.raises(UsageError, match="exists: choose another name"):
-            convert_to(make_run(joint), tmp_path / name, "hf")
+            convert(make_run(joint), tmp_path / name, "hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link"]
     with pytest.raises(UsageError, match="does not exist: make it first"):
-        convert_to(make_run(joint), tmp_path / "no" / "out", "hf")
+        convert(make_run(joint), tmp_path / "no" / "out", "hf")
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -329,13 +329,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_a_marian_checkpoint_comes_back_tensor_for_tensor(tmp_path: Path, changes: dict[str, Any]) -> None:
     heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
     tensors = write_marian(tmp_path, dtype=torch.float32, **heads, **changes)
-    conversion = convert_from_hf(tmp_path, tmp_path / "ours")
+    conversion = convert(tmp_path, tmp_path / "ours", "triptych")
     assert [check.tried for check in conversion.checks] == [True]
     ours = Run.open(tmp_path / "ours", "cpu")
     assert ours.recipe is None
     lines = ["ab ba", "", "aba fi." * 30, ">>de<< fi."]
     assert translations(ours, lines) == translations(Run.open(tmp_path, "cpu"), lines)
-    convert_to(ours, tmp_path / "theirs", "hf")
+    convert(ours, tmp_path / "theirs", "hf")
     again = load_file(tmp_path / "theirs" / "model.safetensors")
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], tensors[name]) for name in tensors)
@@ -349,7 +349,7 @@ def test_a_marian_checkpoint_comes_back_tensor_for_tensor(tmp_path: Path, change
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_a_checkpoint_of_another_dtype_keeps_it(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = write_marian(tmp_path, dtype=dtype)
-    convert_from_hf(tmp_path, tmp_path / "ours")
+    convert(tmp_path, tmp_path / "ours", "triptych")
     model = Run.open(tmp_path / "ours", "cpu").model
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert torch.equal(model.src_embedding.weight, tensors["model.shared.weight"])
@@ -357,9 +357,9 @@ def test_a_checkpoint_of_another_dtype_keeps_it(tmp_path: Path, dtype: torch.dty
 
 def test_a_folder_of_ours_is_no_checkpoint_of_theirs(tmp_path: Path) -> None:
     write_marian(tmp_path, dtype=torch.float32)
-    convert_from_hf(tmp_path, tmp_path / "ours")
+    convert(tmp_path, tmp_path / "ours", "triptych")
     with pytest.raises(UsageError, match="is a folder of ours already"):
-        convert_from_hf(tmp_path / "ours", tmp_path / "again")
+        convert(tmp_path / "ours", tmp_path / "again", "triptych")
     recipe = resolve(
         {"data": {part: {"generated": 5, "generated_part": part} for part in ("train", "valid")}}
     )
@@ -388,7 +388,7 @@ def test_the_readme_for_transformers_runs(
     joint: TokenizerPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(joint)
-    run_readme(convert_to(run, tmp_path / "out", "hf"))
+    run_readme(convert(run, tmp_path / "out", "hf"))
     assert capsys.readouterr().out.startswith("[")
 
 
@@ -402,13 +402,13 @@ def test_ctranslate2_computes_the_same(
     pytest.importorskip("ctranslate2", reason="needs CTranslate2")
     tie = changes.get("tie_embeddings", "target")
     run = make_run(apart, FITTING["four_matrix"], **{**changes, "tie_embeddings": tie})
-    conversion = convert_to(run, tmp_path / "out", "ctranslate2")
+    conversion = convert(run, tmp_path / "out", "ctranslate2")
     (check,) = conversion.checks
     assert check.largest_difference is not None
     assert check.largest_difference < 1e-4
     run_readme(conversion)
     assert capsys.readouterr().out
-    (rounded,) = convert_to(run, tmp_path / "int8", "ctranslate2", "int8").checks
+    (rounded,) = convert(run, tmp_path / "int8", "ctranslate2", "int8").checks
     assert rounded.largest_difference is not None
     assert 1e-4 < rounded.largest_difference < 1
 
@@ -428,7 +428,7 @@ def test_onnx_takes_what_no_other_format_does(
         pytest.importorskip(library, reason=f"needs {library}")
     site = changes.get("site", {})
     run = make_run(joint, **changes, decoder={"num_layers": 1, "attention": site, "cross_attention": site})
-    conversion = convert_to(run, tmp_path / "out", "onnx")
+    conversion = convert(run, tmp_path / "out", "onnx")
     (check,) = conversion.checks
     assert check.largest_difference is not None
     assert check.largest_difference < 1e-4
@@ -439,9 +439,9 @@ def test_onnx_takes_what_no_other_format_does(
 
 @pytest.mark.skipif(not MARIAN.is_dir(), reason="needs ../shared/checkpoints/marian-multi30k")
 def test_a_trained_checkpoint_goes_there_and_back_and_translates_the_same(tmp_path: Path) -> None:
-    convert_from_hf(MARIAN, tmp_path / "ours")
+    convert(MARIAN, tmp_path / "ours", "triptych")
     ours = Run.open(tmp_path / "ours", "cpu")
-    convert_to(ours, tmp_path / "theirs", "hf")
+    convert(ours, tmp_path / "theirs", "hf")
     before, after = (load_file(folder / "model.safetensors") for folder in (MARIAN, tmp_path / "theirs"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -463,7 +463,7 @@ def test_a_trained_checkpoint_goes_there_and_back_and_translates_the_same(tmp_pa
 def test_a_trained_checkpoint_translates_the_same_in_ctranslate2(tmp_path: Path) -> None:
     ctranslate2 = pytest.importorskip("ctranslate2", reason="needs CTranslate2")
     run = Run.open(MARIAN, "cpu")
-    convert_to(run, tmp_path / "out", "ctranslate2")
+    convert(run, tmp_path / "out", "ctranslate2")
     lines = (MULTI30K / "test_2016_flickr.en").read_text().splitlines()[:20]
     found = Translator(run.model, run.tokenizers, SearchOptions(beam_size=4, alpha=0.0)).translate(lines)
     source, target = run.tokenizers.source, run.tokenizers.target

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from triptych.algebra.cost import cached_numbers, pass_cost
 from triptych.attention import PARAMETERISATIONS, LayerCache, MultiHeadAttention
 from triptych.costing import pages, timing
-from triptych.costing.counting import CostReport, CostRow, CostSpec, LeftOut, evaluate, measure_cost
+from triptych.costing.counting import CostReport, CostRow, CostSpec, LeftOut, cost, evaluate
 from triptych.costing.timing import Machine, measure_times
 
 BATCH, LENGTH, CONTEXT, MEMORY = 2, 6, 9, 5
@@ -27,7 +27,7 @@ SPECS = {
     "one head": CostSpec(d_model=10, num_heads=1, **WORK),
     "small latent": CostSpec(d_model=32, num_heads=4, d_latent=3, biases=True, **WORK),
 }
-ROWS = {(spec, row.name): row for spec in SPECS.values() for row in measure_cost(spec).rows}
+ROWS = {(spec, row.name): row for spec in SPECS.values() for row in cost(spec).rows}
 CASES = [
     pytest.param(spec, name, id=f"{name}, {what}")
     for what, spec in SPECS.items()
@@ -154,8 +154,8 @@ def test_activations_are_what_autograd_keeps(name: str) -> None:
 
 
 def test_bytes_follow_the_dtype_and_the_batch() -> None:
-    one = measure_cost(CostSpec(dtype="fp32")).rows[0]
-    four = measure_cost(CostSpec(dtype="bf16", batch=4)).rows[0]
+    one = cost(CostSpec(dtype="fp32")).rows[0]
+    four = cost(CostSpec(dtype="bf16", batch=4)).rows[0]
     assert one.cache_bytes == 2048 * 1024 * 4
     assert one.parameter_bytes == 2 * four.parameter_bytes == 4 * 4 * 512**2
     assert four.cache_bytes == 2 * one.cache_bytes
@@ -169,7 +169,7 @@ def test_bytes_follow_the_dtype_and_the_batch() -> None:
 
 
 def test_what_cannot_be_written_is_listed_with_the_reason() -> None:
-    report = measure_cost(CostSpec(d_model=20, num_heads=3, d_k=5, d_v=7, num_kv_heads=2))
+    report = cost(CostSpec(d_model=20, num_heads=3, d_k=5, d_v=7, num_kv_heads=2))
     reasons = {left.name: left.reason for left in report.left_out}
     assert "num_heads 3 does not divide d_model 20" in reasons["direct"]
     assert "d_latent" in reasons["latent"]
@@ -200,14 +200,11 @@ def test_a_size_that_cannot_be_is_refused_with_the_numbers(options: dict[str, An
 
 def test_if_nothing_is_left_the_reasons_are_the_error() -> None:
     with pytest.raises(ValueError, match="grouped: num_kv_heads 3 does not divide num_heads 8"):
-        measure_cost(CostSpec(num_kv_heads=3, parameterisations=("grouped",)))
+        cost(CostSpec(num_kv_heads=3, parameterisations=("grouped",)))
 
 
 def test_forms_are_written_from_the_maps_and_what_they_share() -> None:
-    forms = {
-        row.name: (row.formulas.W_QK, row.formulas.W_OV)
-        for row in measure_cost(CostSpec(num_kv_heads=2)).rows
-    }
+    forms = {row.name: (row.formulas.W_QK, row.formulas.W_OV) for row in cost(CostSpec(num_kv_heads=2)).rows}
     assert forms == {
         "factored": ("W_i^Q W_i^Kᵀ", "W_i^V W_i^O"),
         "bilinear": ("W_i^Q", "W_i^V W_i^O"),
@@ -224,7 +221,7 @@ def test_forms_are_written_from_the_maps_and_what_they_share() -> None:
 
 
 def test_formulas_are_readable() -> None:
-    rows = {row.name: row.formulas for row in measure_cost(CostSpec()).rows}
+    rows = {row.name: row.formulas for row in cost(CostSpec()).rows}
     assert rows["factored"].parameters == "2·h·d·d_k + 2·h·d·d_v"
     assert rows["bilinear"].parameters == "h·d² + 2·h·d·d_v"
     assert not any(re.search(r"\*", f.parameters + f.cache) for f in rows.values())
@@ -286,7 +283,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
 @pytest.mark.usefixtures("_small_machine")
 def test_every_round_runs_all_in_turn(calls: list[Call]) -> None:
-    timed = measure_times(measure_cost(TIMED), seconds=0.0)
+    timed = measure_times(cost(TIMED), seconds=0.0)
     assert [row.name for row in timed.rows] == list(TIMED.parameterisations)
     assert [call.name for call in calls] == list(TIMED.parameterisations) * (len(calls) // 3)
     kinds = [("decode" if call.cached else "training" if call.learns else "forward") for call in calls]
@@ -297,7 +294,7 @@ def test_every_round_runs_all_in_turn(calls: list[Call]) -> None:
 
 @pytest.mark.usefixtures("_small_machine")
 def test_a_decode_step_always_sees_the_context_and_copies_none_of_it(calls: list[Call]) -> None:
-    measure_times(measure_cost(TIMED), seconds=0.0)
+    measure_times(cost(TIMED), seconds=0.0)
     steps = [call for call in calls if call.cached]
     assert {(call.shape, call.cached) for call in steps} == {((3, 1, 16), TIMED.context - 1)}
     # Every step of a layer starts from the same store, and adds to it in place (the spy looked).
@@ -307,7 +304,7 @@ def test_a_decode_step_always_sees_the_context_and_copies_none_of_it(calls: list
 @pytest.mark.usefixtures("_small_machine")
 def test_times_have_quartiles_rounds_and_a_prediction() -> None:
     shares: list[float] = []
-    report = measure_cost(TIMED)
+    report = cost(TIMED)
     timed = measure_times(report, seconds=0.0, progress=lambda what, share: shares.append(share))
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
@@ -334,7 +331,7 @@ def test_times_have_quartiles_rounds_and_a_prediction() -> None:
 @pytest.mark.usefixtures("_small_machine")
 def test_more_time_gives_more_rounds() -> None:
     spec = CostSpec(d_model=16, num_heads=2, length=4, context=1, parameterisations=("direct",))
-    (row,) = measure_times(measure_cost(spec), seconds=0.05).rows
+    (row,) = measure_times(cost(spec), seconds=0.05).rows
     assert row.forward.rounds > 5
 
 
@@ -342,7 +339,7 @@ def test_more_time_gives_more_rounds() -> None:
 def test_timing_leaves_the_random_numbers_of_others_alone() -> None:
     spec = CostSpec(d_model=8, num_heads=2, length=2, context=2, parameterisations=("direct",))
     before = torch.get_rng_state()
-    measure_times(measure_cost(spec), seconds=0.0)
+    measure_times(cost(spec), seconds=0.0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -350,7 +347,7 @@ def test_timing_leaves_the_random_numbers_of_others_alone() -> None:
 def test_times_are_taken_on_a_gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
-    timed = measure_times(measure_cost(CostSpec(dtype="bf16")), seconds=0.05, device="cuda")
+    timed = measure_times(cost(CostSpec(dtype="bf16")), seconds=0.05, device="cuda")
     assert timed.machine.device == torch.cuda.get_device_name()
     assert all(row.training.seconds > 0 for row in timed.rows)
 
@@ -397,7 +394,7 @@ def test_durations_have_their_unit(seconds: float, text: str) -> None:
 
 
 def test_notes_tell_what_was_absorbed_and_what_left_out() -> None:
-    report = measure_cost(SPECS["small latent"])
+    report = cost(SPECS["small latent"])
     report = CostReport(report.spec, report.rows, (LeftOut("direct", "it does not fit"),))
     assert pages.notes(report) == [
         "latent, prefill and decode: the absorbed route, attending to what is cached as it is, "
@@ -408,7 +405,7 @@ def test_notes_tell_what_was_absorbed_and_what_left_out() -> None:
 
 @pytest.mark.usefixtures("_small_machine")
 def test_the_page_holds_a_bar_and_a_row_for_each() -> None:
-    report = measure_cost(CostSpec(parameterisations=("factored", "latent")))
+    report = cost(CostSpec(parameterisations=("factored", "latent")))
     page = pages.cost_page(report, command="triptych cost")
     assert [chart.title for chart in page.charts] == ["Parameters", "Cache", "FLOPs per token", "Activations"]
     assert [(bar.name, bar.value) for bar in page.charts[0].bars] == [
@@ -419,7 +416,7 @@ def test_the_page_holds_a_bar_and_a_row_for_each() -> None:
     assert page.tables[0].rows[0][:4] == ("factored", "1.05M", "1,024", "8.00 MiB")
     assert page.commands == ("triptych cost",)
     timed = measure_times(
-        measure_cost(CostSpec(d_model=8, num_heads=2, length=2, context=2, parameterisations=("direct",))),
+        cost(CostSpec(d_model=8, num_heads=2, length=2, context=2, parameterisations=("direct",))),
         seconds=0.0,
     )
     page = pages.cost_page(report, timed)

@@ -19,7 +19,7 @@ from triptych.attention.projections import parameterisation
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
-from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
+from triptych.inspection import MEASURES, Inspection, inspect
 from triptych.inspection.pages import (
     average_lines,
     heads_page,
@@ -58,7 +58,7 @@ class OneLayer(AttentionSource):
 
 
 def inspected(folder: Path, **options: Any) -> Inspection:
-    return inspect_checkpoint(open_checkpoint(folder), **options)
+    return inspect(open_checkpoint(folder), **options)
 
 
 def test_every_head_has_a_row_with_every_measure(tmp_path: Path) -> None:
@@ -311,13 +311,13 @@ def test_how_far_the_three_maps_are_from_one(tmp_path: Path) -> None:
 
 
 def test_progress_is_told_in_bytes(tmp_path: Path) -> None:
-    told: list[tuple[int, int, str]] = []
+    told: list[tuple[str, int, int]] = []
     inspected(gpt2(tmp_path), progress=lambda *of: told.append(of))
     total = 4 * LAYERS * (D * 3 * D + 3 * D + D * D + D)
-    assert [of[0] for of in told] == [0, total // 3, 2 * total // 3, total, total]
-    assert [of[2] for of in told[-2:]] == ["heads that are nearly the same", ""]
-    assert {of[1] for of in told} == {total}
-    assert told[1][2] == "decoder 1"
+    assert [of[1] for of in told] == [0, total // 3, 2 * total // 3, total, total]
+    assert [of[0] for of in told[-2:]] == ["heads that are nearly the same", ""]
+    assert {of[2] for of in told} == {total}
+    assert told[1][0] == "decoder 1"
 
 
 def test_the_page_holds_everything_and_asks_for_nothing(tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ def test_a_form_that_a_narrow_map_makes_lacks_full_rank_whatever_rounding_leaves
     k, v = (Link(torch.randn(HEADS, D, WIDTH)) for _ in "kv")
     o = Link(torch.randn(HEADS, WIDTH, D))
     weights = AttentionWeights(d_model=D, num_heads=HEADS, scale=1.0, q=narrow, k=(k,), v=(v,), o=(o,))
-    figures = inspect_checkpoint(OneLayer(weights)).layers[0].figures
+    figures = inspect(OneLayer(weights)).layers[0].figures
     assert figures["qk_rank"] == [5.0] * HEADS
     assert figures["qk_condition"] == [math.inf] * HEADS
     assert all(1 < (condition or 0) < 1e4 for condition in figures["ov_condition"])
@@ -425,7 +425,7 @@ def test_an_infinite_condition_is_shown_in_tables_and_on_the_page(tmp_path: Path
 
 def counted_pairs(weights: AttentionWeights) -> tuple[str, ...]:
     """What the averages say how many pairs of Q and K, Q and V, K and V there are."""
-    said = " ".join(average_lines(inspect_checkpoint(OneLayer(weights.to(torch.float64)))))
+    said = " ".join(average_lines(inspect(OneLayer(weights.to(torch.float64)))))
     return tuple(re.findall(r"of (\d+ \w+) above chance", said))
 
 
@@ -436,7 +436,7 @@ def test_a_map_that_all_heads_share_counts_once() -> None:
     # What heads weigh differently is still the same subspace; their values are their own.
     mixed = MultiHeadAttention(D, HEADS, parameterisation("collaborative", d_shared=12)).weights()
     assert counted_pairs(mixed) == ("1 pair", "4 heads", "4 heads")
-    assert inspect_checkpoint(OneLayer(mixed)).layers[0].maps == {"q": HEADS, "k": 1, "v": HEADS}
+    assert inspect(OneLayer(mixed)).layers[0].maps == {"q": HEADS, "k": 1, "v": HEADS}
 
 
 def test_of_heads_that_share_keys_and_values_one_stands_among_the_outliers(tmp_path: Path) -> None:
@@ -451,9 +451,9 @@ def test_a_form_that_all_heads_share_is_no_near_copy_of_itself() -> None:
     q, k = (Link(torch.randn(HEADS, D, WIDTH)) for _ in "qk")
     v, o = Link(torch.randn(1, D, WIDTH)), Link(torch.randn(1, WIDTH, D))
     shared = AttentionWeights(d_model=D, num_heads=HEADS, scale=1.0, q=(q,), k=(k,), v=(v,), o=(o,))
-    assert inspect_checkpoint(OneLayer(shared)).copies == ()
+    assert inspect(OneLayer(shared)).copies == ()
     written_out = replace(shared, v=(v.of_heads(HEADS),), o=(o.of_heads(HEADS),))
-    assert len(inspect_checkpoint(OneLayer(written_out)).copies) == HEADS * (HEADS - 1) // 2
+    assert len(inspect(OneLayer(written_out)).copies) == HEADS * (HEADS - 1) // 2
 
 
 def test_the_mean_of_copying_is_set_beside_how_means_of_random_heads_spread() -> None:
@@ -462,7 +462,7 @@ def test_the_mean_of_copying_is_set_beside_how_means_of_random_heads_spread() ->
     maps = {side: (Link(torch.randn(heads, d, width, dtype=torch.float64)),) for side in "qkv"}
     o = (Link(torch.randn(heads, width, d, dtype=torch.float64)),)
     weights = AttentionWeights(d_model=d, num_heads=heads, scale=1.0, o=o, **maps)
-    said = " ".join(average_lines(inspect_checkpoint(OneLayer(weights))))
+    said = " ".join(average_lines(inspect(OneLayer(weights))))
     found = re.search(r"copying score of W_OV: ([-+.\d]+) \(random: 0 ± ([.\d]+)\)", said)
     assert found is not None
     forms = torch.randn(3000, heads, d, width, dtype=torch.float64)

@@ -16,7 +16,7 @@ from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.layers import RewrittenLayer
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import open_model
-from triptych.rewriting.verification import verify_certificate
+from triptych.rewriting.verification import verify
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 tokenizers = pytest.importorskip("tokenizers", reason="it comes with the extra [dev]")
@@ -125,4 +125,4 @@ def test_a_layer_used_several_times_is_truncated_on_a_text(tmp_path: Path) -> No
     found = rewrite_checkpoint(str(folder), tmp_path / "out", recipe, text=text)
     assert found.layers[0].steps[0].error is not None
     assert 0 < found.layers[0].steps[0].error < 1
-    assert all(check.held is not False for check in verify_certificate(tmp_path / "out", folder))
+    assert all(check.held is not False for check in verify(tmp_path / "out", folder))

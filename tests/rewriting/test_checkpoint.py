@@ -38,7 +38,7 @@ from triptych.rewriting.layers import rewrite_layer
 from triptych.rewriting.measuring import measure_change
 from triptych.rewriting.planning import plan_rewrite, prepare
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
-from triptych.rewriting.verification import verify_certificate
+from triptych.rewriting.verification import verify
 from triptych.storage.copying import CERTIFICATE
 from triptych.storage.shards import tensor_hash
 
@@ -126,7 +126,7 @@ def test_all_exact_rewrites_at_once_leave_the_logits_where_they_were(name: str, 
     assert found.end_to_end is not None
     assert found.end_to_end.worst_logit < 2e-4
     assert all(layer.measured is not None and layer.measured.relative < 1e-5 for layer in found.layers)
-    assert all(check.held is not False for check in verify_certificate(tmp_path / "out", source))
+    assert all(check.held is not False for check in verify(tmp_path / "out", source))
 
 
 def test_exact_rewrites_of_a_gpt2_leave_no_key_or_value_bias_and_neutral_norms(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_lower_rank_moves_the_model_within_what_is_certified(name: str, tmp_pa
     assert found.end_to_end is not None
     assert found.end_to_end.worst_logit > 1e-4
     assert found.after.parameters == found.before.parameters
-    assert all(check.held is not False for check in verify_certificate(tmp_path / "out", source))
+    assert all(check.held is not False for check in verify(tmp_path / "out", source))
 
 
 @pytest.mark.parametrize("criterion", ["free", "uncentred"])
@@ -257,7 +257,7 @@ def test_rotary_heads_lose_rank_of_maps_or_whole_planes(
     assert found.tier == "bounded"
     said = "planes" if rotary == "planes" else "written back into 8 channels"
     assert all(said in layer.steps[0].choice for layer in found.layers)
-    assert all(check.held is not False for check in verify_certificate(tmp_path / "out", source))
+    assert all(check.held is not False for check in verify(tmp_path / "out", source))
 
 
 def test_a_bound_of_rotary_scores_that_is_too_low_is_noticed(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_bound_of_rotary_scores_that_is_too_low_is_noticed(tmp_path: Path) -> 
     ]
     forged = certificate.model_copy(update={"layers": tuple(layers)}).sealed()
     (tmp_path / "out" / CERTIFICATE).write_bytes(forged.as_json())
-    failed = [check for check in verify_certificate(tmp_path / "out", source) if check.held is False]
+    failed = [check for check in verify(tmp_path / "out", source) if check.held is False]
     assert [check.claim for check in failed] == [
         "what was done is of its tier, and within its bounds",
         "the recipe, done again",
@@ -348,7 +348,7 @@ def test_layers_that_do_not_agree_on_a_size_keep_theirs(tmp_path: Path) -> None:
         for folder in (source, tmp_path / "out")
     ]
     assert shapes[0] == shapes[1]
-    assert all(check.held is not False for check in verify_certificate(tmp_path / "out", source))
+    assert all(check.held is not False for check in verify(tmp_path / "out", source))
 
 
 def test_what_the_format_refuses_is_recorded_of_every_step_where_it_is_to_be_skipped(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_what_the_format_refuses_is_recorded_of_every_step_where_it_is_to_be_ski
     changed = {name for name, record in found.tensors.items() if record.read != record.written}
     assert changed
     assert all(name.startswith("transformer.h.1.") for name in changed)
-    assert all(check.held is not False for check in verify_certificate(tmp_path / "out", folder))
+    assert all(check.held is not False for check in verify(tmp_path / "out", folder))
 
 
 def test_key_value_heads_are_repeated_and_merged_again(tmp_path: Path) -> None:
@@ -476,7 +476,7 @@ def test_layers_that_clip_compute_the_same_after_all_that_is_exact(tmp_path: Pat
         *("fold", "fold_norm", "drop_key_bias", "fold_value_bias", "prune_heads")
     ]
     torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=0, atol=2e-5)
-    assert all(check.held is not False for check in verify_certificate(tmp_path / "out", source))
+    assert all(check.held is not False for check in verify(tmp_path / "out", source))
 
 
 def test_heads_take_gains_of_their_own_along(tmp_path: Path) -> None:
@@ -497,7 +497,7 @@ def test_heads_take_gains_of_their_own_along(tmp_path: Path) -> None:
     torch.testing.assert_close(
         logits(tmp_path / "out"), logits(source), rtol=0, atol=1e-5
     )  # its norms are float32
-    assert all(check.held is not False for check in verify_certificate(tmp_path / "out", source))
+    assert all(check.held is not False for check in verify(tmp_path / "out", source))
 
 
 def test_steps_in_an_order_that_undoes_them_are_refused() -> None:
@@ -558,12 +558,12 @@ def copy(rewritten: tuple[Path, Path], tmp_path: Path) -> Path:
 
 
 def failing(folder: Path, source: Path | None = None) -> list[str]:
-    return [check.claim for check in verify_certificate(folder, source) if check.held is False]
+    return [check.claim for check in verify(folder, source) if check.held is False]
 
 
 def test_a_certificate_holds_when_tried_again(rewritten: tuple[Path, Path]) -> None:
     source, out = rewritten
-    checks = verify_certificate(out, source)
+    checks = verify(out, source)
     assert checks[-1].claim == "whole models compared"
     assert checks[-1].held
     assert all(check.held is not False for check in checks), checks
@@ -584,7 +584,7 @@ def test_one_digit_of_the_certificate_is_noticed(copy: Path) -> None:
     digit = str((int(text[at]) + 1) % 10)
     path.write_text(text[:at] + digit + text[at + 1 :], encoding="utf-8")
     with pytest.raises(DataError, match="it was changed since it was written"):
-        verify_certificate(copy)
+        verify(copy)
 
 
 def test_two_heads_in_each_others_place_are_noticed(rewritten: tuple[Path, Path], copy: Path) -> None:
@@ -631,7 +631,7 @@ def test_a_certificate_that_is_none_is_refused(tmp_path: Path) -> None:
     ):
         (tmp_path / CERTIFICATE).write_text(text)
         with pytest.raises(DataError, match=said):
-            verify_certificate(tmp_path)
+            verify(tmp_path)
 
 
 def test_the_schema_in_the_docs_is_that_of_the_certificate() -> None:
@@ -675,7 +675,7 @@ def test_a_model_card_keeps_all_but_an_older_section_of_ours(tmp_path: Path) -> 
     text = (tmp_path / "out" / "README.md").read_bytes()
     assert text.startswith(b"# Mine \xe9\n\n## Licence\n\nmine\n\n## Rewritten attention\n")
     assert b"long ago" not in text
-    assert all(check.held is not False for check in verify_certificate(tmp_path / "out", source))
+    assert all(check.held is not False for check in verify(tmp_path / "out", source))
 
 
 def test_a_file_that_the_certificate_does_not_know_is_noticed(copy: Path) -> None:
@@ -703,7 +703,7 @@ def test_a_tensor_that_no_layer_has_is_noticed_even_if_the_certificate_knows_it(
     records = read_certificate(copy).tensors
     record = records[name].model_copy(update={"written": tensor_hash(tensors[name])})
     sealed(copy, tensors={**records, name: record})
-    checks = {check.claim: check for check in verify_certificate(copy, rewritten[0])}
+    checks = {check.claim: check for check in verify(copy, rewritten[0])}
     assert checks["tensors as written"].held
     assert checks[NOTHING_ELSE].held is False
     assert checks[NOTHING_ELSE].found == f"{name} was changed, and is in no layer that was measured"
@@ -717,7 +717,7 @@ def test_a_file_that_is_not_the_originals_is_noticed_even_if_the_certificate_kno
     (copy / name).write_text(json.dumps(record | {"layer_norm_epsilon": 0.5}), encoding="utf-8")
     digits = hashlib.sha256((copy / name).read_bytes()).hexdigest()
     sealed(copy, files={**read_certificate(copy).files, name: digits})
-    checks = {check.claim: check for check in verify_certificate(copy, rewritten[0])}
+    checks = {check.claim: check for check in verify(copy, rewritten[0])}
     assert checks["other files as written"].held
     assert checks[NOTHING_ELSE].held is False
     assert checks[NOTHING_ELSE].found.startswith(f"{name} is other than the original's")
@@ -732,9 +732,9 @@ def test_a_certificate_that_leads_out_of_its_folder_or_to_other_probes_is_notice
     found = read_certificate(copy)
     outside = found.model_copy(update={"files": {**found.files, "../secret": "0" * 64}}).sealed()
     (copy / CERTIFICATE).write_bytes(outside.as_json())
-    (checked,) = [check for check in verify_certificate(copy) if check.held is False]
+    (checked,) = [check for check in verify(copy) if check.held is False]
     assert "leads out of the folder" in checked.found
     easier = found.model_copy(update={"probes": found.probes.model_copy(update={"length": 1})}).sealed()
     (copy / CERTIFICATE).write_bytes(easier.as_json())
     with pytest.raises(DataError, match="layers are tried on"):
-        verify_certificate(copy)
+        verify(copy)

@@ -31,7 +31,7 @@ from triptych.rewriting.certificate import (
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.measuring import measure_change
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.verification import Check, verify_certificate
+from triptych.rewriting.verification import Check, verify
 from triptych.rewriting.verification.check import same_words
 from triptych.storage.shards import tensor_hash
 
@@ -106,7 +106,7 @@ def stated(checks: list[Check]) -> dict[str, str]:
 
 
 def test_what_was_written_holds_and_what_is_only_stated_is_listed(honest: Path) -> None:
-    checks = verify_certificate(honest / "out", honest / "source")
+    checks = verify(honest / "out", honest / "source")
     assert not failed(checks), checks
     assert set(stated(checks)) == {"tool", "source, as it was named", "not_compared"}
     assert all(found.startswith("stated, not checked: ") for found in stated(checks).values())
@@ -116,9 +116,7 @@ def test_what_was_written_holds_and_what_is_only_stated_is_listed(honest: Path) 
     shutil.copytree(alone, copy)
     (copy / CERTIFICATE).write_bytes(sealed_away.as_json())
     (copy / MODEL_CARD).write_text(card(sealed_away), encoding="utf-8")
-    assert (
-        "give the original with --against" in stated(verify_certificate(copy))["all that the original tells"]
-    )
+    assert "give the original with --against" in stated(verify(copy))["all that the original tells"]
 
 
 def in_layers(**update: Any) -> Callable[[Certificate], dict[str, Any]]:
@@ -222,7 +220,7 @@ def test_a_claim_that_was_forged_and_sealed_is_noticed(name: str, honest: Path, 
     shutil.copytree(honest / "out", tmp_path / "out")
     certificate = read_certificate(honest / "out")
     sealed(tmp_path / "out", certificate.model_copy(update=forge(certificate)))
-    assert claim in failed(verify_certificate(tmp_path / "out", honest / "source"))
+    assert claim in failed(verify(tmp_path / "out", honest / "source"))
 
 
 def test_every_entry_of_a_certificate_and_of_a_step_is_forged_here_or_elsewhere() -> None:
@@ -242,7 +240,7 @@ def test_a_bound_that_is_a_thousandth_smaller_is_noticed(honest: Path, tmp_path:
     steps = tuple(step.model_copy(update={"bound": 0.999 * step.bound}) for step in first.steps)
     layers = (first.model_copy(update={"steps": steps}), *others)
     sealed(tmp_path / "out", certificate.model_copy(update={"layers": layers}))
-    assert RECIPE in failed(verify_certificate(tmp_path / "out", honest / "source"))
+    assert RECIPE in failed(verify(tmp_path / "out", honest / "source"))
 
 
 @pytest.mark.parametrize("name", ["tool", "source", "not_compared"])
@@ -250,7 +248,7 @@ def test_what_nothing_tells_is_said_not_to_be_checked(name: str, honest: Path, t
     shutil.copytree(honest / "out", tmp_path / "out")
     certificate = read_certificate(honest / "out")
     sealed(tmp_path / "out", certificate.model_copy(update={name: "something else"}))
-    checks = verify_certificate(tmp_path / "out", honest / "source")
+    checks = verify(tmp_path / "out", honest / "source")
     assert not failed(checks)
     assert any("something else" in found for found in stated(checks).values())
     if name == "tool":
@@ -263,10 +261,10 @@ def test_a_file_that_was_taken_out_or_put_beside_is_noticed(honest: Path, tmp_pa
     (tmp_path / "less" / "generation_config.json").unlink()
     files = {name: digits for name, digits in certificate.files.items() if name != "generation_config.json"}
     sealed(tmp_path / "less", certificate.model_copy(update={"files": files}))
-    assert failed(verify_certificate(tmp_path / "less", honest / "source")) == [NOTHING_ELSE]
+    assert failed(verify(tmp_path / "less", honest / "source")) == [NOTHING_ELSE]
     shutil.copytree(honest / "out", tmp_path / "more")
     shutil.copyfile(honest / "out" / "model.safetensors", tmp_path / "more" / "adapter_model.safetensors")
-    assert failed(verify_certificate(tmp_path / "more")) == ["other files as written"]
+    assert failed(verify(tmp_path / "more")) == ["other files as written"]
 
 
 def test_other_weights_of_a_bounded_layer_are_noticed_though_all_is_measured_anew(
@@ -275,7 +273,7 @@ def test_other_weights_of_a_bounded_layer_are_noticed_though_all_is_measured_ane
     shutil.copytree(honest / "out", tmp_path / "out")
     with_tensor(tmp_path / "out", "transformer.h.1.attn.c_proj.weight", lambda weight: 1.01 * weight)
     made_consistent(tmp_path / "out", honest / "source")
-    checks = verify_certificate(tmp_path / "out", honest / "source")
+    checks = verify(tmp_path / "out", honest / "source")
     assert failed(checks) == [FUNCTION]
     assert "transformer.h.1.attn" in {check.claim: check.found for check in checks}[FUNCTION]
 
@@ -293,7 +291,7 @@ def test_what_the_probes_do_not_see_of_a_layer_is_not_to_change(
     tiny(family, tmp_path / "source")
     recipe = RewriteRecipe(step=(GaugeFix(),), skip_refused=True)
     rewrite_checkpoint(str(tmp_path / "source"), tmp_path / "out", recipe, compare=False)
-    assert not failed(verify_certificate(tmp_path / "out", tmp_path / "source"))
+    assert not failed(verify(tmp_path / "out", tmp_path / "source"))
 
     def last_row(numbers: Tensor) -> Tensor:
         changed = numbers.clone()
@@ -302,7 +300,7 @@ def test_what_the_probes_do_not_see_of_a_layer_is_not_to_change(
 
     with_tensor(tmp_path / "out", name, last_row)
     made_consistent(tmp_path / "out", tmp_path / "source")
-    checks = verify_certificate(tmp_path / "out", tmp_path / "source")
+    checks = verify(tmp_path / "out", tmp_path / "source")
     assert NOTHING_ELSE in failed(checks)
     assert name in {check.claim: check.found for check in checks}[NOTHING_ELSE]
 
@@ -313,13 +311,13 @@ def test_a_change_of_a_few_percent_that_calls_itself_rounding_is_noticed(
 ) -> None:
     source, out = tiny("gpt2", tmp_path / "source", dtype), tmp_path / "out"
     rewrite_checkpoint(str(source), out, RewriteRecipe(step=(GaugeFix(),)), compare=False)
-    assert not failed(verify_certificate(out, source))
+    assert not failed(verify(out, source))
     with_tensor(out, "transformer.h.1.attn.c_proj.weight", lambda weight: times * weight)
     made_consistent(out, source)
     measured = read_certificate(out).layers[1].measured
     assert measured is not None
     assert 0 < measured.relative < 0.04
-    assert failed(verify_certificate(out, source)) == [TIER]
+    assert failed(verify(out, source)) == [TIER]
 
 
 # Runs of ours.
@@ -346,7 +344,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_of_ours_holds(own: Path) -> None:
-    assert not failed(verify_certificate(own / "out", own / "source"))
+    assert not failed(verify(own / "out", own / "source"))
 
 
 def test_other_weights_of_a_run_are_noticed(own: Path, tmp_path: Path) -> None:
@@ -358,7 +356,7 @@ def test_other_weights_of_a_run_are_noticed(own: Path, tmp_path: Path) -> None:
         shutil.copytree(own / "out", out)
         with_tensor(out, name, lambda numbers: numbers + 0.5)
         made_consistent(out, own / "source")
-        checks = verify_certificate(out, own / "source")
+        checks = verify(out, own / "source")
         assert NOTHING_ELSE in failed(checks), name
         assert name in {check.claim: check.found for check in checks}[NOTHING_ELSE]
 
@@ -374,7 +372,7 @@ def test_other_files_of_a_run_are_noticed(name: str, own: Path, tmp_path: Path) 
     else:
         (out / name).write_text("c b a")
     made_consistent(out, own / "source")
-    checks = verify_certificate(out, own / "source")
+    checks = verify(out, own / "source")
     assert NOTHING_ELSE in failed(checks)
     assert name in {check.claim: check.found for check in checks}[NOTHING_ELSE]
 
@@ -388,11 +386,11 @@ def test_steps_that_look_at_a_text_are_done_again_with_it(tmp_path: Path) -> Non
     recipe = RewriteRecipe(step=(Truncate(rank=5, criterion="uncentred"),), calibration=text)
     out = tmp_path / "out"
     rewrite_checkpoint(str(source), out, recipe, compare=False)
-    checks = verify_certificate(out, source)
+    checks = verify(out, source)
     assert not failed(checks)
     assert stated(checks)[RECIPE].endswith("give it with --calibrate")
-    assert RECIPE not in stated(verify_certificate(out, source, calibration=text))
-    assert not failed(verify_certificate(out, source, calibration=text))
+    assert RECIPE not in stated(verify(out, source, calibration=text))
+    assert not failed(verify(out, source, calibration=text))
 
     certificate = read_certificate(out)
     first, *others = certificate.layers
@@ -404,14 +402,14 @@ def test_steps_that_look_at_a_text_are_done_again_with_it(tmp_path: Path) -> Non
     sealed(
         out, certificate.model_copy(update={"layers": (with_step(error=first.steps[0].error / 2), *others)})
     )
-    assert RECIPE in failed(verify_certificate(out, source, calibration=text))
-    assert not failed(verify_certificate(out, source))  # it is said not to be checked
+    assert RECIPE in failed(verify(out, source, calibration=text))
+    assert not failed(verify(out, source))  # it is said not to be checked
     sealed(out, certificate.model_copy(update={"layers": (with_step(rewrite="sort_heads"), *others)}))
-    assert failed(verify_certificate(out, source))  # also without the text
+    assert failed(verify(out, source))  # also without the text
     sealed(out, certificate)
     (tmp_path / "other.txt").write_text("another text\n")
     with pytest.raises(UsageError, match="is another text than steps looked at"):
-        verify_certificate(out, source, calibration=tmp_path / "other.txt")
+        verify(out, source, calibration=tmp_path / "other.txt")
 
 
 def test_a_form_that_moves_beyond_its_bound_is_noticed_without_the_text(tmp_path: Path) -> None:
@@ -421,10 +419,10 @@ def test_a_form_that_moves_beyond_its_bound_is_noticed_without_the_text(tmp_path
     steps = (PruneHeads(), Truncate(rank=5, criterion="uncentred"))
     out = tmp_path / "out"
     rewrite_checkpoint(str(source), out, RewriteRecipe(step=steps, calibration=text), compare=False)
-    assert not failed(verify_certificate(out, source))
+    assert not failed(verify(out, source))
     with_tensor(out, "transformer.h.1.attn.c_proj.weight", lambda weight: 3 * weight)
     made_consistent(out, source)
-    assert failed(verify_certificate(out, source)) == [TIER]
+    assert failed(verify(out, source)) == [TIER]
 
 
 @pytest.mark.parametrize(

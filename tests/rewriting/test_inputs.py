@@ -23,7 +23,7 @@ from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.inputs import INPUTS, before_gain, read_inputs, write_inputs
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import Seen
-from triptych.rewriting.verification import verify_certificate
+from triptych.rewriting.verification import verify
 from triptych.storage.copying import CERTIFICATE
 
 pytest.importorskip("transformers", reason="it comes with the extra [dev]")
@@ -49,7 +49,7 @@ def out(rewritten: Path, tmp_path: Path) -> Path:
 
 
 def failing(folder: Path, text: Path | None = None) -> list[str]:
-    return [check.claim for check in verify_certificate(folder, text=text) if check.held is False]
+    return [check.claim for check in verify(folder, text=text) if check.held is False]
 
 
 def test_what_is_kept_is_what_the_models_own_layers_are_given(rewritten: Path) -> None:
@@ -85,7 +85,7 @@ def test_layers_are_tried_on_the_text_and_tried_again_without_the_model(
         assert 0 < layer.measured_on_text.relative < 1e-6
     assert "some positions of text.txt" in (rewritten / "out" / "README.md").read_text()
     monkeypatch.setitem(sys.modules, "transformers", None)  # what is not there cannot be imported
-    checks = {check.claim: check for check in verify_certificate(rewritten / "out")}
+    checks = {check.claim: check for check in verify(rewritten / "out")}
     assert all(check.held is not False for check in checks.values() if check.claim != "whole models compared")
     assert checks["whole models compared"].held is None
     assert f"{len(certificate.layers)} layers" in checks[ON_TEXT].found

@@ -17,7 +17,7 @@ from triptych.rewriting.comparing import FailedRewriteError
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import changed_numbers, changed_parameters, first_moved, judge, unit
 from triptych.rewriting.running import compared, open_model
-from triptych.rewriting.verification import verify_certificate
+from triptych.rewriting.verification import verify
 from triptych.storage.copying import CERTIFICATE
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
@@ -136,7 +136,7 @@ def test_a_family_that_was_misread_is_noticed_when_the_certificate_is_tried_agai
     certificate = read_certificate(tmp_path / "out").model_validate(record).sealed()
     (tmp_path / "out" / CERTIFICATE).write_bytes(certificate.as_json())
     (tmp_path / "out" / MODEL_CARD).write_text(card(certificate), encoding="utf-8")
-    checks = verify_certificate(tmp_path / "out", source, None, told)
+    checks = verify(tmp_path / "out", source, None, told)
     failed = [check for check in checks if check.held is False]
     assert [check.claim for check in failed] == ["whole models compared"]
     assert "and rounding moves them by" in failed[0].found

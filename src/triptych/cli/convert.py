@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from triptych.converting.conversion import Conversion, Format, convert_from_hf, convert_to
+import triptych
+from triptych.converting.conversion import Conversion
 from triptych.converting.ctranslate2 import Quantization
 from triptych.errors import UsageError
-from triptych.runs import Run
 
 
 def convert(
@@ -19,7 +19,7 @@ def convert(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The output folder; it must not exist.")],
     to: Annotated[
-        Format | None,
+        Literal["hf", "ctranslate2", "onnx"] | None,
         typer.Option("--to", help="The output format: hf (transformers), ctranslate2 or onnx."),
     ] = None,
     origin: Annotated[
@@ -38,10 +38,7 @@ def convert(
     """
     if (to is None) == (origin is None):
         raise UsageError("give either --to FORMAT (hf, ctranslate2 or onnx) or --from hf")
-    if to is None:
-        conversion = convert_from_hf(source, out)
-    else:
-        conversion = convert_to(Run.open(source, "cpu"), out, to, quantization)
+    conversion = triptych.convert(source, out, to or "triptych", quantization)
     if as_json:
         print(json.dumps(conversion.record()))
         return

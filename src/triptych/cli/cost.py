@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+import triptych
 from triptych.cli.outputs import ForceOption, Output, require_free
+from triptych.cli.progress import progress_bar
 from triptych.costing import pages
-from triptych.costing.counting import CostReport, CostSpec, measure_cost
-from triptych.costing.timing import TimingReport, measure_times
+from triptych.costing.counting import CostReport, CostSpec
+from triptych.costing.timing import TimingReport
 from triptych.errors import UsageError
 from triptych.models.device import find_device
 from triptych.reports import Table, is_page, render_table, require_charts, write_report
@@ -96,7 +97,7 @@ def cost(
             dtype=dtype,
             **({"parameterisations": tuple(only)} if only else {}),
         )
-        report = measure_cost(spec)
+        report = triptych.cost(spec)
     except ValueError as error:
         raise UsageError(str(error)) from None
     require_free([Output(html, is_page)], (), force=force)
@@ -123,20 +124,12 @@ def cost(
 def _measured(report: CostReport, seconds: float, device: str) -> TimingReport:
     if not 0 <= seconds < math.inf:
         raise UsageError(f"--seconds is {seconds}: it must be 0 or more")
-    with Progress(
-        TextColumn("timing {task.description}"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    ) as bar:
-        task = bar.add_task("", total=1.0)
-        return measure_times(
+    with progress_bar("timing {task.description}", of_bytes=False) as tell:
+        return triptych.measure_times(
             report,
             seconds=seconds,
             device=find_device(device),
-            progress=lambda what, share: bar.update(task, description=what, completed=share),
+            progress=lambda what, share: tell(what, share, 1.0),
         )
 
 

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from triptych import demonstration
+import triptych
 from triptych.cli.process import prepare_training
+from triptych.demonstration import Interrupted
 from triptych.reports import render_attention, render_samples
 from triptych.training.progress import display_for
 
@@ -34,8 +35,8 @@ def demo(
     prepare_training()
     display = display_for(Console(stderr=True))
     display.say("training a German-English translator of numbers, dates, times and money")
-    result = demonstration.demonstrate(out, display, force=force)
-    if isinstance(result, demonstration.Interrupted):
+    result = triptych.demo(out, display, force=force)
+    if isinstance(result, Interrupted):
         display.say(
             "stopped, saved. Go on with: triptych demo" + ("" if out == Path("demo") else f" --out {out}")
         )

@@ -2,23 +2,18 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import track
 
-from triptych import runs
+import triptych
 from triptych.cli.options import PrecisionOption, StopOption, WorkersOption, number_of_workers
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
-from triptych.decoding import score_translations
+from triptych.cli.progress import progress_bar
 from triptych.errors import DataError
 from triptych.files import write_text
 from triptych.text import read_lines
-
-_LINES_AT_A_TIME = 256
 
 
 def evaluate(
@@ -53,49 +48,29 @@ def evaluate(
     if not sources:
         raise DataError(f"{source} is empty: there is nothing to evaluate")
     require_free([Output(out, unmarked)], (run, source, reference), force=force)
-    opened = runs.Run.open(run, device)
-    options = opened.search_options(beam, alpha, stop=stop)
-    num_workers = number_of_workers(workers)
-    started = time.monotonic()
-    order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-    chunks = [order[start : start + _LINES_AT_A_TIME] for start in range(0, len(order), _LINES_AT_A_TIME)]
-    texts = [""] * len(sources)
-    console = Console(stderr=True)
-    with opened.translator(options, precision=precision, workers=num_workers) as translator:
-        found = translator.translate_stream([[sources[i] for i in chunk] for chunk in chunks])
-        bar = {"console": console, "disable": not console.is_terminal, "total": len(order)}
-        for i, translation in track(zip(order, found, strict=True), "translating", **bar):  # type: ignore[arg-type]
-            texts[i] = translation.text
-    seconds = time.monotonic() - started
+    with progress_bar("{task.description}", "translating", of_bytes=False) as tell:
+        found = triptych.evaluate(
+            run,
+            sources,
+            references,
+            device,
+            beam_size=beam,
+            alpha=alpha,
+            stop=stop,
+            precision=precision,
+            workers=number_of_workers(workers),
+            progress=lambda done, total: tell("translating", done, total),
+        )
     if out is not None:
-        write_text(out, "".join(f"{text}\n" for text in texts))
-    scores = score_translations(texts, references)
+        write_text(out, "".join(f"{text}\n" for text in found.translations))
     if as_json:
-        record = {
-            "run": str(run),
-            "sentences": len(texts),
-            "seconds": round(seconds, 3),
-            "beam_size": options.beam_size,
-            "alpha": options.alpha,
-            "stop": options.stop,
-            "precision": precision,
-            "workers": num_workers,
-            "scores": [
-                {
-                    "name": score.name,
-                    "value": score.value,
-                    "interval": [score.low, score.high],
-                    "signature": score.signature,
-                }
-                for score in scores
-            ],
-        }
-        print(json.dumps(record))
+        print(json.dumps({"run": str(run), **found.figures()}))
         return
-    for score in scores:
+    for score in found.scores:
         print(score.line())
+    count = len(sources)
     print(
-        f"{len(texts):,} sentences in {seconds:.1f} s ({len(texts) / seconds:.1f} a second), "
-        f"beam {options.beam_size}, α {options.alpha}, {precision}, workers {num_workers}",
+        f"{count:,} sentences in {found.seconds:.1f} s ({count / found.seconds:.1f} a second), "
+        f"beam {found.options.beam_size}, α {found.options.alpha}, {precision}, workers {found.workers}",
         file=sys.stderr,
     )

@@ -13,15 +13,15 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.checkpoints.family import Family, read_family
+import triptych
+from triptych.checkpoints.family import read_family
 from triptych.cli.outputs import ForceOption, Output, require_free
+from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
 from triptych.cli.verbose import VerboseOption
 from triptych.files import write_text
-from triptych.inspection import MEASURES, Inspection, inspect_checkpoint
+from triptych.inspection import MEASURES, Inspection
 from triptych.inspection.pages import (
     average_lines,
     averages,
@@ -80,11 +80,18 @@ def inspect(
     own = None if family is None else read_family(family)
     chosen_layers = None if layers is None else numbers(layers, "--layers")
     chosen_heads = None if heads is None else numbers(heads, "--heads")
-    found = [
-        _inspected(name, own, chosen_layers, chosen_heads, ignore_rotary)
-        for name in (checkpoint, compare)
-        if name is not None
-    ]
+    found = []
+    for name in (checkpoint, *([] if compare is None else [compare])):
+        with progress_bar("reading {task.description}", name) as tell:
+            inspection = triptych.inspect(
+                name,
+                layers=chosen_layers,
+                heads=chosen_heads,
+                family=own,
+                ignore_rotary=ignore_rotary,
+                progress=tell,
+            )
+        found.append(inspection)
     if len(found) == 2 and found[0].name == found[1].name:
         found[1] = replace(found[1], name=f"{found[1].name} (2)")
     if html is not None:
@@ -117,35 +124,6 @@ def _read(names: Sequence[str | None]) -> list[Path]:
     """Where checkpoints lie: a tensor file is read with what lies beside it."""
     given = [Path(name) for name in names if name is not None]
     return [path.parent if path.is_file() else path for path in given if path.exists()]
-
-
-def _inspected(
-    name: str,
-    family: Family | None,
-    layers: Sequence[int] | None,
-    heads: Sequence[int] | None,
-    ignore_rotary: bool,
-) -> Inspection:
-    with Progress(
-        TextColumn("reading {task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    ) as bar:
-        task = bar.add_task(name, total=None)
-        opened = open_checkpoint(name, family)
-        return inspect_checkpoint(
-            opened,
-            layers=layers,
-            heads=heads,
-            ignore_rotary=ignore_rotary,
-            progress=lambda done, total, what: bar.update(
-                task, completed=done, total=total, description=what
-            ),
-        )
 
 
 def _rows(found: Sequence[Inspection]) -> list[dict[str, object]]:

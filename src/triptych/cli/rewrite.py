@@ -1,7 +1,6 @@
 """`triptych rewrite`."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+import triptych
 from triptych.algebra.rewrites.registry import (
     EXACT,
     REWRITES,
@@ -23,11 +22,11 @@ from triptych.algebra.rewrites.registry import (
 )
 from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.checkpoints.family import read_family
+from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
 from triptych.cli.verbose import VerboseOption
 from triptych.errors import UsageError
 from triptych.rewriting.certificate import UNPADDED, Certificate, Cost, LayerRecord, NormRecord, card
-from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import Plan, plan_rewrite, resize_kv_heads
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 
@@ -183,26 +182,9 @@ def rewrite(
         raise UsageError("say where the result goes: --out FOLDER (or --plan to see what would be done)")
     if text is not None and not compare:
         raise UsageError("--text is for the comparison that --no-compare leaves out: give one of the two")
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    ) as bar:
-        task = bar.add_task("opening", total=None)
-        certificate = rewrite_checkpoint(
-            checkpoint,
-            out,
-            chosen,
-            family=own,
-            text=text,
-            compare=compare,
-            progress=lambda what, done, total: bar.update(
-                task, description=what, completed=done, total=total
-            ),
+    with progress_bar("{task.description}", "opening") as tell:
+        certificate = triptych.rewrite_checkpoint(
+            checkpoint, out, chosen, family=own, text=text, compare=compare, progress=tell
         )
     if as_json:
         print(certificate.as_json().decode(), end="")

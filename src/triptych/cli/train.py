@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from triptych import recipes, runs
+import triptych
+from triptych import recipes
 from triptych.cli.process import prepare_training
 from triptych.errors import UsageError
 from triptych.training import read_recipe
@@ -51,13 +52,13 @@ def train(
         if force:
             raise UsageError("--force is for a new run, and --resume goes on with one: leave one away")
         folder = Path(recipe)
-        summary = runs.resume(folder, overrides or [], display)
+        summary = triptych.resume(folder, overrides or [], display)
     else:
         if Path(recipe).is_dir() and recipe not in recipes.names():
             raise UsageError(f"{recipe} is a folder: to go on with the run in it, add --resume")
         resolved = read_recipe(recipes.find(recipe), overrides or [])
         folder = out or Path("runs") / resolved.name
-        summary = runs.train(resolved, folder, display, force=force)
+        summary = triptych.train(resolved, folder, display, force=force)
     outcome = summary.outcome
     if outcome.signal_number is not None:
         display.say(

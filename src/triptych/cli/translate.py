@@ -12,12 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
-from triptych import runs
+import triptych
 from triptych.cli.options import PrecisionOption, StopOption, WorkersOption, number_of_workers
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.decoding import SentenceAttention, Translation, Translator
 from triptych.errors import UsageError
 from triptych.files import write_atomically
+from triptych.models import ModelConfig
 from triptych.text import iterate_file, iterate_lines
 
 # Lines translated together: few at first, so that there is soon something to read.
@@ -73,15 +74,19 @@ def translate(
     model's limit is translated in pieces, and standard error says so.
     """
     require_free([Output(out, unmarked)], (run, *([] if file is None else [file])), force=force)
-    opened = runs.Run.open(run, device)
-    # Asking for more translations than the recipe's beam holds widens it; a beam given is taken as it is.
-    beam_size = max(opened.decoding.beam_size, num_best) if beam is None else beam
-    translator = opened.translator(
-        opened.search_options(beam_size, alpha, num_best, max_extra, stop),
+    translator = triptych.load(
+        run,
+        device,
+        beam_size=beam,
+        alpha=alpha,
+        num_best=num_best,
+        max_extra_tokens=max_extra,
+        stop=stop,
         precision=precision,
         workers=number_of_workers(workers),
     )
-    wanted = [_parse_selection(text, opened) for text in attention or []]
+    config = translator.model.config
+    wanted = [_parse_selection(text, config) for text in attention or []]
     if wanted and not as_json:
         raise UsageError("--attention goes with --json")
     render = _json_renderer(translator, wanted) if as_json else _text_renderer(num_best)
@@ -91,9 +96,8 @@ def translate(
         """The text of each line's translation, its line ends included."""
         for number, translation in enumerate(translator.translate_stream(_as_they_come(lines)), start=1):
             if translation.num_pieces > 1:
-                limit = opened.model.config.max_source_tokens
                 print(
-                    f"line {number}: longer than the model's limit of {limit} tokens, "
+                    f"line {number}: longer than the model's limit of {config.max_source_tokens} tokens, "
                     f"translated in {translation.num_pieces} pieces",
                     file=sys.stderr,
                 )
@@ -117,11 +121,10 @@ class _Selection:
     head: int | None
 
 
-def _parse_selection(text: str, run: runs.Run) -> _Selection:
+def _parse_selection(text: str, config: ModelConfig) -> _Selection:
     parts = text.split(":")
     if len(parts) != 3 or parts[0] not in _SITES:
         raise UsageError(f"--attention {text}: write SITE:LAYER:HEAD with a site of {', '.join(_SITES)}")
-    config = run.model.config
     sites = {
         "encoder": config.encoder_sites,
         "decoder": config.decoder_sites,

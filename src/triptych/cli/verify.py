@@ -9,11 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import triptych
 from triptych.checkpoints.family import read_family
 from triptych.cli.verbose import VerboseOption
 from triptych.errors import DataError
 from triptych.rewriting.planning import local_folder
-from triptych.rewriting.verification import verify_certificate
 
 _HOLDS = {True: "yes", False: "NO", None: "not tried"}
 
@@ -50,7 +50,7 @@ def verify(
     """Check a certificate again; exit code 1 if a claim fails."""
     own = None if family is None else read_family(family)
     original = None if against is None else local_folder(against)
-    checks = verify_certificate(rewritten, original, text, own, calibration)
+    checks = triptych.verify(rewritten, original, text, own, calibration)
     failed = [check for check in checks if check.held is False]
     if as_json:
         print(json.dumps({"held": not failed, "checks": [check._asdict() for check in checks]}))

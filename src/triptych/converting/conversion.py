@@ -22,7 +22,7 @@ from triptych.models import read_model
 from triptych.runs import Run
 from triptych.text import TokenizerPair
 
-Format = Literal["hf", "ctranslate2", "onnx"]
+Format = Literal["hf", "ctranslate2", "onnx", "triptych"]
 
 
 @final
@@ -53,71 +53,58 @@ class Conversion:
         return asdict(self)
 
 
-def convert_to(run: Run, target: Path, form: Format, quantization: Quantization = "float32") -> Conversion:
-    """Write a model in another library's format.
+def convert(
+    source: Run | str | Path, target: Path, to: Format, quantization: Quantization = "float32"
+) -> Conversion:
+    """Write a model in another format.
 
     Args:
-        run: a run, or a checkpoint that `Run.open` reads.
-        target: a folder that is not there yet.
-        form: which library's.
+        source: a run, or the folder of one or of a Marian checkpoint.
+        target: a folder that does not exist yet.
+        to: the format: of `transformers` ("hf"), CTranslate2 or ONNX; "triptych", for a Marian checkpoint,
+            makes a folder of ours, which `translate` and `evaluate` take.
         quantization: of the matrices, for CTranslate2.
 
     Raises:
-        UsageError: the model does not fit, with what would; the target exists; a library is missing.
-        DataError: what was written does not compute the same. Nothing is left behind.
+        UsageError: the model does not fit, with what would; there is no such folder; the target exists; a
+            library is missing.
+        DataError: the source cannot be read, or what was written does not compute the same. Nothing is left
+            behind.
     """
-    if quantization != "float32" and form != "ctranslate2":
-        raise UsageError(f"--quantization {quantization} goes with --to ctranslate2, not with --to {form}")
+    if quantization != "float32" and to != "ctranslate2":
+        raise UsageError(f"--quantization {quantization} goes with --to ctranslate2, not with --to {to}")
+    run = source if isinstance(source, Run) else Run.open(Path(source), "cpu")
+    if to == "triptych" and model_type(run.folder) is None:
+        raise UsageError(f"{run.folder} is a folder of ours already: give one in Hugging Face's format")
     writers: dict[Format, Callable[[Path], Written]] = {
         "hf": lambda folder: write_hf(run, folder),
         "ctranslate2": lambda folder: write_ctranslate2(run, folder, quantization),
         "onnx": lambda folder: write_onnx(run, folder),
+        "triptych": lambda folder: _write_ours(run, folder),
     }
-    return _converted(str(run.folder), target, form, writers[form])
-
-
-def convert_from_hf(source: Path, target: Path) -> Conversion:
-    """Read a Marian checkpoint and write it as a folder of ours, which `translate` and `evaluate` take.
-
-    Args:
-        source: the checkpoint's folder.
-        target: a folder that is not there yet.
-
-    Raises:
-        UsageError: there is no such folder, it is one of ours already, or the target exists.
-        DataError: the checkpoint cannot be read.
-    """
-    run = Run.open(source, "cpu")
-    if model_type(source) is None:
-        raise UsageError(f"{source} is a folder of ours already: give one in Hugging Face's format")
-
-    def write(folder: Path) -> Written:
-        run.save(folder)
-        (folder / "README.md").write_text(_readme(source), encoding="utf-8")
-        again, tokenizers = dict(read_model(folder).named_parameters()), TokenizerPair.load(folder)
-        same = all(torch.equal(again[name], tensor) for name, tensor in run.model.named_parameters())
-        for ours, theirs in (
-            (tokenizers.source, run.tokenizers.source),
-            (tokenizers.target, run.tokenizers.target),
-        ):
-            same = same and ours.to_json() == theirs.to_json()
-        if not same:
-            raise DataError(f"{folder} does not read as it was written: is the disk sound?")
-        check = Check("every tensor and both tokenizers are read again bit for bit", True)
-        parameters = sum(tensor.numel() for tensor in again.values())
-        return Written("encoder-decoder", parameters, (), (check,))
-
-    return _converted(str(source), target, "run", write)
-
-
-def _converted(source: str, target: Path, form: str, write: Callable[[Path], Written]) -> Conversion:
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target} exists: choose another name for the output, nothing is overwritten")
     if not target.absolute().parent.is_dir():
         raise UsageError(f"the folder of {target} does not exist: make it first")
     written: list[Written] = []
-    write_folder(target, lambda folder: written.append(write(folder)))
-    return Conversion(source, str(target), form, *written[0])
+    write_folder(target, lambda folder: written.append(writers[to](folder)))
+    return Conversion(str(run.folder), str(target), "run" if to == "triptych" else to, *written[0])
+
+
+def _write_ours(run: Run, folder: Path) -> Written:
+    run.save(folder)
+    (folder / "README.md").write_text(_readme(run.folder), encoding="utf-8")
+    again, tokenizers = dict(read_model(folder).named_parameters()), TokenizerPair.load(folder)
+    same = all(torch.equal(again[name], tensor) for name, tensor in run.model.named_parameters())
+    for ours, theirs in (
+        (tokenizers.source, run.tokenizers.source),
+        (tokenizers.target, run.tokenizers.target),
+    ):
+        same = same and ours.to_json() == theirs.to_json()
+    if not same:
+        raise DataError(f"{folder} does not read as it was written: is the disk sound?")
+    check = Check("every tensor and both tokenizers are read again bit for bit", True)
+    return Written("encoder-decoder", sum(tensor.numel() for tensor in again.values()), (), (check,))
 
 
 def _readme(source: Path) -> str:

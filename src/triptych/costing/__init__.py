@@ -1,6 +1,6 @@
 """What each parameterisation costs: counted, and timed."""
 
-from triptych.costing.counting import CostReport, CostSpec, measure_cost
+from triptych.costing.counting import CostReport, CostSpec, cost
 from triptych.costing.timing import TimingReport, measure_times
 
-__all__ = ["CostReport", "CostSpec", "TimingReport", "measure_cost", "measure_times"]
+__all__ = ["CostReport", "CostSpec", "TimingReport", "cost", "measure_times"]

@@ -1,4 +1,4 @@
-"""What the parameterisations cost side by side, at one size: `measure_cost(CostSpec(...))`."""
+"""What the parameterisations cost side by side, at one size: `cost(CostSpec(...))`."""
 
 import dataclasses
 import difflib
@@ -209,7 +209,7 @@ class CostReport:
         return dataclasses.asdict(self)
 
 
-def measure_cost(spec: CostSpec) -> CostReport:
+def cost(spec: CostSpec) -> CostReport:
     """Count what each parameterisation costs at a size; nothing is built or run.
 
     Raises:

@@ -1,7 +1,7 @@
 """Attention of a checkpoint, measured head by head."""
 
-from triptych.inspection.checkpoint import NEAR, Inspection, NearCopy, inspect_checkpoint
+from triptych.inspection.checkpoint import NEAR, Inspection, NearCopy, inspect
 from triptych.inspection.layers import InspectedLayer
 from triptych.inspection.measures import MEASURES, Measure
 
-__all__ = ["MEASURES", "NEAR", "InspectedLayer", "Inspection", "Measure", "NearCopy", "inspect_checkpoint"]
+__all__ = ["MEASURES", "NEAR", "InspectedLayer", "Inspection", "Measure", "NearCopy", "inspect"]

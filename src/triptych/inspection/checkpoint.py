@@ -1,4 +1,4 @@
-"""What the attention of a checkpoint looks like, head by head: `inspect_checkpoint(open_checkpoint(path))`.
+"""What the attention of a checkpoint looks like, head by head: `inspect(path)`.
 
 One layer is held at a time. Nothing is run: all that is said follows from the weights.
 """
@@ -6,6 +6,7 @@ One layer is held at a time. Nothing is run: all that is said follows from the w
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from triptych.algebra.similarity import alike, cosine_of_forms, sketches
 from triptych.algebra.weights import AttentionWeights, Side
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 from triptych.inspection.layers import InspectedLayer, inspect_layer
@@ -96,32 +99,36 @@ class Inspection:
         ]
 
 
-# What is told while it goes on: bytes read, of how many, and the layer that comes next.
-Progress = Callable[[int, int, str], None]
+# What is told while it goes on: the layer that comes next, bytes read, and of how many.
+Progress = Callable[[str, int, int], None]
 
 
 @torch.no_grad()
-def inspect_checkpoint(
-    checkpoint: AttentionSource,
+def inspect(
+    checkpoint: AttentionSource | str | Path,
     *,
     layers: Collection[int] | None = None,
     heads: Collection[int] | None = None,
+    family: Family | None = None,
     ignore_rotary: bool = False,
     progress: Progress | None = None,
 ) -> Inspection:
     """Measure the heads of a checkpoint.
 
     Args:
-        checkpoint: opened.
+        checkpoint: a folder, a tensor file next to its config.json, a name on the Hub, or one that is open.
         layers: numbers of layers, in every stack; all if None. Likewise `heads`.
         heads: numbers of heads.
+        family: how the checkpoint is written, if it does not say.
         ignore_rotary: measure W_Q W_Kᵀ of rotary heads as if nothing turned.
         progress: is told of every layer before it is read.
 
     Raises:
-        UsageError: no layer or head is left.
+        UsageError: there is no such checkpoint, or no layer or head is left.
         DataError: the checkpoint's tensors are not what its configuration says.
     """
+    if not isinstance(checkpoint, AttentionSource):
+        checkpoint = open_checkpoint(str(checkpoint), family)
     started = time.monotonic()
     for what, chosen in (("layers", layers), ("heads", heads)):
         if chosen is not None and not chosen:
@@ -135,7 +142,7 @@ def inspect_checkpoint(
     found, sketched = [], _Sketches(checkpoint, ignore_rotary)
     for site in sites:
         if progress is not None:
-            progress(done, total, site.name)
+            progress(site.name, done, total)
         layer = checkpoint.read(site)
         maps = layer.weights.multiplied_out()
         found.append(inspect_layer(checkpoint, layer, maps, heads, ignore_rotary))
@@ -146,10 +153,10 @@ def inspect_checkpoint(
     if heads is not None and max(heads, default=-1) > most:
         raise UsageError(f"{checkpoint.name}: there is no head {max(heads)}; they go from 0 to {most}")
     if progress is not None:
-        progress(done, total, "heads that are nearly the same")
+        progress("heads that are nearly the same", done, total)
     copies, more_copies = sketched.near_copies()
     if progress is not None:
-        progress(total, total, "")
+        progress("", total, total)
     return Inspection(
         name=checkpoint.name,
         family=checkpoint.written_as,

@@ -20,10 +20,10 @@ from triptych.rewriting.verification.models import models_again, not_compared, o
 from triptych.rewriting.verification.recipe import recipe_again
 from triptych.storage.tensors import open_tensors, shown
 
-__all__ = ["Check", "verify_certificate"]
+__all__ = ["Check", "verify"]
 
 
-def verify_certificate(
+def verify(
     folder: Path,
     against: Path | None = None,
     text: Path | None = None,

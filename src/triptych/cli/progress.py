@@ -1,0 +1,25 @@
+"""A progress bar on standard error, where that is a terminal."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+@contextmanager
+def progress_bar(text: str, first: str = "", *, of_bytes: bool = True) -> Iterator[Callable[..., None]]:
+    """Show a bar inside the block; call what it gives with what is done now, how far, and of how much.
+
+    Args:
+        text: before the bar; `{task.description}` is what is done now.
+        first: what that is at the beginning.
+        of_bytes: whether it counts bytes, and shows them.
+    """
+    middle = [DownloadColumn()] if of_bytes else []
+    columns = TextColumn(text), BarColumn(), *middle, TimeRemainingColumn()
+    shown = sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
+        task = bar.add_task(first, total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
