@@ -2,18 +2,29 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from triptych.algebra.positions import (
+    ALiBi,
+    DisentangledBias,
+    RelativePositionBias,
+    RotaryEmbedding,
+    apply_rotary,
+)
+from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Chain, Norm
 from triptych.attention import MultiHeadAttention
 from triptych.attention.positions import AttentionPositions
 from triptych.attention.projections import PARAMETERISATIONS, Parameterisation
 
 Array = NDArray[np.float64]
+_SEMANTICS = {field.name for field in dataclasses.fields(Semantics)}
 D_MODEL, NUM_HEADS, BATCH, LENGTH, MEMORY_LENGTH = 24, 4, 2, 5, 7
 
 
@@ -37,6 +48,52 @@ def make_layer(
     return layer
 
 
+def with_semantics(
+    weights: AttentionWeights, *, positions: str = "", qk_norm: bool = False, sinks: Any = None, **others: Any
+) -> AttentionWeights:
+    """Weights of a layer that does something else besides its maps.
+
+    Args:
+        weights: of the layer.
+        positions: "rotary", "alibi", "relative" or "disentangled", of some numbers; "none" for none.
+        qk_norm: whether queries and keys are normalised.
+        sinks: True for sinks of some numbers.
+        **others: fields of `Semantics` and of the weights themselves.
+    """
+    heads, width = weights.num_heads, weights.multiplied("q").d_out
+    zeros = torch.zeros(heads, 6, width, dtype=torch.float64)
+    found: dict[str, dict[str, Any]] = {
+        "": {},
+        "none": {},
+        "rotary": {"rotary": RotaryEmbedding.of_width(width // 2 * 2)},
+        "alibi": {"bias": ALiBi.of_count(heads)},
+        "relative": {"bias": RelativePositionBias(zeros[0, :, :1].expand(6, heads), True, 16)},
+        "disentangled": {"bias": DisentangledBias(zeros, zeros, 3, None, weights.scale)},
+    }
+    without = {"rotary": None, "bias": None} if positions else {}
+    changes = (
+        without | found[positions] | {name: other for name, other in others.items() if name in _SEMANTICS}
+    )
+    if qk_norm:
+        changes |= {"q_norm": HeadNorm(1e-6), "k_norm": HeadNorm(1e-6)}
+    if sinks is not None:
+        changes["sinks"] = torch.zeros(heads, dtype=torch.float64) if sinks is True else sinks
+    return dataclasses.replace(
+        weights,
+        semantics=dataclasses.replace(weights.semantics, **changes),
+        **{name: other for name, other in others.items() if name not in _SEMANTICS},
+    )
+
+
+def turned_by(
+    rotary: RotaryEmbedding, x: Float[Tensor, "*batch length width"], position: int
+) -> Float[Tensor, "*batch length width"]:
+    """Queries or keys rotated as if each stood at this position."""
+    angles = (position * rotary.frequencies).expand(x.shape[-2], -1)
+    cos, sin = angles.cos() * rotary.factor, angles.sin() * rotary.factor
+    return apply_rotary(x, cos, sin, rotary.pairing, rotary.start)
+
+
 def make_norm(offset: float = 0.0, *, shifted: bool = True) -> Norm:
     shift = torch.randn(D_MODEL, dtype=torch.float64) if shifted else None
     return Norm(torch.randn(D_MODEL, dtype=torch.float64) + 1.0, shift, offset)
@@ -48,7 +105,7 @@ def random_input(length: int) -> Tensor:
 
 def output_of(weights: AttentionWeights, x: Tensor, memory: Tensor | None = None) -> Array:
     """`Σ_i softmax(scale · q_i k_iᵀ) v_i W_i^O + b_O` of normalised inputs, loops in place of batches."""
-    causal, cross = weights.traits.kind == "causal", weights.traits.kind == "cross"
+    causal, cross = weights.semantics.kind == "causal", weights.semantics.kind == "cross"
     assert cross == (memory is not None)
     queries_from = _after_norm(weights.norm, x.numpy())
     keys_from = queries_from if memory is None else _after_norm(weights.memory_norm, memory.numpy())
@@ -86,7 +143,7 @@ def _through(chain: Chain, x: Array, head: int, num_heads: int) -> Array:
 def assert_same_function(one: AttentionWeights, other: AttentionWeights) -> None:
     """Both give the same output to random inputs, by the definition."""
     x = random_input(LENGTH)
-    memory = random_input(MEMORY_LENGTH) if one.traits.kind == "cross" else None
+    memory = random_input(MEMORY_LENGTH) if one.semantics.kind == "cross" else None
     expected = output_of(one, x, memory)
     scale = np.abs(expected).max()
     np.testing.assert_allclose(output_of(other, x, memory), expected, rtol=1e-12, atol=1e-12 * scale)

@@ -126,7 +126,7 @@ def _settings(folder: Path, quick: bool) -> Iterator[tuple[_Form, str, int, int]
     layer = source.read(source.sites[0])
     d_k, d_v = (layer.weights.chain(side)[-1].d_out for side in ("q", "v"))
     forms: list[tuple[_Form, int]] = [("qk", d_k), ("ov", d_v)]
-    if layer.scoring.rotation is not None:
+    if layer.weights.semantics.rotary is not None:
         forms.insert(1, ("qk planes", d_k))
     for form, full in forms:
         for share in _SHARES[1::2] if quick else _SHARES:
@@ -140,8 +140,8 @@ def _settings(folder: Path, quick: bool) -> Iterator[tuple[_Form, str, int, int]
 def _stays_uncentred(layer: AttentionLayer, form: _Form) -> bool:
     """Whether no mean may be taken off: `centred` would be `uncentred`."""
     if form == "ov":
-        return "o" not in layer.weights.traits.bias_slots
-    return layer.scoring.rotation is not None
+        return "o" not in layer.weights.bias_slots
+    return layer.weights.semantics.rotary is not None
 
 
 def _judged(command: Command, folder: Path, model: Model, form: _Form, way: str, rank: int) -> float:

@@ -1,7 +1,7 @@
 """What `triptych` offers, and the module that each name comes from: `__init__.py` reads it."""
 
 from triptych.algebra import BilinearForm as BilinearForm
-from triptych.attention import Alibi as Alibi
+from triptych.attention import AlibiPositions as AlibiPositions
 from triptych.attention import Bilinear as Bilinear
 from triptych.attention import Collaborative as Collaborative
 from triptych.attention import Direct as Direct
@@ -11,7 +11,7 @@ from triptych.attention import Grouped as Grouped
 from triptych.attention import KeyValue as KeyValue
 from triptych.attention import Latent as Latent
 from triptych.attention import MultiHeadAttention as MultiHeadAttention
-from triptych.attention import Rotary as Rotary
+from triptych.attention import RotaryPositions as RotaryPositions
 from triptych.attention import Shared as Shared
 from triptych.attention import Stacked as Stacked
 from triptych.attention import Symmetric as Symmetric

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import D_MODEL, NUM_HEADS, make_layer
+from heads import D_MODEL, NUM_HEADS, make_layer, with_semantics
 from triptych.algebra.bounds import output_bound, row_bound, score_bound
-from triptych.algebra.function import Rotation, Scoring, channels, of_heads
+from triptych.algebra.function import channels, of_heads
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import drop_key_bias, gauge_fix, truncate, truncate_planes
 from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.weights import AttentionWeights, Link, Traits
+from triptych.algebra.semantics import Semantics
+from triptych.algebra.weights import AttentionWeights, Link
 
 
 def make(name: str, *, biased: bool, **options: int) -> AttentionWeights:
@@ -25,11 +27,11 @@ def normalised(count: int) -> Tensor:
     return x / x.norm(dim=-1, keepdim=True) * math.sqrt(D_MODEL)
 
 
-def scores(weights: AttentionWeights, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-    q, k, _ = channels(weights, Scoring(), x)
+def scores(weights: AttentionWeights, x: Tensor) -> Tensor:
+    q, k, _ = channels(weights, x)
     k = of_heads(k, weights.num_heads)
-    if rotation is not None:
-        q, k = (rotation(t, torch.arange(t.shape[2])) for t in (q, k))
+    if (rotary := weights.semantics.rotary) is not None:
+        q, k = rotary(q), rotary(k)
     return (q @ k.mT)[0] * weights.scale
 
 
@@ -52,7 +54,7 @@ def test_with_biases_rows_of_scores_stay_within_the_bound(name: str, sinks: bool
     weights = make(name, biased=True)
     after = truncate(weights, qk_rank=4).weights
     if sinks:
-        weights, after = (replace(one, traits=replace(one.traits, sinks=True)) for one in (weights, after))
+        weights, after = (with_semantics(one, sinks=True) for one in (weights, after))
     x = normalised(300)
     moved, found = scores(after, x) - scores(weights, x), score_bound(weights, after)
     if sinks:
@@ -70,7 +72,7 @@ def test_what_the_softmax_is_blind_to_is_not_counted() -> None:
     weights = make("factored", biased=True)
     bare = drop_key_bias(weights).weights
     assert float(score_bound(weights, bare).max()) < 1e-10
-    seen = [replace(one, traits=replace(one.traits, sinks=True)) for one in (weights, bare)]
+    seen = [with_semantics(one, sinks=True) for one in (weights, bare)]
     assert float(score_bound(*seen).min()) > 1.0
 
 
@@ -99,7 +101,7 @@ def test_the_output_of_a_head_stays_within_the_bound(biased: bool) -> None:
     after, found = replace(after, o_bias=weights.o_bias), output_bound(weights, after)
     # A mixture of values is the value of a mixture of inputs.
     x = normalised(300)
-    outs = [of_heads(channels(one, Scoring(), x).v, NUM_HEADS)[0] @ one.W_O for one in (weights, after)]
+    outs = [of_heads(channels(one, x).v, NUM_HEADS)[0] @ one.W_O for one in (weights, after)]
     moved = (outs[0] - outs[1]).norm(dim=-1).amax(1)
     assert bool((moved <= found).all())
     if not biased:
@@ -111,30 +113,27 @@ def test_the_output_of_a_head_stays_within_the_bound(biased: bool) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("start", [0, 1])
 def test_under_rotary_positions_the_bound_holds_at_every_distance(start: int, biased: bool) -> None:
-    rotation = Rotation(torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64), "interleaved", start, 1.1)
+    rotation = RotaryEmbedding(torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64), "interleaved", start, 1.1)
     weights = make("grouped", biased=biased, d_k=7)
-    weights = replace(weights, traits=replace(weights.traits, positions="rotary"))
+    weights = with_semantics(weights, rotary=rotation)
     after = truncate_planes(weights, rotation, planes=2).weights
-    found = score_bound(weights, after, rotation)
+    found = score_bound(weights, after)
     x = normalised(400)
-    moved = (scores(after, x, rotation) - scores(weights, x, rotation)).abs().amax((1, 2))
+    moved = (scores(after, x) - scores(weights, x)).abs().amax((1, 2))
     assert bool((moved <= found).all())
     assert bool((moved > 0.05 * found).all())
-    assert float(score_bound(weights, weights, rotation).max()) < 1e-10
-    with pytest.raises(RewriteRefusedError, match=r"under rotary positions .*; give the rotation$"):
-        score_bound(weights, after)
+    assert float(score_bound(weights, weights).max()) < 1e-10
 
 
-def one_head(q: Link, k: Link, v: Link, o: Tensor, **traits: Any) -> AttentionWeights:
+def one_head(q: Link, k: Link, v: Link, o: Tensor) -> AttentionWeights:
     return AttentionWeights(
         d_model=D_MODEL,
         num_heads=1,
-        scale=0.7,
         q=(q,),
         k=(k,),
         v=(v,),
         o=(Link(o),),
-        traits=Traits(norm="pre", **traits),
+        semantics=Semantics(0.7),
     )
 
 
@@ -153,19 +152,19 @@ def test_the_worst_input_reaches_the_bound_with_biases_and_fixed_channels_too(
     rotary: bool, biased: bool
 ) -> None:
     # The last channel is one that does not turn. With x along the first channel, bias and map add up.
-    rotation = Rotation(torch.tensor([1.0], dtype=torch.float64)) if rotary else None
-    traits = {"positions": "rotary"} if rotary else {"sinks": True}  # either way key biases count
+    rotation = RotaryEmbedding(torch.tensor([1.0], dtype=torch.float64)) if rotary else None
+    more: dict[str, Any] = {"rotary": rotation} if rotary else {"sinks": True}  # either way key biases count
     output = torch.zeros(1, 3, D_MODEL, dtype=torch.float64)
     output[0, -1, 5] = 1.0
     before, after = (
-        one_head(*(pointing(3, biased=biased, times=times) for _ in "qkv"), output, **traits)
+        with_semantics(one_head(*(pointing(3, biased=biased, times=times) for _ in "qkv"), output), **more)
         for times in (0.5, 0.8)
     )
     x = torch.zeros(1, 2, D_MODEL, dtype=torch.float64)
     x[..., 0] = math.sqrt(D_MODEL)
-    moved = (scores(after, x, rotation) - scores(before, x, rotation)).abs().amax()
-    assert float(score_bound(before, after, rotation)) == pytest.approx(float(moved), rel=1e-12)
-    values = [channels(one, Scoring(), x).v[0] @ one.W_O[0] for one in (before, after)]
+    moved = (scores(after, x) - scores(before, x)).abs().amax()
+    assert float(score_bound(before, after)) == pytest.approx(float(moved), rel=1e-12)
+    values = [channels(one, x).v[0] @ one.W_O[0] for one in (before, after)]
     moved = (values[0] - values[1]).norm(dim=-1).amax()
     assert float(output_bound(before, after)) == pytest.approx(float(moved), rel=1e-12)
 
@@ -182,6 +181,6 @@ def test_the_bound_of_rows_is_reached_by_two_keys() -> None:
 @pytest.mark.parametrize("traits", [{"qk_norm": True}, {"positions": "disentangled"}])
 def test_scores_that_are_no_form_have_no_bound(traits: dict[str, Any]) -> None:
     weights = make("factored", biased=False)
-    weights = replace(weights, traits=replace(weights.traits, **traits))
+    weights = with_semantics(weights, **traits)
     with pytest.raises(RewriteRefusedError, match="no bound of the scores is known: "):
         score_bound(weights, weights)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.algebra.cost import cached_numbers, maps_flops, pass_cost, writing_cost
+from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import PARAMETERISATIONS, parameterisation
 
@@ -171,7 +172,7 @@ def test_what_is_cached_is_what_keys_and_values_have_in_common_and_what_not() ->
     o = (link(2, 3, 6),)
 
     def cached(k: tuple[Link, ...], v: tuple[Link, ...]) -> int:
-        return cached_numbers(AttentionWeights(6, 2, 1.0, (other,), k, v, o))
+        return cached_numbers(AttentionWeights(6, 2, (other,), k, v, o, Semantics(1.0)))
 
     assert cached((other,), (link(2, 6, 3),)) == 12
     assert cached((other,), (other,)) == 6
@@ -189,7 +190,7 @@ def chained(copies: int, d_in: int, d_out: int) -> Link:
 def test_a_map_of_a_group_is_applied_for_each_of_its_heads_in_the_absorbed_route() -> None:
     down, up_k, up_v = chained(1, 6, 2), chained(2, 2, 3), chained(2, 2, 5)
     weights = AttentionWeights(
-        6, 4, 1.0, (chained(4, 6, 3),), (down, up_k), (down, up_v), (chained(4, 5, 6),)
+        6, 4, (chained(4, 6, 3),), (down, up_k), (down, up_v), (chained(4, 5, 6),), Semantics(1.0)
     )
     step = pass_cost(weights, 1, cached=9, route="absorbed")
     maps = 2 * (4 * 6 * 3 + 6 * 2 + 4 * 5 * 6)
@@ -201,7 +202,9 @@ def test_a_map_of_a_group_is_applied_for_each_of_its_heads_in_the_absorbed_route
 
 def test_queries_by_the_keys_map_are_made_besides_the_keys_that_are_rebuilt() -> None:
     down, up_k, up_v = chained(1, 6, 2), chained(2, 2, 3), chained(2, 2, 3)
-    weights = AttentionWeights(6, 2, 1.0, (down, up_k), (down, up_k), (down, up_v), (chained(2, 3, 6),))
+    weights = AttentionWeights(
+        6, 2, (down, up_k), (down, up_k), (down, up_v), (chained(2, 3, 6),), Semantics(1.0)
+    )
     step = pass_cost(weights, 1, cached=9, route="expanded")
     rebuilt = 10 * 2 * 2 * 2 * (3 + 3)
     assert step.flops == 2 * 6 * 2 + 2 * 2 * 2 * 3 + rebuilt + 10 * 2 * 2 * (3 + 3) + 2 * 2 * 3 * 6

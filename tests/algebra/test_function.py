@@ -1,7 +1,6 @@
 """What stands between the maps and the softmax: each part against its definition, position by position."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,22 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from heads import NUM_HEADS, make_layer, random_input
-from triptych.algebra.function import (
-    Disentangled,
-    DistanceTable,
-    HeadNorm,
-    PatchTable,
-    Rotation,
-    Scoring,
-    Slopes,
-    Temperature,
-    attend,
-    channels,
-    of_heads,
-    probabilities,
+from heads import NUM_HEADS, make_layer, random_input, with_semantics
+from triptych.algebra.function import attend, channels, of_heads, probabilities
+from triptych.algebra.positions import (
+    ALiBi,
+    DisentangledBias,
+    PatchPositionBias,
+    RelativePositionBias,
+    RotaryEmbedding,
 )
-from triptych.algebra.weights import AttentionWeights
+from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
 
 Array = NDArray[np.float64]
 B, H, N, M, W = 2, 4, 5, 7, 6
@@ -78,26 +71,25 @@ def test_a_norm_over_all_heads_side_by_side(centred: bool) -> None:
 @pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize("in_picture", [False, True])
 def test_planes_are_turned_by_their_angle(pairing: Any, start: int, in_picture: bool) -> None:
-    frequencies, positions = torch.tensor([1.0, 0.3], dtype=torch.float64), torch.tensor([0, 3, 1, 4, 2])
+    frequencies = torch.tensor([1.0, 0.3], dtype=torch.float64)
     places = torch.tensor([[0, 0], [1, 3], [2, 5], [4, 1], [7, 2]]).double() if in_picture else None
     x = drawn(B, H, N, W)
-    rotation = Rotation(frequencies, pairing, start, 1.2, places)
+    rotation = RotaryEmbedding(frequencies, pairing, start, 1.2, places)
     expected = x.numpy().copy()
     for n, f in np.ndindex(N, 2):
         first, second = (
             (start + f, start + f + 2) if pairing == "halves" else (start + 2 * f, start + 2 * f + 1)
         )
         assert (rotation.pairs[0][f], rotation.pairs[1][f]) == (first, second)
-        m = int(positions[n])
-        place = m if places is None else float(places[m, f])
+        place = n if places is None else float(places[n, f])
         turn = np.exp(1j * place * float(frequencies[f])) * 1.2
         z = (x[:, :, n, first].numpy() + 1j * x[:, :, n, second].numpy()) * turn
         expected[:, :, n, first], expected[:, :, n, second] = z.real, z.imag
-    same(rotation(x, positions), expected)
+    same(rotation(x), expected)
     assert rotation.reach(9).tolist() == ([7.0, 5.0] if in_picture else [9.0, 9.0])
     if in_picture:
-        with pytest.raises(ValueError, match="there are 5 positions, and a picture has 5"):
-            rotation(x, positions + 1)
+        with pytest.raises(ValueError, match="there are 6 positions, and a picture has 5"):
+            rotation(x, 1)
 
 
 def test_the_temperature_grows_in_steps() -> None:
@@ -113,7 +105,7 @@ def positions_of(queries: int, keys: int) -> tuple[Tensor, Tensor]:
 
 def test_slopes_take_off_what_lies_between() -> None:
     slopes, (i, j) = drawn(H).abs(), positions_of(N, M)
-    found = Slopes(slopes)(drawn(B, H, N, W), drawn(B, H, M, W), i, j)
+    found = ALiBi(slopes)(drawn(B, H, N, W), drawn(B, H, M, W), i, j)
     expected = np.array([[[-float(s) * abs(int(a) - int(b)) for b in j] for a in i] for s in slopes])
     same(found, expected)
 
@@ -127,7 +119,7 @@ BACKWARDS = {3: 0, 0: 0, -1: 1, -2: 2, -3: 3, -4: 4, -5: 4, -6: 5, -8: 5, -9: 6,
 def test_a_table_has_a_number_for_each_bucket_of_distances(both_ways: bool, buckets: dict[int, int]) -> None:
     table = drawn(8, H)
     i, j = torch.tensor([60]), torch.tensor([60 + distance for distance in buckets])
-    found = DistanceTable(table, both_ways, 20)(drawn(B, H, 1, W), drawn(B, H, len(j), W), i, j)
+    found = RelativePositionBias(table, both_ways, 20)(drawn(B, H, 1, W), drawn(B, H, len(j), W), i, j)
     assert found.shape == (H, 1, len(j))
     same(found[:, 0], np.stack([table[bucket].numpy() for bucket in buckets.values()], axis=1))
 
@@ -137,15 +129,15 @@ def test_patches_have_a_number_for_each_distance_in_rows_and_columns() -> None:
     count = (2 * rows - 1) * (2 * columns - 1)
     table, positions = drawn(count + 3, H), torch.arange(1 + rows * columns)
     q = drawn(B, H, len(positions), W)
-    found = PatchTable(table, rows, columns)(q, q, positions, positions)
+    found = PatchPositionBias(table, rows, columns)(q, q, positions, positions)
     for i, j in np.ndindex(7, 7):
         (a, b), (c, d) = divmod(i - 1, columns), divmod(j - 1, columns)
         place = (a - c + rows - 1) * (2 * columns - 1) + (b - d + columns - 1)
         if i == 0 or j == 0:
             place = count + (2 if i == j else 0 if i == 0 else 1)
         same(found[:, i, j], table[place].numpy())
-    with pytest.raises(ValueError, match="there are 7 positions, and a picture has 7"):
-        PatchTable(table, rows, columns)(q, q, positions + 1, positions)
+    with pytest.raises(ValueError, match="there are 8 positions, and a picture has 7"):
+        PatchPositionBias(table, rows, columns)(q, q, positions + 1, positions)
 
 
 @pytest.mark.parametrize("parts", ["keys", "queries", "both"])
@@ -153,7 +145,7 @@ def test_distances_meet_content_both_ways(parts: str) -> None:
     span = 3
     q, k, (i, j) = drawn(B, H, N, W), drawn(B, H, M, W), positions_of(N, M)
     keys, queries = (drawn(H, 2 * span, W) if parts in (one, "both") else None for one in ("keys", "queries"))
-    found = Disentangled(keys, queries, span, None, 0.4)(q, k, i, j)
+    found = DisentangledBias(keys, queries, span, None, 0.4)(q, k, i, j)
     expected = np.zeros((B, H, N, M))
     for b, h, n, m in np.ndindex(B, H, N, M):
         place = min(max(int(i[n]) - int(j[m]) + span, 0), 2 * span - 1)
@@ -171,25 +163,21 @@ def test_far_distances_share_buckets_in_equal_ratios() -> None:
     for distance, place in bucket.items():
         q = drawn(1, 1, 1, W)
         at = torch.tensor([50 + distance]), torch.tensor([50])
-        found = Disentangled(tables, None, 8, 32, 1.0)(q, k, *at)
+        found = DisentangledBias(tables, None, 8, 32, 1.0)(q, k, *at)
         assert float(found) == pytest.approx(float(q[0, 0, 0] @ tables[0, place + 8])), distance
 
 
-def weights_of(kind: Any = "self") -> AttentionWeights:
-    return make_layer("grouped", biased=True).weights(kind)
-
-
-SCORINGS: dict[str, Scoring] = {
-    "plain": Scoring(),
-    "soft cap": Scoring(soft_cap=1.5),
-    "sinks": Scoring(sinks=torch.linspace(-1, 2, NUM_HEADS)),
-    "window": Scoring(window=2),
-    "chunk": Scoring(chunk=3),
-    "clip": Scoring(clip=0.7),
-    "norms": Scoring(q_norm=HeadNorm(1e-6), k_norm=HeadNorm(1e-6, centred=True)),
-    "rotary": Scoring(rotation=Rotation(torch.tensor([0.7, 0.1]))),
-    "temperature": Scoring(temperature=Temperature(0.5, 2.0)),
-    "bias": Scoring(bias=Slopes(torch.linspace(0.1, 1, NUM_HEADS)), soft_cap=2.0),
+PARTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "soft cap": {"soft_cap": 1.5},
+    "sinks": {"sinks": torch.linspace(-1, 2, NUM_HEADS)},
+    "window": {"window": 2},
+    "chunk": {"chunk": 3},
+    "clip": {"clip": 0.7},
+    "norms": {"q_norm": HeadNorm(1e-6), "k_norm": HeadNorm(1e-6, centred=True)},
+    "rotary": {"rotary": RotaryEmbedding(torch.tensor([0.7, 0.1]))},
+    "temperature": {"temperature": Temperature(0.5, 2.0)},
+    "bias": {"bias": ALiBi(torch.linspace(0.1, 1, NUM_HEADS)), "soft_cap": 2.0},
 }
 
 
@@ -199,65 +187,67 @@ def softmax(row: Array) -> Array:
 
 
 @pytest.mark.parametrize("kind", ["self", "causal"])
-@pytest.mark.parametrize("name", SCORINGS)
+@pytest.mark.parametrize("name", PARTS)
 def test_a_layer_is_what_its_parts_make_of_it(name: str, kind: str) -> None:
-    weights, scoring, x = weights_of(kind), SCORINGS[name], random_input(N)
+    plain, x = make_layer("grouped", biased=True).weights(kind), random_input(N)  # type: ignore[arg-type]
+    weights = with_semantics(plain, **PARTS[name])
+    semantics = weights.semantics
     x.clamp_(-2, 2)
     mask = torch.ones(N, N, dtype=torch.bool)
     mask[2:, 0] = False
-    q, k, v = (of_heads(t, NUM_HEADS) for t in channels(weights, replace(scoring, clip=None), x))
-    if scoring.q_norm is not None and scoring.k_norm is not None:  # each once: here and not above
-        q, k, v = (of_heads(t, NUM_HEADS) for t in channels(weights, Scoring(), x))
-        q, k = scoring.q_norm(q), scoring.k_norm(k)
-    if scoring.clip is not None:
+    q, k, v = (of_heads(t, NUM_HEADS) for t in channels(plain, x))
+    if semantics.q_norm is not None and semantics.k_norm is not None:
+        q, k = semantics.q_norm(q), semantics.k_norm(k)
+    if semantics.clip is not None:
         q, k, v = (t.where(t.abs() < 0.7, 0.7 * t.sign()) for t in (q, k, v))
     places = torch.arange(N)
-    if scoring.rotation is not None:
-        q, k = scoring.rotation(q, places), scoring.rotation(k, places)
-    if scoring.temperature is not None:
-        q = scoring.temperature(q, places)
+    if semantics.rotary is not None:
+        q, k = semantics.rotary(q), semantics.rotary(k)
+    if semantics.temperature is not None:
+        q = semantics.temperature(q, places)
     expected = np.zeros((B, NUM_HEADS, N, N))
     for b, h, i in np.ndindex(B, NUM_HEADS, N):
         row = weights.scale * (k[b, h] @ q[b, h, i]).numpy()
-        if scoring.bias is not None:
+        if semantics.bias is not None:
             row = row - np.array([float(torch.linspace(0.1, 1, NUM_HEADS)[h]) * abs(i - j) for j in range(N)])
-        if scoring.soft_cap is not None:
-            row = scoring.soft_cap * np.tanh(row / scoring.soft_cap)
+        if semantics.soft_cap is not None:
+            row = semantics.soft_cap * np.tanh(row / semantics.soft_cap)
         for j in range(N):
             hidden = kind == "causal" and j > i
-            hidden |= scoring.window is not None and abs(i - j) >= scoring.window
-            hidden |= scoring.chunk is not None and i // scoring.chunk != j // scoring.chunk
+            hidden |= semantics.window is not None and abs(i - j) >= semantics.window
+            hidden |= semantics.chunk is not None and i // semantics.chunk != j // semantics.chunk
             if hidden or not mask[i, j]:
                 row[j] = -np.inf
-        if scoring.sinks is not None:
-            row = np.append(row, float(scoring.sinks[h]))
+        if semantics.sinks is not None:
+            row = np.append(row, float(semantics.sinks[h]))
         expected[b, h, i] = softmax(row)[:N]
-    one, other, _ = channels(weights, scoring, x)
-    same(probabilities(weights, scoring, one, other, mask), expected)
+    one, other, _ = channels(weights, x)
+    same(probabilities(weights, one, other, mask), expected)
     assert weights.o_bias is not None
     out = np.einsum("bhij,bhjc,hcd->bid", expected, v.numpy(), weights.W_O.numpy()) + weights.o_bias.numpy()
-    same(attend(weights, scoring, x, mask=mask), out)
+    same(attend(weights, x, mask=mask), out)
 
 
 def test_heads_that_are_left_keep_their_sinks_and_distances() -> None:
     tables = drawn(H, 6, W), drawn(H, 6, W)
-    scoring = Scoring(sinks=drawn(H), bias=Disentangled(*tables, 3, None, 1.0), window=4)
-    found = scoring.of_heads([2, 0])
+    semantics = Semantics(1.0, sinks=drawn(H), bias=DisentangledBias(*tables, 3, None, 1.0), window=4)
+    found = semantics.of_heads([2, 0])
     assert found.sinks is not None
-    assert scoring.sinks is not None
-    assert found.sinks.tolist() == scoring.sinks[[2, 0]].tolist()
-    assert isinstance(found.bias, Disentangled)
+    assert semantics.sinks is not None
+    assert found.sinks.tolist() == semantics.sinks[[2, 0]].tolist()
+    assert isinstance(found.bias, DisentangledBias)
     for part, table in zip((found.bias.keys, found.bias.queries), tables, strict=True):
         assert part is not None
         assert torch.equal(part, table[[2, 0]])
     assert found.window == 4
-    bare = Scoring(bias=Slopes(drawn(H))).of_heads([1])
+    bare = Semantics(1.0, bias=ALiBi(torch.arange(float(H)))).of_heads([1])
     assert bare.sinks is None
-    assert isinstance(bare.bias, Slopes)
+    assert isinstance(bare.bias, ALiBi)
+    assert bare.bias.slopes.tolist() == [1]
 
 
 def test_pictures_have_so_many_positions_and_texts_no_end() -> None:
-    assert Scoring(rotation=Rotation(torch.ones(2))).num_positions is None
-    assert Scoring(rotation=Rotation(torch.ones(2), places=torch.zeros(9, 2))).num_positions == 9
-    assert Scoring(bias=PatchTable(drawn(18, H), 2, 3)).num_positions == 7
-    assert Scoring().num_positions is None
+    assert Semantics(1.0, rotary=RotaryEmbedding(torch.ones(2))).num_positions is None
+    assert Semantics(1.0, rotary=RotaryEmbedding(torch.ones(2), places=torch.zeros(9, 2))).num_positions == 9
+    assert Semantics(1.0, bias=PatchPositionBias(drawn(18, H), 2, 3)).num_positions == 7
+    assert Semantics(1.0).num_positions is None

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from triptych.algebra.measures import HeadMeasures, Planes, measure_heads
+from triptych.algebra.semantics import Semantics
 from triptych.algebra.similarity import map_similarity
-from triptych.algebra.weights import AttentionWeights, Link, Traits
+from triptych.algebra.weights import AttentionWeights, Link
 
 D, HEADS, WIDTH, VALUE = 24, 4, 6, 5
 
@@ -26,12 +27,11 @@ def layer(
     return AttentionWeights(
         d_model=D,
         num_heads=HEADS,
-        scale=1.0,
         q=(link(HEADS, D, WIDTH),),
         k=(link(groups, D, WIDTH),),
         v=(link(groups, D, VALUE),),
         o=(link(HEADS, VALUE, D),),
-        traits=Traits(kind=kind),  # type: ignore[arg-type]
+        semantics=Semantics(1.0, kind),  # type: ignore[arg-type]
     )
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import BATCH, LENGTH, MEMORY_LENGTH, NUM_HEADS, make_layer, random_input
-from triptych.algebra.function import HeadNorm, Rotation, Scoring
+from heads import BATCH, LENGTH, MEMORY_LENGTH, NUM_HEADS, make_layer, random_input, with_semantics
 from triptych.algebra.moments import Moments, MomentsGatherer
+from triptych.algebra.positions import RotaryEmbedding
+from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import AttentionWeights
 from triptych.errors import DataError
 
@@ -18,10 +19,10 @@ def make(name: str, kind: Any = "self", **options: int) -> AttentionWeights:
     return make_layer(name, biased=True, **options).weights(kind)
 
 
-def gathered(weights: AttentionWeights, *batches: Tensor, scoring: Scoring | None = None) -> Moments:
+def gathered(weights: AttentionWeights, *batches: Tensor) -> Moments:
     gatherer = MomentsGatherer()
     for x in batches:
-        gatherer.add(weights, scoring or Scoring(), x)
+        gatherer.add(weights, x)
     return gatherer.result()
 
 
@@ -40,7 +41,7 @@ def test_moments_are_means_over_all_tokens(name: str, kind: str) -> None:
     weights = make(name, kind)
     x, memory = random_input(LENGTH) + 0.5, random_input(MEMORY_LENGTH) if kind == "cross" else None
     gatherer = MomentsGatherer()
-    gatherer.add(weights, Scoring(), x, memory)
+    gatherer.add(weights, x, memory)
     found, y = gatherer.result(), x if memory is None else memory
     assert (found.count, found.key_count) == (BATCH * LENGTH, BATCH * y.shape[1])
 
@@ -85,17 +86,17 @@ def test_padding_is_not_counted() -> None:
     tokens = torch.ones(2, 7, dtype=torch.bool)
     tokens[1, 4:] = False
     gatherer = MomentsGatherer()
-    gatherer.add(weights, Scoring(), padded, mask=tokens[:, None, None, :], tokens=tokens)
+    gatherer.add(weights, padded, mask=tokens[:, None, None, :], tokens=tokens)
     assert_alike(gatherer.result(), gathered(weights, long, short))
 
 
 def test_queries_and_keys_are_those_before_positions_and_after_norms() -> None:
     weights, x = make("factored"), random_input(LENGTH)
-    turned = Scoring(rotation=Rotation(torch.tensor([1.0, 0.3, 0.1], dtype=torch.float64)))
-    plain, rotary = gathered(weights, x), gathered(weights, x, scoring=turned)
+    embedding = RotaryEmbedding(torch.tensor([1.0, 0.3, 0.1], dtype=torch.float64))
+    plain, rotary = gathered(weights, x), gathered(with_semantics(weights, rotary=embedding), x)
     torch.testing.assert_close(rotary.q, plain.q, rtol=0, atol=0)
     assert not torch.allclose(rotary.mixed, plain.mixed)
-    normed = gathered(weights, x, scoring=Scoring(q_norm=HeadNorm(0.0)))
+    normed = gathered(with_semantics(weights, q_norm=HeadNorm(0.0)), x)
     squares = normed.q.diagonal(dim1=-2, dim2=-1).sum(-1)
     torch.testing.assert_close(squares, torch.full_like(squares, 6.0))
 
@@ -113,11 +114,11 @@ def test_no_text_and_queries_that_see_nothing_are_said() -> None:
     weights, x, gatherer = make("factored"), random_input(LENGTH), MomentsGatherer()
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
     seen[2] = False
-    gatherer.add(weights, Scoring(), x, mask=seen)
+    gatherer.add(weights, x, mask=seen)
     with pytest.raises(DataError, match="are not finite: leave out tokens that see nothing"):
         gatherer.result()
     tokens = torch.ones(BATCH, LENGTH, dtype=torch.bool)
     tokens[:, 2] = False
     gatherer = MomentsGatherer()
-    gatherer.add(weights, Scoring(), x, mask=seen, tokens=tokens)
+    gatherer.add(weights, x, mask=seen, tokens=tokens)
     assert gatherer.result().count == BATCH * (LENGTH - 1)

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from triptych.algebra.function import DistanceTable, HeadNorm, Scoring, Slopes, attend
-from triptych.algebra.slices import groups_of, heads_of, joined, scoring_of, separable
-from triptych.algebra.weights import AttentionWeights, Link, Traits
+from heads import with_semantics
+from triptych.algebra.function import attend
+from triptych.algebra.positions import ALiBi, RelativePositionBias
+from triptych.algebra.semantics import HeadNorm, Semantics
+from triptych.algebra.slices import groups_of, heads_of, joined, separable
+from triptych.algebra.weights import AttentionWeights, Link
 
 HEADS, GROUPS, D, WIDTH = 6, 3, 10, 4
 
@@ -19,37 +22,36 @@ def grouped(seed: int = 0) -> AttentionWeights:
     return AttentionWeights(
         d_model=D,
         num_heads=HEADS,
-        scale=0.5,
         q=(Link(draw(HEADS, D, WIDTH), draw(HEADS, WIDTH)),),
         k=(Link(draw(GROUPS, D, WIDTH), draw(GROUPS, WIDTH)),),
         v=(Link(draw(GROUPS, D, WIDTH), draw(GROUPS, WIDTH)),),
         o=(Link(draw(HEADS, WIDTH, D)),),
         o_bias=draw(D),
-        traits=Traits(kind="causal"),
+        semantics=Semantics(0.5, "causal"),
     )
 
 
 SCORINGS = {
-    "plain": Scoring(),
-    "slopes": Scoring(bias=Slopes(torch.rand(HEADS, dtype=torch.float64))),
-    "table": Scoring(bias=DistanceTable(torch.randn(8, HEADS, dtype=torch.float64), True, 16)),
-    "sinks": Scoring(sinks=torch.randn(HEADS, dtype=torch.float64)),
-    "one gain": Scoring(q_norm=HeadNorm(1e-6, torch.rand(WIDTH, dtype=torch.float64))),
+    "plain": {},
+    "slopes": {"bias": ALiBi(torch.rand(HEADS, dtype=torch.float64))},
+    "table": {"bias": RelativePositionBias(torch.randn(8, HEADS, dtype=torch.float64), True, 16)},
+    "sinks": {"sinks": torch.randn(HEADS, dtype=torch.float64)},
+    "one gain": {"q_norm": HeadNorm(1e-6, torch.rand(WIDTH, dtype=torch.float64))},
 }
 
 
 @pytest.mark.parametrize("name", SCORINGS)
 @pytest.mark.parametrize("most", [1, 2 * 4 * D * WIDTH, 10**9])
 def test_runs_of_heads_add_up_to_the_layer(name: str, most: int) -> None:
-    weights, scoring = grouped(), SCORINGS[name]
-    assert separable(weights, scoring)
+    weights = with_semantics(grouped(), **SCORINGS[name])
+    assert separable(weights)
     x = torch.randn(2, 7, D, dtype=torch.float64)
     runs = groups_of(weights, most)
     assert [start for start, _ in runs] == [0, *(stop for _, stop in runs[:-1])]
     assert runs[-1][1] == HEADS
     assert len(runs) == {1: 3, 2 * 4 * D * WIDTH: 3, 10**9: 1}[most]
-    parts = [attend(heads_of(weights, *run), scoring_of(scoring, *run), x) for run in runs]
-    torch.testing.assert_close(sum(parts), attend(weights, scoring, x))
+    parts = [attend(heads_of(weights, *run), x) for run in runs]
+    torch.testing.assert_close(sum(parts), attend(weights, x))
 
 
 def test_runs_of_heads_are_put_together_as_they_were() -> None:
@@ -72,6 +74,6 @@ def test_output_biases_of_the_parts_add_up() -> None:
 
 def test_heads_that_are_normalised_together_stay_together() -> None:
     together = HeadNorm(1e-6, torch.rand(HEADS * WIDTH, dtype=torch.float64), over="all heads")
-    assert not separable(grouped(), Scoring(q_norm=together))
+    assert not separable(with_semantics(grouped(), q_norm=together))
     own = HeadNorm(1e-6, torch.rand(HEADS, WIDTH, dtype=torch.float64))
-    assert not separable(grouped(), Scoring(k_norm=own))
+    assert not separable(with_semantics(grouped(), k_norm=own))

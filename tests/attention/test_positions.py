@@ -1,6 +1,5 @@
 """Positions: added to embeddings, turned into queries and keys, taken from scores."""
 
-import copy
 import math
 
 import numpy as np
@@ -9,21 +8,22 @@ import torch
 from torch import Tensor
 
 from tolerances import assert_same
+from triptych.algebra.positions import RotaryEmbedding, alibi_slopes
+from triptych.algebra.semantics import Semantics
 from triptych.attention import SinusoidalPositions, attention, sinusoidal
 from triptych.attention.positions import (
-    Alibi,
+    AlibiPositions,
     AttentionPositions,
     LearnedPositions,
     NoPositions,
-    Rotary,
-    alibi_slopes,
+    RotaryPositions,
 )
 
 ROTARIES = [
-    Rotary(pairing="halves"),
-    Rotary(pairing="interleaved"),
-    Rotary(rotary_dim=6, pairing="halves"),
-    Rotary(rotary_dim=6, pairing="interleaved", base=500.0),
+    RotaryPositions(pairing="halves"),
+    RotaryPositions(pairing="interleaved"),
+    RotaryPositions(rotary_dim=6, pairing="halves"),
+    RotaryPositions(rotary_dim=6, pairing="interleaved", base=500.0),
 ]
 CPU = torch.device("cpu")
 
@@ -127,7 +127,20 @@ def test_no_positions_add_nothing() -> None:
     assert NoPositions().state_dict() == {}
 
 
-def turned_by_numpy(rotary: Rotary, heads: np.ndarray, start: int) -> np.ndarray:
+def embedded(positions: AttentionPositions, width: int = 10) -> RotaryEmbedding:
+    rotary = positions.added_to(Semantics(1.0), width, 1).rotary
+    assert rotary is not None
+    return rotary
+
+
+def alibi_bias(num_heads: int, query_len: int, key_len: int, dtype: torch.dtype) -> Tensor:
+    bias = AlibiPositions().added_to(Semantics(1.0), 8, num_heads).bias
+    assert bias is not None
+    q, places = torch.zeros(1, num_heads, query_len, 8, dtype=dtype), torch.arange(key_len)
+    return bias(q, q, places[key_len - query_len :], places)
+
+
+def turned_by_numpy(rotary: RotaryPositions, heads: np.ndarray, start: int) -> np.ndarray:
     """Each pair of channels as one complex number, times e^(i m θ), one position at a time."""
     turned = rotary.rotary_dim or heads.shape[-1]
     result = heads.copy()
@@ -142,64 +155,67 @@ def turned_by_numpy(rotary: Rotary, heads: np.ndarray, start: int) -> np.ndarray
 
 @pytest.mark.parametrize("start", [0, 3, 300])
 @pytest.mark.parametrize("rotary", ROTARIES, ids=str)
-def test_rotary_multiplies_pairs_as_complex_numbers(rotary: Rotary, start: int) -> None:
+def test_rotary_multiplies_pairs_as_complex_numbers(rotary: RotaryPositions, start: int) -> None:
     heads = torch.randn(2, 3, 7, 10, dtype=torch.float64)
     expected = torch.from_numpy(turned_by_numpy(rotary, heads.numpy(), start))
-    assert_same(rotary.turn(heads, start), expected, kind="output")
-    in_float32 = rotary.turn(heads.float(), start)
+    assert_same(embedded(rotary)(heads, start), expected, kind="output")
+    in_float32 = embedded(rotary)(heads.float(), start)
     assert in_float32.dtype == torch.float32
     assert_same(in_float32, expected.float(), kind="output")
 
 
 @pytest.mark.parametrize("rotary", ROTARIES, ids=str)
-def test_rotated_scores_depend_on_the_distance_only(rotary: Rotary) -> None:
+def test_rotated_scores_depend_on_the_distance_only(rotary: RotaryPositions) -> None:
     q, k = (torch.randn(2, 3, 7, 10, dtype=torch.float64) for _ in range(2))
-    scores = rotary.turn(q, 0) @ rotary.turn(k, 0).mT
-    assert_same(rotary.turn(q, 5) @ rotary.turn(k, 5).mT, scores, kind="output")
-    moved = rotary.turn(q, 5) @ rotary.turn(k, 0).mT
+    scores = embedded(rotary)(q, 0) @ embedded(rotary)(k, 0).mT
+    assert_same(embedded(rotary)(q, 5) @ embedded(rotary)(k, 5).mT, scores, kind="output")
+    moved = embedded(rotary)(q, 5) @ embedded(rotary)(k, 0).mT
     assert (moved - scores).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("rotary", ROTARIES, ids=str)
-def test_rotation_keeps_every_norm(rotary: Rotary) -> None:
+def test_rotation_keeps_every_norm(rotary: RotaryPositions) -> None:
     heads = torch.randn(2, 3, 7, 10, dtype=torch.float64)
-    assert_same(rotary.turn(heads, 11).norm(dim=-1), heads.norm(dim=-1), kind="output")
+    assert_same(embedded(rotary)(heads, 11).norm(dim=-1), heads.norm(dim=-1), kind="output")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rotary", ROTARIES, ids=str)
-def test_a_start_continues_the_rotation_exactly(rotary: Rotary, dtype: torch.dtype) -> None:
+def test_a_start_continues_the_rotation_exactly(rotary: RotaryPositions, dtype: torch.dtype) -> None:
     heads = torch.randn(2, 3, 700, 10).to(dtype)
     parts = [heads[:, :, :200], heads[:, :, 200:201], heads[:, :, 201:]]  # across a growing table
-    continued = [rotary.turn(part, start) for part, start in zip(parts, (0, 200, 201), strict=True)]
-    whole = copy.deepcopy(rotary).turn(heads)
+    growing = embedded(rotary)
+    continued = [growing(part, start) for part, start in zip(parts, (0, 200, 201), strict=True)]
+    whole = embedded(rotary)(heads)
     assert whole.dtype == dtype
     assert_same(torch.cat(continued, dim=2), whole, kind="exact")
 
 
 def test_bfloat16_is_rounded_once() -> None:
     heads = torch.randn(2, 3, 700, 10).bfloat16()
-    rotary = Rotary()
-    assert_same(rotary.turn(heads, 9_000), rotary.turn(heads.float(), 9_000).bfloat16(), kind="exact")
+    rotary = embedded(RotaryPositions())
+    assert_same(rotary(heads, 9_000), rotary(heads.float(), 9_000).bfloat16(), kind="exact")
 
 
 def test_one_pairing_is_the_other_with_channels_permuted() -> None:
     heads = torch.randn(2, 3, 7, 10, dtype=torch.float64)
     order = torch.arange(10).view(2, 5).T.flatten()  # 0, 5, 1, 6, …
-    interleaved = Rotary(pairing="interleaved").turn(heads[..., order], 4)
-    assert_same(interleaved, Rotary(pairing="halves").turn(heads, 4)[..., order], kind="exact")
+    interleaved = embedded(RotaryPositions(pairing="interleaved"))(heads[..., order], 4)
+    assert_same(interleaved, embedded(RotaryPositions(pairing="halves"))(heads, 4)[..., order], kind="exact")
 
 
 @pytest.mark.parametrize("rotary", ROTARIES, ids=str)
-def test_gradients_flow_through_the_rotation_after_a_table_made_in_inference_mode(rotary: Rotary) -> None:
-    fresh = Rotary(rotary.rotary_dim, rotary.pairing, rotary.base)
+def test_gradients_flow_through_the_rotation_after_a_table_made_in_inference_mode(
+    rotary: RotaryPositions,
+) -> None:
+    fresh = embedded(rotary)
     with torch.inference_mode():
-        fresh.turn(torch.randn(1, 1, 4, 10, dtype=torch.float64))
+        fresh(torch.randn(1, 1, 4, 10, dtype=torch.float64))
     heads = torch.randn(2, 3, 7, 10, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn_like(heads)
-    (gradient,) = torch.autograd.grad(fresh.turn(heads, 2), heads, upstream)
+    (gradient,) = torch.autograd.grad(fresh(heads, 2), heads, upstream)
     # The inverse of a rotation is its transpose: ⟨R x, u⟩ = ⟨x, Rᵀ u⟩ and R Rᵀ u = u.
-    assert_same(fresh.turn(gradient, 2), upstream, kind="gradient")
+    assert_same(fresh(gradient, 2), upstream, kind="gradient")
 
 
 @pytest.mark.parametrize(
@@ -216,13 +232,13 @@ def test_a_rotation_that_does_not_fit_is_refused_with_its_numbers(
     rotary_dim: int | None, width: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        Rotary(rotary_dim).check(width)
+        RotaryPositions(rotary_dim).check(width)
 
 
-@pytest.mark.parametrize("positions", [*ROTARIES, Alibi()], ids=str)
+@pytest.mark.parametrize("positions", [*ROTARIES, AlibiPositions()], ids=str)
 def test_positions_that_fit_are_let_through(positions: AttentionPositions) -> None:
     positions.check(10)
-    Rotary(10).check(10)
+    RotaryPositions(10).check(10)
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 4, 8, 16])
@@ -240,7 +256,7 @@ def test_alibi_slopes_are_those_published() -> None:
 
 @pytest.mark.parametrize(("query_len", "key_len"), [(5, 5), (2, 5), (1, 5), (1, 1)])
 def test_alibi_takes_the_distance_times_the_slope(query_len: int, key_len: int) -> None:
-    bias = Alibi().bias(12, query_len, key_len, CPU, torch.float64)
+    bias = alibi_bias(12, query_len, key_len, torch.float64)
     offset = key_len - query_len
     expected = [
         [[-slope * abs(offset + i - j) for j in range(key_len)] for i in range(query_len)]
@@ -250,17 +266,17 @@ def test_alibi_takes_the_distance_times_the_slope(query_len: int, key_len: int) 
 
 
 def test_alibi_counts_in_float32_and_rounds_once() -> None:
-    bias = Alibi().bias(4, 1, 700, CPU, torch.bfloat16)
+    bias = alibi_bias(4, 1, 700, torch.bfloat16)
     assert bias.dtype == torch.bfloat16
-    assert_same(bias, Alibi().bias(4, 1, 700, CPU, torch.float32).bfloat16(), kind="exact")
+    assert_same(bias, alibi_bias(4, 1, 700, torch.float32).bfloat16(), kind="exact")
 
 
 @pytest.mark.parametrize("path", ["reference", "fast"])
 def test_alibi_decoding_continues_the_text(path: str) -> None:
     q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float64) for _ in range(3))
-    whole = attention(q, k, v, bias=Alibi().bias(4, 9, 9, CPU, q.dtype), causal=True, path=path).output
+    whole = attention(q, k, v, bias=alibi_bias(4, 9, 9, q.dtype), causal=True, path=path).output
     for i in range(9):
-        bias = Alibi().bias(4, 1, i + 1, CPU, q.dtype)
+        bias = alibi_bias(4, 1, i + 1, q.dtype)
         step = attention(
             q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1], bias=bias, causal=True, path=path
         )
@@ -268,17 +284,17 @@ def test_alibi_decoding_continues_the_text(path: str) -> None:
 
 
 def test_each_scheme_does_the_one_thing_and_not_the_other() -> None:
-    heads: Tensor = torch.randn(1, 2, 3, 4)
-    assert Alibi().turn(heads, 5) is heads
-    assert Rotary().bias(2, 3, 3, CPU, torch.float32) is None
-    assert (Rotary.scheme, Rotary.turns) == ("rotary", True)
-    assert (Alibi.scheme, Alibi.turns) == ("alibi", False)
+    turned, biased = (
+        positions.added_to(Semantics(1.0), 8, 2) for positions in (RotaryPositions(), AlibiPositions())
+    )
+    assert (turned.positions, biased.positions) == ("rotary", "alibi")
+    assert turned.bias is None
+    assert biased.rotary is None
 
 
-def test_attention_positions_are_values_whatever_they_have_cached() -> None:
-    used, unused = Rotary(4), Rotary(4)
-    used.turn(torch.randn(1, 1, 5, 8))
+def test_attention_positions_are_values() -> None:
+    used, unused = RotaryPositions(4), RotaryPositions(4)
     assert used == unused
     assert hash(used) == hash(unused)
-    assert str(used) == "Rotary(rotary_dim=4, pairing='halves', base=10000.0)"
-    assert Alibi() == Alibi()
+    assert str(used) == "RotaryPositions(rotary_dim=4, pairing='halves', base=10000.0)"
+    assert AlibiPositions() == AlibiPositions()

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from heads import with_semantics
 from tolerances import assert_same
 from triptych.algebra.cost import writing_cost
+from triptych.algebra.positions import alibi_slopes
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
     PARAMETERISATIONS,
-    Alibi,
+    AlibiPositions,
     AttentionPositions,
     Direct,
     Factored,
@@ -30,13 +32,12 @@ from triptych.attention import (
     LayerCache,
     MultiHeadAttention,
     Parameterisation,
-    Rotary,
+    RotaryPositions,
     Shared,
     check_sizes,
     explain_attention,
     parameterisation,
 )
-from triptych.attention.positions import alibi_slopes
 
 Kind = Literal["self", "causal", "cross", "three sequences"]
 
@@ -61,11 +62,11 @@ TRIED: dict[str, list[Kind]] = {
 }
 POSITIONS: dict[str, AttentionPositions | None] = {
     "none": None,
-    "rotary": Rotary(),
-    "rotary interleaved": Rotary(pairing="interleaved"),
-    "rotary partial": Rotary(4),
-    "rotary partial interleaved": Rotary(4, "interleaved", 100.0),
-    "alibi": Alibi(),
+    "rotary": RotaryPositions(),
+    "rotary interleaved": RotaryPositions(pairing="interleaved"),
+    "rotary partial": RotaryPositions(4),
+    "rotary partial interleaved": RotaryPositions(4, "interleaved", 100.0),
+    "alibi": AlibiPositions(),
 }
 
 
@@ -128,7 +129,7 @@ def dense(
     keys_from = x if memory is None else memory
     values_from = keys_from if value_memory is None else value_memory
     b_q, b_k, b_v = weights.head_bias("q"), weights.head_bias("k"), weights.head_bias("v")
-    if positions is not None and positions.turns:
+    if isinstance(positions, RotaryPositions):
         q = torch.einsum("bqd,hdc->bhqc", x, weights.W_Q) + (0 if b_q is None else b_q[:, None])
         k = torch.einsum("bkd,hdc->bhkc", keys_from, weights.W_K) + (0 if b_k is None else b_k[:, None])
         scores = turned(q, positions) @ turned(k, positions).mT
@@ -141,7 +142,7 @@ def dense(
         if b_q is not None and b_k is not None:
             scores = scores + (b_q * b_k).sum(-1)[:, None, None]
     scores = scores * weights.scale
-    if isinstance(positions, Alibi):
+    if isinstance(positions, AlibiPositions):
         distance = (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).abs()
         slopes = torch.tensor(alibi_slopes(weights.num_heads), dtype=x.dtype)
         scores = scores - slopes[:, None, None] * distance
@@ -161,7 +162,7 @@ def dense(
 
 def turned(heads: Tensor, positions: AttentionPositions) -> Tensor:
     """Rotary positions by complex numbers."""
-    assert isinstance(positions, Rotary)
+    assert isinstance(positions, RotaryPositions)
     width = positions.rotary_dim or heads.shape[-1]
     halves = torch.arange(width).view(2, width // 2)
     first, second = halves if positions.pairing == "halves" else halves.flatten().view(-1, 2).T
@@ -191,7 +192,7 @@ def positioned() -> list[Any]:
         pytest.param(name, positions, id=f"{name}, {label}")
         for name, cls in PARAMETERISATIONS.items()
         for label, positions in POSITIONS.items()
-        if positions is None or not (positions.turns and cls.no_rotary)
+        if not (isinstance(positions, RotaryPositions) and cls.no_rotary)
     ]
 
 
@@ -249,7 +250,7 @@ def test_positions_turn_queries_and_keys_or_lower_scores(
     name: str, positions: AttentionPositions | None
 ) -> None:
     layer = make_layer(name, positions=positions)
-    assert layer.weights().traits.positions == ("none" if positions is None else positions.scheme)
+    assert layer.weights().semantics.positions == ("none" if positions is None else positions.scheme)
     for kind in ("self", "causal"):
         x, given = make_inputs(layer, kind, masked=True)
         expected, rows = dense(layer.weights(), x, **given, positions=positions)
@@ -449,21 +450,22 @@ def test_a_layer_comes_back_from_its_weights(name: str, positions: AttentionPosi
             continue
         for biased in (False, True):
             layer = make_layer(name, size, biased=biased, positions=positions)
-            back = MultiHeadAttention.from_weights(layer.weights(), positions=positions)
+            back = MultiHeadAttention.from_weights(layer.weights())
             assert type(back.parameterisation) is type(layer.parameterisation)
             assert back.state_dict().keys() == layer.state_dict().keys()
             x, given = make_inputs(layer, "causal", masked=True)
             assert_same(back(x, **given).output, layer(x, **given).output, kind="exact")
-            again = MultiHeadAttention.from_weights(back.weights(), positions=positions).parameterisation
+            again = MultiHeadAttention.from_weights(back.weights()).parameterisation
             assert again == back.parameterisation
             assert not {p.data_ptr() for p in back.parameters()} & {p.data_ptr() for p in layer.parameters()}
 
 
-def test_weights_of_a_layer_with_positions_do_not_come_back_without_them() -> None:
-    layer = MultiHeadAttention(24, 4, positions=Rotary())
-    for other in (None, Alibi()):
-        with pytest.raises(ValueError, match="the weights are of a layer with rotary positions"):
-            MultiHeadAttention.from_weights(layer.weights(), positions=other)
+@pytest.mark.parametrize("positions", [RotaryPositions(2), AlibiPositions()], ids=["rotary", "alibi"])
+def test_weights_of_a_layer_with_positions_come_back_with_them(positions: AttentionPositions) -> None:
+    layer = MultiHeadAttention(24, 4, positions=positions)
+    back = MultiHeadAttention.from_weights(layer.weights("causal")).weights().semantics
+    assert (back.positions, back.kind) == (positions.scheme, "causal")
+    assert (back.rotary, back.bias) == (layer.semantics.rotary, layer.semantics.bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -498,13 +500,13 @@ def test_the_weights_are_views_without_history(name: str) -> None:
 
 def test_the_caller_says_where_queries_and_keys_come_from() -> None:
     layer = MultiHeadAttention(24, 4, dropout=0.25).eval()
-    assert [layer.weights(kind).traits.kind for kind in ("self", "causal", "cross")] == [
+    assert [layer.weights(kind).semantics.kind for kind in ("self", "causal", "cross")] == [
         "self",
         "causal",
         "cross",
     ]
-    assert layer.weights().traits.dropout == 0.0
-    assert layer.train().weights().traits.dropout == 0.25
+    assert layer.weights().semantics.dropout == 0.0
+    assert layer.train().weights().semantics.dropout == 0.25
 
 
 # Decoding
@@ -803,10 +805,10 @@ def test_maps_are_not_copied_for_every_sentence(name: str) -> None:
 def test_rotary_positions_are_refused_with_the_reason(name: str) -> None:
     reason = PARAMETERISATIONS[name].no_rotary
     with pytest.raises(ValueError, match=f"{name} cannot have rotary positions: ") as refused:
-        make_layer(name, positions=Rotary())
+        make_layer(name, positions=RotaryPositions())
     assert str(refused.value).endswith(reason)
     with pytest.raises(ValueError, match="cannot have rotary positions"):
-        MultiHeadAttention.from_weights(make_layer(name).weights(), positions=Rotary(2))
+        MultiHeadAttention.from_weights(with_semantics(make_layer(name).weights(), positions="rotary"))
 
 
 def test_bilinear_and_latent_have_no_rotary_positions() -> None:
@@ -830,7 +832,7 @@ def test_two_memories_are_refused_where_keys_and_values_are_made_at_once(name: s
         )
 
 
-@pytest.mark.parametrize("positions", [Rotary(), Alibi()], ids=["rotary", "alibi"])
+@pytest.mark.parametrize("positions", [RotaryPositions(), AlibiPositions()], ids=["rotary", "alibi"])
 def test_a_memory_is_refused_where_positions_are_told_apart(positions: AttentionPositions) -> None:
     layer = make_layer("factored", positions=positions)
     with pytest.raises(ValueError, match=f"{positions.scheme} positions compare places in one sequence"):
@@ -840,9 +842,9 @@ def test_a_memory_is_refused_where_positions_are_told_apart(positions: Attention
 @pytest.mark.parametrize(
     ("chosen", "positions", "message"),
     [
-        (Factored(d_k=5), Rotary(), "rotary_dim is 5: it must be even and at least 2"),
-        (Factored(), Rotary(3), "rotary_dim is 3: it must be even and at least 2"),
-        (Factored(), Rotary(8), "rotary_dim is 8, but queries and keys are 6 wide: it must fit"),
+        (Factored(d_k=5), RotaryPositions(), "rotary_dim is 5: it must be even and at least 2"),
+        (Factored(), RotaryPositions(3), "rotary_dim is 3: it must be even and at least 2"),
+        (Factored(), RotaryPositions(8), "rotary_dim is 8, but queries and keys are 6 wide: it must fit"),
         (Grouped(num_kv_heads=3), None, "num_kv_heads 3 does not divide num_heads 4"),
         (Grouped(num_kv_heads=8), None, "num_kv_heads 8 does not divide num_heads 4"),
     ],
@@ -938,9 +940,9 @@ def test_a_fixed_map_with_other_numbers_is_refused() -> None:
 def test_a_scale_that_tied_maps_cannot_take_up_is_refused() -> None:
     shared = make_layer("shared").weights()
     with pytest.raises(ValueError, match=r"scores are multiplied by 1, not 0\.408248"):
-        MultiHeadAttention.from_weights(dataclasses.replace(shared, scale=1.0))
+        MultiHeadAttention.from_weights(with_semantics(shared, scale=1.0))
     factored = make_layer("factored")
-    unscaled = dataclasses.replace(factored.weights(), scale=1.0)
+    unscaled = with_semantics(factored.weights(), scale=1.0)
     x = random_input(factored, 3)
     layer = MultiHeadAttention.from_weights(unscaled)
     assert_same(layer(x).output, dense(unscaled, x)[0], kind="output")

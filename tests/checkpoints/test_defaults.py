@@ -42,7 +42,9 @@ def read(record: dict[str, Any], family: Family, tensors: Tensors) -> Any:
         layers = [found.read(site) for site in found.sites]
     except DataError:
         return None
-    turning = {layer.site: found.longest_text(layer.site) for layer in layers if layer.scoring.rotation}
+    turning = {
+        layer.site: found.longest_text(layer.site) for layer in layers if layer.weights.semantics.rotary
+    }
     return plain(tuple(layers)), turning
 
 
@@ -121,7 +123,7 @@ def test_windows_begin_at_a_layer(tmp_path: Path) -> None:
     family = family_of("qwen2")
     assert family is not None
     found = Checkpoint("tiny", family, Settings(settings, "config.json"), open_tensors(tmp_path))
-    assert [found.read(site).scoring.window for site in found.sites] == [None, 4]
+    assert [found.read(site).weights.semantics.window for site in found.sites] == [None, 4]
 
 
 def test_lists_that_nothing_else_tells_must_be_there(tmp_path: Path) -> None:

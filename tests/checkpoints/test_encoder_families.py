@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.test_families import made
 from checkpoints.tiny_models import TINY, Tiny
-from triptych.algebra.function import PatchTable, attend
+from triptych.algebra.function import attend
+from triptych.algebra.positions import PatchPositionBias
 from triptych.algebra.rewrites import EXACT, Truncate
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.errors import DataError
@@ -46,7 +47,6 @@ def outputs(folder: Path) -> list[torch.Tensor]:
     return [
         attend(
             layer.weights.to(torch.float64),
-            layer.scoring,
             torch.randn(1, 9, layer.weights.d_model, generator=random, dtype=torch.float64),
         )
         for layer in layers
@@ -175,7 +175,7 @@ def test_maps_of_global_attention_are_reported_and_not_read(tmp_path: Path) -> N
     checkpoint = open_checkpoint(tmp_path)
     assert len(checkpoint.unread) == 2 * 3 * 2
     assert all("_global." in name for name in checkpoint.unread)
-    assert [checkpoint.read(site).scoring.window for site in checkpoint.sites] == [3, 4]
+    assert [checkpoint.read(site).weights.semantics.window for site in checkpoint.sites] == [3, 4]
     for layer in inspect(checkpoint).layers:  # what folds into the output map is not redundant
         assert set(layer.foldable.values()) == {checkpoint.read(checkpoint.sites[0]).fixed} != {""}
         assert layer.cut == {}
@@ -196,8 +196,8 @@ def test_a_table_of_beit_is_of_the_layer_or_of_all(both: bool, shared: bool, tmp
     assert isinstance(checkpoint, Checkpoint)
     tables = []
     for site in checkpoint.sites:
-        bias = checkpoint.read(site).scoring.bias
-        assert isinstance(bias, PatchTable)
+        bias = checkpoint.read(site).weights.semantics.bias
+        assert isinstance(bias, PatchPositionBias)
         tables.append(bias.table)
     stored = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if "bias_table" in k}
     assert len(stored) == (1 if shared else 2)
@@ -234,4 +234,4 @@ def test_more_positions_than_a_picture_has_are_an_error(name: str, tmp_path: Pat
     checkpoint = open_checkpoint(tmp_path)
     layer = checkpoint.read(checkpoint.sites[0])
     with pytest.raises(ValueError, match="and a picture has 1"):
-        attend(layer.weights, layer.scoring, torch.randn(1, 30, layer.weights.d_model))
+        attend(layer.weights, torch.randn(1, 30, layer.weights.d_model))

@@ -172,7 +172,7 @@ def test_the_output_of_every_attention_layer_is_the_models_own(name: str, tmp_pa
         expected = in_batch(heard[site.module, "out"])
         x = in_batch(heard[site.module, "x"])
         x = x if len(x) == len(expected) else x.transpose(0, 1)  # Longformer has the length first
-        found = attend(layer.weights.to(torch.float64), layer.scoring, x, memory)
+        found = attend(layer.weights.to(torch.float64), x, memory)
         assert found.shape == expected.shape
         apart = float((found - expected).abs().max() / expected.abs().max())
         assert apart < TOLERANCE, f"{site.module}: {apart:.2e}"

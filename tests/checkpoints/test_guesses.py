@@ -24,7 +24,7 @@ def furthest(model: torch.nn.Module, checkpoint: Checkpoint) -> float:
         layer = checkpoint.read(site)
         memory = in_batch(heard[site.module, "memory"]) if site.kind == "cross" else None
         x, expected = in_batch(heard[site.module, "x"]), in_batch(heard[site.module, "out"])
-        found = attend(layer.weights.to(torch.float64), layer.scoring, x, memory)
+        found = attend(layer.weights.to(torch.float64), x, memory)
         apart.append(float((found - expected).abs().max() / expected.abs().max()))
     return max(apart)
 

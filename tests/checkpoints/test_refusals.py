@@ -1,4 +1,4 @@
-"""Families whose traits make a rewrite illegal: each refuses it with its reason, and nothing is written."""
+"""Families whose layers make a rewrite illegal: each refuses it with its reason, and nothing is written."""
 
 from pathlib import Path
 

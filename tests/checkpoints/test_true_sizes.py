@@ -101,7 +101,7 @@ def test_a_layer_of_the_published_models_is_read(config: dict[str, Any], mscale:
     assert weights.q[-1].weight.shape[::2] == weights.k[-1].weight.shape[::2] == (heads, 192)
     assert weights.v[-1].weight.shape[::2] == weights.o[0].weight.shape[:2] == (heads, 128)
     assert weights.k[0] is weights.v[0]
-    rotation = layer.scoring.rotation
+    rotation = layer.weights.semantics.rotary
     assert rotation is not None
     assert (len(rotation.frequencies), rotation.start, rotation.pairing) == (32, 128, "interleaved")
     assert rotation.factor == 1.0

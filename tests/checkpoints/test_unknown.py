@@ -62,7 +62,7 @@ def test_the_only_way_to_read_it_is_taken_and_said(tmp_path: Path, names: tuple[
     layer = checkpoint.read(checkpoint.sites[1])
     assert layer.weights.num_key_heads == GROUPS
     assert torch.equal(layer.weights.W_Q.mT.flatten(0, 1), weights[f"net.blocks.1.mixer.{names[0]}.weight"])
-    assert layer.weights.traits.positions == "learned"
+    assert layer.weights.semantics.positions == "learned"
     assert len(checkpoint.left_over) == 3
 
 
@@ -188,8 +188,8 @@ def test_which_channels_turn_is_asked_for_with_all_else_filled_in(tmp_path: Path
         own.write_text(message[message.index('name = "mine"') :].replace('"halves"', f'"{pairing}"'))
         checkpoint = open_checkpoint(tmp_path, read_family(own))
         layer = checkpoint.read(checkpoint.sites[1])
-        assert layer.scoring.rotation is not None
-        assert layer.scoring.rotation.pairing == pairing
+        assert layer.weights.semantics.rotary is not None
+        assert layer.weights.semantics.rotary.pairing == pairing
         assert layer.weights.num_key_heads == GROUPS
         expected = weights["net.blocks.1.mixer.query.weight"]
         assert torch.equal(layer.weights.W_Q.mT.flatten(0, 1), expected)

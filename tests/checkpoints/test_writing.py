@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from checkpoints.test_families import inputs, made, running
 from checkpoints.tiny_models import TINY, most
+from heads import with_semantics
 from triptych.algebra.function import attend
 from triptych.algebra.rewrites import (
     RewriteRefusedError,
@@ -106,7 +107,7 @@ def output(layer: AttentionLayer, weights: AttentionWeights | None = None) -> Te
         memory = torch.randn(2, 5, layer.weights.k[0].d_in, generator=random, dtype=torch.float64)
     used = layer.weights if weights is None else weights
     folded = weights is not None and weights.norm is None
-    return attend(used, layer.scoring, x if folded else seen(layer, x), memory)
+    return attend(used, x if folded else seen(layer, x), memory)
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
@@ -133,7 +134,7 @@ def opened(folder: Path) -> Checkpoint:
 
 
 def exact(layer: AttentionLayer) -> tuple[AttentionWeights, list[int]]:
-    """Every exact rewrite that the layer's traits allow, one after the other, and where its heads were."""
+    """Every exact rewrite that the layer allows, one after the other, and where its heads were."""
     weights = layer.weights
     order = list(reversed(range(weights.num_heads)))
     steps: list[Callable[[AttentionWeights], Any]] = [
@@ -155,7 +156,7 @@ def exact(layer: AttentionLayer) -> tuple[AttentionWeights, list[int]]:
 
 
 def has_numbers_of_heads(layer: AttentionLayer) -> bool:
-    return layer.weights.traits.positions in ("alibi", "relative", "disentangled")
+    return layer.weights.semantics.positions in ("alibi", "relative", "disentangled")
 
 
 def refuses_all(checkpoint: Checkpoint) -> bool:
@@ -218,8 +219,8 @@ def test_weights_that_are_written_are_read_again(
         if checkpoint.place(layer.site).spec.unwritten:
             expected[layer.site] = layer.weights
             return write_layer(checkpoint, layer, layer.weights)
-        free = {"o"} if layer.scoring.clip is not None else {"q", "k", "v", "o"}
-        free -= {"q", "k"} if layer.weights.traits.positions == "disentangled" else set()
+        free = {"o"} if layer.weights.semantics.clip is not None else {"q", "k", "v", "o"}
+        free -= {"q", "k"} if layer.weights.semantics.positions == "disentangled" else set()
         chains = {
             side: tuple(anew(link) for link in layer.weights.chain(side))  # type: ignore[arg-type]
             for side in free
@@ -330,7 +331,7 @@ def test_narrower_heads_are_padded_where_their_width_follows_from_others(
         try:
             after = truncate(after, qk_rank=2).weights
         except RewriteRefusedError:
-            assert after.traits.positions == "rotary"
+            assert after.semantics.positions == "rotary"
         expected[layer.site] = output(layer, after)
         result = write_layer(checkpoint, layer, after)
         assert result.settings == {}
@@ -371,7 +372,7 @@ def test_heads_are_left_out_or_become_zero_maps(
 
     def pruned(checkpoint: Checkpoint, layer: AttentionLayer) -> WrittenLayer:
         # Positions and norms with numbers of each head's own are no matter where heads keep their places.
-        free = replace(layer.weights, traits=replace(layer.weights.traits, positions="none"))
+        free = with_semantics(layer.weights, positions="none")
         after = prune_heads(free, [1]).weights
         return write_layer(checkpoint, layer, after, kept=kept)
 

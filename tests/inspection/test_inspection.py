@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from small_checkpoints import HEADS, LAYERS, WIDTH, D, gpt2, llama
-from triptych.algebra.function import Scoring
+from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import MultiHeadAttention
 from triptych.attention.projections import parameterisation
@@ -42,7 +42,7 @@ class OneLayer(AttentionSource):
         self.left_over, self.unread, self._weights = (), {}, weights
 
     def read(self, site: Site) -> AttentionLayer:
-        return AttentionLayer(site, self._weights, Scoring(), ())
+        return AttentionLayer(site, self._weights, ())
 
     def bytes_of(self, site: Site) -> int:
         return 1
@@ -404,7 +404,9 @@ def test_a_form_that_a_narrow_map_makes_lacks_full_rank_whatever_rounding_leaves
     narrow = Link(torch.randn(1, D, 5)), Link(torch.randn(HEADS, 5, WIDTH))
     k, v = (Link(torch.randn(HEADS, D, WIDTH)) for _ in "kv")
     o = Link(torch.randn(HEADS, WIDTH, D))
-    weights = AttentionWeights(d_model=D, num_heads=HEADS, scale=1.0, q=narrow, k=(k,), v=(v,), o=(o,))
+    weights = AttentionWeights(
+        d_model=D, num_heads=HEADS, q=narrow, k=(k,), v=(v,), o=(o,), semantics=Semantics(1.0)
+    )
     figures = inspect(OneLayer(weights)).layers[0].figures
     assert figures["qk_rank"] == [5.0] * HEADS
     assert figures["qk_condition"] == [math.inf] * HEADS
@@ -450,7 +452,9 @@ def test_a_form_that_all_heads_share_is_no_near_copy_of_itself() -> None:
     torch.manual_seed(8)
     q, k = (Link(torch.randn(HEADS, D, WIDTH)) for _ in "qk")
     v, o = Link(torch.randn(1, D, WIDTH)), Link(torch.randn(1, WIDTH, D))
-    shared = AttentionWeights(d_model=D, num_heads=HEADS, scale=1.0, q=(q,), k=(k,), v=(v,), o=(o,))
+    shared = AttentionWeights(
+        d_model=D, num_heads=HEADS, q=(q,), k=(k,), v=(v,), o=(o,), semantics=Semantics(1.0)
+    )
     assert inspect(OneLayer(shared)).copies == ()
     written_out = replace(shared, v=(v.of_heads(HEADS),), o=(o.of_heads(HEADS),))
     assert len(inspect(OneLayer(written_out)).copies) == HEADS * (HEADS - 1) // 2
@@ -461,7 +465,7 @@ def test_the_mean_of_copying_is_set_beside_how_means_of_random_heads_spread() ->
     heads, d, width = 9, 12, 8
     maps = {side: (Link(torch.randn(heads, d, width, dtype=torch.float64)),) for side in "qkv"}
     o = (Link(torch.randn(heads, width, d, dtype=torch.float64)),)
-    weights = AttentionWeights(d_model=d, num_heads=heads, scale=1.0, o=o, **maps)
+    weights = AttentionWeights(d_model=d, num_heads=heads, o=o, semantics=Semantics(1.0), **maps)
     said = " ".join(average_lines(inspect(OneLayer(weights))))
     found = re.search(r"copying score of W_OV: ([-+.\d]+) \(random: 0 ± ([.\d]+)\)", said)
     assert found is not None

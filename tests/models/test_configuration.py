@@ -12,14 +12,14 @@ from pydantic import ValidationError
 
 from triptych.attention import (
     PARAMETERISATIONS,
-    Alibi,
+    AlibiPositions,
     Bilinear,
     Factored,
     Grouped,
     KeyValue,
     Latent,
     Parameterisation,
-    Rotary,
+    RotaryPositions,
     Stacked,
     Symmetric,
 )
@@ -98,7 +98,9 @@ def test_positions_go_into_self_attention_only() -> None:
         make(positions=PositionsConfig(scheme="rotary", rotary_dim=4, rotary_base=99)), 11, 11
     )
     for site in attention_sites(model):
-        assert site.layer.positions == (None if site.stack == "cross" else Rotary(4, "halves", 99.0))
+        rotary = site.layer.semantics.rotary
+        assert (rotary is None) == (site.stack == "cross")
+        assert rotary is None or rotary.frequencies.tolist() == [1.0, pytest.approx(99**-0.5)]
 
 
 @pytest.mark.parametrize(
@@ -107,10 +109,10 @@ def test_positions_go_into_self_attention_only() -> None:
         (PositionsConfig(), None),
         (PositionsConfig(scheme="none"), None),
         (PositionsConfig(scheme="learned"), None),
-        (PositionsConfig(scheme="alibi"), Alibi()),
+        (PositionsConfig(scheme="alibi"), AlibiPositions()),
         (
             PositionsConfig(scheme="rotary", rotary_pairing="interleaved"),
-            Rotary(None, "interleaved", 10_000.0),
+            RotaryPositions(None, "interleaved", 10_000.0),
         ),
     ],
 )

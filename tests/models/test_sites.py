@@ -10,7 +10,13 @@ from torch import nn
 
 from tolerances import assert_same
 from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attention import PARAMETERISATIONS, Factored, MultiHeadAttention, parameterisation
+from triptych.attention import (
+    PARAMETERISATIONS,
+    Factored,
+    MultiHeadAttention,
+    RotaryPositions,
+    parameterisation,
+)
 from triptych.models import (
     AttentionConfig,
     DecoderConfig,
@@ -73,7 +79,7 @@ def snapshot(model: EncoderDecoder) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-# Names, traits, norms
+# Names, semantics, norms
 
 
 def test_every_layer_has_a_name_and_is_named_once() -> None:
@@ -101,9 +107,10 @@ def test_weights_carry_what_the_model_knows_of_them(norm: Any, scheme: Any) -> N
     assert list(found) == NAMES
     for site in attention_sites(model):
         weights = found[site.name]
-        assert weights.traits.kind == site.kind
-        assert weights.traits.norm == norm
-        assert weights.traits.positions == ("none" if site.stack == "cross" else scheme)
+        assert weights.semantics.kind == site.kind
+        assert weights.norm_place == norm
+        inside = scheme in ("rotary", "alibi") and site.stack != "cross"
+        assert weights.semantics.positions == (scheme if inside else "none")
         expected = site.layer.projections.q_proj.weight
         assert weights.q[0].weight.untyped_storage().data_ptr() == expected.untyped_storage().data_ptr()
         if norm == "post":
@@ -195,7 +202,7 @@ def test_a_model_with_nothing_changed_is_a_copy(tie: Any, config: str) -> None:
         assert one.layer is not other.layer
         assert one.layer.num_heads == other.layer.num_heads
         assert one.layer.dropout == other.layer.dropout
-        assert one.layer.positions == other.layer.positions
+        assert one.layer.semantics.positions == other.layer.semantics.positions
         assert one.layer.parameterisation == other.layer.parameterisation
 
 
@@ -288,7 +295,11 @@ def test_positions_and_dropout_stay_with_a_site_that_changes() -> None:
     layer = MultiHeadAttention(16, 2, Factored(d_k=6, d_v=5)).double()
     new = with_attention(model, {"decoder.0": layer.weights()})
     changed = new.decoder[0].self_attention
-    assert changed.positions == model.decoder[0].self_attention.positions
+    assert changed.semantics.rotary is not None
+    assert changed.semantics.rotary.frequencies.tolist() == [1.0]
+    turned = MultiHeadAttention(16, 2, positions=RotaryPositions(4)).double()
+    with pytest.raises(ValueError, match=r"for decoder\.0 are of a layer with rotary positions, which"):
+        with_attention(model, {"decoder.0": turned.weights()})
     assert (changed.dropout, changed.num_heads) == (0.3, 2)
     assert changed.parameterisation == Factored(d_k=6, d_v=5)
     assert new.config.decoder.attention_in_layer[0].dropout == 0.3

@@ -52,15 +52,15 @@ def normalised(x: Tensor, norm: Norm) -> Tensor:
 def scores(layer: AttentionLayer, x: Tensor, memory: Tensor | None) -> Tensor:
     """Before what is added to them, as far as a softmax sees them apart."""
     weights = layer.weights.to(torch.float64)
-    q, k, _ = channels(weights, layer.scoring, x, memory)
-    if layer.scoring.rotation is not None:
-        q, k = (layer.scoring.rotation(t, torch.arange(t.shape[2])) for t in (q, k))
+    q, k, _ = channels(weights, x, memory)
+    if layer.weights.semantics.rotary is not None:
+        q, k = (layer.weights.semantics.rotary(t) for t in (q, k))
     return q @ of_heads(k, weights.num_heads).mT * weights.scale
 
 
 def values(layer: AttentionLayer, x: Tensor, memory: Tensor | None) -> Tensor:
     weights = layer.weights.to(torch.float64)
-    return of_heads(channels(weights, layer.scoring, x, memory).v, weights.num_heads) @ weights.W_O
+    return of_heads(channels(weights, x, memory).v, weights.num_heads) @ weights.W_O
 
 
 def largest_moves(

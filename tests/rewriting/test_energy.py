@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import D_MODEL, NUM_HEADS, make_layer
-from triptych.algebra.function import Rotation, Scoring, channels, of_heads
+from heads import D_MODEL, NUM_HEADS, make_layer, turned_by, with_semantics
+from triptych.algebra.function import channels, of_heads
 from triptych.algebra.moments import MomentsGatherer
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import Layer, RewriteRefusedError, Truncate
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention.projections import PARAMETERISATIONS
 
-ROTATION = Rotation(torch.tensor([1.0, 0.3, 0.001], dtype=torch.float64), "halves")
+ROTATION = RotaryEmbedding(torch.tensor([1.0, 0.3, 0.001], dtype=torch.float64), "halves")
 LONGEST = 40
 
 
@@ -34,7 +35,7 @@ def uneven(weights: AttentionWeights) -> AttentionWeights:
 
 
 def cut(weights: AttentionWeights, energy: float, **how: Any) -> tuple[Layer, AttentionWeights, Truncate]:
-    layer = Layer("layer", weights, **{"scoring": Scoring(), **how.pop("layer", {})})
+    layer = Layer("layer", weights, **how.pop("layer", {}))
     step = Truncate(energy=energy, **how).prepare([layer])
     return layer, step.apply(layer).weights, step
 
@@ -55,8 +56,7 @@ def turned(weights: AttentionWeights, distances: range, weigh: bool) -> Tensor:
         for link in (weights.multiplied(side).of_heads(NUM_HEADS) for side in ("q", "k"))  # type: ignore[arg-type]
     ]
     for m in distances:
-        q = ROTATION(rows[0][None], torch.full((rows[0].shape[1],), m))[0]
-        k = ROTATION(rows[1][None], torch.zeros(rows[1].shape[1], dtype=torch.long))[0]
+        q, k = turned_by(ROTATION, rows[0], m), turned_by(ROTATION, rows[1], 0)
         found.append(q @ k.mT * (LONGEST - m if weigh else 1) ** 0.5)
     return torch.stack(found, dim=1)
 
@@ -78,7 +78,7 @@ def test_every_form_keeps_its_share(name: str, energy: float) -> None:
             if rank > 1:  # one less is too few
                 fewer = tuple(r - (place == group) for place, r in enumerate(ranks))
                 less = step.model_copy(update={"ranks": {"layer": {form: fewer}}})
-                found = getattr(less.apply(Layer("layer", weights, Scoring())).weights, form).dense()
+                found = getattr(less.apply(Layer("layer", weights)).weights, form).dense()
                 assert float(kept(one, found).min()) < energy
 
 
@@ -94,8 +94,8 @@ ROTARY_HEADS = [
 @pytest.mark.parametrize(("name", "rotary", "kind"), ROTARY_HEADS)
 def test_rotary_heads_keep_their_share_at_near_and_far_distances(name: str, rotary: str, kind: Any) -> None:
     weights = uneven(make_layer(name, biased=True, d_k=6).weights(kind))
-    weights = replace(weights, traits=replace(weights.traits, positions="rotary"))
-    about = {"scoring": Scoring(rotation=ROTATION), "longest_text": LONGEST}
+    weights = with_semantics(weights, rotary=ROTATION)
+    about = {"longest_text": LONGEST}
     for energy in (0.4, 0.8):
         _, after, step = cut(weights, energy, forms=("qk",), rotary=rotary, layer=about)
         near = [turned(each, range(LONGEST), weigh=True) for each in (weights, after)]
@@ -112,12 +112,12 @@ def test_what_heads_do_on_a_text_keeps_its_share(name: str, criterion: str) -> N
     weights = uneven(make_layer(name, biased=True).weights("self"))
     x = torch.randn(3, 50, D_MODEL, dtype=torch.float64) * torch.logspace(-1, 0, D_MODEL, dtype=torch.float64)
     gatherer = MomentsGatherer()
-    gatherer.add(weights, Scoring(), x)
+    gatherer.add(weights, x)
     layer = {"moments": gatherer.result()}
     _, after, _ = cut(weights, 0.9, forms=("qk",), criterion=criterion, layer=layer)
     found = []
     for each in (weights, after):
-        q, k, _ = (t.transpose(0, 1).flatten(1, 2) for t in channels(each, Scoring(), x))
+        q, k, _ = (t.transpose(0, 1).flatten(1, 2) for t in channels(each, x))
         k = of_heads(k[None], NUM_HEADS)[0]
         if criterion == "centred":
             k = k - k.mean(dim=1, keepdim=True)

@@ -72,7 +72,7 @@ def test_what_is_kept_is_what_the_models_own_layers_are_given(rewritten: Path) -
     assert length == 16
     torch.testing.assert_close(given[name].x, heard["x"][:, :length], rtol=1e-5, atol=1e-6)
     read = source.read(source.sites[1])
-    found = attend(read.weights, read.scoring, given[name].x)
+    found = attend(read.weights, given[name].x)
     torch.testing.assert_close(found, heard["y"][:, :length], rtol=1e-4, atol=1e-5)
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.algebra.function import Scoring, attend
+from triptych.algebra.function import attend
 from triptych.algebra.rewrites import fold_norm
-from triptych.algebra.weights import AttentionWeights, Link, Norm, Traits
+from triptych.algebra.semantics import Semantics
+from triptych.algebra.weights import AttentionWeights, Link, Norm
 from triptych.checkpoints.layer import AttentionLayer, Site
 from triptych.rewriting.certificate import Measured, Probes
 from triptych.rewriting.measuring import measure_change, measure_map, total_errors
@@ -25,19 +26,18 @@ def weights_of(norm: Norm | None) -> AttentionWeights:
     return AttentionWeights(
         d_model=D,
         num_heads=HEADS,
-        scale=0.5,
         q=(Link(drawn(HEADS, D, WIDTH), drawn(HEADS, WIDTH)),),
         k=(Link(drawn(HEADS, D, WIDTH), drawn(HEADS, WIDTH)),),
         v=(Link(drawn(HEADS, D, WIDTH), drawn(HEADS, WIDTH)),),
         o=(Link(drawn(HEADS, WIDTH, D)),),
         o_bias=drawn(D),
         norm=norm,
-        traits=Traits(kind="self", norm="none" if norm is None else "pre"),
+        semantics=Semantics(0.5),
     )
 
 
 def layer_of(weights: AttentionWeights) -> AttentionLayer:
-    return AttentionLayer(Site("encoder", 0, "self", "layer"), weights, Scoring(), ())
+    return AttentionLayer(Site("encoder", 0, "self", "layer"), weights, ())
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -68,7 +68,7 @@ def on_probes(weights: AttentionWeights, dtype: torch.dtype) -> Tensor:
     x = torch.randn(3, 5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(11))
     x = x - x.mean(-1, keepdim=True)
     x = x / x.square().mean(-1, keepdim=True).sqrt()
-    return attend(weights.to(dtype), Scoring(), x.to(dtype)).double()
+    return attend(weights.to(dtype), x.to(dtype)).double()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import triptych
+from heads import with_semantics
 from tolerances import assert_same
 from triptych import EncoderDecoder, ModelConfig, MultiHeadAttention, rewriting
 from triptych.algebra import rewrites
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.algebra.semantics import HeadNorm, Temperature
 from triptych.algebra.weights import Norm
-from triptych.attention import PARAMETERISATIONS, Rotary
+from triptych.attention import PARAMETERISATIONS, RotaryPositions
 from triptych.decoding import Engine, SearchOptions, search
 from triptych.models import attention_sites, attention_weights, read_model, write_model
 
@@ -261,7 +264,7 @@ def test_a_site_there_is_not_is_refused_with_those_there_are() -> None:
 @pytest.mark.parametrize("name", PARAMETERISATIONS)
 def test_a_layer_is_rewritten_into_a_layer(name: str) -> None:
     chosen = PARAMETERISATIONS[name]
-    rotary = None if chosen.no_rotary else Rotary()
+    rotary = None if chosen.no_rotary else RotaryPositions()
     layer = MultiHeadAttention(24, 4, chosen(), dropout=0.1, positions=rotary).double().eval()
     x = torch.randn(2, 6, 24, dtype=torch.float64)
     expected = layer(x, causal=True).output.detach()
@@ -272,7 +275,7 @@ def test_a_layer_is_rewritten_into_a_layer(name: str) -> None:
         triptych.permute_heads(layer, [3, 2, 1, 0]),
     ):
         assert isinstance(new, MultiHeadAttention)
-        assert (new.dropout, new.positions, new.training) == (0.1, rotary, False)
+        assert (new.dropout, new.semantics.rotary, new.training) == (0.1, layer.semantics.rotary, False)
         torch.testing.assert_close(new(x, causal=True).output, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -348,8 +351,13 @@ def test_frozen_parameters_stay_frozen() -> None:
         ({"qk_norm": True}, "QK-norm"),
         ({"soft_cap": 5.0}, "a soft cap"),
         ({"sinks": True}, "sinks"),
-        ({"sigmoid": True}, "a sigmoid"),
-        ({"value_gate": True}, "a gate on the values"),
+        ({"window": 3}, "a window"),
+        ({"chunk": 3}, "chunks"),
+        ({"temperature": Temperature(0.1, 4.0)}, "queries that grow with their position"),
+        (
+            {"rotary": RotaryEmbedding(torch.ones(1), places=torch.zeros(4, 1))},
+            "rotary positions of a picture",
+        ),
         ({"clip": 6.0}, "clipped queries, keys and values"),
         ({"positions": "relative"}, "relative positions"),
         ({"positions": "disentangled"}, "disentangled positions"),
@@ -357,7 +365,7 @@ def test_frozen_parameters_stay_frozen() -> None:
 )
 def test_weights_of_layers_that_we_have_not_make_no_layer(traits: dict[str, Any], named: str) -> None:
     weights = MultiHeadAttention(8, 2).weights()
-    foreign = replace(weights, traits=replace(weights.traits, **traits))
+    foreign = with_semantics(weights, **traits)
     with pytest.raises(ValueError, match=f"the weights are of a layer with {named}"):
         MultiHeadAttention.from_weights(foreign)
 
@@ -376,8 +384,8 @@ def test_the_norm_that_weights_carry_is_not_dropped() -> None:
 def test_what_stands_between_two_maps_is_not_lost() -> None:
     weights = MultiHeadAttention(8, 2, triptych.Stacked()).weights()
     first, second = weights.q
-    foreign = replace(weights, q=(replace(first, after="dropout"), second))
-    with pytest.raises(ValueError, match="dropout between two maps, which MultiHeadAttention has not"):
+    foreign = replace(weights, q=(replace(first, norm=HeadNorm(1e-6)), second))
+    with pytest.raises(ValueError, match="a norm between two maps, which MultiHeadAttention has not"):
         MultiHeadAttention.from_weights(foreign)
 
 

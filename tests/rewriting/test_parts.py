@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from triptych.algebra.function import Rotation, Scoring, attend
+from triptych.algebra.function import attend
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import (
     EXACT,
     DropKeyBias,
@@ -23,7 +24,8 @@ from triptych.algebra.rewrites import (
     SortHeads,
     Truncate,
 )
-from triptych.algebra.weights import AttentionWeights, Link, Traits
+from triptych.algebra.semantics import Semantics
+from triptych.algebra.weights import AttentionWeights, Link
 from triptych.checkpoints.layer import AttentionLayer, Site
 from triptych.rewriting.certificate import StepRecord
 from triptych.rewriting.layers import RewrittenLayer, rewrite_layer, rewritten_parts
@@ -41,20 +43,21 @@ def layer_of(groups: int, *, rotary: bool = False, dead: Sequence[int] = (), see
 
     output = draw(HEADS, WIDTH, D)
     output[list(dead)] = 0
-    traits = Traits(kind="causal", positions="rotary" if rotary else "learned", norm="none")
     weights = AttentionWeights(
         d_model=D,
         num_heads=HEADS,
-        scale=0.4,
         q=(Link(draw(HEADS, D, WIDTH), draw(HEADS, WIDTH)),),
         k=(Link(draw(groups, D, WIDTH), draw(groups, WIDTH)),),
         v=(Link(draw(groups, D, WIDTH), draw(groups, WIDTH)),),
         o=(Link(output),),
         o_bias=draw(D),
-        traits=traits,
+        semantics=Semantics(
+            scale=0.4,
+            kind="causal",
+            rotary=RotaryEmbedding(torch.tensor([1.0, 0.1, 0.01])) if rotary else None,
+        ),
     )
-    rotation = Rotation(torch.tensor([1.0, 0.1, 0.01])) if rotary else None
-    return AttentionLayer(Site("decoder", 0, "causal", "layer"), weights, Scoring(rotation), ())
+    return AttentionLayer(Site("decoder", 0, "causal", "layer"), weights, ())
 
 
 def both(
@@ -137,7 +140,7 @@ def numbers_of(layers: Sequence[AttentionWeights]) -> int:
 def test_a_budget_holds_where_some_layers_share_keys_and_values_and_others_do_not(budget: float) -> None:
     """A channel that eight heads share costs nine maps a column, one of a head of its own two."""
     read = [layer_of(groups, seed=groups) for groups in (8, 1, 2)]
-    given = [Layer(f"layer {place}", one.weights, one.scoring) for place, one in enumerate(read)]
+    given = [Layer(f"layer {place}", one.weights) for place, one in enumerate(read)]
     step = Truncate(budget=budget).prepare(given)
     before = numbers_of([layer.weights for layer in given])
     kept = 0
@@ -179,7 +182,7 @@ def test_heads_that_are_gone_leave_what_their_value_bias_adds() -> None:
     weights = read.weights
     silent = replace(weights, v=(replace(weights.v[0], weight=weights.v[0].weight.clone()),))
     silent.v[0].weight[0] = 0
-    torch.testing.assert_close(attend(done.weights, read.scoring, x), attend(silent, read.scoring, x))
+    torch.testing.assert_close(attend(done.weights, x), attend(silent, x))
 
 
 class Fussy(LayerRewrite):

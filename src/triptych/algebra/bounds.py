@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
-from triptych.algebra.function import Rotation
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.channels import why_channels_stay
 from triptych.algebra.rewrites.legality import why_key_bias_counts
 from triptych.algebra.rewrites.planes import plane_forms
@@ -21,9 +21,7 @@ from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights, Side
 
 
-def score_bound(
-    before: AttentionWeights, after: AttentionWeights, rotation: Rotation | None = None
-) -> Float[Tensor, " num_heads"]:
+def score_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Tensor, " num_heads"]:
     """The most that a score of each head can move: `d σ₁(ΔW_QK) · scale`.
 
     What adds the same number to a row of scores is not counted where the softmax is blind to it: that of
@@ -33,20 +31,18 @@ def score_bound(
     Args:
         before: a layer; its norm is passed over (fold it first).
         after: the same in another writing, or nearly the same.
-        rotation: what turns queries and keys of both, if their positions are rotary.
 
     Raises:
-        RewriteRefusedError: no such bound is known: queries and keys are normalised or clipped, distances
-            meet them, or the positions are rotary and no rotation is given.
+        RewriteRefusedError: no such bound is known: queries and keys are normalised or clipped, or distances
+            meet them.
     """
-    turns = before.traits.positions == "rotary" and before.traits.clip is None
-    if turns and not before.traits.qk_norm and rotation is not None:
-        return _rotary_score_bound(before, after, rotation)
-    if reason := why_channels_stay(before.traits, "qk"):
-        advice = "give the rotation" if before.traits.positions == "rotary" and rotation is None else ""
-        raise RewriteRefusedError("score_bound", f"no bound of the scores is known: {reason}", advice)
+    semantics = before.semantics
+    if semantics.rotary is not None and semantics.clip is None and not semantics.qk_norm:
+        return _rotary_score_bound(before, after, semantics.rotary)
+    if reason := why_channels_stay(semantics, "qk"):
+        raise RewriteRefusedError("score_bound", f"no bound of the scores is known: {reason}")
     q = _extended(before, after, "q")
-    k = _extended(before, after, "k", biased=bool(why_key_bias_counts(before.traits)))
+    k = _extended(before, after, "k", biased=bool(why_key_bias_counts(before.semantics)))
     one, other = (BilinearForm(*maps) for maps in zip(q.maps, k.maps, strict=True))
     return q.reach * k.reach * one.minus(other).spectral_norm()
 
@@ -62,9 +58,9 @@ def output_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Ten
         after: the same in another writing, or nearly the same.
 
     Raises:
-        RewriteRefusedError: no such bound is known: values are clipped, or a gate stands behind them.
+        RewriteRefusedError: no such bound is known: values are clipped.
     """
-    if reason := why_channels_stay(before.traits, "ov"):
+    if reason := why_channels_stay(before.semantics, "ov"):
         raise RewriteRefusedError("output_bound", f"no bound of the outputs is known: {reason}")
     v = _extended(before, after, "v")
     one, other = (
@@ -87,7 +83,7 @@ def row_bound(spread: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
 
 
 def _rotary_score_bound(
-    before: AttentionWeights, after: AttentionWeights, rotation: Rotation
+    before: AttentionWeights, after: AttentionWeights, rotation: RotaryEmbedding
 ) -> Float[Tensor, " num_heads"]:
     q, k = _extended(before, after, "q"), _extended(before, after, "k")
     one, other = (plane_forms(*maps, rotation) for maps in zip(q.maps, k.maps, strict=True))

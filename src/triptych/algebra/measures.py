@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from triptych.algebra.function import Rotation
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.legality import share_a_map
 from triptych.algebra.similarity import MapSimilarity, Span, compare, span
 from triptych.algebra.spectrum import Spectrum, or_one
@@ -54,7 +54,7 @@ class Planes:
     factor: float = 1.0
 
     @classmethod
-    def of(cls, rotation: Rotation, longest: int) -> "Planes":
+    def of(cls, rotation: RotaryEmbedding, longest: int) -> "Planes":
         """Those that a rotation turns, in texts of at most that many tokens."""
         first, second = rotation.pairs
         return cls(
@@ -98,7 +98,7 @@ def comparable(weights: AttentionWeights) -> frozenset[Pair]:
     Queries of cross-attention read another text than keys and values do; of maps that share one, that is all
     there would be to see.
     """
-    itself = weights.traits.kind != "cross"
+    itself = weights.semantics.kind != "cross"
     return frozenset(
         pair
         for pair, (one, other) in COMPARED.items()
@@ -118,7 +118,7 @@ def measure_heads(
     """
     maps = {side: weights.multiplied(side).weight for side in SIDES}
     maps["o"] = maps["o"].mT
-    itself = weights.traits.kind != "cross"
+    itself = weights.semantics.kind != "cross"
     pairs = comparable(weights) if compared is None else compared
     chunks = list(_chunks(maps, weights.num_heads))
     return _joined(_on_threads(lambda chunk: _measured(_Parts(chunk), itself, pairs, planes), chunks))

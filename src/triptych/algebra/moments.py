@@ -10,7 +10,7 @@ from typing import final
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from triptych.algebra.function import Scoring, channels, of_heads, probabilities
+from triptych.algebra.function import channels, of_heads, probabilities
 from triptych.algebra.weights import AttentionWeights
 from triptych.errors import DataError
 
@@ -59,7 +59,7 @@ class Moments:
 
 @final
 class MomentsGatherer:
-    """Sums over a text, batch by batch: `gatherer.add(weights, scoring, x)` for each, then `result()`."""
+    """Sums over a text, batch by batch: `gatherer.add(weights, x)` for each, then `result()`."""
 
     def __init__(self) -> None:
         self._counts = [0, 0]
@@ -69,7 +69,6 @@ class MomentsGatherer:
     def add(
         self,
         weights: AttentionWeights,
-        scoring: Scoring,
         x: Float[Tensor, "batch query_len d_model"],
         memory: Float[Tensor, "batch key_len d_memory"] | None = None,
         mask: Bool[Tensor, "..."] | None = None,
@@ -80,8 +79,7 @@ class MomentsGatherer:
         """Take a batch in.
 
         Args:
-            weights: the maps, the same for every batch.
-            scoring: what the layer does besides.
+            weights: the layer, the same for every batch.
             x: what queries are made of; keys and values too without a memory.
             memory: what keys and values are made of.
             mask: True = may attend, as in `attend`. It hides keys of padding from queries; what is not
@@ -89,8 +87,8 @@ class MomentsGatherer:
             tokens: which of x are tokens of the text, not padding; all if None.
             memory_tokens: the same of the memory.
         """
-        q, k, v = channels(weights, scoring, x, memory)
-        p = probabilities(weights, scoring, q, k, mask)
+        q, k, v = channels(weights, x, memory)
+        p = probabilities(weights, q, k, mask)
         mixed = p @ of_heads(v, weights.num_heads)
         y, y_tokens = (x, tokens) if memory is None else (memory, memory_tokens)
         q, mixed, inputs = (_counted(t, tokens) for t in (q, mixed, x[:, None]))

@@ -10,15 +10,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from triptych.algebra.function import (
-    Disentangled,
-    DistanceTable,
-    HeadNorm,
-    PatchTable,
-    ScoreBias,
-    Scoring,
-    Slopes,
-)
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link
 
 
@@ -37,6 +28,7 @@ def heads_of(weights: AttentionWeights, start: int, stop: int) -> AttentionWeigh
     return replace(
         weights,
         num_heads=stop - start,
+        semantics=weights.semantics.of_heads(range(start, stop)),
         q=taken(weights.q),
         k=taken(weights.k),
         v=taken(weights.v),
@@ -57,6 +49,7 @@ def joined(parts: Sequence[AttentionWeights]) -> AttentionWeights:
     return replace(
         first,
         num_heads=sum(part.num_heads for part in parts),
+        semantics=first.semantics.joined([part.semantics for part in parts[1:]]),
         q=q,
         k=k,
         v=v,
@@ -90,29 +83,8 @@ def joined_links(links: Sequence[Link], order: Sequence[int] | None = None) -> L
     )
 
 
-def scoring_of(scoring: Scoring, start: int, stop: int) -> Scoring:
-    """What the heads `start` to `stop` do besides their maps.
-
-    Raises:
-        ValueError: heads are normalised together.
-    """
-
-    def norm(found: HeadNorm | None) -> HeadNorm | None:
-        if found is None or found.gain is None or (found.over == "head" and found.gain.ndim == 1):
-            return found
-        raise ValueError("heads are normalised together, or each in its own way: they cannot be told apart")
-
-    return replace(
-        scoring,
-        q_norm=norm(scoring.q_norm),
-        k_norm=norm(scoring.k_norm),
-        bias=_bias_of(scoring.bias, start, stop),
-        sinks=None if scoring.sinks is None else scoring.sinks[start:stop],
-    )
-
-
-def separable(weights: AttentionWeights, scoring: Scoring) -> bool:
-    """Whether `heads_of` and `scoring_of` can tell the heads of a layer apart."""
+def separable(weights: AttentionWeights) -> bool:
+    """Whether `heads_of` can tell the heads of a layer apart."""
     chains = [weights.chain(side) for side in SIDES]
     if any(len(chain) != 1 for chain in chains) or len({id(chain[0]) for chain in chains}) < len(chains):
         return False
@@ -120,11 +92,8 @@ def separable(weights: AttentionWeights, scoring: Scoring) -> bool:
         return False
     if not all(link.learned for link in weights.links()):
         return False
-    try:
-        scoring_of(scoring, 0, 1)
-    except ValueError:
-        return False
-    return not scoring.between
+    norms = (weights.semantics.q_norm, weights.semantics.k_norm)
+    return not any(norm is not None and (norm.over == "all heads" or norm.of_each_head) for norm in norms)
 
 
 def groups_of(weights: AttentionWeights, most_numbers: int) -> list[tuple[int, int]]:
@@ -167,19 +136,3 @@ def _stacked(weights: Sequence[Tensor]) -> Tensor:
 
 def _total(biases: Sequence[Tensor]) -> Tensor:
     return biases[0] if biases[0].is_meta else sum(biases[1:], start=biases[0])  # as in `_stacked`
-
-
-def _bias_of(bias: ScoreBias | None, start: int, stop: int) -> ScoreBias | None:
-    match bias:
-        case Slopes():
-            return Slopes(bias.slopes[start:stop])
-        case DistanceTable() | PatchTable():
-            return replace(bias, table=bias.table[:, start:stop])
-        case Disentangled():
-
-            def part(found: Tensor | None) -> Tensor | None:
-                return None if found is None else found[start:stop]
-
-            return replace(bias, keys=part(bias.keys), queries=part(bias.queries))
-        case _:
-            return bias

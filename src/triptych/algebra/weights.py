@@ -1,4 +1,4 @@
-"""`AttentionWeights`: one attention layer as numbers, and the traits that decide what may be done to it.
+"""`AttentionWeights`: one attention layer, its maps and what it does besides.
 
 Our layers give it, every checkpoint gives it, every measurement and every rewrite takes it. Queries,
 keys, values and outputs are each a *chain* of affine maps: one link for the paper's projections, two
@@ -8,7 +8,7 @@ W^Q = W^K has `weights.q is weights.k`.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 import torch
@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
+from triptych.algebra.semantics import HeadNorm, Semantics
 
 Side = Literal["q", "k", "v", "o"]
 SIDES: tuple[Side, ...] = ("q", "k", "v", "o")
@@ -30,14 +31,14 @@ class Link:
         weight: `[copies, d_in, d_out]`, or `[copies, width]` for a diagonal map. A copy serves
             `num_heads / copies` consecutive heads.
         bias: `[copies, d_out]` or None.
-        after: what stands between this map and the next of its chain ("dropout", "a norm"); None
-            if nothing does, which is what lets the two be folded.
+        norm: of what the map puts out, before the next map of its chain reads it; None if there is none,
+            which is what lets the two be folded.
         learned: False for a map without numbers of its own (a slice of the input, a fixed factor).
     """
 
     weight: Float[Tensor, "copies *matrix"]
     bias: Float[Tensor, "copies d_out"] | None = None
-    after: str | None = None
+    norm: HeadNorm | None = None
     learned: bool = True
 
     @property
@@ -91,68 +92,33 @@ class Link:
             weight = (self.weight[0] @ beside).unflatten(1, (copies, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
             bias = None if self.bias is None else _row_times(self.bias.expand(copies, -1), other.weight)
             return Link(
-                weight, _add(bias, other.bias), after=other.after, learned=self.learned or other.learned
+                weight, _add(bias, other.bias), norm=other.norm, learned=self.learned or other.learned
             )
         one, two = self.of_heads(copies), other.of_heads(copies)
         return Link(
             weight=_product(one.weight, two.weight),
             bias=_add(None if one.bias is None else _row_times(one.bias, two.weight), two.bias),
-            after=other.after,
+            norm=other.norm,
             learned=self.learned or other.learned,
         )
 
     def __call__(self, x: Float[Tensor, "batch copies length d_in"]) -> Tensor:
-        """Apply copy i to slice i (or the only slice to every copy): `[batch, copies, length, d_out]`."""
+        """Apply copy i to slice i (or the only slice to every copy), then the norm.
+
+        Returns:
+            `[batch, copies, length, d_out]`.
+        """
         if self.diagonal:
             y = x * self.weight[:, None, :]
         else:
             # The batch beside the length: otherwise there would be a copy of every map for each of the batch.
             rows = x.transpose(0, 1).flatten(1, 2)
             y = _applied(rows, self.weight).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)  # type: ignore[no-untyped-call]
-        return y if self.bias is None else y + self.bias[:, None, :]
+        y = y if self.bias is None else y + self.bias[:, None, :]
+        return y if self.norm is None else self.norm(y)
 
 
 Chain = tuple[Link, ...]
-
-
-@final
-@dataclass(frozen=True)
-class Traits:
-    """Properties of a layer that decide which rewrites leave its function alone.
-
-    Attributes:
-        kind: where queries and keys come from: one sequence, one sequence seen causally, or two.
-        positions: how the layer (or the embedding before it) tells positions apart. Only "rotary"
-            and "disentangled" (distances meet queries and keys) stand between queries and keys.
-        norm: where the residual's norm stands.
-        other_norm_readers: what else reads the norm's output, besides this layer ("" if nothing).
-        qk_norm: queries and keys are normalised before their product.
-        soft_cap: the scores are squashed to ± this value; None if not.
-        sinks: something takes part in the softmax besides the keys (attention sinks, an added one
-            in the denominator, `bias_k`, `add_zero_attn`).
-        sigmoid: scores pass a sigmoid instead of the softmax.
-        dropout: probability with which attention weights are dropped, now.
-        blind_rows: some query may be allowed to see nothing, and then gets zeros.
-        value_gate: a gate, channel by channel, stands between values and output map.
-        clip: queries, keys and values are cut off at ± this value, channel by channel; None if not.
-        bias_slots: the maps whose bias the target format can hold.
-    """
-
-    kind: Literal["self", "causal", "cross"] = "self"
-    positions: Literal["none", "sinusoidal", "learned", "relative", "alibi", "rotary", "disentangled"] = (
-        "none"
-    )
-    norm: Literal["none", "pre", "post", "sandwich"] = "none"
-    other_norm_readers: str = ""
-    qk_norm: bool = False
-    soft_cap: float | None = None
-    sinks: bool = False
-    sigmoid: bool = False
-    dropout: float = 0.0
-    blind_rows: bool = False
-    value_gate: bool = False
-    clip: float | None = None
-    bias_slots: frozenset[str] = frozenset(SIDES)
 
 
 @final
@@ -179,30 +145,36 @@ class AttentionWeights:
         q = chain_q(x)   k = chain_k(y)   v = chain_v(y)
         out = Σ_i chain_o(softmax(scale · q_i k_iᵀ + …) v_i) + o_bias
 
+    With its `semantics` it is all that `algebra.function.attend` needs.
+
     Attributes:
         d_model: width of the input.
         num_heads: number of query heads.
-        scale: what the scores are multiplied by.
         q: chain of maps to the queries; likewise `k`, `v`. An empty chain is the input itself.
         o: chain of maps from each head's output, summed over heads; its links have no bias.
         o_bias: `[d_out]`, added once.
-        traits: what decides which rewrites are legal.
+        semantics: what the layer does besides its maps.
         norm: the pre-norm whose output is `x` (and `y`, unless kind is "cross"), if it is to be
             seen by `fold_norm`.
         memory_norm: the same for the memory of a cross-attention.
+        norm_place: where the residual's norm stands.
+        other_norm_readers: what else reads the norm's output, besides this layer ("" if nothing).
+        bias_slots: the maps whose bias the target format can hold.
     """
 
     d_model: int
     num_heads: int
-    scale: float
     q: Chain
     k: Chain
     v: Chain
     o: Chain
+    semantics: Semantics
     o_bias: Float[Tensor, " d_out"] | None = None
-    traits: Traits = field(default_factory=Traits)
     norm: Norm | None = None
     memory_norm: Norm | None = None
+    norm_place: Literal["pre", "post", "sandwich"] = "pre"
+    other_norm_readers: str = ""
+    bias_slots: frozenset[str] = frozenset(SIDES)
 
     def __post_init__(self) -> None:
         for side in SIDES:
@@ -243,6 +215,16 @@ class AttentionWeights:
                 if norm.shift is not None:
                     yield norm.shift
 
+    @property
+    def scale(self) -> float:
+        """What the scores are multiplied by."""
+        return self.semantics.scale
+
+    @property
+    def norms_within(self) -> bool:
+        """Whether a norm stands between two maps of a side."""
+        return any(link.norm is not None for link in self.links())
+
     def tied(self, one: Side, other: Side) -> bool:
         """Whether two sides use the same, non-empty, chain."""
         return len(self.chain(one)) > 0 and self.chain(one) is self.chain(other)
@@ -267,7 +249,7 @@ class AttentionWeights:
     def multiplied(self, side: Side) -> Link:
         """The chain of a side as one link per head (or group); the identity for an empty chain.
 
-        What stands between two links (`Link.after`) is passed over: whoever replaces the chain by its
+        What stands between two links (`Link.norm`) is passed over: whoever replaces the chain by its
         product has to look.
 
         For the output side the bias is None: `o_bias` belongs to all heads together.
@@ -390,7 +372,9 @@ class AttentionWeights:
         ratio, last = self.scale / scale, self.q[-1]
         bias = None if last.bias is None else last.bias * ratio
         return replace(
-            self, scale=scale, q=(*self.q[:-1], replace(last, weight=last.weight * ratio, bias=bias))
+            self,
+            semantics=replace(self.semantics, scale=scale),
+            q=(*self.q[:-1], replace(last, weight=last.weight * ratio, bias=bias)),
         )
 
     def multiplied_out(self) -> "AttentionWeights":

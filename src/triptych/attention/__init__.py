@@ -6,12 +6,12 @@ from triptych.attention.layer import LayerOutput, MultiHeadAttention, check_size
 from triptych.attention.masks import causal_mask, padding_mask
 from triptych.attention.operation import Attended, Explanation, attention, explain_attention
 from triptych.attention.positions import (
-    Alibi,
+    AlibiPositions,
     AttentionPositions,
     LearnedPositions,
     NoPositions,
     PositionIds,
-    Rotary,
+    RotaryPositions,
     SinusoidalPositions,
     sinusoidal,
 )
@@ -36,7 +36,7 @@ from triptych.attention.projections import (
 
 __all__ = [
     "PARAMETERISATIONS",
-    "Alibi",
+    "AlibiPositions",
     "Attended",
     "AttentionCache",
     "AttentionPositions",
@@ -58,7 +58,7 @@ __all__ = [
     "Parameterisation",
     "PositionIds",
     "Projections",
-    "Rotary",
+    "RotaryPositions",
     "Shared",
     "SinusoidalPositions",
     "Stacked",

@@ -1,12 +1,15 @@
 """The layer: projections around the operation."""
 
-from dataclasses import replace
-from typing import Literal, NamedTuple, final
+from collections.abc import Callable
+from dataclasses import MISSING, fields, replace
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from triptych.algebra.positions import ALiBi
+from triptych.algebra.semantics import Kind, Semantics
 from triptych.algebra.weights import AttentionWeights, Head, standard_scale
 from triptych.attention.cache import AttentionCache
 from triptych.attention.operation import Explanation, Path, attention, explain_attention
@@ -59,8 +62,8 @@ class MultiHeadAttention(nn.Module):
             num_heads: number of query heads.
             projections: how the heads are written; `Factored()` if None.
             dropout: probability that an attention weight is dropped while training.
-            positions: how the layer itself tells positions apart (`Rotary`, `Alibi`); None if its
-                input does, or nothing. For self-attention only.
+            positions: how the layer itself tells positions apart (`RotaryPositions`, `AlibiPositions`);
+                None if its input does, or nothing. For self-attention only.
 
         Raises:
             ValueError: sizes that do not fit, with the numbers, or positions that the
@@ -69,19 +72,16 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         self.d_model = d_model
         self.dropout = dropout
-        self.positions = positions
         self.parameterisation = projections or Factored()
         if positions is not None:
             check_sizes(d_model, num_heads, self.parameterisation, positions)
         self.projections = self.parameterisation.build(d_model, num_heads)
+        self.semantics = Semantics(scale=standard_scale(self.projections.d_k))
+        if positions is not None:
+            self.semantics = positions.added_to(self.semantics, self._key_width, num_heads)
 
     @classmethod
-    def from_weights(
-        cls,
-        weights: AttentionWeights,
-        dropout: float = 0.0,
-        positions: AttentionPositions | None = None,
-    ) -> "MultiHeadAttention":
+    def from_weights(cls, weights: AttentionWeights, dropout: float = 0.0) -> "MultiHeadAttention":
         """A layer that holds these weights, in the parameterisation that their structure calls for.
 
         Raises:
@@ -89,35 +89,46 @@ class MultiHeadAttention(nn.Module):
                 weights carry something that the layer has no place for, such as the norm before it.
         """
         _check_can_be_held(weights)
-        held, wanted = "none" if positions is None else positions.scheme, weights.traits.positions
-        if wanted in ("rotary", "alibi") and held != wanted:
-            raise ValueError(f"the weights are of a layer with {wanted} positions: pass it, not {held}")
         weights, parameterisation = parameterisation_of(weights)
         with torch.random.fork_rng(devices=[]):  # numbers are drawn only to be overwritten
-            layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout, positions)
+            layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
         layer = layer.to(dtype=weights.dtype, device=weights.device)
         layer.projections.load(weights)
+        layer.semantics = replace(weights.semantics, scale=layer.semantics.scale, dropout=0.0)
+        rotary = weights.semantics.rotary
+        if rotary is not None and parameterisation.no_rotary:
+            raise ValueError(
+                f"{parameterisation.name} cannot have rotary positions: {parameterisation.no_rotary}"
+            )
+        if rotary is not None and max(rotary.pairs[1]) >= layer._key_width:
+            raise ValueError(
+                f"{max(rotary.pairs[1]) + 1} channels are rotated, but queries and keys are "
+                f"{layer._key_width} wide: they must fit"
+            )
         return layer
+
+    @property
+    def _key_width(self) -> int:
+        k = self.projections.weights().k
+        return k[-1].d_out if k else self.d_model
 
     @property
     def num_heads(self) -> int:
         """Number of query heads."""
         return self.projections.num_heads
 
-    def weights(self, kind: Literal["self", "causal", "cross"] = "self") -> AttentionWeights:
-        """The layer's maps, detached but not copied, with the traits that the layer knows of.
+    def weights(self, kind: Kind | None = None) -> AttentionWeights:
+        """The layer's maps, detached but not copied, and what it does besides.
 
         Args:
-            kind: where queries and keys come from, which only the caller knows.
+            kind: where queries and keys come from, which only the caller knows; None for "self", or what the
+                weights said that the layer was made of.
         """
         found = self.projections.weights().mapped(torch.Tensor.detach)
-        traits = replace(
-            found.traits,
-            kind=kind,
-            positions="none" if self.positions is None else self.positions.scheme,
-            dropout=self.dropout if self.training else 0.0,
+        dropout = self.dropout if self.training else 0.0
+        return replace(
+            found, semantics=replace(self.semantics, kind=kind or self.semantics.kind, dropout=dropout)
         )
-        return replace(found, traits=traits)
 
     @property
     def heads(self) -> tuple[Head, ...]:
@@ -168,7 +179,7 @@ class MultiHeadAttention(nn.Module):
             mask=mask,
             bias=inputs.bias,
             causal=causal,
-            scale=standard_scale(self.projections.d_k),
+            scale=self.semantics.scale,
             dropout=dropout,
             need_weights=need_weights,
             path=path,
@@ -214,7 +225,7 @@ class MultiHeadAttention(nn.Module):
             mask=mask,
             bias=inputs.bias,
             causal=causal,
-            scale=standard_scale(self.projections.d_k),
+            scale=self.semantics.scale,
             dropout=dropout,
             need_weights=need_weights,
             path=path,
@@ -235,10 +246,10 @@ class MultiHeadAttention(nn.Module):
                 )
         if value_memory is not None and self.projections.no_two_memories:
             raise ValueError(f"value_memory was given, but {self.projections.no_two_memories}: leave it out")
-        if memory is not None and self.positions is not None:
+        if memory is not None and self.semantics.positions != "none":
             raise ValueError(
-                f"{self.positions.scheme} positions compare places in one sequence, and memory is another: "
-                "build cross-attention without them"
+                f"{self.semantics.positions} positions compare places in one sequence, and memory is "
+                "another: build cross-attention without them"
             )
 
     def _remembered(
@@ -258,8 +269,8 @@ class MultiHeadAttention(nn.Module):
             keys_from = x if memory is None else memory
             added = self.projections.remember(keys_from, keys_from if value_memory is None else value_memory)
             q = self.projections.queries(x)
-        if self.positions is not None and self.positions.turns and self.projections.caches_keys:
-            added = (self.positions.turn(added[0], start), *added[1:])
+        if self.semantics.rotary is not None and self.projections.caches_keys:
+            added = (self.semantics.rotary(added[0], start), *added[1:])
         return q, start, added if cache is None else cache.append(added)
 
     def _inputs(
@@ -278,38 +289,60 @@ class MultiHeadAttention(nn.Module):
         sums_to_one = mask is None and dropout == 0.0 and not (causal and q.shape[2] > key_len)
         if path == "reference" or not (sums_to_one or self.projections.absorbs_biases):
             route = "expanded"
-        bias = None
-        if self.positions is not None:
-            bias = self.positions.bias(q.shape[1], q.shape[2], key_len, q.device, q.dtype)
-            q = self.positions.turn(q, start)
+        rotary, bias = self.semantics.rotary, None
+        if self.semantics.bias is not None:
+            places = torch.arange(key_len, device=q.device)
+            bias = self.semantics.bias(q, q, places[key_len - q.shape[2] :], places)
+        if rotary is not None:
+            q = rotary(q, start)
         if route == "absorbed":
             return _Inputs(*self.projections.absorbed(q, remembered), bias, route)
         k, v = self.projections.keys_values(remembered)
-        if self.positions is not None and not self.projections.caches_keys:
-            k = self.positions.turn(k, 0)
+        if rotary is not None and not self.projections.caches_keys:
+            k = rotary(k)
         return _Inputs(q, k, v, bias, route)
 
 
+# What a layer can hold of a record of semantics. A field that is not named here is refused where it is set.
+_HELD: dict[str, Callable[[Any], bool]] = {
+    "scale": lambda _: True,  # the query map takes it up
+    "kind": lambda _: True,  # the caller says who may look where
+    "dropout": lambda _: True,  # an argument
+    "rotary": lambda rotary: rotary.places is None,
+    "bias": lambda bias: isinstance(bias, ALiBi),
+}
+_NAMED = {
+    "q_norm": "QK-norm",
+    "k_norm": "QK-norm",
+    "clip": "clipped queries, keys and values",
+    "rotary": "rotary positions of a picture",
+    "temperature": "queries that grow with their position",
+    "bias": "{} positions",
+    "soft_cap": "a soft cap",
+    "window": "a window",
+    "chunk": "chunks",
+    "sinks": "sinks",
+}
+
+
 def _check_can_be_held(weights: AttentionWeights) -> None:
-    """Refuse traits and norms that no layer of ours has: without them it would be another function.
+    """Refuse what no layer of ours has: without it the function would be another.
 
     Raises:
-        ValueError: there is one, named.
+        ValueError: there is something of the kind, named.
     """
-    traits = weights.traits
-    foreign = {
-        "QK-norm": traits.qk_norm,
-        "a soft cap": traits.soft_cap is not None,
-        "sinks": traits.sinks,
-        "a sigmoid for the softmax": traits.sigmoid,
-        "a gate on the values": traits.value_gate,
-        "clipped queries, keys and values": traits.clip is not None,
-        f"{traits.positions} positions": traits.positions in ("relative", "disentangled"),
-        **{f"{link.after} between two maps": link.after is not None for link in weights.links()},
-    }
-    if found := [name for name, present in foreign.items() if present]:
+    semantics = weights.semantics
+    found = []
+    for each in fields(Semantics):
+        value, held = getattr(semantics, each.name), _HELD.get(each.name, lambda _: False)
+        if (each.default is MISSING or value is not each.default) and not held(value):
+            found.append(_NAMED.get(each.name, each.name).format(semantics.positions))
+    if weights.norms_within:
+        found.append("a norm between two maps")
+    if found:
         raise ValueError(
-            f"the weights are of a layer with {', '.join(found)}, which MultiHeadAttention has not"
+            f"the weights are of a layer with {', '.join(dict.fromkeys(found))}, which MultiHeadAttention "
+            "has not"
         )
     if weights.norm is not None or weights.memory_norm is not None:
         raise ValueError(
@@ -330,7 +363,7 @@ def check_sizes(
     skeleton = projections.skeleton(d_model, num_heads)
     if positions is None:
         return
-    if positions.turns and projections.no_rotary:
+    if positions.scheme == "rotary" and projections.no_rotary:
         raise ValueError(
             f"{projections.name} cannot have {positions.scheme} positions: {projections.no_rotary}"
         )

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, final
 
-from triptych.algebra.function import Scoring
 from triptych.algebra.weights import AttentionWeights, Norm
 
 
@@ -54,21 +53,21 @@ class AttentionLayer:
 
     Attributes:
         site: which.
-        weights: its maps, in the checkpoint's dtype.
-        scoring: what it does besides.
+        weights: its maps, in the checkpoint's dtype, and what it does besides.
         tensors: the names of all that was read for it.
         uses: how often the model applies it, one time after the other.
         inputs: the norms whose outputs it reads, those included that `fold_norm` must leave alone (post-norm,
             sandwich) and `weights` therefore does not have.
+        embedded_positions: how the embeddings, before all layers, tell positions apart.
         fixed: why it cannot be rewritten; it can if empty.
     """
 
     site: Site
     weights: AttentionWeights
-    scoring: Scoring
     tensors: tuple[str, ...]
     uses: int = 1
     inputs: InputNorms = InputNorms()
+    embedded_positions: Literal["none", "sinusoidal", "learned"] = "none"
     fixed: str = ""
 
     @property

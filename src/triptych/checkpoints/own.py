@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from triptych.algebra.function import Rotation, Scoring
-from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, InputNorms, Site
 from triptych.models.sites import attention_sites, attention_weights, input_norms
 from triptych.models.storage import read_model
@@ -60,9 +58,10 @@ class OwnModel(AttentionSource):
     def read(self, site: Site) -> AttentionLayer:
         """The weights of a layer; nothing is read."""
         weights = self._weights[self._names[site]]
-        scoring = Scoring(rotation=self._rotation(weights))
         inputs = InputNorms(*self._inputs[self._names[site]])
-        return AttentionLayer(site, weights, scoring, (site.module,), inputs=inputs)
+        scheme = self.model.config.positions.scheme
+        embedded = scheme if scheme in ("sinusoidal", "learned") and site.kind != "cross" else "none"
+        return AttentionLayer(site, weights, (site.module,), inputs=inputs, embedded_positions=embedded)
 
     def bytes_of(self, site: Site) -> int:
         """What they take in memory."""
@@ -85,9 +84,3 @@ class OwnModel(AttentionSource):
         """Of the layer's tensors together."""
         count = sum(int((~tensor.isfinite()).sum()) for tensor in layer.weights.tensors())
         return {layer.site.module: count} if count else {}
-
-    def _rotation(self, weights: AttentionWeights) -> Rotation | None:
-        if weights.traits.positions != "rotary":
-            return None
-        positions = self.model.config.positions.in_attention()
-        return None if positions is None else positions.rotation(weights.q[-1].d_out)

@@ -4,24 +4,22 @@ import fnmatch
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from triptych.algebra.function import (
-    Disentangled,
-    DistanceTable,
-    HeadNorm,
-    PatchTable,
-    Rotation,
+from triptych.algebra.positions import (
+    ALiBi,
+    DisentangledBias,
+    PatchPositionBias,
+    RelativePositionBias,
+    RotaryEmbedding,
     ScoreBias,
-    Scoring,
-    Slopes,
-    Temperature,
+    alibi_slopes,
 )
-from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Traits
-from triptych.attention.positions import alibi_slopes
+from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
+from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm
 from triptych.checkpoints.family import (
     AttentionSpec,
     Choice,
@@ -84,7 +82,7 @@ class LayerReader:
         """
         spec, settings, layer = self.spec, self.settings, self.layer
         heads = settings.count(spec.heads, layer)
-        q, k, v, o, o_bias, scoring = self._latent(heads) if spec.latent else self._maps(heads)
+        q, k, v, o, o_bias = self._latent(heads) if spec.latent else self._maps(heads)
         width = q[-1].d_out
         position = self._position()
         choices = (Choice(value=spec.scale),) if isinstance(spec.scale, str) else spec.scale
@@ -96,13 +94,18 @@ class LayerReader:
         norm_spec, norm = self._norm()
         self._require_sizes(q, k, v, o, norm)
         self._require_biases(q, k, v, o_bias)
-        rotation = self._rotation(position, width)
-        q_norm, k_norm = self._head_norms(heads, rotation)
-        if spec.head_norm is not None and spec.head_norm.turned and rotation is not None:
-            rotation = replace(rotation, factor=1.0)  # which the norm takes off again
-        scoring = replace(
-            scoring,
-            rotation=rotation,
+        rotary = self._rotary(position, width)
+        q_norm, k_norm = self._head_norms(heads, rotary)
+        if spec.head_norm is not None and spec.head_norm.turned and rotary is not None:
+            rotary = replace(rotary, factor=1.0)  # which the norm takes off again
+        slots = {side for side, chain in (("q", q), ("k", k), ("v", v)) if chain[-1].bias is not None}
+        slots |= {"o"} if o_bias is not None else set()
+        if spec.value_norm:
+            v = self._normalised_values(v)
+        semantics = Semantics(
+            scale=scale,
+            kind=self.site.kind,
+            rotary=rotary,
             bias=self._bias(position, heads, scale, q[-1], k[-1]),
             q_norm=q_norm,
             k_norm=k_norm,
@@ -110,42 +113,30 @@ class LayerReader:
             sinks=self._take(f"{self.site.module}.{spec.sinks}", (heads,)) if spec.sinks else None,
             window=self._window(),
             chunk=self._chunk(),
-            temperature=self._temperature(rotation),
+            temperature=self._temperature(rotary),
             clip=self._optional_number(spec.clip),
         )
         weights = AttentionWeights(
             d_model=q[0].d_in,
             num_heads=heads,
-            scale=scale,
             q=q,
             k=k,
             v=v,
             o=o,
+            semantics=semantics,
             o_bias=o_bias,
             norm=norm,
-        )
-        slots = {side for side in ("q", "k", "v") if weights.chain(side)[-1].bias is not None}
-        slots |= {"o"} if o_bias is not None else set()
-        traits = Traits(
-            kind=self.site.kind,
-            positions=_TRAIT_OF[position.kind],
-            norm=norm_spec.place if norm_spec else "none",
+            norm_place=norm_spec.place if norm_spec else "pre",
             other_norm_readers=self._chosen_text(spec.also_read_by),
-            qk_norm=q_norm is not None or k_norm is not None,
-            soft_cap=scoring.soft_cap,
-            sinks=scoring.sinks is not None,
-            clip=scoring.clip,
             bias_slots=frozenset(slots),
         )
-        if spec.value_norm:
-            weights, scoring = self._with_value_norm(weights, scoring)
         return AttentionLayer(
             self.site,
-            replace(weights, traits=traits),
-            scoring,
+            weights,
             tuple(self.read_names),
             max(1, int(self.settings.number(spec.uses, self.layer))),
             self._inputs(q, k, norm),
+            embedded_positions=position.kind if position.kind in ("sinusoidal", "learned") else "none",
             fixed=spec.unwritten,
         )
 
@@ -195,7 +186,7 @@ class LayerReader:
 
     # The maps.
 
-    def _maps(self, heads: int) -> tuple[Chain, Chain, Chain, Chain, Tensor | None, Scoring]:
+    def _maps(self, heads: int) -> tuple[Chain, Chain, Chain, Chain, Tensor | None]:
         spec, layer = self.spec, self.layer
         groups = self._groups(heads)
         width = self.settings.count(spec.width, layer)
@@ -227,39 +218,34 @@ class LayerReader:
             (_to_heads(v, v_bias, groups),),
             (_from_heads(o, heads),),
             o_bias,
-            Scoring(),
         )
 
-    def _latent(self, heads: int) -> tuple[Chain, Chain, Chain, Chain, Tensor | None, Scoring]:
+    def _latent(self, heads: int) -> tuple[Chain, Chain, Chain, Chain, Tensor | None]:
         spec = self.spec.latent
         assert spec is not None
         count = self.settings.count
         rank, plain, turned = (count(e, self.layer) for e in (spec.rank, spec.plain, spec.turned))
         value, eps = count(spec.value, self.layer), self.settings.number(spec.eps, self.layer)
-        between: dict[str, HeadNorm] = {}
         if self.settings.value(spec.q_rank, self.layer) is not None:
             q_rank = count(spec.q_rank, self.layer)
             down, down_bias = self._map(spec.q_down, q_rank)
             up, up_bias = self._map(spec.q_up, heads * (plain + turned), q_rank)
             gain = self._take(f"{self.site.module}.{spec.q_norm}.weight", (q_rank,))
-            first = replace(_to_heads(down, down_bias, 1), after="a norm")
+            first = replace(_to_heads(down, down_bias, 1), norm=HeadNorm(eps))
             q: Chain = (first, _to_heads(up * gain, up_bias, heads))
-            between["q"] = HeadNorm(eps)
         else:
             q = (_to_heads(*self._map(self.spec.q, heads * (plain + turned)), heads),)
         down, down_bias = self._map(spec.kv_down, rank + turned)
         up, up_bias = self._map(spec.kv_up, heads * (plain + value), rank)
         gain = self._take(f"{self.site.module}.{spec.kv_norm}.weight", (rank,))
-        first = replace(_to_heads(down, down_bias, 1), after="a norm")
+        first = replace(_to_heads(down, down_bias, 1), norm=HeadNorm(eps, channels=rank))
         of_heads = (up * gain).view(heads, plain + value, rank).mT
         through = torch.eye(turned, dtype=up.dtype).expand(heads, turned, turned)
         k_up = torch.zeros(heads, rank + turned, plain + turned, dtype=up.dtype)
         k_up[:, :rank, :plain], k_up[:, rank:, plain:] = of_heads[..., :plain], through
         v_up = torch.cat([of_heads[..., plain:], up.new_zeros(heads, turned, value)], dim=1)
-        between |= {"k": HeadNorm(eps, channels=rank), "v": HeadNorm(eps, channels=rank)}
         o, o_bias = self._map(self.spec.o, None, heads * value)
-        scoring = Scoring(between=between)  # type: ignore[arg-type]
-        return q, (first, Link(k_up)), (first, Link(v_up)), (_from_heads(o, heads),), o_bias, scoring
+        return q, (first, Link(k_up)), (first, Link(v_up)), (_from_heads(o, heads),), o_bias
 
     def _map(self, name: str, d_out: int | None, d_in: int | None = None) -> tuple[Tensor, Tensor | None]:
         """A map `[d_out, d_in]` and its bias, if it has one."""
@@ -332,24 +318,23 @@ class LayerReader:
         shift = self.tensors.read(of_shift) if of_shift in infos else None
         return Norm(self.tensors.read(of_gain), shift, spec.offset)
 
-    def _with_value_norm(
-        self, weights: AttentionWeights, scoring: Scoring
-    ) -> tuple[AttentionWeights, Scoring]:
+    def _normalised_values(self, v: Chain) -> Chain:
         """Values that are normalised head by head: a norm between their map and one that changes nothing."""
-        (link,) = weights.v
-        eye = torch.eye(link.d_out, dtype=weights.dtype).expand(link.copies, -1, -1)
-        chain = (replace(link, after="a norm"), Link(eye, learned=False))
+        (link,) = v
+        eye = torch.eye(link.d_out, dtype=link.weight.dtype).expand(link.copies, -1, -1)
         norm = HeadNorm(self.settings.number(self.spec.value_norm, self.layer))
-        return replace(weights, v=chain), replace(scoring, between={**scoring.between, "v": norm})
+        return replace(link, norm=norm), Link(eye, learned=False)
 
-    def _head_norms(self, heads: int, rotation: Rotation | None) -> tuple[HeadNorm | None, HeadNorm | None]:
+    def _head_norms(
+        self, heads: int, rotary: RotaryEmbedding | None
+    ) -> tuple[HeadNorm | None, HeadNorm | None]:
         spec = self.spec.head_norm
-        if spec is None or not self.settings.holds(spec.when, self.layer) or (spec.turned and not rotation):
+        if spec is None or not self.settings.holds(spec.when, self.layer) or (spec.turned and not rotary):
             return None, None
         norms = self._head_norm(spec, spec.q, heads), self._head_norm(spec, spec.k, self._groups(heads))
-        if not spec.turned or rotation is None:
+        if not spec.turned or rotary is None:
             return norms
-        q, k = (replace(norm, eps=norm.eps / rotation.factor**2) for norm in norms)
+        q, k = (replace(norm, eps=norm.eps / rotary.factor**2) for norm in norms)
         return q, k
 
     def _head_norm(self, spec: HeadNormSpec, name: str, heads: int) -> HeadNorm:
@@ -377,13 +362,13 @@ class LayerReader:
                 return spec
         return PositionSpec(kind="none")
 
-    def _rotation(self, spec: PositionSpec, width: int) -> Rotation | None:
+    def _rotary(self, spec: PositionSpec, width: int) -> RotaryEmbedding | None:
         if spec.kind != "rotary":
             return None
         settings, layer = self.settings, self.layer
         whole = settings.count(spec.width, layer) if spec.width else width
         if spec.patches is not None:
-            return self._rotation_of_patches(spec, spec.patches, whole)
+            return self._rotary_of_patches(spec, spec.patches, whole)
         scaling = self._rope_scaling(spec)
         share, start = settings.number(spec.share, layer), int(settings.number(spec.start, layer))
         # "proportional" turns a share of the planes of whole heads, and not all planes of a share of them.
@@ -413,9 +398,9 @@ class LayerReader:
         factor = found.factor
         if spec.factor and rope_type(scaling) != "default":
             factor = settings.number(spec.factor, layer)
-        return Rotation(found.per_position, spec.pairing, start, factor)
+        return RotaryEmbedding(found.per_position, spec.pairing, start, factor)
 
-    def _rotation_of_patches(self, spec: PositionSpec, patches: PatchesSpec, width: int) -> Rotation:
+    def _rotary_of_patches(self, spec: PositionSpec, patches: PatchesSpec, width: int) -> RotaryEmbedding:
         """DINOv3's: half of the planes turn by rows and half by columns, of which a picture has 2."""
         settings, layer = self.settings, self.layer
         if width % 4:
@@ -429,7 +414,7 @@ class LayerReader:
         of_patches = torch.stack(torch.meshgrid(*centres, indexing="ij"), dim=-1).flatten(0, 1)
         places = torch.cat([torch.zeros(before, 2, dtype=torch.float64), of_patches])
         of_planes = places.repeat_interleave(len(plain), dim=1)
-        return Rotation(2 * math.pi * plain.repeat(2), spec.pairing, places=of_planes)
+        return RotaryEmbedding(2 * math.pi * plain.repeat(2), spec.pairing, places=of_planes)
 
     def _grid(self, patches: PatchesSpec) -> tuple[int, int]:
         """Rows and columns of patches."""
@@ -476,7 +461,7 @@ class LayerReader:
             case "alibi":
                 of_heads = alibi_slopes(heads) if spec.slopes == "authors" else _mpt_slopes(heads)
                 times = scale if spec.times == "scale" else self.settings.number(spec.times, self.layer)
-                return Slopes(torch.tensor(of_heads, dtype=torch.float64) * times)
+                return ALiBi(torch.tensor(of_heads, dtype=torch.float64) * times)
             case "distance table":
                 return self._distance_table(spec, heads)
             case "disentangled":
@@ -502,7 +487,7 @@ class LayerReader:
                     f"{self._of(self._tables(spec)[0])}: shape {list(table.shape)}, "
                     f"where the configuration makes it {list(shape)}"
                 )
-            return PatchTable(table, rows, columns)
+            return PatchPositionBias(table, rows, columns)
         if spec.buckets:
             buckets = self.settings.count(spec.buckets, self.layer)
             if len(table) < buckets:
@@ -511,7 +496,7 @@ class LayerReader:
                 )
             table = table[:buckets]
         longest = int(self.settings.number(spec.max_distance, self.layer))
-        return DistanceTable(table, spec.both_ways, longest)
+        return RelativePositionBias(table, spec.both_ways, longest)
 
     def _tables(self, spec: PositionSpec) -> list[str]:
         more = [c.value for c in spec.more_tables if self.settings.holds(c.when, self.layer)]
@@ -525,7 +510,9 @@ class LayerReader:
         found = [other for other in self.tensors.infos if other.endswith(f".{name}")]
         return found[0] if len(found) == 1 else usual
 
-    def _disentangled(self, spec: PositionSpec, heads: int, scale: float, q: Link, k: Link) -> Disentangled:
+    def _disentangled(
+        self, spec: PositionSpec, heads: int, scale: float, q: Link, k: Link
+    ) -> DisentangledBias:
         """DeBERTa's: distances go through maps of their own, or through those of queries and keys."""
         settings, parts = self.settings, self._distance_parts()
         longest = settings.value("max_relative_positions")
@@ -555,7 +542,7 @@ class LayerReader:
             used = link if shared else _to_heads(*self._map(own, heads * link.d_out), heads)
             return used(table[None, None])[0]
 
-        return Disentangled(
+        return DisentangledBias(
             keys=through(k, spec.key_map) if "c2p" in parts else None,
             queries=through(q, spec.query_map) if "p2c" in parts else None,
             span=span,
@@ -591,9 +578,9 @@ class LayerReader:
                 return None if found is None else self.settings.count(choice.value, self.layer)
         return None
 
-    def _temperature(self, rotation: Rotation | None) -> Temperature | None:
+    def _temperature(self, rotary: RotaryEmbedding | None) -> Temperature | None:
         spec, settings = self.spec.temperature, self.settings
-        if spec is None or not settings.holds(spec.when, self.layer) or (spec.unturned and rotation):
+        if spec is None or not settings.holds(spec.when, self.layer) or (spec.unturned and rotary):
             return None
         if settings.value(spec.strength, self.layer) is None:
             return None
@@ -727,20 +714,6 @@ class LayerReader:
 
     def _of(self, name: str) -> str:
         return f"{self.tensors.where(name)}, tensor {name}"
-
-
-_TRAIT_OF: dict[
-    str, Literal["none", "sinusoidal", "learned", "relative", "alibi", "rotary", "disentangled"]
-] = {
-    "none": "none",
-    "sinusoidal": "sinusoidal",
-    "learned": "learned",
-    "convolution": "none",
-    "rotary": "rotary",
-    "alibi": "alibi",
-    "distance table": "relative",
-    "disentangled": "disentangled",
-}
 
 
 def _to_heads(weight: Tensor, bias: Tensor | None, heads: int) -> Link:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from triptych.algebra.forms import are_finite
-from triptych.algebra.function import Disentangled, HeadNorm
+from triptych.algebra.positions import DisentangledBias
 from triptych.algebra.rewrites.legality import require_nothing_between
 from triptych.algebra.rewrites.norm_folding import fold_norm
 from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.fused import joined
@@ -97,7 +98,7 @@ class _LayerWriter:
         self.checkpoint, self.tensors = checkpoint, checkpoint.tensors
         self.layer, self.before, self.after = before, before.weights, after
         self.place = checkpoint.place(before.site)
-        self.spec, self.scoring = self.place.spec, before.scoring
+        self.spec, self.semantics = self.place.spec, before.weights.semantics
         self.same_sizes = same_sizes
         self.kept = list(range(after.num_heads)) if kept is None else list(kept)
         self._require_kept(kept is not None)
@@ -142,7 +143,7 @@ class _LayerWriter:
             require_nothing_between(_NAME, side, self.after.chain(side)[:-1])
         links = {}
         for side in SIDES:
-            links[side] = replace(self.after.multiplied(side), learned=True, after=None)
+            links[side] = replace(self.after.multiplied(side), learned=True, norm=None)
         heads = self.after.num_heads
         groups = math.lcm(links["k"].copies, links["v"].copies)
         return replace(
@@ -234,7 +235,7 @@ class _LayerWriter:
     # What lies outside the maps.
 
     def _head_norms(self) -> tuple[HeadNorm | None, HeadNorm | None]:
-        return self.scoring.q_norm, self.scoring.k_norm
+        return self.semantics.q_norm, self.semantics.k_norm
 
     def _require_heads_without_numbers(self) -> None:
         """Heads may be put in another order only if nothing that stays behind is one head's own.
@@ -242,7 +243,7 @@ class _LayerWriter:
         Raises:
             RewriteRefusedError: something is.
         """
-        positions = self.before.traits.positions
+        positions = self.semantics.positions
         if positions in ("alibi", "relative") or self._distances_have_maps():
             _refuse(
                 f"the heads are in another order, and {positions} positions, which are each head's own, stay "
@@ -251,7 +252,7 @@ class _LayerWriter:
             )
 
     def _distances_have_maps(self) -> bool:
-        return isinstance(self.scoring.bias, Disentangled) and not self.scoring.bias.through_maps
+        return isinstance(self.semantics.bias, DisentangledBias) and not self.semantics.bias.through_maps
 
     def _require_channels_of_old(self, whole: AttentionWeights) -> None:
         """Where the format reads channels one by one, they must be what they were.
@@ -259,9 +260,9 @@ class _LayerWriter:
         Raises:
             RewriteRefusedError: they are not.
         """
-        if self.scoring.clip is not None:
-            sides, why = _INPUTS, f"queries, keys and values are clipped at ±{self.scoring.clip:g}"
-        elif isinstance(self.scoring.bias, Disentangled):
+        if self.semantics.clip is not None:
+            sides, why = _INPUTS, f"queries, keys and values are clipped at ±{self.semantics.clip:g}"
+        elif isinstance(self.semantics.bias, DisentangledBias):
             sides, why = _INPUTS[:2], "distances meet queries and keys in their channels"
         else:
             return
@@ -339,7 +340,7 @@ class _LayerWriter:
 
     def _sinks(self, new: Sizes) -> dict[str, Tensor]:
         """Scores of the sinks follow their heads."""
-        sinks = self.scoring.sinks
+        sinks = self.semantics.sinks
         if sinks is None or len(self.kept) != new.heads:
             return {}
         return {f"{self.layer.site.module}.{self.spec.sinks}": sinks[self.kept]}
@@ -356,8 +357,8 @@ class _LayerWriter:
             return
         groups = (heads // (old.heads // old.groups)).view(old.groups, -1)
         for names, norm, order in (
-            (spec.q, self.scoring.q_norm, heads),
-            (spec.k, self.scoring.k_norm, groups[:, 0]),
+            (spec.q, self.semantics.q_norm, heads),
+            (spec.k, self.semantics.k_norm, groups[:, 0]),
         ):
             if norm is None or not norm.of_each_head:
                 continue

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from triptych.algebra.positions import apply_rotary
 from triptych.algebra.rewrites.legality import INPUT_SIDES
 from triptych.algebra.weights import AttentionWeights, Side
-from triptych.attention import Alibi, AttentionPositions, MultiHeadAttention, Rotary
-from triptych.attention.positions import alibi_slopes
+from triptych.attention import MultiHeadAttention
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import DecoderBlock, EncoderBlock, FeedForward, Residual
 
@@ -36,22 +36,14 @@ class _Attention(nn.Module):
         self.num_heads, self.scale = weights.num_heads, weights.scale
         self.q_proj, self.k_proj, self.v_proj = (_to_heads(weights, side) for side in INPUT_SIDES)
         self.o_proj = _from_heads(weights)
-        self.positions: AttentionPositions | None = layer.positions
-        if isinstance(layer.positions, Rotary):
-            width = self.q_proj.out_features // self.num_heads
-            self.turned = layer.positions.rotary_dim or width
-            frequency = layer.positions.base ** (
-                -torch.arange(0, self.turned, 2, dtype=torch.float64) / self.turned
-            )
-            angle = torch.arange(max_tokens, dtype=torch.float64)[:, None] * frequency
-            self.register_buffer("cos", angle.cos().float())
-            self.register_buffer("sin", angle.sin().float())
-        if isinstance(layer.positions, Alibi):
-            self.register_buffer("slopes", torch.tensor(alibi_slopes(self.num_heads))[:, None, None])
+        self.rotary, self.bias = layer.semantics.rotary, layer.semantics.bias
+        if self.rotary is not None:
+            cos, sin = self.rotary.cos_sin(max_tokens, torch.device("cpu"), torch.float32)
+            self.register_buffer("cos", cos[:max_tokens])
+            self.register_buffer("sin", sin[:max_tokens])
 
     cos: Tensor
     sin: Tensor
-    slopes: Tensor
 
     def kept_sizes(self) -> list[tuple[int, int]]:
         """Heads and width of keys, and of values."""
@@ -66,9 +58,8 @@ class _Attention(nn.Module):
         """`[rows, length, d_model]`; `allowed` is True where a query may look."""
         q = self._turn(self._split(self.q_proj(x)), places)
         scores = q @ keys.k.transpose(2, 3) * self.scale
-        if isinstance(self.positions, Alibi):
-            of_keys = torch.arange(keys.k.shape[2])
-            scores = scores - self.slopes * (places[:, None] - of_keys).abs()
+        if self.bias is not None:
+            scores = scores + self.bias(q, keys.k, places, torch.arange(keys.k.shape[2]))
         weights = scores.masked_fill(~allowed, -math.inf).softmax(dim=-1)
         return self.o_proj((weights @ keys.v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -76,17 +67,10 @@ class _Attention(nn.Module):
         return x.view(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
 
     def _turn(self, heads: Tensor, places: Tensor) -> Tensor:
-        if not isinstance(self.positions, Rotary):
+        if self.rotary is None:
             return heads
         cos, sin = F.embedding(places, self.cos), F.embedding(places, self.sin)
-        inside, outside = heads[..., : self.turned], heads[..., self.turned :]
-        if self.positions.pairing == "halves":
-            a, b = inside[..., : self.turned // 2], inside[..., self.turned // 2 :]
-            parts = (a * cos - b * sin, a * sin + b * cos)
-            return torch.cat([*parts, outside], dim=-1)
-        a, b = inside[..., 0::2], inside[..., 1::2]
-        both = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-        return torch.cat([both, outside], dim=-1)
+        return apply_rotary(heads, cos, sin, self.rotary.pairing, self.rotary.start)
 
 
 @torch.no_grad()

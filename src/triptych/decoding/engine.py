@@ -80,7 +80,7 @@ class Engine:
         for layer in cross:
             del layer.memory_rows
         own = [cast(FusedAttention, cast(DecoderBlock, block).self_attention) for block in self.model.decoder]
-        self.has_positions_within = any(layer.positions is not None for layer in own)
+        self.has_positions_within = any(layer.rotary is not None or layer.bias is not None for layer in own)
         if direct:
             call_directly(self.model)
 

@@ -11,7 +11,6 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal, final
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych import thresholds
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
     AttentionCache,
@@ -27,7 +27,6 @@ from triptych.attention import (
     LearnedPositions,
     MultiHeadAttention,
     PositionIds,
-    Rotary,
     causal_mask,
 )
 from triptych.models.blocks import FeedForward
@@ -155,9 +154,9 @@ class FusedAttention(nn.Module):
         weights = layer.weights()
         self.num_heads, self.is_cross = weights.num_heads, is_cross
         self.groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
-        self.positions = layer.positions
+        self.rotary, self.bias = layer.semantics.rotary, layer.semantics.bias
         q, k, v = (weights.multiplied(side) for side in ("q", "k", "v"))
-        self.width, self._rotary_dim = max(q.d_out, v.d_out), q.d_out
+        self.width = max(q.d_out, v.d_out)
         self._parts = self.num_heads, self.groups, self.groups
         scaled = Link(q.weight * weights.scale, None if q.bias is None else q.bias * weights.scale)
         queries = _stacked_rows(scaled.of_heads(self.num_heads), self.width)
@@ -186,7 +185,7 @@ class FusedAttention(nn.Module):
             k, v = cache.entries
         else:
             heads, k, v = self._of_one_sequence(heads, cache, positions)
-        if causal or self.positions is not None or (mask is not None and mask.dtype == torch.bool):
+        if causal or self.bias is not None or (mask is not None and mask.dtype == torch.bool):
             mask = self._added(mask, length, k, causal, positions)
         # The query heads of a group lie below each other, as rows of one product.
         rows = heads.reshape(batch * self.groups, -1, self.width)
@@ -201,22 +200,20 @@ class FusedAttention(nn.Module):
         self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = torch.split_with_sizes(heads, self._parts, 1)
-        if self.positions is not None and self.positions.turns:
+        if self.rotary is not None:
             start = 0 if cache is None else cache.length
-            q, k = (self._rotated(part, start, positions) for part in (q, k))
+            q, k = (self._rotated(self.rotary, part, start, positions) for part in (q, k))
         if cache is not None:
             k, v = cache.append((k, v))
         return q, k, v
 
-    def _rotated(self, heads: Tensor, start: int, positions: PositionIds | None) -> Tensor:
-        assert self.positions is not None
-        rotary = self.positions
-        if isinstance(rotary, Rotary) and rotary.rotary_dim is None:
-            rotary = replace(rotary, rotary_dim=self._rotary_dim)
+    def _rotated(
+        self, rotary: RotaryEmbedding, heads: Tensor, start: int, positions: PositionIds | None
+    ) -> Tensor:
         if positions is None:
-            return rotary.turn(heads, start)
+            return rotary(heads, start)
         # All of a step stand at its one position.
-        return rotary.turn(heads.flatten(1, 2)[:, :, None], positions.end - 1).view(heads.shape)
+        return rotary(heads.flatten(1, 2)[:, :, None], positions.end - 1).view(heads.shape)
 
     def _added(
         self, mask: Tensor | None, length: int, k: Tensor, causal: bool, positions: PositionIds | None
@@ -227,14 +224,14 @@ class FusedAttention(nn.Module):
         if causal and length > 1:
             triangle = _as_numbers(causal_mask(length, k.shape[2], k.device), k)
             mask = triangle if mask is None else mask + triangle
-        if self.positions is None:
+        if self.bias is None:
             return mask
-        if positions is None:
-            bias = self.positions.bias(self.num_heads, length, k.shape[2], k.device, k.dtype)
-        else:
-            bias = self.positions.bias(self.num_heads, 1, positions.end, k.device, k.dtype)
-            bias = None if bias is None else bias.repeat_interleave(positions.sharing, dim=2)
-        return bias if mask is None else mask if bias is None else mask + bias
+        places = torch.arange(k.shape[2] if positions is None else positions.end, device=k.device)
+        queries = places[-length:] if positions is None else places[-1:]
+        bias = self.bias(k, k, queries, places)
+        if positions is not None:
+            bias = bias.repeat_interleave(positions.sharing, dim=2)
+        return bias if mask is None else mask + bias
 
     def _by_products(self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, length: int) -> Tensor:
         k, v = k.reshape(len(rows), -1, self.width), v.reshape(len(rows), -1, self.width)

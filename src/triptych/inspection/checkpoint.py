@@ -218,7 +218,7 @@ class _Sketches:
 
     def _factors(self, layer: AttentionLayer, maps: AttentionWeights) -> dict[str, tuple[Tensor, Tensor]]:
         found = {"ov": (maps.W_V, maps.W_O.mT)}
-        if layer.scoring.rotation is None or self._ignore_rotary:
+        if layer.weights.semantics.rotary is None or self._ignore_rotary:
             found["qk"] = maps.W_Q, maps.W_K
         return found
 

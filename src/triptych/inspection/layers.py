@@ -8,8 +8,8 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from triptych.algebra.function import Disentangled, DistanceTable, PatchTable, Scoring
 from triptych.algebra.measures import COMPARED, HeadMeasures, Planes, comparable, measure_heads
+from triptych.algebra.positions import DisentangledBias
 from triptych.algebra.rewrites import (
     RewriteRefusedError,
     Rewritten,
@@ -114,10 +114,11 @@ def inspect_layer(
     """Of a layer as it is written, and of its maps multiplied out."""
     weights, site = layer.weights, layer.site
     planes = None
-    if layer.scoring.rotation is not None and not ignore_rotary:
+    semantics = weights.semantics
+    if semantics.rotary is not None and not ignore_rotary:
         longest = checkpoint.longest_text(site)
-        seen = min(longest, layer.scoring.window or longest, layer.scoring.chunk or longest)
-        planes = Planes.of(layer.scoring.rotation, seen)
+        seen = min(longest, semantics.window or longest, semantics.chunk or longest)
+        planes = Planes.of(semantics.rotary, seen)
     measured = measure_heads(maps, planes, comparable(weights))
     chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
     return InspectedLayer(
@@ -133,10 +134,8 @@ def inspect_layer(
         d_model=weights.d_model,
         d_k=maps.q[0].d_out,
         d_v=maps.v[0].d_out,
-        positions="disentangled"
-        if isinstance(layer.scoring.bias, Disentangled)
-        else weights.traits.positions,
-        turns=layer.scoring.rotation is not None,
+        positions=layer.embedded_positions if semantics.positions == "none" else semantics.positions,
+        turns=semantics.rotary is not None,
         caveats=tuple(_caveats(layer)),
         planes=None if planes is None else (planes.slow.count(False), planes.slow.count(True)),
         figures={
@@ -167,42 +166,28 @@ def _subspaces(chain: Chain) -> int:
 def _is_broken(layer: AttentionLayer, measured: HeadMeasures) -> bool:
     """Whether anything that was read is not finite: a map, a bias, a gain."""
     small = (tensor for tensor in layer.weights.tensors() if tensor.ndim < 3)
-    beside = _tensors_of(layer.scoring)
+    beside = layer.weights.semantics.tensors()
     return not (bool(measured.finite.all()) and all(bool(t.isfinite().all()) for t in (*small, *beside)))
-
-
-def _tensors_of(scoring: Scoring) -> Iterator[Tensor]:
-    """What was read of a layer besides its maps."""
-    for norm in (scoring.q_norm, scoring.k_norm):
-        if norm is not None:
-            yield from (part for part in (norm.gain, norm.shift) if part is not None)
-    if scoring.sinks is not None:
-        yield scoring.sinks
-    match scoring.bias:
-        case DistanceTable(table=table) | PatchTable(table=table):
-            yield table
-        case Disentangled(keys=keys, queries=queries):
-            yield from (part for part in (keys, queries) if part is not None)
 
 
 def _caveats(layer: AttentionLayer) -> Iterator[str]:
     """What W_QK and W_OV do not say of a layer."""
-    scoring = layer.scoring
+    semantics = layer.weights.semantics
     if layer.uses > 1:
         yield f"the model uses these same weights {layer.uses} times, one after the other"
-    if scoring.q_norm is not None or scoring.k_norm is not None:
+    if semantics.qk_norm:
         yield "queries and keys are normalised before they meet, so sizes of W_QK say nothing of the scores"
-    if scoring.between:
+    if layer.weights.norms_within:
         yield "a norm stands within a map, which is measured as if it were not there"
-    if isinstance(scoring.bias, Disentangled):
+    if isinstance(semantics.bias, DisentangledBias):
         yield "distances meet queries and keys, too, and W_QK is the share of the content alone"
-    if scoring.clip is not None:
-        yield f"queries, keys and values are clipped at ±{scoring.clip:g}, and the forms are those without"
-    if scoring.temperature is not None:
+    if semantics.clip is not None:
+        yield f"queries, keys and values are clipped at ±{semantics.clip:g}, and the forms are those without"
+    if semantics.temperature is not None:
         yield "queries count for more the further they stand in a text, and W_QK is that of the first"
-    if scoring.soft_cap is not None:
-        yield f"scores are soft-capped at ±{scoring.soft_cap:g}"
-    if scoring.sinks is not None:
+    if semantics.soft_cap is not None:
+        yield f"scores are soft-capped at ±{semantics.soft_cap:g}"
+    if semantics.sinks is not None:
         yield "a sink takes part in the softmax besides the keys"
 
 
@@ -279,13 +264,13 @@ def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:
 
 def _cut(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:
     """Parameters that the factors of the nearest forms of lower rank have less than those of the heads."""
-    weights, scoring = layer.weights, layer.scoring
+    weights, semantics = layer.weights, layer.weights.semantics
     # Neither a rotation nor a norm lets other factors of W_Q W_Kᵀ stand for W_Q and W_K.
-    fixed = scoring.rotation is None and scoring.q_norm is None and scoring.k_norm is None
+    fixed = semantics.rotary is None and not semantics.qk_norm
     chains = [weights.chain(side) for side in SIDES]
-    if any(len(chain) != 1 for chain in chains) or isinstance(layer.scoring.bias, Disentangled):
+    if any(len(chain) != 1 for chain in chains) or isinstance(semantics.bias, DisentangledBias):
         return {}  # what one head would lose, another still needs
-    if scoring.clip is not None or layer.fixed:
+    if semantics.clip is not None or layer.fixed:
         return {}  # channels are clipped one by one, or something else reads the maps
     if len({id(chain[0]) for chain in chains}) < len(chains):
         return {}
@@ -317,7 +302,7 @@ def _foldable(layer: AttentionLayer) -> dict[str, int | str]:
         ("drop the key bias", drop_key_bias),
         ("fold the value bias", fold_value_bias),
     ]
-    if any(len(layer.weights.chain(side)) > 1 for side in SIDES) and not layer.scoring.between:
+    if any(len(layer.weights.chain(side)) > 1 for side in SIDES) and not layer.weights.norms_within:
         rewrites.append((FOLD, fold))
     for name, rewrite in rewrites:
         if layer.fixed:

@@ -8,10 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from pydantic_core import PydanticCustomError
 
 from triptych.attention import (
-    Alibi,
+    AlibiPositions,
     AttentionPositions,
     Parameterisation,
-    Rotary,
+    RotaryPositions,
     check_sizes,
     parameterisation,
 )
@@ -122,9 +122,9 @@ class PositionsConfig(BaseModel):
         """What self-attention holds; None for schemes outside it."""
         match self.scheme:
             case "rotary":
-                return Rotary(self.rotary_dim, self.rotary_pairing, self.rotary_base)
+                return RotaryPositions(self.rotary_dim, self.rotary_pairing, self.rotary_base)
             case "alibi":
-                return Alibi()
+                return AlibiPositions()
             case _:
                 return None
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import AttentionWeights, Norm
 from triptych.attention import MultiHeadAttention
 from triptych.models.blocks import DecoderBlock, EncoderBlock, Residual
@@ -57,22 +58,19 @@ def attention_sites(model: EncoderDecoder) -> list[Site]:
 
 
 def attention_weights(model: EncoderDecoder) -> dict[str, AttentionWeights]:
-    """The weights of every attention layer by site, with the traits and norms that the model gives them.
+    """The weights of every attention layer by site, with the norms that the model gives them.
 
     Under pre-norm a layer reads its residual's norm, and cross-attention the norm at the encoder's
     end for its memory.
     """
-    scheme = model.config.positions.scheme
     found: dict[str, AttentionWeights] = {}
     for site in attention_sites(model):
         weights = site.layer.weights(site.kind)
-        positions = "none" if site.kind == "cross" else scheme
-        traits = replace(weights.traits, positions=positions, norm=model.config.norm)
         norm = memory_norm = None
         if model.config.norm == "pre":
             norm = _norm(site.residual.norm)
             memory_norm = _norm(model.encoder_norm) if site.kind == "cross" else None
-        found[site.name] = replace(weights, traits=traits, norm=norm, memory_norm=memory_norm)
+        found[site.name] = replace(weights, norm=norm, memory_norm=memory_norm, norm_place=model.config.norm)
     return found
 
 
@@ -117,7 +115,6 @@ def with_attention(model: EncoderDecoder, changed: Mapping[str, AttentionWeights
         name: MultiHeadAttention.from_weights(
             changed[name].without_norms(),  # the model has them
             site.layer.dropout,
-            site.layer.positions,
         )
         if name in changed
         else site.layer
@@ -127,7 +124,29 @@ def with_attention(model: EncoderDecoder, changed: Mapping[str, AttentionWeights
         name: AttentionConfig.of(layer.parameterisation, layer.num_heads, layer.dropout)
         for name, layer in layers.items()
     }
-    return _assembled(model, _configured(model.config, configs), layers)
+    new = _assembled(model, _configured(model.config, configs), layers)
+    for site in attention_sites(new):
+        if site.name in changed:
+            _require_positions(site, changed[site.name].semantics)
+    return new
+
+
+def _require_positions(site: Site, given: Semantics) -> None:
+    """Refuse weights of a layer with other positions than the model has at a site.
+
+    Raises:
+        ValueError: they are; weights of a layer without any take those of the model.
+    """
+    held = site.layer.semantics
+    same = given.positions in ("none", held.positions)
+    if given.rotary is not None and held.rotary is not None:
+        same = given.rotary.pairs == held.rotary.pairs
+        same = same and torch.equal(given.rotary.frequencies, held.rotary.frequencies)
+    if not same:
+        raise ValueError(
+            f"the weights for {site.name} are of a layer with {given.positions} positions, which are not "
+            f"those of the model ({held.positions})"
+        )
 
 
 def _assembled(

@@ -6,7 +6,6 @@ from typing import final
 
 import torch
 
-from triptych.algebra.function import Scoring
 from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
@@ -91,8 +90,7 @@ def _bytes_held(weights: AttentionWeights) -> int:
 def _listener(read: AttentionLayer, before: Callable[[AttentionLayer], RewrittenLayer]) -> "_Listener":
     now = before(read)
     require_heads_without_norms(read, now.kept)
-    scoring = read.scoring if now.kept is None else read.scoring.of_heads(now.kept)
-    return _Listener(now.weights.to(torch.float64), scoring, read.weights)
+    return _Listener(now.weights.to(torch.float64), read.weights)
 
 
 def require_heads_without_norms(read: AttentionLayer, kept: Sequence[int] | None) -> None:
@@ -101,10 +99,10 @@ def require_heads_without_norms(read: AttentionLayer, kept: Sequence[int] | None
     Raises:
         UsageError: heads are gone, and those that are left have norms of their own, or together.
     """
-    scoring = read.scoring
+    semantics = read.weights.semantics
     if kept is None or list(kept) == list(range(read.weights.num_heads)):
         return
-    norms = [norm for norm in (scoring.q_norm, scoring.k_norm) if norm is not None]
+    norms = [norm for norm in (semantics.q_norm, semantics.k_norm) if norm is not None]
     if any(norm.over == "all heads" or norm.of_each_head for norm in norms):
         raise UsageError(
             f"{read.site.name}: heads with norms of their own are gone or in another order: what the "
@@ -116,8 +114,8 @@ def require_heads_without_norms(read: AttentionLayer, kept: Sequence[int] | None
 class _Listener:
     """Gathers the moments of one layer."""
 
-    def __init__(self, weights: AttentionWeights, scoring: Scoring, read: AttentionWeights) -> None:
-        self._weights, self._scoring = weights, scoring
+    def __init__(self, weights: AttentionWeights, read: AttentionWeights) -> None:
+        self._weights = weights
         self._norm = read.norm if weights.norm is None else None
         self._memory_norm = read.memory_norm if weights.memory_norm is None else None
         self._gatherer = MomentsGatherer()
@@ -126,7 +124,7 @@ class _Listener:
         """Take in one input."""
         x = before_gain(found.x.double(), self._norm)
         memory = None if found.memory is None else before_gain(found.memory.double(), self._memory_norm)
-        self._gatherer.add(self._weights, self._scoring, x, memory)
+        self._gatherer.add(self._weights, x, memory)
 
     def result(self) -> Moments:
         """What was gathered."""

@@ -24,7 +24,7 @@ from triptych.algebra.rewrites import (
     RewriteRefusedError,
 )
 from triptych.algebra.rewrites.legality import require_finite, with_chains
-from triptych.algebra.slices import groups_of, heads_of, joined, joined_links, scoring_of, separable
+from triptych.algebra.slices import groups_of, heads_of, joined, joined_links, separable
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.certificate import StepRecord
@@ -149,7 +149,7 @@ def _runs_of(read: AttentionLayer, steps: Sequence[LayerRewrite], most_numbers: 
         and all(step.by_groups and not step.needs_text for step in steps)
         and list(steps[len(steps) - len(at_end) :]) == at_end
         and not any(step.selects for step in at_end[1:])
-        and separable(weights, read.scoring)
+        and separable(weights)
     ):
         return groups_of(weights, most_numbers)
     return [(0, weights.num_heads)]
@@ -286,9 +286,9 @@ class _Passes:
                 else:
                     self._chosen[place] = _Chosen(order, done.record, shapes, shapes.num_heads)
                     records[place] = done.record
-        weights = stored.together(parts, order)
+        weights = stored.together(parts, self._kept(), order)
         del stored
-        layer = Layer(self._read.site.name, weights, self._read.scoring, self._longest_text)
+        layer = Layer(self._read.site.name, weights, self._longest_text)
         del weights  # a layer may be large
         for place, step in at_end:
             if not step.selects:
@@ -327,16 +327,15 @@ class _Passes:
             del part
 
     def _begun(self, start: int, stop: int, workspace: Workspace) -> _Part:
-        read, scoring, before = self._read.weights, self._read.scoring, None
+        read, before = self._read.weights, None
         if self._whole:
             weights = read.to(torch.float64)
         else:
             weights = before = workspace.cast(heads_of(read, start, stop), torch.float64)
-            scoring = scoring_of(scoring, start, stop)
             if start and read.o_bias is not None:  # that of the layer is with the first heads
                 weights = before = replace(weights, o_bias=torch.zeros_like(read.o_bias, dtype=torch.float64))
         name = self._read.site.name
-        layer = Layer(name, weights, scoring, self._longest_text, others=self._others, first_head=start)
+        layer = Layer(name, weights, self._longest_text, others=self._others, first_head=start)
         return _Part(start, stop, before, layer, None, {})
 
     def _after(self, part: _Part, layer: Layer, place: int) -> _Part:
@@ -356,8 +355,7 @@ class _Passes:
         weights, chosen = layer.weights, self._chosen[place]
         if self._whole:
             self._chosen[place] = chosen._replace(after=shape_of(chosen.after))  # a layer may be large
-            scoring = layer.scoring.of_heads(chosen.kept)
-            return part._replace(layer=replace(layer, weights=chosen.after, scoring=scoring))
+            return part._replace(layer=replace(layer, weights=chosen.after))
         first = layer.first_head
         here = [head - first for head in chosen.kept if first <= head < first + weights.num_heads]
         if not here:
@@ -368,7 +366,6 @@ class _Passes:
         layer = replace(
             layer,
             weights=rewrites.leave_heads(weights, here, served),
-            scoring=layer.scoring.of_heads(here),
             first_head=sum(head < first for head in chosen.kept),
         )
         return part._replace(layer=layer)
@@ -480,11 +477,14 @@ class _Storage:
         seen = () if sorts is None else sorts.look(part.layer)
         return _Stored(shape_of(after), _added(part, after.o_bias), passed_on, seen, part.done)
 
-    def together(self, parts: Sequence[_Stored], order: Sequence[int] | None) -> AttentionWeights:
+    def together(
+        self, parts: Sequence[_Stored], kept: Sequence[int] | None, order: Sequence[int] | None
+    ) -> AttentionWeights:
         """All of them; to be called once.
 
         Args:
             parts: what was said of them.
+            kept: which of the heads that were read they are, in the order they are put in; None for all.
             order: to put them in; None as they are.
         """
         assert self._first is not None
@@ -508,7 +508,9 @@ class _Storage:
             chains[side] = (joined_links([link], places),)
         o_bias = torch.stack(biases).sum(dim=0).to(self._read.dtype) if biases else None
         q, k, v, o = (chains[side] for side in SIDES)
-        return replace(self._first, num_heads=heads, q=q, k=k, v=v, o=o, o_bias=o_bias)
+        semantics = self._read.semantics if kept is None else self._read.semantics.of_heads(kept)
+        semantics = replace(semantics, scale=self._first.scale)
+        return replace(self._first, num_heads=heads, q=q, k=k, v=v, o=o, semantics=semantics, o_bias=o_bias)
 
 
 @final

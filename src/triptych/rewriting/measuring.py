@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from triptych.algebra.bounds import output_bound, score_bound
-from triptych.algebra.function import Rotation, attend
+from triptych.algebra.function import attend
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import FORMS, Form, RewriteRefusedError, fold_norm
 from triptych.algebra.rewrites.channels import move
 from triptych.algebra.rewrites.planes import rotary_move
-from triptych.algebra.slices import groups_of, heads_of, scoring_of, separable
+from triptych.algebra.slices import groups_of, heads_of, separable
 from triptych.algebra.weights import SIDES, AttentionWeights, Norm
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.certificate import Measured, Probes
@@ -157,8 +158,8 @@ def _measured(
 def _probes(layer: AttentionLayer, probes: Probes) -> tuple[Tensor, Tensor | None]:
     generator = torch.Generator().manual_seed(probes.seed)
     weights = layer.weights
-    x = _standardised(weights.d_model, probes, generator)[:, : layer.scoring.num_positions]
-    if weights.traits.kind != "cross":
+    x = _standardised(weights.d_model, probes, generator)[:, : weights.semantics.num_positions]
+    if weights.semantics.kind != "cross":
         return x, None
     return x, _standardised(weights.k[0].d_in if weights.k else weights.d_model, probes, generator)
 
@@ -177,18 +178,18 @@ def _output(
     most_numbers: int,
     change: Callable[[AttentionWeights], AttentionWeights] = lambda weights: weights,
 ) -> Tensor:
-    weights, scoring = layer.weights, layer.scoring
+    weights = layer.weights
     x = _through_norm(x, weights.norm).to(dtype)
     if memory is not None:
         memory = _through_norm(memory, weights.memory_norm).to(dtype)
     size = sum(link.weight.numel() for link in weights.links())
-    if size <= most_numbers or not separable(weights, scoring):
-        return attend(change(weights.to(dtype)), scoring, x, memory)
+    if size <= most_numbers or not separable(weights):
+        return attend(change(weights.to(dtype)), x, memory)
     total = torch.zeros((), dtype=torch.float64)  # each head rounds in its dtype, their sum does not
     workspace = Workspace()
     for start, stop in groups_of(weights, most_numbers):
         part = change(workspace.cast(heads_of(weights, start, stop), dtype))
-        total = total + attend(part, scoring_of(scoring, start, stop), x, memory).double()
+        total = total + attend(part, x, memory).double()
     return total
 
 
@@ -318,10 +319,10 @@ def _bounds(before: AttentionLayer, after: AttentionLayer, most_numbers: int) ->
         return _Bounds(None, None, reason)
 
     def scores() -> Tensor:
-        if before.scoring.temperature is not None:
+        if before.weights.semantics.temperature is not None:
             raise RewriteRefusedError("score_bound", "scores grow with the place of the query in its text")
         one, other = (_of_normalised_input(layer, "qk") for layer in (before, after))
-        return score_bound(one, other, before.scoring.rotation)
+        return score_bound(one, other)
 
     def outputs() -> Tensor:
         return output_bound(*(_of_normalised_input(layer, "ov") for layer in (before, after)))
@@ -344,7 +345,7 @@ def _why_not_compared(before: AttentionLayer, after: AttentionLayer, most_number
         return f"there are {other.num_heads} heads where there were {one.num_heads}"
     if sum(link.weight.numel() for link in one.links()) > most_numbers:
         return "the layer is too large for a bound of every head to be worked out"
-    return "norms stand between two maps of a side" if before.scoring.between else ""
+    return "norms stand between two maps of a side" if before.weights.norms_within else ""
 
 
 def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:
@@ -355,7 +356,7 @@ def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:
             maps to take it up.
     """
     weights, inputs = layer.weights, layer.inputs
-    cross = weights.traits.kind == "cross"
+    cross = weights.semantics.kind == "cross"
     of_keys = inputs.memory if cross else inputs.x
     if of_keys is None or (form == "qk" and inputs.x is None):
         which = "the memory" if of_keys is None and cross else "the input"
@@ -378,13 +379,13 @@ def move_of_forms(
         most_numbers: larger layers are compared a few groups of heads at a time.
     """
     one, other = before.weights, after.weights
-    if one.num_heads != other.num_heads or before.scoring.between:
+    if one.num_heads != other.num_heads or one.norms_within:
         return None
     shared = [(weights.num_key_heads, weights.num_value_heads) for weights in (one, other)]
-    if shared[0] != shared[1] or not all(separable(weights, before.scoring) for weights in (one, other)):
-        return _move_of_forms(one, other, before.scoring.rotation)
+    if shared[0] != shared[1] or not all(separable(weights) for weights in (one, other)):
+        return _move_of_forms(one, other, one.semantics.rotary)
     return max(
-        _move_of_forms(heads_of(one, *run), heads_of(other, *run), before.scoring.rotation)
+        _move_of_forms(heads_of(one, *run), heads_of(other, *run), one.semantics.rotary)
         for run in groups_of(one, most_numbers)
     )
 
@@ -397,8 +398,8 @@ def rounding_of_forms(
     most_numbers: int = MOST_NUMBERS,
 ) -> float:
     """The norm by which a form of a head moves if what was changed is rounded at random."""
-    weights, rotation = after.weights, before.scoring.rotation
-    whole = not separable(weights, before.scoring)
+    weights, rotation = after.weights, before.weights.semantics.rotary
+    whole = not separable(weights)
     runs = [(0, weights.num_heads)] if whole else groups_of(weights, most_numbers)
     again = RoundedAgain(changed_numbers(before, after), stored, torch.Generator().manual_seed(0))
     most = 0.0
@@ -408,7 +409,7 @@ def rounding_of_forms(
     return most
 
 
-def _move_of_forms(one: AttentionWeights, other: AttentionWeights, rotation: Rotation | None) -> float:
+def _move_of_forms(one: AttentionWeights, other: AttentionWeights, rotation: RotaryEmbedding | None) -> float:
     one, other = one.to(torch.float64), other.to(torch.float64)
     if not _is_same_norm(one.norm, other.norm) or not _is_same_norm(one.memory_norm, other.memory_norm):
         one, other = _with_norm_folded(one), _with_norm_folded(other)
@@ -431,7 +432,5 @@ def _with_norm_folded(weights: AttentionWeights) -> AttentionWeights:
     if wide.norm is None and wide.memory_norm is None:
         return wide
     everything = frozenset(SIDES)
-    free = replace(
-        wide, traits=replace(wide.traits, norm="pre", other_norm_readers="", bias_slots=everything)
-    )
+    free = replace(wide, norm_place="pre", other_norm_readers="", bias_slots=everything)
     return fold_norm(free).weights

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from triptych.algebra import rewrites
-from triptych.algebra.function import Scoring
 from triptych.algebra.rewrites import (
     Layer,
     LayerRewrite,
@@ -88,7 +87,7 @@ def _of_weights(
     target: AttentionWeights, steps: Sequence[AnyRewrite], sites: Collection[str] | None
 ) -> RewriteResult[AttentionWeights]:
     _require_no_sites(sites)
-    changed, records = _run({"layer": Layer("", target, Scoring())}, steps)
+    changed, records = _run({"layer": Layer("", target)}, steps)
     return RewriteResult(changed["layer"], records)
 
 
@@ -97,8 +96,8 @@ def _of_layer(
     target: MultiHeadAttention, steps: Sequence[AnyRewrite], sites: Collection[str] | None
 ) -> RewriteResult[MultiHeadAttention]:
     _require_no_sites(sites)
-    changed, records = _run({"layer": _layer("", target.weights(), target)}, steps)
-    layer = MultiHeadAttention.from_weights(changed["layer"], target.dropout, target.positions)
+    changed, records = _run({"layer": Layer("", target.weights())}, steps)
+    layer = MultiHeadAttention.from_weights(changed["layer"], target.dropout)
     layer.requires_grad_(any(parameter.requires_grad for parameter in target.parameters()))
     return RewriteResult(layer.train(target.training), records)
 
@@ -111,19 +110,12 @@ def _of_model(
     if unknown := [name for name in sites or () if name not in before]:
         raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(before)}")
     layers = {
-        site.name: _layer(site.name, before[site.name], site.layer)
+        site.name: Layer(site.name, before[site.name])
         for site in attention_sites(target)
         if sites is None or site.name in sites
     }
     changed, records = _run(layers, steps)
     return RewriteResult(with_rewritten(target, changed), records)
-
-
-def _layer(name: str, weights: AttentionWeights, layer: MultiHeadAttention) -> Layer:
-    rotation = None
-    if weights.traits.positions == "rotary" and layer.positions is not None:
-        rotation = layer.positions.rotation(weights.multiplied("q").d_out)
-    return Layer(name, weights, Scoring(rotation=rotation))
 
 
 def with_rewritten(model: EncoderDecoder, changed: Mapping[str, AttentionWeights]) -> EncoderDecoder:
@@ -180,8 +172,7 @@ def _stepped(layer: Layer, step: AnyRewrite) -> tuple[Layer, RewriteRecord]:
         assert callable(step)
         done = step(layer.weights)
     elif step.selects:
-        done, kept = step.select(layer.weights, step.look(layer))
-        layer = replace(layer, scoring=layer.scoring.of_heads(kept))
+        done = step.select(layer.weights, step.look(layer)).done
     else:
         done = step.apply(layer)
     return replace(layer, weights=done.weights), done.record

@@ -135,7 +135,6 @@ def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Rewr
         yield Layer(
             site.name,
             done.weights.to(torch.float64),
-            read.scoring if done.kept is None else read.scoring.of_heads(done.kept),
             source.longest_text(site),
             prepared.moments.get(site.name, {}).get(number),
         )

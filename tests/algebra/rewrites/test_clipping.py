@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import LENGTH, make_layer, make_norm, random_input
+from heads import LENGTH, make_layer, make_norm, random_input, with_semantics
 from triptych.algebra.bounds import output_bound, score_bound
-from triptych.algebra.function import Rotation, Scoring, attend, channels
+from triptych.algebra.function import attend, channels
 from triptych.algebra.moments import MomentsGatherer
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import (
     RewriteRefusedError,
     Rewritten,
@@ -36,7 +37,6 @@ from triptych.algebra.weights import AttentionWeights
 
 Rewrite = Callable[[AttentionWeights], Rewritten]
 CLIP = 1.5
-SCORING = Scoring(clip=CLIP)
 
 
 def clipped(name: str, **options: int) -> AttentionWeights:
@@ -46,22 +46,22 @@ def clipped(name: str, **options: int) -> AttentionWeights:
 
 
 def with_clip(weights: AttentionWeights, clip: float | None) -> AttentionWeights:
-    return replace(weights, traits=replace(weights.traits, clip=clip))
+    return with_semantics(weights, clip=clip)
 
 
-def output(weights: AttentionWeights, x: Tensor, scoring: Scoring = SCORING) -> Tensor:
+def output(weights: AttentionWeights, x: Tensor) -> Tensor:
     norm = weights.norm
     if norm is not None:
         x = x * (norm.gain + norm.offset) + (0.0 if norm.shift is None else norm.shift)
-    return attend(weights, scoring, x)
+    return attend(weights, x)
 
 
 def assert_clipping_bites(weights: AttentionWeights, x: Tensor) -> None:
     """Some channels of queries, keys and values are clipped and some are not."""
-    for found in channels(weights, SCORING, x):
+    for found in channels(weights, x):
         share = float((found.abs() == CLIP).double().mean())
         assert 0.05 < share < 0.95
-    assert (output(weights, x) - output(weights, x, Scoring())).abs().max() > 0.1
+    assert (output(weights, x) - output(with_clip(weights, None), x)).abs().max() > 0.1
 
 
 def twins() -> AttentionWeights:
@@ -79,7 +79,7 @@ def with_a_dead_head() -> AttentionWeights:
 
 def behind_a_norm() -> AttentionWeights:
     weights = clipped("factored")
-    return replace(weights, traits=replace(weights.traits, norm="pre"), norm=make_norm())
+    return replace(weights, norm=make_norm())
 
 
 ALLOWED: dict[str, tuple[Callable[[], AttentionWeights], Rewrite]] = {
@@ -115,7 +115,7 @@ def test_what_leaves_queries_keys_and_values_alone_is_done(name: str) -> None:
     weights, x = make(), random_input(LENGTH)
     result = rewrite(weights).weights
     assert result is not weights
-    assert result.traits.clip == CLIP
+    assert result.semantics.clip == CLIP
     if weights.norm is None:
         assert_clipping_bites(weights, x)
     assert_clipping_bites(result, x)
@@ -134,12 +134,12 @@ def test_what_moves_channels_or_biases_is_refused_because_the_output_would_move(
 
 def test_what_looks_at_a_text_or_at_planes_is_refused_as_well() -> None:
     weights, gatherer = clipped("factored"), MomentsGatherer()
-    gatherer.add(weights, SCORING, random_input(LENGTH))
+    gatherer.add(weights, random_input(LENGTH))
     with pytest.raises(RewriteRefusedError, match="clipped"):
         truncate_on_data(weights, gatherer.result(), ov_rank=3)
-    turned = replace(weights, traits=replace(weights.traits, positions="rotary"))
+    turned = with_semantics(weights, positions="rotary")
     with pytest.raises(RewriteRefusedError, match="clipped"):
-        truncate_planes(turned, Rotation(torch.tensor([1.0, 0.1, 0.01])), planes=2)
+        truncate_planes(turned, RotaryEmbedding(torch.tensor([1.0, 0.1, 0.01])), planes=2)
 
 
 def test_no_bound_of_scores_or_outputs_is_claimed() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from heads import D_MODEL, NUM_HEADS, Untouched, assert_same_function, make_layer
-from triptych.algebra.function import Scoring, attend, channels, of_heads, probabilities
+from heads import D_MODEL, NUM_HEADS, Untouched, assert_same_function, make_layer, with_semantics
+from triptych.algebra.function import attend, channels, of_heads, probabilities
 from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.rewrites.data import measure_energies, truncate_on_data
 from triptych.algebra.rewrites.rank import truncate
@@ -26,10 +26,6 @@ def make(name: str, kind: Any = "self", *, biased: bool = True, **options: int) 
     return make_layer(name, biased=biased, **options).weights(kind)
 
 
-def with_traits(weights: AttentionWeights, **traits: Any) -> AttentionWeights:
-    return replace(weights, traits=replace(weights.traits, **traits))
-
-
 def some_text(tokens: int = 40) -> Tensor:
     """Some directions much more than others, and not about zero."""
     scales = torch.logspace(0.5, -1.5, D_MODEL, dtype=torch.float64)
@@ -38,13 +34,13 @@ def some_text(tokens: int = 40) -> Tensor:
 
 def moments_of(weights: AttentionWeights, x: Tensor) -> Moments:
     gatherer = MomentsGatherer()
-    gatherer.add(weights, Scoring(), x)
+    gatherer.add(weights, x)
     return gatherer.result()
 
 
 def scores(weights: AttentionWeights, x: Tensor, *, centred: bool) -> Tensor:
     """Of all queries of a text with all its keys, `[heads, tokens, tokens]`."""
-    q, k, _ = channels(weights, Scoring(), x)
+    q, k, _ = channels(weights, x)
     q, k = (t.transpose(0, 1).flatten(1, 2) for t in (q, of_heads(k, weights.num_heads)))
     found = q @ k.mT
     return found - found.mean(dim=-1, keepdim=True) if centred else found
@@ -52,9 +48,9 @@ def scores(weights: AttentionWeights, x: Tensor, *, centred: bool) -> Tensor:
 
 def head_outputs(before: AttentionWeights, after: AttentionWeights, x: Tensor, *, centred: bool) -> Tensor:
     """What the heads add under the attention weights of one writing, with the values of the other."""
-    q, k, _ = channels(before, Scoring(), x)
-    v = of_heads(channels(after, Scoring(), x).v, after.num_heads)
-    found = (probabilities(before, Scoring(), q, k) @ v @ after.W_O).transpose(0, 1).flatten(1, 2)
+    q, k, _ = channels(before, x)
+    v = of_heads(channels(after, x).v, after.num_heads)
+    found = (probabilities(before, q, k) @ v @ after.W_O).transpose(0, 1).flatten(1, 2)
     return found - found.mean(dim=1, keepdim=True) if centred else found
 
 
@@ -129,9 +125,9 @@ def projected(weights: AttentionWeights, form: Form, rank: int) -> AttentionWeig
 def test_the_mean_output_on_the_text_stays_where_the_output_has_a_bias(name: str) -> None:
     weights, x = make(name), some_text()
     result = truncate_on_data(weights, moments_of(weights, x), ov_rank=2).weights
-    was, now = (attend(one, Scoring(), x).mean((0, 1)) for one in (weights, result))
+    was, now = (attend(one, x).mean((0, 1)) for one in (weights, result))
     torch.testing.assert_close(now, was, rtol=1e-9, atol=1e-9)
-    bare = replace(with_traits(weights, bias_slots=frozenset("qkv")), o_bias=None)
+    bare = replace(with_semantics(weights, bias_slots=frozenset("qkv")), o_bias=None)
     assert truncate_on_data(bare, moments_of(bare, x), ov_rank=2).weights.o_bias is None
 
 
@@ -241,7 +237,7 @@ def test_narrow_weights_stay_narrow() -> None:
     ],
 )
 def test_a_mean_that_counts_is_not_taken_off(traits: dict[str, Any], form: Form, reason: str) -> None:
-    weights = with_traits(make("factored"), **traits)
+    weights = with_semantics(make("factored"), **traits)
     moments = moments_of(weights, some_text())
     with pytest.raises(
         RewriteRefusedError, match=f"{form}: the mean cannot be taken off: {reason}.*centred=False"
@@ -264,6 +260,6 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(RewriteRefusedError, match="ov_rank names 3 ranks: there are 4 value heads"):
         truncate_on_data(weights, moments, ov_rank=[1, 2, 3])
     with pytest.raises(RewriteRefusedError, match="under rotary positions"):
-        truncate_on_data(with_traits(weights, positions="rotary"), moments, qk_rank=2)
+        truncate_on_data(with_semantics(weights, positions="rotary"), moments, qk_rank=2)
     with pytest.raises(RewriteRefusedError, match="4 × 6 channels of keys, the layer has 2 × 6; gather them"):
         truncate_on_data(make("grouped"), moments, qk_rank=2)

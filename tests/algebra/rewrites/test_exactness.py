@@ -31,10 +31,10 @@ from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights, Norm
 from triptych.attention import (
     PARAMETERISATIONS,
-    Alibi,
+    AlibiPositions,
     AttentionPositions,
     MultiHeadAttention,
-    Rotary,
+    RotaryPositions,
 )
 
 
@@ -63,8 +63,8 @@ REWRITES: dict[str, Callable[[AttentionWeights], AttentionWeights]] = {
 NAMES = tuple(PARAMETERISATIONS)
 POSITIONS: dict[str, Callable[[], AttentionPositions | None]] = {
     "none": lambda: None,
-    "rotary": Rotary,
-    "alibi": Alibi,
+    "rotary": RotaryPositions,
+    "alibi": AlibiPositions,
 }
 # Cross-attention has no places to compare.
 SETTINGS = [("cross", "none"), *itertools.product(("self", "causal"), POSITIONS)]
@@ -133,7 +133,6 @@ def case(name: str, kind: Literal["self", "causal", "cross"], positions: str, bi
     found = layer.weights(kind)
     weights = replace(
         found,
-        traits=replace(found.traits, norm="pre"),
         norm=make_norm(offset=1.0, shifted=biased),
         memory_norm=make_norm(shifted=biased) if kind == "cross" else None,
     )
@@ -147,7 +146,7 @@ def attend(
 ) -> tuple[Tensor, ...]:
     """Output of the layer behind the norms its weights still have, and the gradients of the inputs."""
     keys_from = None if memory is None else after_norm(weights.memory_norm, memory)
-    causal = weights.traits.kind == "causal"
+    causal = weights.semantics.kind == "causal"
     output = layer(after_norm(weights.norm, x), memory=keys_from, causal=causal).output
     inputs = (x,) if memory is None else (x, memory)
     return output.detach(), *torch.autograd.grad((output * towards).sum(), inputs)
@@ -178,7 +177,7 @@ def test_the_rewritten_layer_attends_as_before_or_the_rewrite_is_refused(
         new = REWRITES[rewrite](weights)
     if new is weights:
         return
-    rebuilt = MultiHeadAttention.from_weights(new.without_norms(), positions=POSITIONS[positions]())
+    rebuilt = MultiHeadAttention.from_weights(new.without_norms())
     found = attend(rebuilt, new, x, memory, towards)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * float(other.abs().max()))

@@ -14,12 +14,14 @@ from heads import (
     assert_same_function,
     make_layer,
     storages,
+    with_semantics,
 )
 from tolerances import assert_same
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.rewrites.folding import expand, factor, fold
 from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.weights import AttentionWeights, Chain, Link, Traits
+from triptych.algebra.semantics import HeadNorm
+from triptych.algebra.weights import AttentionWeights, Chain, Link
 from triptych.attention.projections import PARAMETERISATIONS
 
 KINDS = ("self", "causal", "cross")
@@ -33,10 +35,6 @@ def make(name: str, kind: Any = "self", *, biased: bool = False, **options: int)
 def link(*shape: int, bias: bool = False) -> Link:
     weight = torch.randn(*shape, dtype=torch.float64)
     return Link(weight, torch.randn(shape[0], shape[-1], dtype=torch.float64) if bias else None)
-
-
-def with_traits(weights: AttentionWeights, **traits: Any) -> AttentionWeights:
-    return replace(weights, traits=replace(weights.traits, **traits))
 
 
 # Folding of chains.
@@ -150,28 +148,18 @@ def test_single_and_fixed_maps_have_nothing_to_fold() -> None:
     assert fold(make("direct"), sides=("qk",)).record.choice == ""
 
 
-@pytest.mark.parametrize("what", ["dropout", "a norm"])
-def test_nothing_is_folded_through_what_stands_between(what: str) -> None:
-    weights = make("stacked")
+def test_nothing_is_folded_through_a_norm() -> None:
+    weights, norm = make("stacked"), HeadNorm(1e-6)
     first, second = weights.k
-    parted = replace(weights, k=(replace(first, after=what), second))
-    with pytest.raises(RewriteRefusedError, match=f"^fold refused: {what} stands after map 1 of k"):
+    parted = replace(weights, k=(replace(first, norm=norm), second))
+    with pytest.raises(RewriteRefusedError, match=r"^fold refused: a norm stands after map 1 of k"):
         fold(parted)
     assert len(fold(parted, sides=("q", "v")).weights.q) == 1
-    with pytest.raises(RewriteRefusedError, match=f"{what} stands after map 1 of k"):
+    with pytest.raises(RewriteRefusedError, match="a norm stands after map 1 of k"):
         fold(parted, sides=("qk",))
     # What stands after the last map stays where it is.
-    at_the_end = replace(weights, v=(weights.v[0], replace(weights.v[1], after=what)))
-    assert fold(at_the_end).weights.v[-1].after == what
-
-
-def test_the_fourth_matrix_stays_behind_a_gate() -> None:
-    weights = with_traits(make("four_matrix"), value_gate=True)
-    with pytest.raises(
-        RewriteRefusedError, match="a gate, channel by channel, stands between values and output"
-    ):
-        fold(weights)
-    assert fold(weights, sides=("q",)).weights is weights
+    at_the_end = replace(weights, v=(weights.v[0], replace(weights.v[1], norm=norm)))
+    assert fold(at_the_end).weights.v[-1].norm is norm
 
 
 def test_a_sequence_has_a_token() -> None:
@@ -244,7 +232,7 @@ def test_the_form_comes_before_its_factors() -> None:
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_form_that_is_no_matrix_is_refused(traits: dict[str, Any], reason: str, biased: bool) -> None:
     with pytest.raises(RewriteRefusedError, match=f"^fold refused: .*{reason}"):
-        fold(with_traits(make("factored", biased=biased), **traits), sides=("qk",))
+        fold(with_semantics(make("factored", biased=biased), **traits), sides=("qk",))
 
 
 @pytest.mark.parametrize(
@@ -252,13 +240,12 @@ def test_a_form_that_is_no_matrix_is_refused(traits: dict[str, Any], reason: str
     [
         ({"soft_cap": 30.0}, "soft-capped at ±30"),
         ({"sinks": True}, "a sink"),
-        ({"sigmoid": True}, "a sigmoid"),
     ],
 )
 def test_a_form_with_a_key_bias_that_counts_is_refused(traits: dict[str, Any], reason: str) -> None:
     with pytest.raises(RewriteRefusedError, match=f"no place for the key bias, and .*{reason}"):
-        fold(with_traits(make("factored", biased=True), **traits), sides=("qk",))
-    assert fold(with_traits(make("factored"), **traits), sides=("qk",), keep="folded").weights.k == ()
+        fold(with_semantics(make("factored", biased=True), **traits), sides=("qk",))
+    assert fold(with_semantics(make("factored"), **traits), sides=("qk",), keep="folded").weights.k == ()
 
 
 # Taking a form apart.
@@ -348,11 +335,11 @@ def test_one_matrix_for_all_heads_gives_one_pair_of_maps() -> None:
     [
         (lambda: make("factored"), "a product already; truncate"),
         (lambda: replace(make("bilinear"), q=()), "neither queries nor keys have a map"),
-        (lambda: with_traits(make("bilinear"), positions="rotary"), "the form depends on the distance"),
-        (lambda: with_traits(make("bilinear"), qk_norm=True), "QK-norm"),
+        (lambda: with_semantics(make("bilinear"), positions="rotary"), "the form depends on the distance"),
+        (lambda: with_semantics(make("bilinear"), qk_norm=True), "QK-norm"),
         (
-            lambda: replace(make("bilinear"), q=(replace(make("bilinear").q[0], after="dropout"),)),
-            "dropout stands after map 1 of q",
+            lambda: replace(make("bilinear"), q=(replace(make("bilinear").q[0], norm=HeadNorm(1e-6)),)),
+            "a norm stands after map 1 of q",
         ),
     ],
 )
@@ -397,16 +384,16 @@ def test_expanded_maps_are_the_very_same_numbers(name: str) -> None:
             assert_same(result.head_bias(side), weights.head_bias(side), kind="exact")
 
 
-def test_a_map_behind_dropout_is_not_multiplied_out() -> None:
+def test_a_map_behind_a_norm_is_not_multiplied_out() -> None:
     weights = make("latent")
-    down = replace(weights.k[0], after="dropout")
+    down = replace(weights.k[0], norm=HeadNorm(1e-6))
     parted: dict[str, Chain] = {"k": (down, weights.k[1]), "v": (down, weights.v[1])}
-    with pytest.raises(RewriteRefusedError, match="expand refused: dropout stands after map 1 of k"):
+    with pytest.raises(RewriteRefusedError, match="expand refused: a norm stands after map 1 of k"):
         expand(replace(weights, **parted))
 
 
-def test_traits_are_handed_on() -> None:
-    traits = Traits(kind="cross", norm="pre", soft_cap=20.0)
-    weights = replace(make("stacked"), traits=traits)
-    assert fold(weights).weights.traits == traits
-    assert expand(replace(make("shared"), traits=traits)).weights.traits == traits
+def test_semantics_are_handed_on() -> None:
+    weights = with_semantics(make("stacked"), kind="cross", soft_cap=20.0)
+    assert fold(weights).weights.semantics is weights.semantics
+    shared = with_semantics(make("shared"), kind="cross", soft_cap=20.0)
+    assert expand(shared).weights.semantics is shared.semantics

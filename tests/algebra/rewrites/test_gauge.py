@@ -18,10 +18,12 @@ from heads import (
     assert_same_function,
     make_layer,
     random_input,
+    with_semantics,
 )
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.rewrites.gauge import gauge_fix
 from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import MultiHeadAttention
 from triptych.attention.projections import PARAMETERISATIONS
@@ -33,10 +35,6 @@ KINDS = ("self", "causal", "cross")
 
 def make(name: str, kind: Any = "self", *, biased: bool = True, **options: int) -> AttentionWeights:
     return make_layer(name, biased=biased, **options).weights(kind)
-
-
-def with_traits(weights: AttentionWeights, **traits: Any) -> AttentionWeights:
-    return replace(weights, traits=replace(weights.traits, **traits))
 
 
 def link(weight: Tensor, bias: Tensor | None = None) -> Link:
@@ -53,7 +51,7 @@ def assert_layers_agree(before: AttentionWeights, after: AttentionWeights) -> No
     """Real layers made of both give the same output."""
     x, memory = random_input(LENGTH), random_input(MEMORY_LENGTH)
     one, two = (
-        outputs(MultiHeadAttention.from_weights(w), before.traits.kind, x, memory) for w in (before, after)
+        outputs(MultiHeadAttention.from_weights(w), before.semantics.kind, x, memory) for w in (before, after)
     )
     torch.testing.assert_close(two, one, rtol=1e-10, atol=1e-10 * float(one.abs().max()))
 
@@ -296,7 +294,7 @@ def test_half_precision_is_computed_in_single() -> None:
             'qk: .*one non-zero complex scalar per rotation plane.*; forms=."ov",. leaves qk alone',
         ),
         ("factored", {"qk_norm": True}, r"qk: queries and keys are normalised \(QK-norm\)"),
-        ("factored", {"value_gate": True}, 'ov: a gate.*; forms=\\("qk",\\) leaves ov alone'),
+        ("factored", {"clip": 2.0}, "qk: queries, keys and values are clipped at ±2"),
         ("bilinear", {}, "qk: no gauge: no map makes keys.*; factor it first, or forms="),
         (
             "collaborative",
@@ -307,24 +305,24 @@ def test_half_precision_is_computed_in_single() -> None:
 )
 def test_a_form_without_a_gauge_of_its_own_is_refused(name: str, traits: dict[str, Any], reason: str) -> None:
     with pytest.raises(RewriteRefusedError, match=f"^gauge_fix refused: {reason}"):
-        gauge_fix(with_traits(make(name), **traits))
+        gauge_fix(with_semantics(make(name), **traits))
 
 
 def test_the_other_form_can_be_fixed() -> None:
-    turned = with_traits(make("grouped"), positions="rotary")
+    turned = with_semantics(make("grouped"), positions="rotary")
     fixed, record = gauge_fix(turned, forms=("ov",))
     assert fixed.q[0].weight is turned.q[0].weight
-    assert record.checked == ("ov: no gate and no clipping stands between values and output map",)
-    gated = with_traits(make("grouped"), value_gate=True, qk_norm=False)
-    assert torch.equal(gauge_fix(gated, forms=("qk",)).weights.W_V, gated.W_V)
-    both = with_traits(make("grouped"), value_gate=True, qk_norm=True)
-    with pytest.raises(RewriteRefusedError, match=r"depends on the basis of their channels$"):
+    assert record.checked == ("ov: no clipping stands between values and output map",)
+    plain = make("grouped")
+    assert torch.equal(gauge_fix(plain, forms=("qk",)).weights.W_V, plain.W_V)
+    both = with_semantics(make("grouped"), clip=2.0)
+    with pytest.raises(RewriteRefusedError, match=r"channel by channel and with their biases$"):
         gauge_fix(both)
 
 
 def test_something_between_two_maps_of_a_chain_is_refused() -> None:
     weights = make("stacked")
-    parted = replace(weights, k=(replace(weights.k[0], after="a norm"), weights.k[1]))
+    parted = replace(weights, k=(replace(weights.k[0], norm=HeadNorm(1e-6)), weights.k[1]))
     with pytest.raises(RewriteRefusedError, match=r"^gauge_fix refused: a norm stands after map 1 of k"):
         gauge_fix(parted)
     assert gauge_fix(parted, forms=("ov",)).record.bound == 0.0

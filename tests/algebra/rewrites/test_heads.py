@@ -19,11 +19,13 @@ from heads import (
     assert_same_function,
     make_layer,
     random_input,
+    with_semantics,
 )
 from tolerances import assert_same
 from triptych.algebra.cost import writing_cost
-from triptych.algebra.function import Disentangled, Scoring, attend
+from triptych.algebra.function import attend
 from triptych.algebra.moments import MomentsGatherer
+from triptych.algebra.positions import DisentangledBias
 from triptych.algebra.rewrites.heads import (
     measure_importance,
     permute_heads,
@@ -31,6 +33,7 @@ from triptych.algebra.rewrites.heads import (
     repeat_kv_heads,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import MultiHeadAttention
 from triptych.attention.projections import PARAMETERISATIONS
@@ -45,10 +48,6 @@ def make(name: str, kind: Any = "self", *, biased: bool = True, **options: int) 
     return make_layer(name, biased=biased, **options).weights(kind)
 
 
-def with_traits(weights: AttentionWeights, **traits: Any) -> AttentionWeights:
-    return replace(weights, traits=replace(weights.traits, **traits))
-
-
 def outputs(layer: MultiHeadAttention, kind: str, x: Tensor, memory: Tensor) -> Tensor:
     if kind == "cross":
         return layer(x, memory=memory).output.detach()
@@ -59,7 +58,7 @@ def assert_layers_agree(before: AttentionWeights, after: AttentionWeights) -> No
     """Real layers made of both give the same output."""
     x, memory = random_input(LENGTH), random_input(MEMORY_LENGTH)
     one, two = (
-        outputs(MultiHeadAttention.from_weights(w), before.traits.kind, x, memory) for w in (before, after)
+        outputs(MultiHeadAttention.from_weights(w), before.semantics.kind, x, memory) for w in (before, after)
     )
     torch.testing.assert_close(two, one, rtol=1e-10, atol=1e-10 * float(one.abs().max()))
 
@@ -149,7 +148,7 @@ def test_what_is_no_permutation_is_refused(order: list[int]) -> None:
 
 @pytest.mark.parametrize("positions", ["alibi", "relative", "disentangled"])
 def test_a_bias_of_each_head_would_stay_behind(positions: str) -> None:
-    weights = with_traits(make("factored"), positions=positions)
+    weights = with_semantics(make("factored"), positions=positions)
     reason = f"{positions} positions add a bias of each head's own"
     with pytest.raises(RewriteRefusedError, match=f"^permute_heads refused: {reason}"):
         permute_heads(weights, [1, 0, 2, 3])
@@ -158,27 +157,29 @@ def test_a_bias_of_each_head_would_stay_behind(positions: str) -> None:
 
 
 def test_distances_follow_heads_that_change_places() -> None:
-    weights = with_traits(make("factored"), positions="disentangled")
+    weights = make("factored")
     d_k = weights.W_Q.shape[-1]
     tables = torch.randn(2, weights.num_heads, 6, d_k, dtype=torch.float64)
-    scoring = Scoring(bias=Disentangled(tables[0], tables[1], 3, None, weights.scale))
+    bias = DisentangledBias(tables[0], tables[1], 3, None, weights.scale)
+    weights = with_semantics(weights, bias=bias)
     x, order = torch.randn(2, 7, weights.d_model, dtype=torch.float64), [2, 0, 3, 1]
-    expected = attend(weights, scoring, x)
+    expected = attend(weights, x)
     permuted = permute_heads(weights, order, distances_follow=True).weights
-    torch.testing.assert_close(attend(permuted, scoring.of_heads(order), x), expected, rtol=0, atol=1e-10)
-    assert float((attend(permuted, scoring, x) - expected).abs().max()) > 1e-3
+    torch.testing.assert_close(attend(permuted, x), expected, rtol=0, atol=1e-10)
+    assert float((attend(with_semantics(permuted, bias=bias), x) - expected).abs().max()) > 1e-3
     pruned = prune_heads(weights, [1, 2], bounded=True, distances_follow=True).weights
     silent = replace(weights, o=(replace(weights.o[0], weight=weights.o[0].weight.clone()),))
     silent.o[0].weight[[1, 2]] = 0.0
-    torch.testing.assert_close(
-        attend(pruned, scoring.of_heads([0, 3]), x), attend(silent, scoring, x), rtol=0, atol=1e-10
-    )
+    torch.testing.assert_close(attend(pruned, x), attend(silent, x), rtol=0, atol=1e-10)
 
 
 def test_what_may_be_each_heads_own_is_noted() -> None:
-    weights = with_traits(make("factored"), sinks=True, qk_norm=True, positions="rotary")
-    notes = permute_heads(weights, [1, 0, 2, 3]).record.notes
-    assert [note.split(" of ")[0] for note in notes] == ["a sink", "a gain"]
+    weights = with_semantics(make("factored"), sinks=True, qk_norm=True, positions="rotary")
+    sinks = torch.arange(4.0)
+    done = permute_heads(with_semantics(weights, sinks=sinks), [1, 0, 2, 3])
+    assert [note.split(" of ")[0] for note in done.record.notes] == ["a gain"]
+    assert done.weights.semantics.sinks is not None
+    assert done.weights.semantics.sinks.tolist() == [1.0, 0.0, 2.0, 3.0]
 
 
 # Pruning.
@@ -231,7 +232,7 @@ def test_key_value_heads_are_repeated_no_more_than_it_takes() -> None:
     q, k, v = (torch.randn(n, D_MODEL, 4, dtype=torch.float64) for n in (8, 2, 2))
     o = torch.randn(8, 4, D_MODEL, dtype=torch.float64)
     o[[0, 2]] = 0.0
-    weights = AttentionWeights(D_MODEL, 8, 0.5, (Link(q),), (Link(k),), (Link(v),), (Link(o),))
+    weights = AttentionWeights(D_MODEL, 8, (Link(q),), (Link(k),), (Link(v),), (Link(o),), Semantics(0.5))
     pruned = prune_heads(weights, [2, 0]).weights
     # Groups of 2 and 4 heads are three of 2.
     assert torch.equal(pruned.k[0].weight, k[[0, 1, 1]])
@@ -318,13 +319,10 @@ def test_importance_on_a_text_is_what_the_output_loses_with_the_head(name: str) 
     weights, gatherer = make(name), MomentsGatherer()
     texts = [random_input(LENGTH), random_input(9) + 1.0]
     for x in texts:
-        gatherer.add(weights, Scoring(), x)
+        gatherer.add(weights, x)
     found = measure_importance(weights, gatherer.result())
     for head in range(NUM_HEADS):
-        lost = [
-            (attend(weights, Scoring(), x) - attend(without_head(weights, head), Scoring(), x)).flatten(0, 1)
-            for x in texts
-        ]
+        lost = [(attend(weights, x) - attend(without_head(weights, head), x)).flatten(0, 1) for x in texts]
         assert float(found[head]) == pytest.approx(float(torch.cat(lost).square().sum(-1).mean().sqrt()))
 
 
@@ -339,7 +337,7 @@ def test_importance_without_a_text_is_the_bound_of_leaving_a_head_out(name: str)
 
 def test_importance_by_the_moments_of_another_layer_is_refused() -> None:
     gatherer = MomentsGatherer()
-    gatherer.add(make("factored", d_v=5), Scoring(), random_input(LENGTH))
+    gatherer.add(make("factored", d_v=5), random_input(LENGTH))
     reason = "the moments are of 4 × 5 channels of mixed values, the layer has 4 × 6; gather them"
     with pytest.raises(RewriteRefusedError, match=f"^measure_importance refused: {reason}"):
         measure_importance(make("factored"), gatherer.result())

@@ -19,11 +19,15 @@ from heads import (
     make_layer,
     output_of,
     random_input,
+    turned_by,
+    with_semantics,
 )
-from triptych.algebra.function import Rotation, Scoring, attend
+from triptych.algebra.function import attend
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.heads import repeat_kv_heads
 from triptych.algebra.rewrites.merging import merge_kv_heads, merge_rotary_kv_heads
 from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link, Side
 from triptych.attention import MultiHeadAttention
 from triptych.attention.projections import PARAMETERISATIONS
@@ -38,10 +42,6 @@ def make(name: str, kind: Any = "self", *, biased: bool = True, **options: int) 
     return make_layer(name, biased=biased, **options).weights(kind)
 
 
-def with_traits(weights: AttentionWeights, **traits: Any) -> AttentionWeights:
-    return replace(weights, traits=replace(weights.traits, **traits))
-
-
 def outputs(layer: MultiHeadAttention, kind: str, x: Tensor, memory: Tensor) -> Tensor:
     if kind == "cross":
         return layer(x, memory=memory).output.detach()
@@ -52,7 +52,7 @@ def assert_layers_agree(before: AttentionWeights, after: AttentionWeights) -> No
     """Real layers made of both give the same output."""
     x, memory = random_input(LENGTH), random_input(MEMORY_LENGTH)
     one, two = (
-        outputs(MultiHeadAttention.from_weights(w), before.traits.kind, x, memory) for w in (before, after)
+        outputs(MultiHeadAttention.from_weights(w), before.semantics.kind, x, memory) for w in (before, after)
     )
     torch.testing.assert_close(two, one, rtol=1e-10, atol=1e-10 * float(one.abs().max()))
 
@@ -189,11 +189,10 @@ def equal_maps(weights: AttentionWeights, *, sides: tuple[Side, ...] = ("k", "v"
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_maps_that_are_the_same_are_kept_once_whatever_stands_between(biased: bool) -> None:
-    weights = with_traits(
+    weights = with_semantics(
         equal_maps(make("factored", biased=biased)),
         positions="rotary",
         qk_norm=True,
-        value_gate=True,
         sinks=True,
     )
     merged, record = merge_kv_heads(weights, 2)
@@ -211,20 +210,20 @@ def test_maps_that_are_the_same_are_kept_once_whatever_stands_between(biased: bo
 
 
 def test_one_side_may_be_the_same_and_the_other_mixed() -> None:
-    weights = with_traits(equal_maps(make("factored"), sides=("k",)), positions="rotary")
+    weights = with_semantics(equal_maps(make("factored"), sides=("k",)), positions="rotary")
     merged, record = merge_kv_heads(weights, 2, bounded=True)
     assert torch.equal(merged.W_K, weights.W_K)
     assert torch.equal(merged.W_Q, weights.W_Q)
     assert record.choice.startswith("W_OV")
     keyed = equal_maps(make("factored"), sides=("v",))
     with pytest.raises(RewriteRefusedError, match="qk: the maps of keys differ, and under rotary positions"):
-        merge_kv_heads(with_traits(keyed, positions="rotary"), 2, bounded=True)
+        merge_kv_heads(with_semantics(keyed, positions="rotary"), 2, bounded=True)
     with pytest.raises(
         RewriteRefusedError, match="qk: the maps of keys differ, and queries and keys are normal"
     ):
-        merge_kv_heads(with_traits(keyed, qk_norm=True), 2, bounded=True)
-    with pytest.raises(RewriteRefusedError, match="ov: the maps of values differ, and a gate"):
-        merge_kv_heads(with_traits(weights, positions="none", value_gate=True), 2, bounded=True)
+        merge_kv_heads(with_semantics(keyed, qk_norm=True), 2, bounded=True)
+    with pytest.raises(RewriteRefusedError, match=r"ov: the maps of values differ, and .* are clipped"):
+        merge_kv_heads(with_semantics(weights, positions="none", clip=2.0), 2, bounded=True)
 
 
 def test_equal_maps_with_other_biases_are_not_the_same() -> None:
@@ -236,7 +235,7 @@ def test_equal_maps_with_other_biases_are_not_the_same() -> None:
     assert_same_function(weights, merged)
     reason = "qk: the key biases of a group cannot be one, and something takes part in the softmax"
     with pytest.raises(RewriteRefusedError, match=reason):
-        merge_kv_heads(with_traits(weights, sinks=True), 2)
+        merge_kv_heads(with_semantics(weights, sinks=True), 2)
 
 
 def test_value_biases_that_differ_go_into_the_output() -> None:
@@ -248,7 +247,7 @@ def test_value_biases_that_differ_go_into_the_output() -> None:
     assert merged.head_bias("v") is None
     assert any("value biases of a group cannot be one" in note for note in record.notes)
     assert_same_function(weights, merged)
-    dropped = with_traits(weights, dropout=0.1)
+    dropped = with_semantics(weights, dropout=0.1)
     reason = "ov: the value biases of a group cannot be one, and attention dropout of 0.1 is on"
     with pytest.raises(RewriteRefusedError, match=reason):
         merge_kv_heads(dropped, 2)
@@ -281,7 +280,7 @@ def test_numbers_that_do_not_divide_are_refused() -> None:
 def test_six_heads_in_three_groups_cannot_become_two() -> None:
     q, k, v = (torch.randn(n, D_MODEL, 4, dtype=torch.float64) for n in (6, 3, 3))
     o = torch.randn(6, 4, D_MODEL, dtype=torch.float64)
-    weights = AttentionWeights(D_MODEL, 6, 0.5, (Link(q),), (Link(k),), (Link(v),), (Link(o),))
+    weights = AttentionWeights(D_MODEL, 6, (Link(q),), (Link(k),), (Link(v),), (Link(o),), Semantics(0.5))
     with pytest.raises(
         RewriteRefusedError, match="the present 3 cannot be shared out among 2 key-value heads"
     ):
@@ -290,7 +289,7 @@ def test_six_heads_in_three_groups_cannot_become_two() -> None:
 
 def test_something_between_the_maps_of_a_chain_is_refused() -> None:
     weights = make("stacked")
-    parted = replace(weights, k=(replace(weights.k[0], after="a norm"), weights.k[1]))
+    parted = replace(weights, k=(replace(weights.k[0], norm=HeadNorm(1e-6)), weights.k[1]))
     with pytest.raises(RewriteRefusedError, match=r"^merge_kv_heads refused: a norm stands after map 1 of k"):
         merge_kv_heads(parted, 2, bounded=True)
 
@@ -298,16 +297,16 @@ def test_something_between_the_maps_of_a_chain_is_refused() -> None:
 # Merging what positions turn.
 
 
-def rotation_of(pairing: Literal["halves", "interleaved"], planes: int, start: int = 0) -> Rotation:
-    return Rotation(torch.logspace(0, -2, planes, dtype=torch.float64), pairing, start)
+def rotation_of(pairing: Literal["halves", "interleaved"], planes: int, start: int = 0) -> RotaryEmbedding:
+    return RotaryEmbedding(torch.logspace(0, -2, planes, dtype=torch.float64), pairing, start)
 
 
 def rotary_layer(groups: int, width: int, *, biased: bool, kind: str = "self") -> AttentionWeights:
     weights = make("grouped", kind, biased=biased, num_kv_heads=groups, d_k=width, d_v=5)
-    return with_traits(weights, positions="rotary")
+    return with_semantics(weights, positions="rotary")
 
 
-def turned_apart(weights: AttentionWeights, rotation: Rotation) -> AttentionWeights:
+def turned_apart(weights: AttentionWeights, rotation: RotaryEmbedding) -> AttentionWeights:
     """Every head with keys of its own, each plane in a random gauge of its own: the same function."""
     heads, width = weights.num_heads, weights.W_Q.shape[-1]
     of_q, of_k = (torch.zeros(heads, width, width, dtype=torch.float64) for _ in range(2))
@@ -338,17 +337,17 @@ def test_heads_equal_up_to_the_gauge_of_planes_are_merged(
     rotation = rotation_of(pairing, 3, start)
     weights = turned_apart(rotary_layer(to, width, biased=biased), rotation)
     x = random_input(7)
-    expected = attend(weights, Scoring(rotation=rotation), x)
+    expected = attend(with_semantics(weights, rotary=rotation), x)
     with Untouched(weights):
         merged, record = merge_rotary_kv_heads(weights, rotation, to)
     assert (record.tier, record.bound) == ("rounding-exact", 0.0)
     assert (merged.num_key_heads, merged.num_value_heads) == (to, to)
-    found = attend(merged, Scoring(rotation=rotation), x)
+    found = attend(with_semantics(merged, rotary=rotation), x)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
     assert record.after.cached_numbers == to * (width + 5)
 
 
-def turned_forms(weights: AttentionWeights, rotation: Rotation, distance: int) -> Tensor:
+def turned_forms(weights: AttentionWeights, rotation: RotaryEmbedding, distance: int) -> Tensor:
     """W_Q R(m) W_Kᵀ with the biases as rows, by turning queries at position m."""
     maps = []
     for side in ("q", "k"):
@@ -356,15 +355,14 @@ def turned_forms(weights: AttentionWeights, rotation: Rotation, distance: int) -
         maps.append(
             link.weight if link.bias is None else torch.cat([link.weight, link.bias[:, None, :]], dim=1)
         )
-    turned = rotation(maps[0][None], torch.full((maps[0].shape[1],), distance))
-    return turned[0] @ rotation(maps[1][None], torch.zeros(maps[1].shape[1], dtype=torch.long))[0].mT
+    return turned_by(rotation, maps[0], distance) @ turned_by(rotation, maps[1], 0).mT
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("start", "width"), [(0, 4), (1, 7)])
 def test_the_bound_is_the_move_over_distances(start: int, width: int, biased: bool) -> None:
     # Whole turns in 12 steps: the mean over them is that over all distances.
-    rotation = Rotation(2 * torch.pi * torch.tensor([1 / 12, 1 / 4], dtype=torch.float64), start=start)
+    rotation = RotaryEmbedding(2 * torch.pi * torch.tensor([1 / 12, 1 / 4], dtype=torch.float64), start=start)
     weights = rotary_layer(4, width, biased=biased)
     with pytest.raises(
         RewriteRefusedError, match=r"^merge_rotary_kv_heads refused: W_QK of group \d .*bounded=True"
@@ -418,7 +416,7 @@ def test_planes_are_merged_only_where_there_are_any() -> None:
     rotation = rotation_of("halves", 2)
     with pytest.raises(RewriteRefusedError, match="its positions are none, not rotary"):
         merge_rotary_kv_heads(make("grouped"), rotation, 1)
-    normed = with_traits(rotary_layer(2, 4, biased=False), qk_norm=True)
+    normed = with_semantics(rotary_layer(2, 4, biased=False), qk_norm=True)
     with pytest.raises(RewriteRefusedError, match="QK-norm"):
         merge_rotary_kv_heads(normed, rotation, 1)
     with pytest.raises(RewriteRefusedError, match="turns channels up to 6, of heads 4 wide"):

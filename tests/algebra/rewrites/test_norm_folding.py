@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from heads import D_MODEL, Untouched, assert_same_function, make_layer, make_norm, storages
+from heads import D_MODEL, Untouched, assert_same_function, make_layer, make_norm, storages, with_semantics
 from tolerances import assert_same
 from triptych.algebra.rewrites.folding import expand
 from triptych.algebra.rewrites.norm_folding import (
@@ -16,6 +16,7 @@ from triptych.algebra.rewrites.norm_folding import (
     require_readers_foldable,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import AttentionWeights, Norm, Side
 from triptych.attention.projections import PARAMETERISATIONS
 
@@ -26,13 +27,9 @@ def make(
     name: str, kind: Any = "self", *, biased: bool = True, shifted: bool = True, offset: float = 0.0
 ) -> AttentionWeights:
     """A layer behind a norm, its memory behind another."""
-    weights = with_traits(make_layer(name, biased=biased).weights(kind), norm="pre")
+    weights = make_layer(name, biased=biased).weights(kind)
     memory_norm = make_norm(shifted=shifted) if kind == "cross" else None
     return replace(weights, norm=make_norm(offset, shifted=shifted), memory_norm=memory_norm)
-
-
-def with_traits(weights: AttentionWeights, **traits: Any) -> AttentionWeights:
-    return replace(weights, traits=replace(weights.traits, **traits))
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -88,7 +85,7 @@ def test_a_shift_of_zeros_needs_no_bias() -> None:
     weights = make("grouped", biased=False)
     assert weights.norm is not None
     still = replace(weights.norm, shift=torch.zeros(D_MODEL, dtype=torch.float64))
-    result = fold_norm(with_traits(replace(weights, norm=still), bias_slots=frozenset())).weights
+    result = fold_norm(with_semantics(replace(weights, norm=still), bias_slots=frozenset())).weights
     assert result.head_bias("q") is result.head_bias("k") is result.head_bias("v") is None
 
 
@@ -113,8 +110,8 @@ def test_only_the_first_map_of_a_chain_changes() -> None:
     result = fold_norm(weights).weights
     assert result.q[1] is weights.q[1]
     assert result.o is weights.o
-    parted = replace(weights, k=(replace(weights.k[0], after="dropout"), weights.k[1]))
-    assert fold_norm(parted).weights.k[0].after == "dropout"
+    parted = replace(weights, k=(replace(weights.k[0], norm=HeadNorm(1e-6)), weights.k[1]))
+    assert fold_norm(parted).weights.k[0].norm is not None
 
 
 def test_one_matrix_takes_the_gain_on_both_sides() -> None:
@@ -131,9 +128,8 @@ def test_one_matrix_takes_the_gain_on_both_sides() -> None:
 @pytest.mark.parametrize(
     ("traits", "reason"),
     [
-        ({"norm": "none"}, "the traits say that no norm stands before this layer"),
-        ({"norm": "post"}, "post-norm: the residual carries its gain"),
-        ({"norm": "sandwich"}, "sandwich"),
+        ({"norm_place": "post"}, "post-norm: the residual carries its gain"),
+        ({"norm_place": "sandwich"}, "sandwich"),
         ({"other_norm_readers": "the feed-forward layer"}, "also read by the feed-forward layer"),
         ({"bias_slots": frozenset("qo")}, "no bias slot on k and v for the shift"),
         ({"bias_slots": frozenset("kvo")}, "no bias slot on q for the shift"),
@@ -141,11 +137,11 @@ def test_one_matrix_takes_the_gain_on_both_sides() -> None:
 )
 def test_a_norm_that_cannot_be_folded_stays(traits: dict[str, Any], reason: str) -> None:
     with pytest.raises(RewriteRefusedError, match=f"^fold_norm refused: .*{reason}"):
-        fold_norm(with_traits(make("factored"), **traits))
+        fold_norm(with_semantics(make("factored"), **traits))
 
 
 def test_without_a_norm_there_is_nothing_to_fold() -> None:
-    weights = with_traits(make_layer("factored", biased=True).weights("self"), norm="pre")
+    weights = make_layer("factored", biased=True).weights("self")
     with pytest.raises(RewriteRefusedError, match="there is nothing to fold"):
         fold_norm(weights)
     with pytest.raises(RewriteRefusedError, match="there is nothing to fold"):
@@ -171,23 +167,22 @@ def test_a_side_without_a_map_takes_up_nothing(side: Side) -> None:
     [
         ({"soft_cap": 30.0}, "its shift β would be their bias, and the scores are soft-capped at ±30"),
         ({"sinks": True}, "its shift β would be their bias, and .*a sink"),
-        ({"sigmoid": True}, "its shift β would be their bias, and .*a sigmoid"),
     ],
 )
 def test_where_the_input_is_the_key_its_shift_is_a_key_bias(traits: dict[str, Any], reason: str) -> None:
     with pytest.raises(RewriteRefusedError, match=reason):
-        fold_norm(with_traits(make("bilinear"), **traits))
-    assert fold_norm(with_traits(make("bilinear", shifted=False), **traits)).weights.norm is None
+        fold_norm(with_semantics(make("bilinear"), **traits))
+    assert fold_norm(with_semantics(make("bilinear", shifted=False), **traits)).weights.norm is None
 
 
 def test_where_the_input_is_the_key_nothing_may_stand_between_it_and_the_queries() -> None:
     weights = make("bilinear")
     with pytest.raises(RewriteRefusedError, match="rotary positions stand between them"):
-        fold_norm(with_traits(weights, positions="rotary"))
+        fold_norm(with_semantics(weights, positions="rotary"))
     with pytest.raises(RewriteRefusedError, match=r"a norm \(QK-norm\) stands between them"):
-        fold_norm(with_traits(weights, qk_norm=True))
-    with pytest.raises(RewriteRefusedError, match="dropout stands after map 1 of q"):
-        fold_norm(replace(weights, q=(replace(weights.q[0], after="dropout"),)))
+        fold_norm(with_semantics(weights, qk_norm=True))
+    with pytest.raises(RewriteRefusedError, match="a norm stands after map 1 of q"):
+        fold_norm(replace(weights, q=(replace(weights.q[0], norm=HeadNorm(1e-6)),)))
 
 
 def test_a_norm_of_a_self_attentions_memory_is_no_concern_of_it() -> None:
@@ -221,7 +216,7 @@ def test_a_map_without_a_bias_takes_up_a_gain_and_a_shift_of_zeros_only() -> Non
 
 
 def test_a_layer_takes_up_a_norm_along_with_what_else_reads_it_or_not_at_all() -> None:
-    weights = with_traits(make("factored"), other_norm_readers="the feed-forward")
+    weights = with_semantics(make("factored"), other_norm_readers="the feed-forward")
     result, record = fold_norm(weights, OtherReaders(("fc_in",)))
     assert result.norm is None
     assert "what else reads the norm takes it up as well: fc_in" in record.checked

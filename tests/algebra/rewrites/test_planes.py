@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import NUM_HEADS, Untouched, make_layer, random_input
-from triptych.algebra.function import Rotation, Scoring, channels, of_heads
+from heads import NUM_HEADS, Untouched, make_layer, random_input, turned_by, with_semantics
+from triptych.algebra.function import channels, of_heads
 from triptych.algebra.measures import Planes, measure_heads
 from triptych.algebra.moments import Moments, MomentsGatherer
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.planes import measure_plane_energies, plane_scores, truncate_planes
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights
@@ -19,39 +20,38 @@ from triptych.algebra.weights import AttentionWeights
 PAIRINGS: tuple[Any, ...] = ("halves", "interleaved")
 
 
-def rotation_of(pairing: Any = "halves", start: int = 0, factor: float = 1.0) -> Rotation:
-    return Rotation(torch.tensor([1.0, 0.31, 0.002], dtype=torch.float64), pairing, start, factor)
+def rotation_of(pairing: Any = "halves", start: int = 0, factor: float = 1.0) -> RotaryEmbedding:
+    return RotaryEmbedding(torch.tensor([1.0, 0.31, 0.002], dtype=torch.float64), pairing, start, factor)
 
 
 def rotary(width: int = 6, kind: Any = "self", *, groups: int = 4, biased: bool = True) -> AttentionWeights:
     weights = make_layer("grouped", biased=biased, num_kv_heads=groups, d_k=width).weights(kind)
-    return replace(weights, traits=replace(weights.traits, positions="rotary"))
+    return with_semantics(weights, positions="rotary")
 
 
 def moments_of(weights: AttentionWeights, *texts: Tensor) -> Moments:
     gatherer = MomentsGatherer()
     for x in texts:
-        gatherer.add(weights, Scoring(rotation=rotation_of()), x)
+        gatherer.add(with_semantics(weights, rotary=rotation_of()), x)
     return gatherer.result()
 
 
 def mean_square_scores(
-    weights: AttentionWeights, x: Tensor, rotation: Rotation, distances: range, only: list[int]
+    weights: AttentionWeights, x: Tensor, rotation: RotaryEmbedding, distances: range, only: list[int]
 ) -> Tensor:
     """Of all queries with all keys, in some planes, over the distances in a text: turned one by one.
 
     Of L tokens, L − |m| pairs are m apart.
     """
-    q, k, _ = channels(weights, Scoring(), x)
+    q, k, _ = channels(weights, x)
     q, k = (t.transpose(0, 1).flatten(1, 2) for t in (q, of_heads(k, weights.num_heads)))
     first, second = rotation.pairs
     kept = torch.zeros(q.shape[-1], dtype=torch.float64)
     kept[[channel for plane in only for channel in (first[plane], second[plane])]] = 1.0
-    nowhere, total = torch.zeros(k.shape[1], dtype=torch.long), torch.zeros(NUM_HEADS, dtype=torch.float64)
+    total = torch.zeros(NUM_HEADS, dtype=torch.float64)
     longest = max(distances) + 1
     for m in distances:
-        turned = rotation((q * kept)[None], torch.full((q.shape[1],), m))[0]
-        found = turned @ rotation((k * kept)[None], nowhere)[0].mT
+        found = turned_by(rotation, q * kept, m) @ turned_by(rotation, k * kept, 0).mT
         total += (longest - abs(m)) * found.square().mean((1, 2))
     return total / sum(longest - abs(m) for m in distances)
 
@@ -89,7 +89,7 @@ def test_energies_without_a_text_are_those_that_are_measured(pairing: Any) -> No
 
 def test_a_plane_that_does_not_turn_has_the_singular_values_of_its_channels() -> None:
     weights = rotary(2, biased=False)
-    still = Rotation(torch.zeros(1, dtype=torch.float64))
+    still = RotaryEmbedding(torch.zeros(1, dtype=torch.float64))
     energy = plane_scores(weights, still)[:, 0, 0]
     torch.testing.assert_close(energy, weights.qk.frobenius_norm().square(), rtol=1e-10, atol=0)
 
@@ -168,7 +168,7 @@ def test_planes_that_carry_nothing_go_for_nothing() -> None:
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:
     weights = rotary()
-    weights = replace(weights, traits=replace(weights.traits, **options.pop("traits", {})))
+    weights = with_semantics(weights, **options.pop("traits", {}))
     arguments: dict[str, Any] = {"rotation": rotation_of(), "planes": 2, **options}
     with pytest.raises(RewriteRefusedError, match=f"^truncate_planes refused: {reason}"):
         truncate_planes(weights, **arguments)

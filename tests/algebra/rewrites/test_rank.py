@@ -20,10 +20,12 @@ from heads import (
     make_layer,
     output_of,
     random_input,
+    with_semantics,
 )
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.rewrites.rank import to_latent, truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import AttentionWeights, Link, Side
 from triptych.attention import MultiHeadAttention
 from triptych.attention.projections import PARAMETERISATIONS
@@ -38,10 +40,6 @@ def make(name: str, kind: Any = "self", *, biased: bool = True, **options: int) 
     return make_layer(name, biased=biased, **options).weights(kind)
 
 
-def with_traits(weights: AttentionWeights, **traits: Any) -> AttentionWeights:
-    return replace(weights, traits=replace(weights.traits, **traits))
-
-
 def outputs(layer: MultiHeadAttention, kind: str, x: Tensor, memory: Tensor) -> Tensor:
     if kind == "cross":
         return layer(x, memory=memory).output.detach()
@@ -52,7 +50,7 @@ def assert_layers_agree(before: AttentionWeights, after: AttentionWeights) -> No
     """Real layers made of both give the same output."""
     x, memory = random_input(LENGTH), random_input(MEMORY_LENGTH)
     one, two = (
-        outputs(MultiHeadAttention.from_weights(w), before.traits.kind, x, memory) for w in (before, after)
+        outputs(MultiHeadAttention.from_weights(w), before.semantics.kind, x, memory) for w in (before, after)
     )
     torch.testing.assert_close(two, one, rtol=1e-10, atol=1e-10 * float(one.abs().max()))
 
@@ -60,10 +58,10 @@ def assert_layers_agree(before: AttentionWeights, after: AttentionWeights) -> No
 def assert_the_layer_computes(weights: AttentionWeights) -> None:
     """A real layer holds the weights and computes what they say."""
     x = random_input(LENGTH)
-    memory = random_input(MEMORY_LENGTH) if weights.traits.kind == "cross" else None
+    memory = random_input(MEMORY_LENGTH) if weights.semantics.kind == "cross" else None
     expected = output_of(weights, x, memory)
     layer = MultiHeadAttention.from_weights(weights)
-    actual = outputs(layer, weights.traits.kind, x, x if memory is None else memory).numpy()
+    actual = outputs(layer, weights.semantics.kind, x, x if memory is None else memory).numpy()
     np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-10 * np.abs(expected).max())
 
 
@@ -263,10 +261,10 @@ def test_what_the_channels_cannot_carry_of_a_value_bias_goes_into_the_output() -
     assert record.tier == "rounding-exact"
     assert record.notes == ("the value bias does not fit the channels left: it went into that of the output",)
     assert_same_function(weights, result)
-    kept, record = truncate(with_traits(weights, blind_rows=True), ov_rank=4)
+    kept, record = truncate(with_semantics(weights, dropout=0.1), ov_rank=4)
     assert record.tier == "bounded"
     assert record.notes[0].startswith(
-        "the value bias lost what does not fit the channels left: a query that may"
+        "the value bias lost what does not fit the channels left: attention dropout"
     )
     assert torch.equal(kept.o_bias, weights.o_bias)  # type: ignore[arg-type]
     lost = np.linalg.norm(row(weights, "ov") - row(kept, "ov"), axis=(1, 2))
@@ -307,24 +305,23 @@ def test_a_rank_out_of_range_is_refused_with_both_numbers(form: str, width: int,
             "qk: under rotary positions only one non-zero complex scalar .*; leave qk_rank",
         ),
         ({"qk_norm": True}, r"qk: queries and keys are normalised \(QK-norm\)"),
-        ({"value_gate": True}, "ov: a gate, channel by channel.*; leave ov_rank out"),
         ({"sinks": True}, "qk: fewer channels cannot carry the key bias, and something takes part"),
     ],
 )
 def test_channels_that_cannot_go_stay(traits: dict[str, Any], reason: str) -> None:
     with pytest.raises(RewriteRefusedError, match=f"^truncate refused: {reason}"):
-        truncate(with_traits(make("factored"), **traits), qk_rank=3, ov_rank=3)
+        truncate(with_semantics(make("factored"), **traits), qk_rank=3, ov_rank=3)
 
 
 def test_the_other_form_can_be_truncated() -> None:
-    turned = with_traits(make("factored"), positions="rotary", qk_norm=True, sinks=True)
+    turned = with_semantics(make("factored"), positions="rotary", qk_norm=True, sinks=True)
     assert torch.equal(truncate(turned, ov_rank=3).weights.W_Q, turned.W_Q)
-    assert truncate(with_traits(make("factored", biased=False), sinks=True), qk_rank=3).record.bound > 0
+    assert truncate(with_semantics(make("factored", biased=False), sinks=True), qk_rank=3).record.bound > 0
     with pytest.raises(RewriteRefusedError, match="neither qk_rank nor ov_rank is given"):
         truncate(turned)
     weights = make("stacked")
-    parted = replace(weights, v=(replace(weights.v[0], after="dropout"), weights.v[1]))
-    with pytest.raises(RewriteRefusedError, match="dropout stands after map 1 of v"):
+    parted = replace(weights, v=(replace(weights.v[0], norm=HeadNorm(1e-6)), weights.v[1]))
+    with pytest.raises(RewriteRefusedError, match="a norm stands after map 1 of v"):
         truncate(parted, ov_rank=3)
     assert truncate(parted, qk_rank=3).weights.v is not None
 
@@ -459,14 +456,14 @@ def test_what_has_no_latent_is_refused() -> None:
     with pytest.raises(
         RewriteRefusedError, match=r"^to_latent refused: under rotary .* decoupled rotary makes it bounded"
     ):
-        to_latent(with_traits(make("factored"), positions="rotary"))
+        to_latent(with_semantics(make("factored"), positions="rotary"))
     with pytest.raises(
         RewriteRefusedError, match="no map makes keys: they are the input itself; factor it first"
     ):
         to_latent(make("bilinear"))
     weights = make("stacked")
-    parted = replace(weights, v=(replace(weights.v[0], after="dropout"), weights.v[1]))
-    with pytest.raises(RewriteRefusedError, match="dropout stands after map 1 of v"):
+    parted = replace(weights, v=(replace(weights.v[0], norm=HeadNorm(1e-6)), weights.v[1]))
+    with pytest.raises(RewriteRefusedError, match="a norm stands after map 1 of v"):
         to_latent(parted)
 
 

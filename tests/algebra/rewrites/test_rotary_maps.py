@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import D_MODEL, NUM_HEADS, Untouched, make_layer
-from triptych.algebra.function import Rotation, Scoring, channels, of_heads
+from heads import D_MODEL, NUM_HEADS, Untouched, make_layer, turned_by, with_semantics
+from triptych.algebra.function import channels, of_heads
 from triptych.algebra.moments import Moments, MomentsGatherer
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import RewriteRefusedError, truncate_planes
 from triptych.algebra.rewrites.planes import rotary_move
 from triptych.algebra.rewrites.rotary_maps import measure_rotary_energies, truncate_rotary_maps
@@ -18,13 +19,13 @@ from triptych.algebra.weights import AttentionWeights, Link
 TOKENS = 9
 
 
-def rotation_of(pairing: Any = "halves", start: int = 0, factor: float = 1.0) -> Rotation:
-    return Rotation(torch.tensor([1.0, 0.31, 0.002], dtype=torch.float64), pairing, start, factor)
+def rotation_of(pairing: Any = "halves", start: int = 0, factor: float = 1.0) -> RotaryEmbedding:
+    return RotaryEmbedding(torch.tensor([1.0, 0.31, 0.002], dtype=torch.float64), pairing, start, factor)
 
 
 def rotary(width: int = 6, kind: Any = "causal", *, groups: int = 2, biased: bool = True) -> AttentionWeights:
     weights = make_layer("grouped", biased=biased, num_kv_heads=groups, d_k=width).weights(kind)
-    return replace(weights, traits=replace(weights.traits, positions="rotary"))
+    return with_semantics(weights, positions="rotary")
 
 
 def some_text() -> Tensor:
@@ -35,24 +36,27 @@ def some_text() -> Tensor:
 
 def moments_of(weights: AttentionWeights, x: Tensor) -> Moments:
     gatherer = MomentsGatherer()
-    gatherer.add(weights, Scoring(rotation=rotation_of()), x)
+    gatherer.add(with_semantics(weights, rotary=rotation_of()), x)
     return gatherer.result()
 
 
-def turned_scores(weights: AttentionWeights, x: Tensor, rotation: Rotation, m: int) -> Tensor:
+def turned_scores(weights: AttentionWeights, x: Tensor, rotation: RotaryEmbedding, m: int) -> Tensor:
     """Of all queries with all keys, as if each were m tokens behind: `[heads, queries, keys]`."""
-    q, k, _ = channels(weights, Scoring(), x)
+    q, k, _ = channels(weights, x)
     q, k = (t.transpose(0, 1).flatten(1, 2) for t in (q, of_heads(k, weights.num_heads)))
-    there, here = torch.full((q.shape[1],), m), torch.zeros(k.shape[1], dtype=torch.long)
-    return rotation(q[None], there)[0] @ rotation(k[None], here)[0].mT
+    return turned_by(rotation, q, m) @ turned_by(rotation, k, 0).mT
 
 
 def measured(
-    before: AttentionWeights, after: AttentionWeights | None, x: Tensor, rotation: Rotation, longest: int
+    before: AttentionWeights,
+    after: AttentionWeights | None,
+    x: Tensor,
+    rotation: RotaryEmbedding,
+    longest: int,
 ) -> Tensor:
     """Mean square of what the scores of each head lose; of the scores themselves without `after`."""
     total, pairs = torch.zeros(NUM_HEADS, dtype=torch.float64), 0
-    for m in range(0 if before.traits.kind == "causal" else 1 - longest, longest):
+    for m in range(0 if before.semantics.kind == "causal" else 1 - longest, longest):
         lost = turned_scores(before, x, rotation, m)
         if after is not None:
             lost = lost - turned_scores(after, x, rotation, m)
@@ -242,7 +246,7 @@ def test_what_all_tokens_have_in_common_takes_no_rank_where_there_are_biases() -
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:
     weights = rotary()
-    weights = replace(weights, traits=replace(weights.traits, **options.pop("traits", {})))
+    weights = with_semantics(weights, **options.pop("traits", {}))
     arguments: dict[str, Any] = {"rotation": rotation_of(), "qk_rank": 2, **options}
     with pytest.raises(RewriteRefusedError, match=f"^truncate_rotary_maps refused: {reason}"):
         truncate_rotary_maps(weights, **arguments)

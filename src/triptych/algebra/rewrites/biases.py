@@ -18,7 +18,7 @@ from triptych.algebra.rewrites.legality import (
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, still_tied
-from triptych.algebra.weights import AttentionWeights, Chain, Link, Side, Traits
+from triptych.algebra.weights import AttentionWeights, Chain, Link, Side
 
 
 @final
@@ -28,8 +28,7 @@ class DropKeyBias(LayerRewrite):
     name = "drop_key_bias"
     tier = "rounding-exact"
     refused = (
-        "rotary or disentangled positions, QK-norm, clipping, soft caps, sinks, sigmoid; shared maps would "
-        "come apart"
+        "rotary or disentangled positions, QK-norm, clipping, soft caps, sinks; shared maps would come apart"
     )
     place = 3
     why_here = "the biases go before channels and heads are mixed"
@@ -45,10 +44,7 @@ class FoldValueBias(LayerRewrite):
 
     name = "fold_value_bias"
     tier = "rounding-exact"
-    refused = (
-        "rows do not sum to 1 (sinks, sigmoid, dropout); a gate; clipping; no output bias; shared maps would "
-        "come apart"
-    )
+    refused = "rows do not sum to 1 (sinks, dropout); clipping; no output bias; shared maps would come apart"
     place = 3
     why_here = "the biases go before channels and heads are mixed"
     by_groups = True
@@ -68,12 +64,12 @@ def drop_key_bias(weights: AttentionWeights) -> Rewritten:
         A writing of the same function; the weights given if the keys have no bias.
 
     Raises:
-        RewriteRefusedError: the softmax would see it (rotary positions, a soft cap, sinks, a sigmoid,
-            QK-norm, clipped keys).
+        RewriteRefusedError: the softmax would see it (rotary positions, a soft cap, sinks, QK-norm, clipped
+            keys).
     """
     if not _biased(weights.k):
         return unchanged("drop_key_bias", weights, "the keys have no bias")
-    if reason := why_key_bias_counts(weights.traits):
+    if reason := why_key_bias_counts(weights.semantics):
         raise RewriteRefusedError("drop_key_bias", reason)
     _require_bias_reaches_end("drop_key_bias", "k", weights.k)
     result, notes = _without_bias(weights, "k")
@@ -92,7 +88,6 @@ def drop_key_bias(weights: AttentionWeights) -> Rewritten:
             "keys are not clipped",
             "no soft cap",
             "no sinks",
-            "softmax, not sigmoid",
         ),
         notes=notes,
     )
@@ -102,7 +97,8 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
     """Move the bias of the values into that of the output: `b_O += Σ_i b_V,i W_i^O`.
 
     The weights of a row sum to 1, so a head passes its value bias on unweighted. A bias of a group
-    counts once for every query head that reads the group.
+    counts once for every query head that reads the group. A query that a mask lets see no key gets zeros
+    from our layers before, and the bias after: there the function is another.
 
     Args:
         weights: the layer. Values that share maps with queries or keys are given their own first,
@@ -112,13 +108,12 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
         A writing of the same function; the weights given if the values have no bias.
 
     Raises:
-        RewriteRefusedError: rows do not sum to 1 (attention dropout, rows that see nothing, sinks, a
-            sigmoid), a gate stands between values and output, values are clipped, or the target has no
-            output bias.
+        RewriteRefusedError: rows do not sum to 1 (attention dropout, sinks), values are clipped, or the
+            target has no output bias.
     """
     if not _biased(weights.v):
         return unchanged("fold_value_bias", weights, "the values have no bias")
-    if reason := _why_value_bias_stays(weights.traits):
+    if reason := _why_value_bias_stays(weights):
         raise RewriteRefusedError("fold_value_bias", reason)
     _require_bias_reaches_end("fold_value_bias", "v", weights.v)
     require_nothing_between("fold_value_bias", "o", weights.o[:-1])
@@ -134,10 +129,7 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
         replace(result, o_bias=o_bias),
         checked=(
             "no attention dropout",
-            "no row that sees nothing",
             "no sinks",
-            "softmax, not sigmoid",
-            "no gate between values and output",
             "values are not clipped",
             "the output map can hold a bias",
         ),
@@ -145,26 +137,21 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
     )
 
 
-def _why_value_bias_stays(traits: Traits) -> str:
-    if traits.dropout > 0:
+def _why_value_bias_stays(weights: AttentionWeights) -> str:
+    semantics = weights.semantics
+    if semantics.dropout > 0:
         return (
-            f"attention dropout of {traits.dropout:g} is on, as while training: rows of weights do not sum "
-            "to 1"
+            f"attention dropout of {semantics.dropout:g} is on, as while training: rows of weights do not "
+            "sum to 1"
         )
-    if traits.blind_rows:
-        return "a query that may see nothing gets zeros: its row of weights sums to 0, not 1"
-    if traits.sinks:
+    if semantics.sinks is not None:
         return (
             "something takes part in the softmax besides the keys (a sink): rows over the keys sum to less "
             "than 1"
         )
-    if traits.sigmoid:
-        return "the weights are sigmoids of the scores: rows do not sum to 1"
-    if traits.value_gate:
-        return "a gate, channel by channel, stands between values and output map"
-    if reason := why_clipping_counts(traits):
+    if reason := why_clipping_counts(semantics):
         return reason
-    if "o" not in traits.bias_slots:
+    if "o" not in weights.bias_slots:
         return "the output map has no bias slot in the target format"
     return ""
 
@@ -212,8 +199,8 @@ def _can_take_up(weights: AttentionWeights, side: Side, bare: dict[int, Link]) -
         id(last) not in bare
         and last.learned
         and last.copies == weights.multiplied(side).copies
-        and side in weights.traits.bias_slots
-        and all(link.after is None for link in before)
+        and side in weights.bias_slots
+        and all(link.norm is None for link in before)
         and all(link.bias is None or id(link) in bare for link in before)
         and sum(last in weights.chain(other) for other in INPUT_SIDES) == 1
     )

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.rewrites.legality import separate, sharing_sides, why_clipping_counts
-from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side, Traits
+from triptych.algebra.semantics import Semantics
+from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 
 Form = Literal["qk", "ov"]
 FORMS: tuple[Form, ...] = ("qk", "ov")
@@ -23,7 +24,7 @@ NAMES: dict[Side, str] = {"q": "queries", "k": "keys", "v": "values", "o": "the 
 # What `why_channels_stay` has looked at.
 CHANNELS_ARE_FREE: dict[Form, str] = {
     "qk": "qk: no rotary positions, no QK-norm, no clipping: nothing stands between queries and keys",
-    "ov": "ov: no gate and no clipping stands between values and output map",
+    "ov": "ov: no clipping stands between values and output map",
 }
 
 
@@ -108,20 +109,20 @@ def joint_basis(
     return JointBasis(S, alive.sum(dim=-1), to_own * sign[:, None], to_common * sign[:, None], shared * sign)
 
 
-def why_channels_stay(traits: Traits, form: Form) -> str:
+def why_channels_stay(semantics: Semantics, form: Form) -> str:
     """Why the channels between the two maps of a form cannot be mixed; "" if they can."""
-    if reason := why_clipping_counts(traits):
+    if reason := why_clipping_counts(semantics):
         return reason
     if form == "ov":
-        return "a gate, channel by channel, stands between values and output map" if traits.value_gate else ""
-    if traits.positions == "rotary":
+        return ""
+    if semantics.positions == "rotary":
         return (
             "under rotary positions only one non-zero complex scalar per rotation plane commutes with the "
             "rotation, so key channels cannot be mixed"
         )
-    if traits.positions == "disentangled":
+    if semantics.positions == "disentangled":
         return "distances meet queries and keys in the same channels (disentangled positions)"
-    if traits.qk_norm:
+    if semantics.qk_norm:
         return "queries and keys are normalised (QK-norm), which depends on the basis of their channels"
     return ""
 
@@ -257,4 +258,4 @@ def one_map(weights: AttentionWeights, side: Side, notes: list[str]) -> Link:
     (link,) = (
         separate((weights.multiplied(side),)) if sharing_sides(weights, side) else (weights.multiplied(side),)
     )
-    return replace(link, learned=True, after=None)
+    return replace(link, learned=True, norm=None)

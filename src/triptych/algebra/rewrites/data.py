@@ -184,8 +184,8 @@ def _centred(name: str, weights: AttentionWeights, form: Form, asked: bool | Non
     """Whether the mean is taken off."""
     if asked is False:
         return False
-    reason = why_key_bias_counts(weights.traits) if form == "qk" else ""
-    if form == "ov" and "o" not in weights.traits.bias_slots:
+    reason = why_key_bias_counts(weights.semantics) if form == "qk" else ""
+    if form == "ov" and "o" not in weights.bias_slots:
         reason = "the output map has no bias slot in the target format"
     if asked and reason:
         raise RewriteRefusedError(

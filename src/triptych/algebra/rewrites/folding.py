@@ -36,7 +36,7 @@ class Fold(LayerRewrite):
 
     name = "fold"
     tier = "rounding-exact"
-    refused = "a norm, a gate or dropout stands between the maps"
+    refused = "a norm stands between the maps"
     place = 0
     why_here = "products of maps are folded while they are products"
     by_groups = True
@@ -175,7 +175,7 @@ def fold(
         A writing of the same function; the weights given, if every side stays as it is.
 
     Raises:
-        RewriteRefusedError: something stands between the maps (a norm, dropout, a gate between
+        RewriteRefusedError: something stands between the maps (a norm between
             values and output) or, for "qk", between queries and keys.
         ValueError: tokens < 1.
     """
@@ -230,22 +230,22 @@ def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) 
     one_matrix = not weights.k and len(weights.q) <= 1
     if "qk" not in sides or one_matrix or not any(link.learned for link in (*weights.q, *weights.k)):
         return []
-    traits, advice = weights.traits, "leave qk out of the sides"
-    if traits.positions == "rotary":
+    semantics, advice = weights.semantics, "leave qk out of the sides"
+    if semantics.positions == "rotary":
         reason = "under rotary positions the form depends on the distance, so no one matrix is it"
         raise RewriteRefusedError("fold", reason, advice)
-    if traits.positions == "disentangled":
+    if semantics.positions == "disentangled":
         raise RewriteRefusedError("fold", "distances meet queries and keys each (disentangled)", advice)
-    if traits.qk_norm:
+    if semantics.qk_norm:
         reason = "queries and keys are normalised before their product (QK-norm)"
         raise RewriteRefusedError("fold", reason, advice)
-    if reason := why_clipping_counts(traits):
+    if reason := why_clipping_counts(semantics):
         raise RewriteRefusedError("fold", reason, advice)
     for side in ("q", "k"):
         require_nothing_between("fold", side, weights.chain(side), advice)
     checked, notes = ["no rotary positions, no QK-norm: nothing stands between queries and keys"], []
     if any(link.bias is not None for link in weights.k):
-        if reason := why_key_bias_counts(traits):
+        if reason := why_key_bias_counts(semantics):
             raise RewriteRefusedError("fold", f"the form has no place for the key bias, and {reason}", advice)
         checked.append("the softmax is blind to the key bias")
         notes.append("the key bias was dropped")
@@ -274,9 +274,6 @@ def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) ->
             chains[member] = of_chain[chain]
         if not chains:
             continue
-        if "o" in chains and weights.traits.value_gate:
-            reason = "a gate, channel by channel, stands between values and output map"
-            raise RewriteRefusedError("fold", reason, "leave o out of the sides")
         asked = tuple(member for member in together if member in sides)
         joined = tuple(member for member in together if member not in sides)
         notes = (f"{named(joined)} decided together with {named(asked)}: they share a map",) if joined else ()
@@ -374,14 +371,14 @@ def _require_one_matrix(weights: AttentionWeights) -> None:
         )
     if not weights.q:
         raise RewriteRefusedError("factor", "neither queries nor keys have a map: the form is the identity")
-    if weights.traits.positions == "rotary":
+    if weights.semantics.positions == "rotary":
         reason = "under rotary positions the form depends on the distance, so no two maps make it"
         raise RewriteRefusedError("factor", reason)
-    if weights.traits.positions == "disentangled":
+    if weights.semantics.positions == "disentangled":
         raise RewriteRefusedError("factor", "distances meet queries and keys each (disentangled)")
-    if weights.traits.qk_norm:
+    if weights.semantics.qk_norm:
         raise RewriteRefusedError("factor", "queries and keys are normalised before their product (QK-norm)")
-    if reason := why_clipping_counts(weights.traits):
+    if reason := why_clipping_counts(weights.semantics):
         raise RewriteRefusedError("factor", reason)
     require_nothing_between("factor", "q", weights.q)
 

@@ -41,8 +41,7 @@ class GaugeFix(LayerRewrite):
     name = "gauge_fix"
     tier = "rounding-exact"
     refused = (
-        "rotary and disentangled positions, QK-norm: of W_QK; a gate: of W_OV; clipping: of both; shared "
-        "maps would come apart"
+        "rotary and disentangled positions, QK-norm: of W_QK; clipping: of both; shared maps would come apart"
     )
     place = 7
     why_here = "the order of heads is that of what is left"
@@ -126,7 +125,7 @@ def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Re
 
 def _why_no_gauge(weights: AttentionWeights, form: Form) -> tuple[str, str]:
     """The reason, "" if there is none, and what to do about it."""
-    if reason := why_channels_stay(weights.traits, form):
+    if reason := why_channels_stay(weights.semantics, form):
         return reason, ""
     one, other = (weights.chain(side) for side in SIDES_OF[form])
     for side, chain in zip(SIDES_OF[form], (one, other), strict=True):

@@ -171,8 +171,8 @@ def permute_heads(
     Args:
         weights: the layer.
         order: head i of the result is head `order[i]` of the weights.
-        distances_follow: whether queries and keys of distances (disentangled positions), which these weights
-            do not hold, are put in the same order (`Scoring.of_heads`).
+        distances_follow: whether queries and keys of distances (disentangled positions) may be put in the
+            same order, as they may where they share the layer's maps.
 
     Returns:
         The same function: a sum of heads has no order.
@@ -212,7 +212,7 @@ def permute_heads(
         "permute_heads",
         "bit-exact",
         weights,
-        each_link(weights, permute),
+        _with_heads(each_link(weights, permute), order),
         checked=(
             f"the order names each of the {heads} heads once",
             "heads that read one map stay together",
@@ -283,7 +283,7 @@ def prune_heads(
             repeated.append(f"{len(living)} that are left became {len(copies)}")
         return _taken(link, copies)
 
-    result = each_link(weights, select, num_heads=len(kept))
+    result = _with_heads(each_link(weights, select, num_heads=len(kept)), kept)
     notes = (
         f"groups of different sizes would be left: of the key-value heads {what}" for what in repeated[:1]
     )
@@ -318,7 +318,7 @@ def leave_heads(
         return _taken(link, copies[:: served[side]])
 
     chains = {str(side): tuple(select(side, link) for link in weights.chain(side)) for side in SIDES}
-    return replace(weights, num_heads=len(kept), **chains)  # type: ignore[arg-type]
+    return _with_heads(replace(weights, num_heads=len(kept), **chains), kept)  # type: ignore[arg-type]
 
 
 def measure_pruning(weights: AttentionWeights) -> Move:
@@ -404,6 +404,11 @@ def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) 
     )
 
 
+def _with_heads(weights: AttentionWeights, kept: Sequence[int]) -> AttentionWeights:
+    """The weights with what each head does besides its maps, in the order of the heads kept."""
+    return replace(weights, semantics=weights.semantics.of_heads(kept))
+
+
 def _taken(link: Link, copies: Tensor) -> Link:
     """Some of the copies, in some order; a fixed map of which not all is left in place is fixed no longer."""
     if copies.tolist() == list(range(link.copies)):
@@ -415,23 +420,19 @@ def _taken(link: Link, copies: Tensor) -> Link:
 
 def _require_heads_without_numbers(name: str, weights: AttentionWeights, distances_follow: bool) -> None:
     stays = ("alibi", "relative") if distances_follow else ("alibi", "relative", "disentangled")
-    if weights.traits.positions in stays:
+    if weights.semantics.positions in stays:
         raise RewriteRefusedError(
             name,
-            f"{weights.traits.positions} positions add a bias of each head's own, which these weights do not "
-            "hold and which would stay in its place",
+            f"{weights.semantics.positions} positions add a bias of each head's own, which would stay in its "
+            "place",
         )
 
 
 def _notes_on_heads(weights: AttentionWeights) -> tuple[str, ...]:
     """What else might be each head's own."""
-    traits = weights.traits
-    found = [
-        name for name, there in (("a sink", traits.sinks), ("a gain of the QK-norm", traits.qk_norm)) if there
-    ]
-    return tuple(
-        f"{name} of each head's own, if there is one, lies outside and must follow" for name in found
-    )
+    if not weights.semantics.qk_norm:
+        return ()
+    return ("a gain of the QK-norm of each head's own, if there is one, lies outside and must follow",)
 
 
 def _require_prunable(weights: AttentionWeights, heads: Sequence[int]) -> None:
@@ -456,7 +457,7 @@ def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
     weights = in_working_precision(weights)
     W_V, W_O, bias = weights.W_V[heads], weights.W_O[heads], weights.head_bias("v")
     read = W_O.ne(0).any(dim=-1)
-    if weights.traits.clip is not None:
+    if weights.semantics.clip is not None:
         of_outputs = W_O.norm(dim=-1)
         of_bias = of_outputs.new_zeros(()) if bias is None else bias[heads].abs()
         return Move((W_V.norm(dim=-2) * of_outputs).sum(dim=-1), (of_bias * of_outputs).sum(dim=-1))

@@ -4,45 +4,43 @@ from dataclasses import replace
 
 from triptych.algebra.forms import are_finite
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Side, Traits
+from triptych.algebra.semantics import Semantics
+from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Side
 
 INPUT_SIDES: tuple[Side, ...] = ("q", "k", "v")
 
 
-def why_clipping_counts(traits: Traits) -> str:
+def why_clipping_counts(semantics: Semantics) -> str:
     """Why queries, keys and values must stay the numbers that they are; "" if they need not."""
-    if traits.clip is None:
+    if semantics.clip is None:
         return ""
-    return (
-        f"queries, keys and values are clipped at ±{traits.clip:g}, channel by channel and with their biases"
-    )
+    clip = f"±{semantics.clip:g}"
+    return f"queries, keys and values are clipped at {clip}, channel by channel and with their biases"
 
 
-def why_key_bias_counts(traits: Traits) -> str:
+def why_key_bias_counts(semantics: Semantics) -> str:
     """Why a number added to every score of a query would be seen; "" if the softmax is blind to it."""
-    if traits.positions == "rotary":
+    if semantics.positions == "rotary":
         return (
             "under rotary positions the key bias is turned with each key, so it does not add the same number "
             "to every score of a query"
         )
-    if traits.positions == "disentangled":
+    if semantics.positions == "disentangled":
         return "distances meet the keys with their bias (disentangled positions), each with another number"
-    if traits.qk_norm:
+    if semantics.qk_norm:
         return "the keys are normalised with their bias (QK-norm), so it is more than an addition to a row"
-    if reason := why_clipping_counts(traits):
+    if reason := why_clipping_counts(semantics):
         return reason
-    if traits.soft_cap is not None:
+    if semantics.soft_cap is not None:
         return (
-            f"the scores are soft-capped at ±{traits.soft_cap:g}, and what a bias adds to a row "
+            f"the scores are soft-capped at ±{semantics.soft_cap:g}, and what a bias adds to a row "
             "comes out of the cap as another number for every key"
         )
-    if traits.sinks:
+    if semantics.sinks is not None:
         return (
             "something takes part in the softmax besides the keys (a sink), and its score does not move "
             "with theirs"
         )
-    if traits.sigmoid:
-        return "the scores pass a sigmoid, which sees a number added to a row"
     return ""
 
 
@@ -86,8 +84,8 @@ def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "
         RewriteRefusedError: something does; the message names it and the map it follows.
     """
     for place, link in enumerate(chain, start=1):
-        if link.after is not None:
-            raise RewriteRefusedError(name, f"{link.after} stands after map {place} of {side}", advice)
+        if link.norm is not None:
+            raise RewriteRefusedError(name, f"a norm stands after map {place} of {side}", advice)
 
 
 def share_a_map(one: Chain, other: Chain) -> bool:

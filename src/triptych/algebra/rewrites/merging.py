@@ -10,7 +10,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from triptych.algebra.function import Rotation
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.biases import fold_value_bias
 from triptych.algebra.rewrites.channels import (
     CHANNELS_ARE_FREE,
@@ -46,7 +46,7 @@ class MergeKVHeads(LayerRewrite):
 
     name = "merge_kv_heads"
     tier = "bounded unless they are equal"
-    refused = "the number does not divide; QK-norm, a gate, clipping"
+    refused = "the number does not divide; QK-norm, clipping"
     place = 5
     why_here = "heads are merged while all their channels are there"
     resizes = True
@@ -57,7 +57,7 @@ class MergeKVHeads(LayerRewrite):
     )
 
     def apply(self, layer: Layer) -> Rewritten:
-        rotation = layer.scoring.rotation
+        rotation = layer.weights.semantics.rotary
         if rotation is not None:
             return merge_rotary_kv_heads(layer.weights, rotation, self.num_kv_heads, bounded=self.bounded)
         return merge_kv_heads(layer.weights, self.num_kv_heads, bounded=self.bounded)
@@ -91,7 +91,7 @@ def merge_kv_heads(
 
     Raises:
         RewriteRefusedError: heads differ, with the worst group, its move and its norm; numbers that do
-            not divide; channels that cannot be mixed (rotary positions, QK-norm, a gate); a bias that
+            not divide; channels that cannot be mixed (rotary positions, QK-norm); a bias that
             can go nowhere.
     """
     return _merge("merge_kv_heads", weights, num_kv_heads, _KeysOfForms(), bounded, tolerance)
@@ -99,7 +99,7 @@ def merge_kv_heads(
 
 def merge_rotary_kv_heads(
     weights: AttentionWeights,
-    rotation: Rotation,
+    rotation: RotaryEmbedding,
     num_kv_heads: int,
     *,
     bounded: bool = False,
@@ -124,7 +124,7 @@ def merge_rotary_kv_heads(
 
     Raises:
         RewriteRefusedError: heads differ, with the worst group, its move and its norm; numbers that do
-            not divide; no rotary positions, QK-norm, a gate; a value bias that can go nowhere.
+            not divide; no rotary positions, QK-norm; a value bias that can go nowhere.
     """
     name = "merge_rotary_kv_heads"
     require_rotary(name, weights, rotation)
@@ -187,7 +187,7 @@ class _KeysOfForms(_Keys):
 class _KeysOfPlanes(_Keys):
     """Channels that turn."""
 
-    rotation: Rotation
+    rotation: RotaryEmbedding
 
     def require_mixable(self, name: str, plain: AttentionWeights) -> None:
         require_rotary(name, plain, self.rotation)
@@ -321,7 +321,7 @@ def _can_drop(link: Link, groups: int) -> bool:
 
 
 def _require_channels_free(name: str, weights: AttentionWeights, form: Form) -> None:
-    if reason := why_channels_stay(weights.traits, form):
+    if reason := why_channels_stay(weights.semantics, form):
         maps = NAMES[_common_side(form)]
         raise RewriteRefusedError(name, f"{form}: the maps of {maps} differ, and {reason}")
 
@@ -332,7 +332,7 @@ def _without_key_bias(name: str, plain: AttentionWeights, notes: list[str]) -> A
     if bias is None:
         return plain
     if bool(bias.any()):
-        if reason := why_key_bias_counts(plain.traits):
+        if reason := why_key_bias_counts(plain.semantics):
             reason = f"qk: the key biases of a group cannot be one, and {reason}"
             raise RewriteRefusedError(name, reason)
         notes.append("the key bias was left out: the softmax is blind to it")

@@ -75,7 +75,7 @@ def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> 
         RewriteRefusedError: there is no norm; it stands elsewhere (post-norm, sandwich), or something
             else reads it; a map that reads it has no numbers of its own, or no bias slot for β.
     """
-    cross = weights.traits.kind == "cross"
+    cross = weights.semantics.kind == "cross"
     of_memory = weights.memory_norm if cross else weights.norm
     read: dict[Side, Norm | None] = {"q": weights.norm, "k": of_memory, "v": of_memory}
     checked = _require_foldable(weights, read, others)
@@ -192,25 +192,21 @@ def _require_foldable(
     Raises:
         RewriteRefusedError: one cannot, or is not here.
     """
-    traits = weights.traits
-    _require_before(_NAME, traits.norm)
+    _require_before(_NAME, weights.norm_place)
     if not any(read.values()):
         raise RewriteRefusedError(_NAME, "there is nothing to fold: no norm of this layer's input is known")
-    if traits.norm == "none":
-        reason = "the traits say that no norm stands before this layer, yet one is given"
-        raise RewriteRefusedError(_NAME, reason, "set traits.norm to what it is")
-    if traits.other_norm_readers and (others is None or others.refused):
-        reason = f"the norm is also read by {traits.other_norm_readers}, which "
+    if weights.other_norm_readers and (others is None or others.refused):
+        reason = f"the norm is also read by {weights.other_norm_readers}, which "
         reason += f"cannot take it up: {others.refused}" if others else "would miss its gain"
         raise RewriteRefusedError(_NAME, reason)
     for side in INPUT_SIDES:
         if read[side] is not None and not (side == "k" and not weights.k and weights.q):
             _require_map(side, weights.chain(side))
     checked = ["pre-norm", "nothing else reads the norm", "every map that reads it is learned"]
-    if traits.other_norm_readers and others:
+    if weights.other_norm_readers and others:
         checked[1] = f"what else reads the norm takes it up as well: {', '.join(others.maps)}"
     shifted = [side for side, norm in read.items() if norm is not None and _as_map(norm).bias is not None]
-    slotless = tuple(side for side in shifted if weights.chain(side) and side not in traits.bias_slots)
+    slotless = tuple(side for side in shifted if weights.chain(side) and side not in weights.bias_slots)
     if slotless:
         raise RewriteRefusedError(_NAME, f"there is no bias slot on {named(slotless)} for the shift β")
     if shifted:
@@ -233,21 +229,24 @@ def _require_map(side: Side, chain: Chain) -> None:
 
 def _require_gain_passes_to_queries(weights: AttentionWeights, *, shifted: bool) -> None:
     """Refuse unless `q · (γ ∘ y + β)`, where y itself is the key, is `(q ∘ γ) · y` to the softmax."""
-    traits = weights.traits
-    if traits.positions in ("rotary", "disentangled") or traits.qk_norm:
-        between = traits.positions in ("rotary", "disentangled")
-        what = f"{traits.positions} positions stand" if between else "a norm (QK-norm) stands"
+    semantics = weights.semantics
+    if semantics.meets_distances or semantics.qk_norm:
+        what = (
+            f"{semantics.positions} positions stand"
+            if semantics.meets_distances
+            else "a norm (QK-norm) stands"
+        )
         raise RewriteRefusedError(
             _NAME, f"the keys are the input itself, and {what} between them and the queries"
         )
-    if reason := why_clipping_counts(traits):
+    if reason := why_clipping_counts(semantics):
         raise RewriteRefusedError(_NAME, f"the keys are the input itself, and {reason}")
     require_nothing_between(_NAME, "q", weights.q[-1:])
     if not weights.q[-1].learned:
         raise RewriteRefusedError(
             _NAME, "the keys are the input itself, and the last map of q is fixed", "expand it first"
         )
-    if shifted and (reason := why_key_bias_counts(traits)):
+    if shifted and (reason := why_key_bias_counts(semantics)):
         raise RewriteRefusedError(
             _NAME, f"the keys are the input itself, so its shift β would be their bias, and {reason}"
         )

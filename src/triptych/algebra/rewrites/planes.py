@@ -15,8 +15,8 @@ from jaxtyping import Complex, Float
 from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
-from triptych.algebra.function import Rotation
 from triptych.algebra.moments import Moments
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.channels import joint_basis, newly_apart, times
 from triptych.algebra.rewrites.data import require_moments_of
 from triptych.algebra.rewrites.legality import (
@@ -32,7 +32,7 @@ _QK: tuple[Side, Side] = ("q", "k")
 
 def truncate_planes(
     weights: AttentionWeights,
-    rotation: Rotation,
+    rotation: RotaryEmbedding,
     *,
     planes: int | Sequence[int],
     moments: Moments | None = None,
@@ -108,7 +108,7 @@ def truncate_planes(
 
 def plane_scores(
     weights: AttentionWeights,
-    rotation: Rotation,
+    rotation: RotaryEmbedding,
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Float[Tensor, "num_heads planes planes"]:
@@ -137,7 +137,7 @@ def plane_scores(
     P_q, N_q = _complex_moments(G_q, rotation)
     P_k, N_k = _complex_moments(G_k, rotation)
     theta = rotation.frequencies.double().to(weights.device)
-    causal = weights.traits.kind == "causal"
+    causal = weights.semantics.kind == "causal"
     minus = mean_turn(theta[:, None] - theta, longest, causal)
     plus = mean_turn(theta[:, None] + theta, longest, causal)
     return ((P_q * P_k.conj() * minus + N_q * N_k.conj() * plus) / 2).real * rotation.factor**4
@@ -145,7 +145,7 @@ def plane_scores(
 
 def measure_plane_energies(
     weights: AttentionWeights,
-    rotation: Rotation,
+    rotation: RotaryEmbedding,
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Float[Tensor, "groups planes"]:
@@ -163,7 +163,7 @@ def _energies(scores: Float[Tensor, "heads planes planes"], groups: int) -> Floa
     return of_heads.reshape(groups, -1, of_heads.shape[-1]).sum(dim=1)
 
 
-def require_rotary(name: str, weights: AttentionWeights, rotation: Rotation) -> None:
+def require_rotary(name: str, weights: AttentionWeights, rotation: RotaryEmbedding) -> None:
     """Refuse a layer whose planes are not what meets in its scores.
 
     Raises:
@@ -171,11 +171,11 @@ def require_rotary(name: str, weights: AttentionWeights, rotation: Rotation) -> 
             stands before them, queries and keys are clipped, or the rotation turns more channels than there
             are.
     """
-    if weights.traits.positions != "rotary":
+    if weights.semantics.positions != "rotary":
         raise RewriteRefusedError(
-            name, f"the layer has no planes: its positions are {weights.traits.positions}, not rotary"
+            name, f"the layer has no planes: its positions are {weights.semantics.positions}, not rotary"
         )
-    if weights.traits.qk_norm:
+    if weights.semantics.qk_norm:
         raise RewriteRefusedError(
             name,
             "queries and keys are normalised (QK-norm) over the channels of all their planes",
@@ -186,7 +186,7 @@ def require_rotary(name: str, weights: AttentionWeights, rotation: Rotation) -> 
             "planes turn by rows and columns of patches, and what they carry is counted over distances in "
             "a text",
         )
-    if reason := why_clipping_counts(weights.traits):
+    if reason := why_clipping_counts(weights.semantics):
         raise RewriteRefusedError(name, reason)
     width, turned = weights.multiplied("q").d_out, rotation.start + 2 * len(rotation.frequencies)
     if turned > width:
@@ -209,7 +209,9 @@ class PlaneForms(NamedTuple):
 
 
 def plane_forms(
-    q: Float[Tensor, "num_heads q_rows width"], k: Float[Tensor, "num_heads k_rows width"], rotation: Rotation
+    q: Float[Tensor, "num_heads q_rows width"],
+    k: Float[Tensor, "num_heads k_rows width"],
+    rotation: RotaryEmbedding,
 ) -> PlaneForms:
     """The forms that turn, and the one that does not, of the maps of every head."""
     stays = _stays(rotation, q.shape[-1])
@@ -222,7 +224,7 @@ def plane_forms(
 
 
 def rotary_move(
-    before: AttentionWeights, after: AttentionWeights, rotation: Rotation
+    before: AttentionWeights, after: AttentionWeights, rotation: RotaryEmbedding
 ) -> Float[Tensor, " num_heads"]:
     """Root mean square over distances m of ‖Δ W_Q R(m) W_Kᵀ‖ (Frobenius), biases as rows.
 
@@ -243,7 +245,7 @@ def at_any_distance(
     return tuple(map(max, shares, Cut.shares(moved.square(), sizes.square())))
 
 
-def rotary_size(weights: AttentionWeights, rotation: Rotation) -> Float[Tensor, " num_heads"]:
+def rotary_size(weights: AttentionWeights, rotation: RotaryEmbedding) -> Float[Tensor, " num_heads"]:
     """The same of the forms themselves: how far they are from nothing."""
     forms = _forms_with_biases(weights, rotation)
     total = forms.planes.frobenius_norm().square().sum(dim=-1) / 4
@@ -252,7 +254,7 @@ def rotary_size(weights: AttentionWeights, rotation: Rotation) -> Float[Tensor, 
     return total.sqrt()
 
 
-def merge_planes(plain: AttentionWeights, rotation: Rotation, groups: int) -> AttentionWeights:
+def merge_planes(plain: AttentionWeights, rotation: RotaryEmbedding, groups: int) -> AttentionWeights:
     """The nearest writing with that many key heads: each plane of a group on one line of its own.
 
     Of v_j, the keys of the group's heads in a plane, the common one is the first left singular vector v of
@@ -287,7 +289,7 @@ def merge_planes(plain: AttentionWeights, rotation: Rotation, groups: int) -> At
     return replace(plain, q=(_without_row(new_q, q),), k=(_without_row(new_k, k),))
 
 
-def _merge_fixed(q: Link, k: Link, rotation: Rotation, new_q: Tensor, new_k: Tensor) -> None:
+def _merge_fixed(q: Link, k: Link, rotation: RotaryEmbedding, new_q: Tensor, new_k: Tensor) -> None:
     """The channels that are not turned, in place."""
     stays = _stays(rotation, q.d_out)
     if not stays:
@@ -300,14 +302,14 @@ def _merge_fixed(q: Link, k: Link, rotation: Rotation, new_q: Tensor, new_k: Ten
     new_k[..., stays] = basis.shared
 
 
-def _stays(rotation: Rotation, width: int) -> list[int]:
+def _stays(rotation: RotaryEmbedding, width: int) -> list[int]:
     """The channels that are not turned."""
     first, second = rotation.pairs
     return sorted(set(range(width)) - {*first, *second})
 
 
 def _complex_planes(
-    maps: Float[Tensor, "copies rows width"], rotation: Rotation
+    maps: Float[Tensor, "copies rows width"], rotation: RotaryEmbedding
 ) -> Complex[Tensor, "copies planes rows"]:
     first, second = rotation.pairs
     return torch.complex(maps[..., first], maps[..., second]).mT
@@ -322,7 +324,7 @@ def _without_row(maps: Float[Tensor, "copies rows width"], like: Link) -> Link:
     return Link(maps) if like.bias is None else Link(maps[:, :-1].contiguous(), maps[:, -1].contiguous())
 
 
-def _forms_with_biases(weights: AttentionWeights, rotation: Rotation) -> PlaneForms:
+def _forms_with_biases(weights: AttentionWeights, rotation: RotaryEmbedding) -> PlaneForms:
     q, k = (_with_row(weights.multiplied(side).of_heads(weights.num_heads)) for side in _QK)
     return plane_forms(q, k, rotation)
 
@@ -347,7 +349,7 @@ def _channel_moments(weights: AttentionWeights, moments: Moments | None) -> tupl
 
 
 def _complex_moments(
-    G: Float[Tensor, "heads r r"], rotation: Rotation
+    G: Float[Tensor, "heads r r"], rotation: RotaryEmbedding
 ) -> tuple[Complex[Tensor, "heads planes planes"], Complex[Tensor, "heads planes planes"]]:
     """E[c_f c_g*] and E[c_f c_g] of c = a + i b, from the moments of a and b."""
     a, b = rotation.pairs

@@ -80,7 +80,7 @@ def truncate(
 
     Raises:
         RewriteRefusedError: a rank out of range, with both numbers; channels that cannot be mixed
-            (rotary positions, QK-norm, a gate); a key bias that the softmax would miss.
+            (rotary positions, QK-norm); a key bias that the softmax would miss.
 
     Source: Eckart & Young 1936, doi 10.1007/BF02288367.
     """
@@ -258,7 +258,7 @@ def _require_truncatable(name: str, weights: AttentionWeights, form: Form, given
             raise RewriteRefusedError(
                 name, f"{form}_rank is {rank}: a form of width {width} takes 1 to {width}"
             )
-    if reason := why_channels_stay(weights.traits, form):
+    if reason := why_channels_stay(weights.semantics, form):
         raise RewriteRefusedError(name, f"{form}: {reason}", f"leave {form}_rank out")
     for side in SIDES_OF[form]:
         require_nothing_between(name, side, weights.chain(side)[:-1])
@@ -267,7 +267,7 @@ def _require_truncatable(name: str, weights: AttentionWeights, form: Form, given
 
 def _require_blind_to_key_bias(weights: AttentionWeights, form: Form) -> None:
     bias = weights.head_bias("k") if form == "qk" else None
-    if bias is not None and bool(bias.any()) and (reason := why_key_bias_counts(weights.traits)):
+    if bias is not None and bool(bias.any()) and (reason := why_key_bias_counts(weights.semantics)):
         raise RewriteRefusedError("truncate", f"qk: fewer channels cannot carry the key bias, and {reason}")
 
 
@@ -313,13 +313,13 @@ def _truncate_ov(
 
 
 def _require_latent(weights: AttentionWeights) -> None:
-    if weights.traits.positions == "rotary":
+    if weights.semantics.positions == "rotary":
         raise RewriteRefusedError(
             "to_latent",
             "under rotary positions keys would have to be turned between the latent and the query; decoupled "
             "rotary makes it bounded, and is not part of this writing",
         )
-    if weights.traits.positions == "disentangled":
+    if weights.semantics.positions == "disentangled":
         raise RewriteRefusedError("to_latent", "distances meet queries and keys in the same channels")
     for side in ("k", "v"):
         if not weights.chain(side):

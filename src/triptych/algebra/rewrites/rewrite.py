@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple, final
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from triptych.algebra.function import Scoring
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.channels import newly_apart
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten
@@ -37,7 +36,6 @@ class Layer:
     Attributes:
         name: for messages.
         weights: as they are now, float64.
-        scoring: what it does besides.
         longest_text: positions that the model is made for.
         moments: of the layer as it is now over the calibration text; None without one.
         others: what else reads its norm; None if nothing does that is known.
@@ -46,7 +44,6 @@ class Layer:
 
     name: str
     weights: AttentionWeights
-    scoring: Scoring
     longest_text: int = 2048
     moments: Moments | None = None
     others: OtherReaders | None = None

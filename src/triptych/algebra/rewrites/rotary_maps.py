@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from triptych.algebra.function import Rotation
 from triptych.algebra.moments import Moments
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.channels import newly_apart, times
 from triptych.algebra.rewrites.data import PRIOR, require_moments_of
 from triptych.algebra.rewrites.legality import require_whole_number, why_key_bias_counts
@@ -43,7 +43,7 @@ _ROUNDS = 5
 
 def truncate_rotary_maps(
     weights: AttentionWeights,
-    rotation: Rotation,
+    rotation: RotaryEmbedding,
     *,
     qk_rank: Ranks,
     moments: Moments | None = None,
@@ -88,7 +88,7 @@ def truncate_rotary_maps(
         k=_through(working, "k", maps.k.flatten(0, 1), notes),
     )
     if moments is not None:
-        notes.append(f"no mean was taken off: {why_key_bias_counts(weights.traits)}")
+        notes.append(f"no mean was taken off: {why_key_bias_counts(weights.semantics)}")
     true = _Scores.of(name, working, rotation, moments, longest, 0.0)
     whole = true.mean_square()
     shares = Cut.shares(true.error(maps), whole)
@@ -121,7 +121,7 @@ def truncate_rotary_maps(
 
 def measure_rotary_energies(
     weights: AttentionWeights,
-    rotation: Rotation,
+    rotation: RotaryEmbedding,
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Float[Tensor, "groups d_k"]:
@@ -185,7 +185,7 @@ class _Scores:
         cls,
         name: str,
         weights: AttentionWeights,
-        rotation: Rotation,
+        rotation: RotaryEmbedding,
         moments: Moments | None,
         longest: int | None,
         prior: float,
@@ -208,7 +208,7 @@ class _Scores:
             k=k[:, None],
             free=frozenset(side for side in ("q", "k") if _holds_bias(weights.chain(side))),
             basis=basis,
-            phases=mean_turn(turns - turns[:, None], longest, weights.traits.kind == "causal"),
+            phases=mean_turn(turns - turns[:, None], longest, weights.semantics.kind == "causal"),
             factor=factor,
         )
 
@@ -293,7 +293,7 @@ class _Scores:
         return gram[..., :-1, :-1] - mean.mT @ mean if side in self.free else gram[..., :-1, :-1]
 
 
-def _fitted(scores: _Scores, rotation: Rotation, ranks: Sequence[int]) -> _Maps:
+def _fitted(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]) -> _Maps:
     """Both sides fitted in turn, from the best keys and from planes; of each group the better end."""
     kept = _first(scores, ranks)
     planes = _strongest_planes(scores, rotation, ranks)
@@ -314,7 +314,7 @@ def _first(scores: _Scores, ranks: Sequence[int]) -> Float[Tensor, "groups d"]:
 
 
 def _strongest_planes(
-    scores: _Scores, rotation: Rotation, ranks: Sequence[int]
+    scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]
 ) -> Float[Tensor, "groups d d"]:
     """The projection on as many planes of a group as a rank has room for, then on channels that stay."""
     first, second = rotation.pairs

@@ -36,7 +36,7 @@ class Truncate(LayerRewrite):
 
     name = "truncate"
     tier = "bounded unless nothing is cut"
-    refused = "QK-norm: of W_QK; a gate: of W_OV; clipping: of both"
+    refused = "QK-norm: of W_QK; clipping: of both"
     place = 6
     why_here = "the basis and the order of heads depend on what is left"
     by_groups = True
@@ -162,7 +162,7 @@ class Truncate(LayerRewrite):
 
     def _cut(self, layer: Layer, form: Form, ranks: list[int]) -> Rewritten:
         moments = layer.moments if self.needs_text else None
-        weights, rotation = layer.weights, layer.scoring.rotation
+        weights, rotation = layer.weights, layer.weights.semantics.rotary
         if form == "qk" and rotation is not None:
             longest = _longest(layer, moments)
             if self.rotary == "planes":
@@ -192,13 +192,13 @@ class Truncate(LayerRewrite):
 
     def _step(self, layer: Layer, form: Form) -> int:
         """Channels that go together."""
-        planes = form == "qk" and layer.scoring.rotation is not None and self.rotary == "planes"
+        planes = form == "qk" and layer.weights.semantics.rotary is not None and self.rotary == "planes"
         return 2 if planes else 1
 
     def _spectrum(self, layer: Layer, form: Form) -> Tensor:
         """Energy of each direction (plane) of each group, largest first, `[groups, directions]`."""
         moments = layer.moments if self.needs_text else None
-        rotation = layer.scoring.rotation if form == "qk" else None
+        rotation = layer.weights.semantics.rotary if form == "qk" else None
         if rotation is not None:
             measure = measure_plane_energies if self.rotary == "planes" else measure_rotary_energies
             return measure(layer.weights, rotation, moments, _longest(layer, moments))

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from triptych.algebra.cost import Route
+from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side, standard_scale
 from triptych.attention.projections.maps import HeadMap, Held
 
@@ -227,11 +228,11 @@ class Projections(nn.Module):
         return AttentionWeights(
             d_model=self.d_model,
             num_heads=self.num_heads,
-            scale=standard_scale(self.d_k),
             q=q,
             k=k,
             v=v,
             o=o,
+            semantics=Semantics(scale=standard_scale(self.d_k)),
             o_bias=self.o_proj.bias,
         )
 

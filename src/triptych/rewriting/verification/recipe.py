@@ -140,8 +140,7 @@ class _Again:
         self, layer: LayerRecord, one: AttentionLayer, other: AttentionLayer, done: RewrittenLayer
     ) -> Iterator[str]:
         """Why a bounded layer is not the one that the recipe makes."""
-        scoring = one.scoring if done.kept is None else one.scoring.of_heads(done.kept)
-        expected = replace(one, weights=done.weights, scoring=scoring)
+        expected = replace(one, weights=done.weights)
         found = measure_change(expected, other, self._pair.certificate.probes).relative
         rounding = rounding_of(
             one, other, self._pair.stored(layer), probes=self._pair.certificate.probes

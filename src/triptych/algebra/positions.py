@@ -1,0 +1,352 @@
+"""Positions inside attention: rotary embeddings of queries and keys, and biases added to the scores."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import ClassVar, Literal, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Pairing = Literal["halves", "interleaved"]
+
+_Tables = dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]]
+
+
+def apply_rotary(
+    x: Float[Tensor, "*batch length width"],
+    cos: Float[Tensor, "length pairs"],
+    sin: Float[Tensor, "length pairs"],
+    pairing: Pairing = "halves",
+    start: int = 0,
+) -> Float[Tensor, "*batch length width"]:
+    """Rotate pairs of channels: `(a, b) → (a cos − b sin, a sin + b cos)`.
+
+    Args:
+        x: queries or keys.
+        cos: of the angle of each position and pair. The products are taken in the wider dtype of it and `x`.
+        sin: likewise.
+        pairing: "halves" pairs channel f with f + number of pairs (GPT-NeoX, Llama), "interleaved" 2f with
+            2f + 1 (RoFormer, GPT-J).
+        start: the first channel that is rotated.
+    """
+    pairs = cos.shape[-1]
+    end = start + 2 * pairs
+    if pairing == "halves":
+        a, b = x[..., start : start + pairs], x[..., start + pairs : end]
+        parts = [a * cos - b * sin, a * sin + b * cos]
+    else:
+        a, b = x[..., start:end:2], x[..., start + 1 : end : 2]
+        parts = [torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)]
+    if start:
+        parts.insert(0, x[..., :start])
+    if end < x.shape[-1]:
+        parts.append(x[..., end:])
+    return torch.cat(parts, dim=-1).to(x.dtype)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RotaryEmbedding:
+    """Rotates pair f of a query or key at position m by the angle m θ_f.
+
+    The product of a rotated query and a rotated key depends on their distance only.
+
+    Attributes:
+        frequencies: θ_f of every pair.
+        pairing: which channels form a pair; see `apply_rotary`.
+        start: the first channel of a head that is rotated.
+        factor: what rotated channels are multiplied by (YaRN's attention factor).
+        places: `[positions, pairs]`, the m of every position and pair where it is not the position's number:
+            rows for some pairs and columns for the others, where positions are patches of a picture; 0 for
+            tokens that are not rotated.
+
+    Source: Su et al. 2021, arXiv 2104.09864, section 3.4.2; a part of the channels: Black et al. 2022,
+    arXiv 2204.06745, section 2.1; factor: Peng et al. 2023, arXiv 2309.00071.
+    """
+
+    frequencies: Float[Tensor, " pairs"]
+    pairing: Pairing = "halves"
+    start: int = 0
+    factor: float = 1.0
+    places: Float[Tensor, "positions pairs"] | None = None
+    _tables: _Tables = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of_width(cls, width: int, base: float = 10_000.0, pairing: Pairing = "halves") -> "RotaryEmbedding":
+        """The first `width` channels with `θ_f = base^(−2f / width)`."""
+        return cls(base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width), pairing)
+
+    @property
+    def pairs(self) -> tuple[list[int], list[int]]:
+        """The first and the second channel of every pair."""
+        count = len(self.frequencies)
+        if self.pairing == "halves":
+            first, step = range(self.start, self.start + count), count
+        else:
+            first, step = range(self.start, self.start + 2 * count, 2), 1
+        return list(first), [channel + step for channel in first]
+
+    def __call__(
+        self, x: Float[Tensor, "*batch length width"], position: int = 0
+    ) -> Float[Tensor, "*batch length width"]:
+        """Queries or keys rotated as they are at positions `position` to `position + length − 1`.
+
+        The products are taken in float32 at least, and rounded to the dtype of `x`.
+
+        Raises:
+            ValueError: a picture has fewer positions.
+        """
+        end = position + x.shape[-2]
+        cos, sin = self.cos_sin(end, x.device, x.dtype)
+        return apply_rotary(x, cos[position:end], sin[position:end], self.pairing, self.start)
+
+    def reach(self, longest: int) -> Float[Tensor, " pairs"]:
+        """How far apart two of that many positions lie at most, for each pair."""
+        if self.places is None:
+            return torch.full_like(self.frequencies, longest)
+        return self.places.amax(dim=0) - self.places.amin(dim=0)
+
+    def cos_sin(self, end: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of at least `end` positions, times the factor, `[positions, pairs]` each.
+
+        In float64 where `dtype` is that, and float32 for all others; kept for the next call.
+        """
+        if self.places is not None:
+            _require_in_picture(end, len(self.places))
+        precise = torch.float64 if dtype == torch.float64 else torch.float32
+        tables = self._tables.get((device, precise))
+        if tables is None or len(tables[0]) < end:
+            rows = max(256, 1 << (end - 1).bit_length())
+            # Angles in float64, rounded once: in float32 they would be off by 1e-3 at position 30,000.
+            # Never as inference tensors: a translation may ask first, and training use them after it.
+            with torch.inference_mode(False):
+                frequencies, places = self.frequencies.double(), self.places
+                if places is None:
+                    places = torch.arange(rows, dtype=torch.float64, device=frequencies.device)[:, None]
+                angles = places.double() * frequencies
+                cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+                tables = cos.to(device, precise), sin.to(device, precise)
+            self._tables[device, precise] = tables
+        return tables
+
+
+class ScoreBias(ABC):
+    """Numbers added to the scaled scores.
+
+    Attributes:
+        scheme: the name in reports and messages.
+        of_each_head: the tensors with numbers of each head, and which of their dimensions heads are.
+    """
+
+    scheme: ClassVar[Literal["alibi", "relative", "disentangled"]]
+    of_each_head: ClassVar[Mapping[str, int]]
+
+    @abstractmethod
+    def __call__(
+        self,
+        q: Float[Tensor, "batch heads query_len d_k"],
+        k: Float[Tensor, "batch heads key_len d_k"],
+        query_positions: Int[Tensor, " query_len"],
+        key_positions: Int[Tensor, " key_len"],
+    ) -> Tensor:
+        """What is added, broadcasting to `[batch, heads, query_len, key_len]`."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is there of `of_each_head`, by name."""
+        found = {name: getattr(self, name) for name in self.of_each_head}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def of_heads(self, kept: Sequence[int]) -> "ScoreBias":
+        """The bias of some heads, in some order."""
+        order = torch.tensor(kept)
+        parts = {
+            name: tensor.index_select(self.of_each_head[name], order.to(tensor.device))
+            for name, tensor in self.tensors().items()
+        }
+        return replace(self, **parts)  # type: ignore[type-var]
+
+    def joined(self, others: Sequence["ScoreBias"]) -> "ScoreBias":
+        """Of the heads of this one, and after them those of others that differ in their heads alone."""
+        parts = {
+            name: torch.cat([tensor, *(other.tensors()[name] for other in others)], self.of_each_head[name])
+            for name, tensor in self.tensors().items()
+        }
+        return replace(self, **parts)  # type: ignore[type-var]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ALiBi(ScoreBias):
+    """Takes from each score its distance, times a slope of the head's own: `score_ij − slope · |i − j|`.
+
+    The distance counts in both directions: under a causal mask this is the paper's bias, without one its
+    symmetric form for encoders.
+
+    Source: Press, Smith & Lewis 2022, arXiv 2108.12409, section 3.
+    """
+
+    scheme = "alibi"
+    of_each_head = MappingProxyType({"slopes": 0})
+    slopes: Float[Tensor, " heads"]
+
+    @classmethod
+    def of_count(cls, num_heads: int) -> "ALiBi":
+        """With the authors' slopes; see `alibi_slopes`."""
+        return cls(torch.tensor(alibi_slopes(num_heads), dtype=torch.float64))
+
+    def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """−slope · |i − j| of every head, query and key."""
+        # Not in bfloat16, which cannot count past 256.
+        precise = torch.float64 if q.dtype == torch.float64 else torch.float32
+        distance = (query_positions[:, None] - key_positions).abs().to(precise)
+        return (-self.slopes.to(q.device, precise)[:, None, None] * distance).to(q.dtype)
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """The slope of every head, as ALiBi's authors choose them.
+
+    For a power of two they are 2^(−8/h), 2^(−16/h), …, 2^−8. For another number, those of the power of two
+    below it, and after them every other one, from the first, of the power of two above it.
+
+    Source: `get_slopes` in github.com/ofirpress/attention_with_linear_biases.
+    """
+    below = 1 << (num_heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
+    return slopes + [2 ** (-4 * (i + 1) / below) for i in range(0, 2 * (num_heads - below), 2)]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RelativePositionBias(ScoreBias):
+    """T5's: a learned number for each head and bucket of distances.
+
+    Attributes:
+        table: `[buckets, heads]`.
+        both_ways: whether keys after the query have buckets of their own, half of them.
+        max_distance: from where on all distances share the last bucket.
+
+    Source: Raffel et al. 2020, arXiv 1910.10683, section 2.1.
+    """
+
+    scheme = "relative"
+    of_each_head = MappingProxyType({"table": 1})
+    table: Float[Tensor, "buckets heads"]
+    both_ways: bool
+    max_distance: int
+
+    def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """The table's entry for each distance."""
+        distance = key_positions - query_positions[:, None]
+        return self.table.to(q.dtype)[self._buckets(distance)].permute(2, 0, 1)
+
+    def _buckets(self, distance: Tensor) -> Tensor:
+        buckets, first = len(self.table), torch.zeros_like(distance)
+        if self.both_ways:
+            buckets //= 2
+            first = (distance > 0) * buckets
+            distance = distance.abs()
+        else:
+            distance = (-distance).clamp(min=0)
+        # Half of them count one by one, the others in equal ratios. In float32, as those who trained it did.
+        exact = buckets // 2
+        ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        far = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
+        return first + torch.where(distance < exact, distance, far)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PatchPositionBias(ScoreBias):
+    """BEiT's: a learned number for each head and distance in rows and columns between patches of a picture.
+
+    Attributes:
+        table: `[(2 rows − 1)(2 columns − 1) + 3, heads]`. The last three are for the token before the
+            patches: from it to them, from them to it, and its own.
+        rows: of patches.
+        columns: of patches.
+
+    Source: Bao et al. 2022, arXiv 2106.08254; `BeitRelativePositionBias` of
+    github.com/huggingface/transformers.
+    """
+
+    scheme = "relative"
+    of_each_head = MappingProxyType({"table": 1})
+    table: Float[Tensor, "distances heads"]
+    rows: int
+    columns: int
+
+    def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """The table's entry for each pair of positions."""
+        for positions in (query_positions, key_positions):
+            if len(positions):
+                _require_in_picture(int(positions.max()) + 1, 1 + self.rows * self.columns)
+        one, other = query_positions[:, None] - 1, key_positions - 1
+        down = one // self.columns - other // self.columns + self.rows - 1
+        right = one % self.columns - other % self.columns + self.columns - 1
+        place = down * (2 * self.columns - 1) + right
+        last = len(self.table)
+        place = torch.where(one < 0, last - 3, place)
+        place = torch.where(other < 0, last - 2, place)
+        place = torch.where((one < 0) & (other < 0), last - 1, place)
+        return self.table.to(q.dtype)[place].permute(2, 0, 1)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class DisentangledBias(ScoreBias):
+    """DeBERTa's: scores of content with the distance, and of the distance with content.
+
+    Attributes:
+        keys: of the distances, `[heads, 2 · span, d_k]`, read by queries; None if they are not.
+        queries: of the distances, likewise, reading keys; None if they do not.
+        span: number of buckets to each side.
+        max_distance: the longest distance that has a bucket of its own kind; buckets are exact if None.
+        scale: of both products.
+        through_maps: whether the distances pass the layer's own maps of keys and queries, and not others.
+
+    Source: He et al. 2021, arXiv 2006.03654, equation 4; buckets: github.com/microsoft/DeBERTa.
+    """
+
+    scheme = "disentangled"
+    of_each_head = MappingProxyType({"keys": 0, "queries": 0})
+    keys: Tensor | None
+    queries: Tensor | None
+    span: int
+    max_distance: int | None
+    scale: float
+    through_maps: bool = False
+
+    def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Both parts."""
+        distance = self._bucketed(query_positions[:, None] - key_positions)
+        shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        total = torch.zeros(shape, dtype=q.dtype, device=q.device)
+        if self.keys is not None:
+            place = (distance + self.span).clamp(0, 2 * self.span - 1)
+            total = total + (q @ self.keys.to(q.dtype).mT).gather(-1, place.expand(shape))
+        if self.queries is not None:
+            place = (self.span + distance).clamp(0, 2 * self.span - 1).mT
+            of_keys = (k @ self.queries.to(q.dtype).mT).gather(
+                -1, place.expand(*shape[:2], shape[3], shape[2])
+            )
+            total = total + of_keys.mT
+        return total * self.scale
+
+    def _bucketed(self, distance: Tensor) -> Tensor:
+        if self.max_distance is None:
+            return distance
+        middle = self.span // 2
+        far = distance.abs().clamp(min=middle).float()
+        ratio = torch.log(far / middle) / math.log((self.max_distance - 1) / middle)
+        bucket = (torch.ceil(ratio * (middle - 1)) + middle).long() * distance.sign()
+        return torch.where(distance.abs() <= middle, distance, bucket)
+
+
+def _require_in_picture(end: int, count: int) -> None:
+    """Raises ValueError for more positions than a picture has."""
+    if end > count:
+        raise ValueError(f"there are {end} positions, and a picture has {count}")

@@ -1,0 +1,198 @@
+"""`Semantics`: all that decides, beside the maps, what an attention layer computes.
+
+Layers, checkpoints, the plain formula (`algebra.function`), the legality of rewrites, costs and decoding
+read this one record. Whoever can do without a part of it has to look whether the part is there.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from triptych.algebra.positions import PatchPositionBias, RotaryEmbedding, ScoreBias
+
+Kind = Literal["self", "causal", "cross"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class HeadNorm:
+    """A normalisation between a map and what reads it.
+
+    Attributes:
+        eps: added to the mean square.
+        gain: `[width]`, or `[heads, width]` for a gain of each head's own; None for 1.
+        shift: like `gain`; None for 0.
+        centred: whether the mean is taken off first (LayerNorm), or not (RMSNorm).
+        over: "head": each head by itself; "all heads": over the channels of all heads side by side, the gain
+            `[heads · width]`.
+        channels: how many channels are normalised, the first ones; all if None.
+    """
+
+    eps: float
+    gain: Tensor | None = None
+    shift: Tensor | None = None
+    centred: bool = False
+    over: Literal["head", "all heads"] = "head"
+    channels: int | None = None
+
+    @property
+    def of_each_head(self) -> bool:
+        """Whether heads have gains or shifts of their own."""
+        return any(
+            part is not None and (part.ndim > 1 or self.over == "all heads")
+            for part in (self.gain, self.shift)
+        )
+
+    def __call__(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
+        """Normalise."""
+        if self.channels is not None and self.channels < x.shape[-1]:
+            first, rest = x[..., : self.channels], x[..., self.channels :]
+            return torch.cat([self._normalised(first), rest], dim=-1)
+        return self._normalised(x)
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        if self.over == "all heads":
+            joined = x.transpose(1, 2).flatten(2)
+            normal = self._scaled(joined, self.gain, self.shift)
+            return normal.reshape(*normal.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
+        return self._scaled(x, _per_head(self.gain), _per_head(self.shift))
+
+    def _scaled(self, x: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
+        if self.centred:
+            x = x - x.mean(dim=-1, keepdim=True)
+        x = x / (x.square().mean(dim=-1, keepdim=True) + self.eps).sqrt()
+        if gain is not None:
+            x = x * gain.to(x.dtype)
+        return x if shift is None else x + shift.to(x.dtype)
+
+
+def _per_head(numbers: Tensor | None) -> Tensor | None:
+    """`[heads, width]` as it is multiplied with `[batch, heads, length, width]`."""
+    return numbers[:, None] if numbers is not None and numbers.ndim == 2 else numbers
+
+
+@final
+@dataclass(frozen=True)
+class Temperature:
+    """Queries that count for more the further they stand in a text.
+
+    That at position m is multiplied by 1 + strength · ln(1 + ⌊(m + first) / every⌋).
+
+    Attributes:
+        strength: of the growth.
+        every: how many positions share a factor.
+        first: the number of position m = 0.
+
+    Source: Nakanishi 2025, arXiv 2501.19399; `modeling_llama4.py` and `modeling_ministral3.py` of
+    github.com/huggingface/transformers, version 5.23.0.
+    """
+
+    strength: float
+    every: float
+    first: int = 0
+
+    def __call__(
+        self, q: Float[Tensor, "batch heads length width"], positions: Int[Tensor, " length"]
+    ) -> Tensor:
+        """Queries times their factors."""
+        steps = ((positions.double() + self.first) / self.every).floor()
+        return q * (1 + self.strength * steps.log1p()).to(q.dtype)[:, None]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Semantics:
+    """What an attention layer does besides its maps, in the order in which it is done.
+
+    Attributes:
+        scale: what the products of queries and keys are multiplied by.
+        kind: where queries and keys come from: one sequence, one sequence seen causally, or two.
+        q_norm: of the queries, before they are rotated (QK-norm); likewise `k_norm`.
+        clip: what queries, keys and values are clipped to after their norms, ±; None if they are not.
+        rotary: of queries and keys; None if there is none.
+        temperature: of queries, after they were rotated; None if all count alike.
+        bias: added to the scaled scores; None if nothing is.
+        soft_cap: c where scores s become c · tanh(s / c); None if they do not.
+        window: how many keys up to its own position a query sees, at most, and as many from there on where
+            later ones are seen; None for all.
+        chunk: the text is cut into pieces of so many positions, and a query sees keys of its own piece; None
+            for one piece.
+        sinks: a score for each head that takes part in the softmax and moves nothing; None without.
+        dropout: probability with which attention weights are dropped, now.
+    """
+
+    scale: float
+    kind: Kind = "self"
+    q_norm: HeadNorm | None = None
+    k_norm: HeadNorm | None = None
+    clip: float | None = None
+    rotary: RotaryEmbedding | None = None
+    temperature: Temperature | None = None
+    bias: ScoreBias | None = None
+    soft_cap: float | None = None
+    window: int | None = None
+    chunk: int | None = None
+    sinks: Float[Tensor, " heads"] | None = None
+    dropout: float = 0.0
+
+    @property
+    def positions(self) -> Literal["none", "rotary", "alibi", "relative", "disentangled"]:
+        """How the layer itself tells positions apart, by name."""
+        if self.rotary is not None:
+            return "rotary"
+        return "none" if self.bias is None else self.bias.scheme
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries or keys are normalised before their product."""
+        return self.q_norm is not None or self.k_norm is not None
+
+    @property
+    def meets_distances(self) -> bool:
+        """Whether queries and keys meet positions, and not each other alone: W_QK is not all that counts."""
+        return self.positions in ("rotary", "disentangled")
+
+    @property
+    def num_positions(self) -> int | None:
+        """How many positions there are: the tokens of a picture; None for texts, which have no end."""
+        if isinstance(self.bias, PatchPositionBias):
+            return 1 + self.bias.rows * self.bias.columns
+        return None if self.rotary is None or self.rotary.places is None else len(self.rotary.places)
+
+    def of_heads(self, kept: Sequence[int]) -> "Semantics":
+        """What it is where some heads are left, in some order: their sinks and biases.
+
+        Norms of each head's own stay as they are: look at `HeadNorm.of_each_head`.
+        """
+        order = list(kept)
+        if self.sinks is None and self.bias is None:
+            return self
+        return replace(
+            self,
+            sinks=None if self.sinks is None else self.sinks[order],
+            bias=None if self.bias is None else self.bias.of_heads(order),
+        )
+
+    def joined(self, others: Sequence["Semantics"]) -> "Semantics":
+        """Of the heads of this one, and after them those of others that differ in their heads alone."""
+        sinks = [part.sinks for part in (self, *others) if part.sinks is not None]
+        biases = [other.bias for other in others if other.bias is not None]
+        return replace(
+            self,
+            sinks=torch.cat(sinks) if sinks else None,
+            bias=None if self.bias is None else self.bias.joined(biases),
+        )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The learned numbers that are no maps."""
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                yield from (part for part in (norm.gain, norm.shift) if part is not None)
+        if self.bias is not None:
+            yield from self.bias.tensors().values()
+        if self.sinks is not None:
+            yield self.sinks
