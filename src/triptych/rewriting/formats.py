@@ -1,4 +1,4 @@
-"""How checkpoints store their attention, for rewrites: those of others and runs of ours behind one interface."""
+"""How checkpoints store attention, for rewrites: those of others and runs of ours behind one interface."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
