@@ -17,9 +17,9 @@ from small_checkpoints import D, gpt2, gpt2_that_runs, llama
 from triptych import runs
 from triptych.algebra.rewrites.registry import REWRITES, option_names, signature, summary
 from triptych.algebra.rewrites.rewrite import Rewrite
-from triptych.cli import rewrite as command
 from triptych.rewriting import comparing
 from triptych.rewriting.certificate import Certificate, read_certificate
+from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.storage.copying import CERTIFICATE
 from triptych.training import resolve
 from triptych.training.progress import LineDisplay
@@ -400,8 +400,7 @@ def test_an_interruption_leaves_nothing_behind(
 
         return rewrite_checkpoint(*arguments, progress=interrupt, **options)
 
-    rewrite_checkpoint = command.rewrite_checkpoint
-    monkeypatch.setattr(command, "rewrite_checkpoint", stopped)
+    monkeypatch.setattr("triptych.rewrite_checkpoint", stopped)
     answer = triptych("rewrite", source, "-o", tmp_path / "out", "--exact")
     assert answer.code == 130
     assert sorted(tmp_path.iterdir()) == before
