@@ -13,8 +13,9 @@ from torch import Tensor
 
 from checkpoints.tiny_models import TINY, most
 from triptych.checkpoints import checkpoint as opening
-from triptych.checkpoints import reading
+from triptych.checkpoints import positions, reading
 from triptych.checkpoints.checkpoint import Checkpoint
+from triptych.checkpoints.families import HOOKS
 from triptych.checkpoints.family import Family, family_of
 from triptych.errors import DataError
 from triptych.storage.settings import Settings
@@ -74,7 +75,9 @@ def test_a_field_that_is_left_out_is_what_the_class_makes_it(name: str, tmp_path
     whole, tensors = json.loads((tmp_path / "config.json").read_text()), open_tensors(tmp_path)
     family = family_of(whole["model_type"])
     assert family is not None
-    asked_for = [family.model_dump_json(), *(Path(m.__file__).read_text() for m in (reading, opening))]
+    hooks = [field for spec in family.attention if spec.hook for field in HOOKS[spec.hook].fields]
+    in_code = (Path(module.__file__).read_text() for module in (reading, positions, opening))
+    asked_for = [family.model_dump_json(), *hooks, *in_code]
     words = set(re.findall(r"\w+", " ".join(asked_for)))
     all_of_it, compared = read(whole, family, tensors), 0
     assert all_of_it is not None
@@ -111,7 +114,8 @@ def test_a_scheme_by_an_older_name_is_read_as_the_class_has_it(tmp_path: Path) -
     found = read(old, family, open_tensors(tmp_path))
     assert found == read(new, family, open_tensors(tmp_path))
     (layers, _) = found
-    assert len({str(layer[3]) for layer in layers}) == 2
+    parts = [part for layer in layers for part in layer[2] if isinstance(part, tuple)]
+    assert len({str(part) for part in parts if part[0] == "Semantics"}) == 2
 
 
 def test_windows_begin_at_a_layer(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Every family, against the model that `transformers` makes of it: the outputs of its attention layers."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from triptych.algebra.function import attend
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import families
 from triptych.checkpoints.layer import Site
+from triptych.checkpoints.layer_map import layer_map
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -156,10 +158,18 @@ def in_batch(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim == 3 else tensor.view(2, -1, tensor.shape[-1])
 
 
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where a tiny model is, or is to be."""
+    return functools.cache(lambda name: tmp_path_factory.mktemp("tiny"))
+
+
 @pytest.mark.parametrize("name", TINY)
-def test_the_output_of_every_attention_layer_is_the_models_own(name: str, tmp_path: Path) -> None:
-    model = made(name, tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
+def test_the_output_of_every_attention_layer_is_the_models_own(
+    name: str, folder_of: Callable[[str], Path]
+) -> None:
+    model = made(name, folder_of(name))
+    checkpoint = open_checkpoint(folder_of(name))
     heard = overheard(model, checkpoint)
     compared = 0
     for site in checkpoint.sites:
@@ -178,6 +188,25 @@ def test_the_output_of_every_attention_layer_is_the_models_own(name: str, tmp_pa
         assert apart < TOLERANCE, f"{site.module}: {apart:.2e}"
         compared += 1
     assert compared >= 1
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_what_is_read_of_a_layer_is_written_as_it_was_to_the_bit(
+    name: str, folder_of: Callable[[str], Path]
+) -> None:
+    if not any(folder_of(name).iterdir()):
+        made(name, folder_of(name))
+    checkpoint = open_checkpoint(folder_of(name))
+    assert isinstance(checkpoint, Checkpoint)
+    for site in checkpoint.sites:
+        stored = layer_map(checkpoint.place(site), checkpoint.tensors)
+        ours = stored.read(lambda name, shape: checkpoint.tensors.read(name))
+        assert {"o"} < ours.keys() == stored.parts
+        written = dict(stored.write(ours))
+        assert written.keys() == stored.names
+        for of, tensor in written.items():
+            assert tensor.dtype == checkpoint.tensors.infos[of].dtype
+            assert torch.equal(tensor, checkpoint.tensors.read(of)), of
 
 
 def test_every_family_has_a_tiny_model() -> None:

@@ -62,7 +62,7 @@ def test_the_only_way_to_read_it_is_taken_and_said(tmp_path: Path, names: tuple[
     layer = checkpoint.read(checkpoint.sites[1])
     assert layer.weights.num_key_heads == GROUPS
     assert torch.equal(layer.weights.W_Q.mT.flatten(0, 1), weights[f"net.blocks.1.mixer.{names[0]}.weight"])
-    assert layer.weights.semantics.positions == "learned"
+    assert layer.embedded_positions == "learned"
     assert len(checkpoint.left_over) == 3
 
 

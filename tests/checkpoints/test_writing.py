@@ -29,9 +29,9 @@ from triptych.algebra.rewrites import (
     truncate,
 )
 from triptych.algebra.weights import AttentionWeights, Link
-from triptych.checkpoints import writing
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer
+from triptych.checkpoints.place import Place
 from triptych.checkpoints.resizing import resizing, sizes_of
 from triptych.checkpoints.writing import WrittenLayer, write_layer
 from triptych.storage.copying import FolderCopy
@@ -466,7 +466,7 @@ def test_a_norm_that_another_layer_reads_is_not_made_neutral(
     saved: Callable[[str], tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = opened(saved("llama")[1])
-    monkeypatch.setattr(writing, "_norms_of", lambda checkpoint, site: ["model.norm"])
+    monkeypatch.setattr(Place, "norm_module", "model.norm")
     assert "decoder 1 reads it too" in refused(checkpoint, lambda w: fold_norm(w).weights)
 
 

@@ -18,7 +18,9 @@ from triptych.checkpoints.family import AttentionSpec, Family, family_of, half_o
 from triptych.checkpoints.fields import not_followed, require_known_kinds, sees_both_ways
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel, is_own
-from triptych.checkpoints.reading import LayerReader, Place
+from triptych.checkpoints.place import Place
+from triptych.checkpoints.positions import stored_angles
+from triptych.checkpoints.reading import LayerReader
 from triptych.checkpoints.unknown import work_out_family
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.storage.hub import download_model, is_hub_id, open_hub
@@ -64,7 +66,6 @@ class Checkpoint(AttentionSource):
         self.left_over = self._account()
 
     def read(self, site: Site) -> AttentionLayer:
-        """Read one attention layer."""
         return LayerReader(self._places[site], self.tensors).read()
 
     def holding(self, tensors: Mapping[str, Tensor]) -> "Checkpoint":
@@ -74,7 +75,6 @@ class Checkpoint(AttentionSource):
         return found
 
     def place(self, site: Site) -> Place:
-        """Where a layer lies, and how it is written there."""
         return self._places[site]
 
     def read_names(self, site: Site) -> tuple[str, ...]:
@@ -92,12 +92,10 @@ class Checkpoint(AttentionSource):
         return sum(self.tensors.infos[name].num_bytes for name in self.tensors.below(site.module))
 
     def longest_text(self, site: Site) -> int:
-        """What the configuration says, or 2,048."""
         found = self._places[site].settings.value(_LONGEST_TEXT)
         return found if isinstance(found, int) and 0 < found <= _LONGEST_SAID else 2048
 
     def input_modules(self, site: Site) -> tuple[str, str]:
-        """The maps of queries and keys, or that of both."""
         spec = self._places[site].spec
         names = spec.qkv or spec.q, spec.qkv or spec.k
         if spec.latent:
@@ -110,7 +108,6 @@ class Checkpoint(AttentionSource):
         return f"{site.module}.{names[0]}", f"{site.module}.{names[1]}"
 
     def broken(self, layer: AttentionLayer) -> dict[str, int]:
-        """The tensors are read once more."""
         counts = {name: int((~self.tensors.read(name).isfinite()).sum()) for name in layer.tensors}
         return {name: count for name, count in counts.items() if count}
 
@@ -235,7 +232,7 @@ class Checkpoint(AttentionSource):
         """
         readers = [LayerReader(place, self.tensors) for place in self._places.values()]
         modules = {site.module + "." for site in self.sites}
-        beside = {name for r in readers for name in (*r.names_beside(), *r.stored_names())}
+        beside = {name for r in readers for name in (*r.names_beside(), *stored_angles(r.place))}
         known = [*self.family.rest, *(k for spec in self.family.attention for k in spec.known)]
         others, strange = [], []
         for name in self.tensors.infos:
@@ -256,7 +253,7 @@ class Checkpoint(AttentionSource):
                 f"{self.family.name} has: {', '.join(strange[:4])}{' …' if len(strange) > 4 else ''}"
             )
         for reader in readers:
-            elsewhere = modules - {reader.site.module + "."}
+            elsewhere = modules - {reader.place.site.module + "."}
             for name in reader.unknown():
                 if name not in self.unread and not any(name.startswith(module) for module in elsewhere):
                     raise DataError(

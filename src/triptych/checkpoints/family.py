@@ -14,13 +14,14 @@ from typing import Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from triptych.checkpoints.fused import Layout
 from triptych.errors import DataError, UsageError
+
+Layout = Literal["q k v", "by group", "q v k in four parts"]
 
 _FOLDER = files("triptych.checkpoints") / "families"
 # What holds a value or a condition out of the configuration, in the words of `settings`.
 _EXPRESSIONS = (
-    "when", "value", "eps", "width", "start", "share", "base", "scaling", "times", "max_distance",
+    "when", "value", "eps", "width", "start", "share", "base", "scaling", "max_distance",
     "buckets", "shared_maps", "image", "patch", "before", "rank", "q_rank", "plain", "turned",
     "both_ways", "needs", "layers", "inner", "more_layers", "uses", "size", "heads", "value_width",
     "scale", "soft_cap", "clip", "field", "borrowing", "value_norm", "factor", "strength", "every",
@@ -194,7 +195,7 @@ class PositionSpec(_Spec):
         scaling: paths of the record that scales them; the first that is one.
         factor: what turned channels are multiplied by under a scaling, instead of what its kind makes it.
         slopes: how ALiBi's are found: as its authors do, or as MPT does.
-        times: what the slopes are multiplied by; "scale" for what the scores are.
+        before_scale: whether ALiBi's biases are added before the scores are scaled, and not after.
         stored: tensors with the angles of rotary positions, frequencies `[planes]` or sines and cosines
             `[positions, 2 · planes]`. Those that are there must be what the configuration gives.
         table: the tensor of a distance table; of the first layer, for all, with "{layer}" of each its own.
@@ -222,7 +223,7 @@ class PositionSpec(_Spec):
     scaling: tuple[str, ...] = ("rope_scaling", "rope_parameters")
     factor: str = ""
     slopes: Literal["authors", "mpt"] = "authors"
-    times: str = "1.0"
+    before_scale: bool = False
     stored: tuple[str, ...] = ()
     table: str = ""
     more_tables: tuple[Choice, ...] = ()
@@ -304,6 +305,7 @@ class AttentionSpec(_Spec):
         scale: the scores are multiplied by 1/√ of this, the width of queries if no choice holds; "1" for
             nothing.
         scale_times: what they are multiplied by besides.
+        hook: code of the family for what none of this can say, `families/NAME.py`.
         norm: what is read; None without any.
         head_norm: of queries and keys.
         value_norm: what is added to the mean square in an RMSNorm of each head's values, which has no
@@ -355,6 +357,7 @@ class AttentionSpec(_Spec):
     value_width: str = ""
     scale: str | tuple[Choice, ...] = ()
     scale_times: tuple[Choice, ...] = ()
+    hook: Literal["", "deberta", "deepseek", "gpt2"] = ""
     norm: tuple[NormSpec, ...] = ()
     head_norm: HeadNormSpec | None = None
     value_norm: str = ""

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from importlib.resources import files
 from typing import Any
 
+from triptych.checkpoints.families import HOOKS
 from triptych.checkpoints.family import AttentionSpec, Family
 from triptych.errors import DataError
 from triptych.storage.settings import Settings, paths_in
@@ -57,8 +58,9 @@ def overlooked(record: Mapping[str, Any], read: Collection[str], path: str = "")
 def fields_read(family: Family) -> frozenset[str]:
     """The fields that a family reads, or says that nobody does, as paths."""
     ignored = {ignored.field for spec in family.attention for ignored in spec.ignored}
+    hooked = (HOOKS[spec.hook].fields for spec in family.attention if spec.hook)
     return _NAMES["read_in_code"].union(
-        ignored, *(paths_in(expression) for expression in family.expressions())
+        ignored, *hooked, *(paths_in(expression) for expression in family.expressions())
     )
 
 

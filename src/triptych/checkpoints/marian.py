@@ -230,14 +230,12 @@ class _Tensors:
         self._dtype: torch.dtype | None = None
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor that must be there, and of this shape."""
         found = self.take_if_there(name, shape)
         if found is None:
             raise DataError(f"{self.path}: {name} is missing; config.json calls for {list(shape)}")
         return found
 
     def take_if_there(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """A tensor of this shape, and of the dtype of those before it; None if there is none."""
         found = self._left.pop(name, None)
         if found is None:
             return None
@@ -265,7 +263,6 @@ class _Tensors:
         return tensor
 
     def check_empty(self) -> None:
-        """Check that every tensor was taken."""
         if self._left:
             name, tensor = next(iter(self._left.items()))
             raise DataError(

@@ -15,7 +15,8 @@ from triptych.algebra.weights import Norm
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.family import NormSpec, OtherNormSpec
 from triptych.checkpoints.layer import Site
-from triptych.checkpoints.reading import Place, norm_tensors
+from triptych.checkpoints.layer_map import norm_tensors
+from triptych.checkpoints.place import Place
 from triptych.storage.tensors import Tensors
 
 
@@ -38,7 +39,6 @@ class NormReader:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of what it has."""
         return (self.weight, self.bias) if self.bias else (self.weight,)
 
     def read(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
@@ -75,7 +75,6 @@ class NormSite:
     refused: str = ""
 
     def read(self, tensors: Tensors) -> Norm:
-        """Its gain and shift, as stored."""
         gain, shift = self.own_tensors
         return Norm(
             tensors.read(gain), tensors.read(shift) if shift in tensors.infos else None, self.spec.offset
@@ -83,7 +82,6 @@ class NormSite:
 
     @property
     def all_tensors(self) -> tuple[str, ...]:
-        """Names of its own tensors and of those of the maps that read it."""
         return (*self.own_tensors, *(name for reader in self.readers for name in reader.tensors))
 
 
@@ -92,15 +90,15 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
     attention: dict[str, Site] = {}
     for site in checkpoint.sites:
         place = checkpoint.place(site)
-        if (spec := _first(place.spec.norm, place)) is not None and spec.at and spec.place == "pre":
-            attention.setdefault(_named(spec.at, place), site)
+        if place.norm_module:
+            attention.setdefault(place.norm_module, site)
     found: dict[str, NormSite] = {}
     taken = {name for site in checkpoint.sites for name in checkpoint.read_names(site)}
     for site in checkpoint.sites:
         place = checkpoint.place(site)
         for other in place.spec.other_norms:
-            if place.settings.holds(other.when, place.layer) and (spec := _first(other.norm, place)):
-                module = _named(spec.at, place)
+            if place.holds(other.when) and (spec := place.first(other.norm)):
+                module = place.beside(spec.at)
                 if module not in found:
                     readers, refused = _readers(checkpoint, place, other, spec)
                     tensors = {name for reader in readers for name in reader.tensors}
@@ -118,30 +116,21 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
     return tuple(sorted(found.values(), key=lambda norm: norm.layer is None))
 
 
-def _first(specs: Sequence[NormSpec], place: Place) -> NormSpec | None:
-    return next((spec for spec in specs if place.settings.holds(spec.when, place.layer)), None)
-
-
-def _named(name: str, place: Place) -> str:
-    return place.prefix + name.format(layer=place.layer, inner=place.inner)
-
-
 def _readers(
     checkpoint: Checkpoint, place: Place, other: OtherNormSpec, spec: NormSpec
 ) -> tuple[tuple[NormReader, ...], str]:
     """The maps that read a norm, or why there is nothing to fold it into."""
     if spec.place != "pre":
         return (), ""  # its place is reason enough
-    for choice in other.also_read_by:
-        if place.settings.holds(choice.when, place.layer):
-            return (), f"it is read by {choice.value}, which would miss its gain"
-    module = _named(spec.at, place)
+    if (also := place.first(other.also_read_by)) is not None:
+        return (), f"it is read by {also.value}, which would miss its gain"
+    module = place.beside(spec.at)
     gain, _ = norm_tensors(checkpoint.tensors, module)
     if gain not in checkpoint.tensors.infos:
         return (), f"there is no tensor {gain}, its gain"
     if other.output_map:
         return _output_map(checkpoint, place, other)
-    return _within(checkpoint.tensors, _named(other.within, place), other)
+    return _within(checkpoint.tensors, place.beside(other.within), other)
 
 
 def _within(tensors: Tensors, module: str, other: OtherNormSpec) -> tuple[tuple[NormReader, ...], str]:

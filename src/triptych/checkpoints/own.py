@@ -56,7 +56,6 @@ class OwnModel(AttentionSource):
         self.unread = {}
 
     def read(self, site: Site) -> AttentionLayer:
-        """The weights of a layer; nothing is read."""
         weights = self._weights[self._names[site]]
         inputs = InputNorms(*self._inputs[self._names[site]])
         scheme = self.model.config.positions.scheme
@@ -64,11 +63,9 @@ class OwnModel(AttentionSource):
         return AttentionLayer(site, weights, (site.module,), inputs=inputs, embedded_positions=embedded)
 
     def bytes_of(self, site: Site) -> int:
-        """What they take in memory."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.read(site).weights.tensors())
 
     def longest_text(self, site: Site) -> int:
-        """Positions there are, or the longest source with its end where there may be any number."""
         config = self.model.config
         return (
             config.positions.max_tokens
@@ -77,10 +74,8 @@ class OwnModel(AttentionSource):
         )
 
     def input_modules(self, site: Site) -> tuple[str, str]:
-        """The layer itself."""
         return site.module, site.module
 
     def broken(self, layer: AttentionLayer) -> dict[str, int]:
-        """Of the layer's tensors together."""
         count = sum(int((~tensor.isfinite()).sum()) for tensor in layer.weights.tensors())
         return {layer.site.module: count} if count else {}

@@ -5,34 +5,16 @@ Only where a field of its own decides a size, and nothing else hangs on it, can 
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import Site
-from triptych.checkpoints.reading import Place
+from triptych.checkpoints.place import Place, Sizes
 from triptych.errors import DataError
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import Tensors
-
-
-@final
-@dataclass(frozen=True)
-class Sizes:
-    """Those of a layer's maps.
-
-    Attributes:
-        heads: query heads.
-        groups: key-value heads.
-        width: of queries and keys.
-        value_width: of values.
-    """
-
-    heads: int
-    groups: int
-    width: int
-    value_width: int
 
 
 @final
@@ -73,7 +55,7 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: Sizes) -> Resizing | No
     place = checkpoint.place(site)
     if place.spec.why_kept:
         return None
-    here = configured_sizes(place, place.settings)
+    here = place.sizes
     entries = _entries(place, here, wanted)
     if entries is None:
         return None
@@ -86,7 +68,7 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: Sizes) -> Resizing | No
         at = checkpoint.place(other)
         if path_of_record(checkpoint, at) != path or at.spec.why_kept:
             continue
-        old, new = configured_sizes(at, at.settings), _sizes_or_none(at, changed)
+        old, new = at.sizes, _sizes_or_none(at, changed)
         if old == new:
             continue
         if new is None or not (
@@ -97,23 +79,10 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: Sizes) -> Resizing | No
     return Resizing({f"{path}{name}": value for name, value in entries.items()}, tuple(resized))
 
 
-def configured_sizes(place: Place, settings: Settings) -> Sizes:
-    """The sizes that a configuration gives a layer.
-
-    Raises:
-        DataError: it does not.
-    """
-    spec, layer = place.spec, place.layer
-    heads, width = settings.count(spec.heads, layer), settings.count(spec.width, layer)
-    groups = next((c.value for c in spec.groups if settings.holds(c.when, layer)), spec.heads)
-    value_width = settings.count(spec.value_width, layer) if spec.value_width else width
-    return Sizes(heads, settings.count(groups, layer), width, value_width)
-
-
 def _sizes_or_none(place: Place, settings: Settings) -> Sizes | None:
     """None for a configuration that gives none: a width that heads do not divide, say."""
     try:
-        return configured_sizes(place, settings)
+        return replace(place, settings=settings).sizes
     except DataError:
         return None
 
@@ -131,7 +100,7 @@ def _entries(place: Place, here: Sizes, wanted: Sizes) -> dict[str, int] | None:
             if field is None:
                 return None
             found[field] = new
-    groups = next((c.value for c in spec.groups if settings.holds(c.when, place.layer)), spec.heads)
+    groups = place.chosen(spec.groups) or spec.heads
     after = Settings({**settings.record, **found}, settings.where)
     if after.value(groups, place.layer) != wanted.groups:
         field = _own_field(groups, spec.heads, settings, place.layer)
@@ -165,16 +134,14 @@ def _own_field(expression: str, of_heads: str, settings: Settings, layer: int) -
 def _follows(old: Sizes, new: Sizes, here: Sizes, wanted: Sizes) -> bool:
     """Whether another layer changes in nothing but what was wanted."""
     return all(
-        getattr(new, f.name) == getattr(old, f.name)
-        or getattr(new, f.name) == getattr(wanted, f.name) != getattr(here, f.name)
-        for f in fields(Sizes)
+        now == before or now == asked != first
+        for now, before, asked, first in zip(new, old, wanted, here, strict=True)
     )
 
 
 def _is_free(place: Place, old: Sizes, new: Sizes, tensors: Tensors) -> bool:
     spec, settings, layer = place.spec, place.settings, place.layer
-    position = next((p.kind for p in spec.positions if settings.holds(p.when, layer)), "none")
-    norm = spec.head_norm if spec.head_norm and settings.holds(spec.head_norm.when, layer) else None
+    position, norm = place.position.kind, place.head_norm
     gains_of_heads = norm is not None and (
         norm.over == "all heads"
         or any("{head}" in name for name in (norm.q, norm.k))

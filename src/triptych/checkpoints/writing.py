@@ -1,13 +1,12 @@
 """Rewritten attention as the tensors of its checkpoint, in that checkpoint's own format.
 
-The inverse of `reading`: maps are joined, transposed and named as the family has it, and cast once to the
+A layer is brought to sizes that the format can hold, written through its `LayerMap`, and cast once to the
 dtype in which each tensor is stored. What a format cannot hold is refused.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Literal, NoReturn, final
 
 import torch
@@ -21,10 +20,10 @@ from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.fused import joined
-from triptych.checkpoints.layer import AttentionLayer, Site
-from triptych.checkpoints.reading import norm_tensors, tensor_names
-from triptych.checkpoints.resizing import Sizes, resizing, sizes_of
+from triptych.checkpoints.layer import AttentionLayer
+from triptych.checkpoints.layer_map import LayerMap, layer_map
+from triptych.checkpoints.place import Sizes
+from triptych.checkpoints.resizing import resizing, sizes_of
 
 _NAME = "write"
 _INPUTS: tuple[Literal["q", "k", "v"], ...] = ("q", "k", "v")
@@ -118,12 +117,12 @@ class _LayerWriter:
         if not math.isclose(scale, fitted.scale, rel_tol=1e-12):
             fitted = fitted.to(torch.float64).with_scale(scale)
         found = resizing(self.checkpoint, self.layer.site, new) if new != old else None
-        tensors: dict[str, Tensor] = {}
-        beside = self._norm() | self._sinks(new) | dict(self._gains(old, new))
-        for name, full in chain(self._maps(fitted), beside.items()):
-            stored = self._changed(name, full)
-            if stored is not None:
-                tensors[name] = stored
+        stored = layer_map(self.place, self.tensors, new)
+        ours = (
+            self._maps(fitted, stored) | self._norm() | self._sinks(new) | dict(self._gains(old, new, stored))
+        )
+        changed = ((name, self._changed(name, full)) for name, full in stored.write(ours))
+        tensors = {name: tensor for name, tensor in changed if tensor is not None}
         shapes = _with_biases_of(self.before, fitted.mapped(_to_meta))
         return WrittenLayer(tensors, found.settings if found else {}, shapes)
 
@@ -164,7 +163,7 @@ class _LayerWriter:
             if self.kept != list(range(old.heads)):
                 self._require_heads_without_numbers()
             return whole
-        if self._can_be(replace(old, heads=whole.num_heads, groups=whole.k[0].copies)):
+        if self._can_be(old._replace(heads=whole.num_heads, groups=whole.k[0].copies)):
             return whole
         return self._in_old_places(whole, old)
 
@@ -194,7 +193,7 @@ class _LayerWriter:
 
     def _in_groups(self, whole: AttentionWeights, old: Sizes) -> AttentionWeights:
         groups = whole.k[0].copies
-        if groups == old.groups or self._can_be(replace(old, heads=whole.num_heads, groups=groups)):
+        if groups == old.groups or self._can_be(old._replace(heads=whole.num_heads, groups=groups)):
             return whole
         if old.groups % groups:
             _refuse(
@@ -285,80 +284,54 @@ class _LayerWriter:
 
     # Tensors.
 
-    def _maps(self, fitted: AttentionWeights) -> Iterator[tuple[str, Tensor]]:
-        """Names, and weights and biases, one after the other: a layer may be large."""
-        spec, links = self.spec, {side: fitted.chain(side)[0] for side in _INPUTS}
-        yield from self._map(spec.o, fitted.o[0].weight.flatten(0, 1).mT, fitted.o_bias, "the output")
-        if not spec.qkv:
-            for side, module in zip(_INPUTS, (spec.q, spec.k, spec.v), strict=True):
-                yield from self._map(module, _rows(links[side]), _flat(links[side].bias), side)
-            return
-        sizes, bias = sizes_of(fitted), None
-        if any(link.bias is not None for link in links.values()):
-            parts = [_or_zeros(link.bias, link.weight).flatten() for link in links.values()]
-            bias = joined(spec.layout, parts, sizes.groups)
-        if spec.q_bias or spec.v_bias:
-            yield from self._biases_beside(links)
-            bias = None
-        rows = joined(spec.layout, [_rows(link) for link in links.values()], sizes.groups)
-        yield from self._map(spec.qkv, rows, bias, "q, k and v")
-
-    def _biases_beside(self, links: dict[Literal["q", "k", "v"], Link]) -> Iterator[tuple[str, Tensor]]:
-        """Of queries and values, where their joined map has none."""
-        names = {"q": self.spec.q_bias, "k": "", "v": self.spec.v_bias}
-        for side, link in links.items():
-            if names[side]:
-                yield f"{self.layer.site.module}.{names[side]}", _or_zeros(link.bias, link.weight).flatten()
-            elif link.bias is not None and bool(link.bias.any()):
-                _refuse_bias(side)
-
-    def _map(
-        self, module: str, weight: Tensor, bias: Tensor | None, side: str
-    ) -> Iterator[tuple[str, Tensor]]:
-        weight_name, bias_name = tensor_names(f"{self.layer.site.module}.{module}")
-        yield weight_name, weight.mT if self.spec.transposed else weight
-        if bias_name in self.tensors.infos:
-            yield bias_name, weight.new_zeros(len(weight)) if bias is None else bias
-        elif bias is not None and bool(bias.any()):
-            _refuse_bias(side)
+    def _maps(self, fitted: AttentionWeights, stored: LayerMap) -> dict[str, Tensor]:
+        """The maps and their biases, zeros where the file has a place for a bias that is gone."""
+        ours: dict[str, Tensor] = {side: fitted.chain(side)[0].weight for side in SIDES}
+        for side in SIDES:
+            link = fitted.chain(side)[0]
+            bias, zeros = (
+                (fitted.o_bias, link.weight[0, 0]) if side == "o" else (link.bias, link.weight[:, 0])
+            )
+            if f"{side}.bias" in stored.parts:
+                ours[f"{side}.bias"] = torch.zeros_like(zeros) if bias is None else bias
+            elif bias is not None and bool(bias.any()):
+                _refuse(
+                    f"the map of {side} has a bias now, and the format has no place for one",
+                    "leave out the step that makes it",
+                )
+        return ours
 
     def _norm(self) -> dict[str, Tensor]:
-        """The norm's tensors, if it was folded: gain 1 and shift 0."""
+        """The norm, if it was folded: gain 1 and shift 0."""
         norm = self.before.norm
         if norm is None or self.after.norm is not None:
             return {}
-        at = self._norm_module()
+        at = self.place.norm_module
         for other in self.checkpoint.sites:
-            if other != self.layer.site and at in _norms_of(self.checkpoint, other):
+            if other != self.layer.site and at == self.checkpoint.place(other).norm_module:
                 _refuse(f"the norm {at} was folded, and {other.name} reads it too", "leave fold_norm out")
-        gain, shift = norm_tensors(self.tensors, at)
-        found = {gain: torch.full_like(norm.gain, 1 - norm.offset)}
-        return found if norm.shift is None else found | {shift: torch.zeros_like(norm.shift)}
-
-    def _norm_module(self) -> str:
-        return _norms_of(self.checkpoint, self.layer.site)[0]
+        found = {"norm": torch.full_like(norm.gain, 1 - norm.offset)}
+        return found if norm.shift is None else found | {"norm.bias": torch.zeros_like(norm.shift)}
 
     def _sinks(self, new: Sizes) -> dict[str, Tensor]:
         """Scores of the sinks follow their heads."""
         sinks = self.semantics.sinks
-        if sinks is None or len(self.kept) != new.heads:
-            return {}
-        return {f"{self.layer.site.module}.{self.spec.sinks}": sinks[self.kept]}
+        return {} if sinks is None or len(self.kept) != new.heads else {"sinks": sinks[self.kept]}
 
-    def _gains(self, old: Sizes, new: Sizes) -> Iterator[tuple[str, Tensor]]:
+    def _gains(self, old: Sizes, new: Sizes, stored: LayerMap) -> Iterator[tuple[str, Tensor]]:
         """Gains and shifts of norms of queries and keys, where each head has its own, follow their heads.
 
         Raises:
             RewriteRefusedError: heads that had one key head between them no longer stand together.
         """
-        spec, heads = self.spec.head_norm, torch.tensor(self.kept)
+        heads = torch.tensor(self.kept)
         # Other numbers of heads are only written where no norm has a gain of each head's own.
-        if spec is None or not len(heads) == new.heads == old.heads or self.kept == list(range(old.heads)):
+        if not len(heads) == new.heads == old.heads or self.kept == list(range(old.heads)):
             return
         groups = (heads // (old.heads // old.groups)).view(old.groups, -1)
-        for names, norm, order in (
-            (spec.q, self.semantics.q_norm, heads),
-            (spec.k, self.semantics.k_norm, groups[:, 0]),
+        for part, norm, order in (
+            ("q_norm", self.semantics.q_norm, heads),
+            ("k_norm", self.semantics.k_norm, groups[:, 0]),
         ):
             if norm is None or not norm.of_each_head:
                 continue
@@ -368,21 +341,10 @@ class _LayerWriter:
                     "group's own",
                     "leave permute_heads out",
                 )
-            yield from self._in_order(names, order)
-
-    def _in_order(self, names: str, order: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The stored gains and shifts of a norm, those of each head in the place it has now."""
-        modules = [f"{self.layer.site.module}.{names.format(head=head)}" for head in range(len(order))]
-        for part in ("weight", "bias"):
-            if f"{modules[0]}.{part}" not in self.tensors.infos:
-                continue
-            if "{head}" in names:
-                of_heads = [self.tensors.read(f"{module}.{part}") for module in modules]
-                for module, head in zip(modules, order.tolist(), strict=True):
-                    yield f"{module}.{part}", of_heads[head]
-            else:
-                stored = self.tensors.read(f"{modules[0]}.{part}")
-                yield f"{modules[0]}.{part}", stored.view(len(order), -1)[order].view(stored.shape)
+            for name in (part, f"{part}.bias"):
+                if (name,) in stored.entries:
+                    (gains,) = stored.entries[(name,)].read(lambda name, _: self.tensors.read(name))
+                    yield name, gains.view(len(order), -1)[order].view(gains.shape)
 
     def _changed(self, name: str, full: Tensor) -> Tensor | None:
         """A tensor as it is to be stored; None if that is how it is stored already.
@@ -427,24 +389,6 @@ def _refuse(reason: str, advice: str = "") -> NoReturn:
     raise RewriteRefusedError(_NAME, reason, advice)
 
 
-def _refuse_bias(side: str) -> NoReturn:
-    _refuse(
-        f"the map of {side} has a bias now, and the format has no place for one",
-        "leave out the step that makes it",
-    )
-
-
-def _norms_of(checkpoint: Checkpoint, site: Site) -> list[str]:
-    """The module of the norm that a layer reads, as the reader finds it; none without one."""
-    place = checkpoint.place(site)
-    for spec in place.spec.norm:
-        if place.settings.holds(spec.when, place.layer):
-            if not spec.at or spec.place != "pre":
-                return []
-            return [place.prefix + spec.at.format(layer=place.layer, inner=place.inner)]
-    return []
-
-
 def _are_the_same(one: AttentionWeights, other: AttentionWeights) -> bool:
     """Whether two writings hold the same numbers in the same maps."""
     if one is other:
@@ -487,7 +431,6 @@ def _taken_over(link: Link, other: Link, copies: list[int]) -> Link:
 
 
 def _widened(link: Link, more: int) -> Link:
-    """More channels written, all zero."""
     if not more:
         return link
     pad = torch.nn.functional.pad
@@ -498,15 +441,6 @@ def _widened(link: Link, more: int) -> Link:
 def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
     """The bias of a link, or the zeros that its absence stands for."""
     return torch.zeros_like(weight[:, 0, :]) if bias is None else bias
-
-
-def _rows(link: Link) -> Tensor:
-    """A link as a stored map, `[copies · width, d_in]`."""
-    return link.weight.mT.flatten(0, 1)
-
-
-def _flat(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.flatten()
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:

@@ -93,6 +93,7 @@ class InspectedLayer:
 
     @property
     def name(self) -> str:
+        """For people."""
         return f"{self.stack} {self.layer}" + (" cross" if self.kind == "cross" else "")
 
     @property

@@ -79,6 +79,7 @@ def write_heads_report(report: HeadsReport, path: Path) -> None:
 
 
 def render_heads_report(report: HeadsReport) -> str:
+    """The text of the page."""
     return render("heads.html", report=report, data=_record(report))
 
 

@@ -197,7 +197,6 @@ class HubBytes(Bytes):
         self._first = bytearray()
 
     def read(self, start: int, length: int) -> bytearray:
-        """A part of it."""
         if start + length > self.size:
             raise DataError(f"{self.name} has {self.size:,} bytes, and {start + length:,} were asked for")
         if start + length <= min(_FIRST, self.size):

@@ -57,7 +57,6 @@ class Scaled(Packed):
     method = "8-bit numbers with scales"
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
-        """Multiply."""
         weight, scale = parts[0].float(), parts[1].float() * self.times
         if self.block is None:
             return weight * scale.reshape(-1, 1)
@@ -80,7 +79,6 @@ class Gptq(Packed):
     method = "GPTQ"
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
-        """(q − z) · s of each group of inputs."""
         packed, zeros, scales = parts[:3]
         offsets = _unpacked(zeros, self.bits) + self.zero_offset
         groups = parts[3].long() if len(parts) > 3 else torch.arange(self.shape[1]) // self.group
@@ -101,7 +99,6 @@ class Awq(Packed):
     method = "AWQ"
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
-        """(q − z) · s of each group of inputs."""
         packed, zeros, scales = parts
         groups = torch.arange(self.shape[1]) // self.group
 
@@ -154,9 +151,7 @@ def dequantised(tensors: Tensors, settings: Settings) -> Tensors:
     if not found:
         return tensors
     hidden = {part for packed in found for part in packed.parts}
-    file = _Unpacking(tensors, found)
-    plain = {name: _Passing(tensors) for name in tensors.infos if name not in hidden}
-    return Tensors(tensors.name, {**plain, **dict.fromkeys(file.infos, file)})
+    return tensors.replacing(hidden, _Unpacking(tensors, found))
 
 
 @final
@@ -175,11 +170,9 @@ class _Unpacking(TensorFile):
         }
 
     def packed_as(self, name: str) -> str:
-        """The method."""
         return self._maps[name].method
 
     def read(self, name: str) -> Tensor:
-        """A weight, unpacked now."""
         packed = self._maps[name]
         try:
             found = packed.unpack(tuple(self._tensors.read(part) for part in packed.parts))
@@ -195,18 +188,6 @@ class _Unpacking(TensorFile):
                 f"{list(packed.shape)}"
             )
         return found
-
-
-@final
-class _Passing(TensorFile):
-    """Tensors that stay as they are."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self.name, self.infos, self._tensors = tensors.name, tensors.infos, tensors
-
-    def read(self, name: str) -> Tensor:
-        """As it is stored."""
-        return self._tensors.read(name)
 
 
 def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
@@ -264,7 +245,6 @@ def _unread(tensors: Tensors, what: str, how: str) -> str:
 def _grouped(
     module: str, method: str, bits: object, group: object, tensors: Tensors, settings: Settings
 ) -> Packed:
-    """GPTQ or AWQ."""
     names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
     missing = [name for name in names if name not in tensors.infos]
     if missing:

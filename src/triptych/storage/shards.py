@@ -115,7 +115,6 @@ class SafetensorsShard(Shard):
         self._handle = os.open(path, os.O_RDONLY)
 
     def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-        """That of the file, where it holds."""
         end, sizes = self._file.data_start, list(self.sizes.values())
         expected = accumulate(sizes, initial=end)  # without holes between them
         adjoin = all(self._file.start(name) == at for name, at in zip(shapes, expected, strict=False))
@@ -124,7 +123,6 @@ class SafetensorsShard(Shard):
         return _header_of(shapes, self.labels, self._file.metadata)
 
     def blocks(self, name: str) -> Iterator[memoryview]:
-        """Read now."""
         buffer = memoryview(bytearray(min(_BLOCK, self.sizes[name])))
         start, left = self._file.start(name), self.sizes[name]
         while left:
@@ -135,11 +133,9 @@ class SafetensorsShard(Shard):
             start, left = start + count, left - count
 
     def where(self, name: str) -> tuple[int, int]:
-        """In the file itself."""
         return self._handle, self._file.start(name)
 
     def close(self) -> None:
-        """The file is closed."""
         os.close(self._handle)
 
 
@@ -167,11 +163,9 @@ class PickledShard(Shard):
         self.sizes = {name: infos[name].num_bytes for name in ordered}
 
     def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-        """A new one."""
         return _header_of(shapes, self.labels, {"format": "pt"})
 
     def blocks(self, name: str) -> Iterator[memoryview]:
-        """Out of memory, where the system brings in what is needed."""
         return _blocks_of(self._file.read(name))
 
     def close(self) -> None:
@@ -199,7 +193,6 @@ class _Copy:
         self.waiting: set[Future[None]] = set()
 
     def close(self) -> None:
-        """Close both files."""
         self.shard.close()
         if self.handle is not None:
             os.close(self.handle)
@@ -267,7 +260,6 @@ class ShardCopier:
         return self._shapes
 
     def close(self) -> None:
-        """Stop."""
         self._stopped = True
         self._pool.shutdown(cancel_futures=True)
         self._beside.shutdown()

@@ -14,7 +14,7 @@ import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice, pairwise, takewhile
 from math import prod
@@ -105,7 +105,6 @@ class LocalBytes(Bytes):
             raise DataError(f"{path}: {error.strerror or error}") from None
 
     def read(self, start: int, length: int) -> bytearray:
-        """A part of it."""
         found = bytearray(length)
         try:
             with self._path.open("rb", buffering=0) as file:
@@ -175,7 +174,6 @@ class Safetensors(TensorFile):
         self._refuse_overlaps()
 
     def read(self, name: str) -> Tensor:
-        """A tensor, its bytes fetched now."""
         info, start = self.infos[name], self._places[name]
         if info.num_bytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
@@ -244,7 +242,6 @@ class Pickled(TensorFile):
         }
 
     def read(self, name: str) -> Tensor:
-        """A tensor."""
         return self._tensors[name]
 
     def _load(self, path: Path) -> dict[str, Tensor]:
@@ -291,18 +288,15 @@ class _Held(TensorFile):
         self._tensors: dict[str, Tensor] = {}
 
     def hold(self, name: str, tensor: Tensor) -> None:
-        """One more."""
         self._tensors[name] = tensor
         self.infos[name] = TensorInfo(
             tensor.dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size()
         )
 
     def read(self, name: str) -> Tensor:
-        """The one that is held."""
         return self._tensors[name]
 
     def packed_as(self, name: str) -> str:
-        """As in the file."""
         return self._file.packed_as(name)
 
 
@@ -331,6 +325,11 @@ class Tensors:
             found.hold(name, tensor)
             files[name] = found
         return Tensors(self.name, files)
+
+    def replacing(self, hidden: Collection[str], file: TensorFile) -> "Tensors":
+        """The same tensors, with those of a file in place of some."""
+        kept = {name: own for name, own in self._files.items() if name not in hidden}
+        return Tensors(self.name, {**kept, **dict.fromkeys(file.infos, file)})
 
     def below(self, module: str) -> list[str]:
         """Names of the tensors of a module and of those within it."""
@@ -472,7 +471,6 @@ def _open_file(path: Path) -> TensorFile:
 
 
 def of_one(file: TensorFile) -> Tensors:
-    """The tensors of a single file."""
     return Tensors(file.name, dict.fromkeys(file.infos, file))
 
 

@@ -1,0 +1,81 @@
+"""DeBERTa's disentangled positions.
+
+Source: He et al. 2021, arXiv 2006.03654; `modeling_deberta_v2.py` of github.com/huggingface/transformers.
+"""
+
+import math
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.positions import DisentangledBias, ScoreBias
+from triptych.algebra.weights import Link
+from triptych.checkpoints.hook import Hook
+from triptych.checkpoints.layer_map import LayerMap, module_map
+from triptych.checkpoints.place import Place
+from triptych.checkpoints.tensor_maps import Heads, Take
+from triptych.storage.tensors import Tensors
+
+
+@final
+class DeBERTa(Hook):
+    """Distances go through maps of their own, or through those of queries and keys."""
+
+    fields = ("pos_att_type", "max_relative_positions", "norm_rel_ebd", "layer_norm_eps", "position_buckets")
+
+    def scale(self, place: Place, width: float) -> float:
+        addends = 1 + len(_parts(place)) if place.position.kind == "disentangled" else 1
+        return 1 / math.sqrt(width) / math.sqrt(addends)
+
+    def bias(
+        self, place: Place, tensors: Tensors, take: Take, q: Link, k: Link, scale: float
+    ) -> ScoreBias | None:
+        spec = place.position
+        if spec.kind != "disentangled":
+            return None
+        parts, longest = _parts(place), place.value("max_relative_positions")
+        if not isinstance(longest, int) or longest <= 0:
+            longest = place.count("max_position_embeddings")
+        buckets: Any = place.value(spec.buckets) if spec.buckets else None
+        in_buckets = isinstance(buckets, int) and buckets > 0
+        span: int = buckets if in_buckets else longest
+        table = _normed(place, take, take(place.beside(spec.table), (None, k.d_in))[: 2 * span])
+        shared = bool(spec.shared_maps) and place.holds(spec.shared_maps)
+
+        def through(link: Link, own: str) -> Tensor:
+            used = link if shared else _link(place, tensors, take, own, link)
+            return used(table[None, None])[0]
+
+        return DisentangledBias(
+            keys=through(k, spec.key_map) if "c2p" in parts else None,
+            queries=through(q, spec.query_map) if "p2c" in parts else None,
+            span=span,
+            max_distance=longest if in_buckets else None,
+            scale=scale,
+            through_maps=shared,
+        )
+
+
+def _parts(place: Place) -> list[str]:
+    found = place.value("pos_att_type")
+    found = found.split("|") if isinstance(found, str) else found
+    return [part for part in ("c2p", "p2c") if isinstance(found, list) and part in found]
+
+
+def _normed(place: Place, take: Take, table: Tensor) -> Tensor:
+    module = place.position.table_norm
+    if not module or "layer_norm" not in str(place.value("norm_rel_ebd") or ""):
+        return table
+    gain, shift = (take(place.beside(f"{module}.{part}"), table.shape[1:]) for part in ("weight", "bias"))
+    return torch.nn.functional.layer_norm(
+        table, gain.shape, gain, shift, place.number("layer_norm_eps | 1e-7")
+    )
+
+
+def _link(place: Place, tensors: Tensors, take: Take, module: str, like: Link) -> Link:
+    """A map of the file with as many copies and channels as another."""
+    rows = like.copies * like.d_out
+    entries = module_map(place, tensors, "map", module, (rows, None))
+    found = LayerMap({(part,): stored.then(Heads(like.copies)) for part, stored in entries}).read(take)
+    return Link(found["map"], found.get("map.bias"))

@@ -1,0 +1,175 @@
+"""Positions of an attention layer as its checkpoint has them: rotary embeddings, and biases of scores."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.positions import (
+    ALiBi,
+    PatchPositionBias,
+    RelativePositionBias,
+    RotaryEmbedding,
+    ScoreBias,
+    alibi_slopes,
+)
+from triptych.checkpoints.family import PatchesSpec
+from triptych.checkpoints.place import Place
+from triptych.checkpoints.rope import frequencies, rope_type
+from triptych.checkpoints.tensor_maps import Take
+from triptych.errors import DataError
+from triptych.storage.settings import Settings
+from triptych.storage.tensors import Tensors
+
+
+def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding | None:
+    """The rotary embedding of heads of some width; None without one.
+
+    Raises:
+        DataError: a scaling that is not supported, or angles in the file that are not the configuration's.
+    """
+    spec, where = place.position, place.settings.where
+    if spec.kind != "rotary":
+        return None
+    whole = place.count(spec.width) if spec.width else width
+    if spec.patches is not None:
+        return _rotary_of_patches(place, spec.patches, whole)
+    scaling = place.rope_scaling
+    share, start = place.number(spec.share), int(place.number(spec.start))
+    # "proportional" turns a share of the planes of whole heads, and not all planes of a share of them.
+    turned = whole if rope_type(scaling) == "proportional" else int(whole * share)
+    if not 0 <= share <= 1 or start < 0 or turned + start > width:
+        raise DataError(f"{where}: rotary positions would turn more than the {width} channels of a head")
+    if turned % 2:
+        raise DataError(f"{where}: rotary positions would turn {turned} channels of a head, an odd number")
+    first = place.value("original_max_position_embeddings")
+    if scaling and first is not None:  # some have it beside the record, which counts for more
+        scaling = {**scaling, "original_max_position_embeddings": first}
+    longest, base = place.number("max_position_embeddings | 2048"), place.number(spec.base)
+    if "rope_theta" in spec.base and scaling.get("rope_theta") is not None:
+        base = Settings(scaling, where).number("rope_theta")  # a record takes another's place whole
+    try:
+        found = frequencies(scaling, turned, base, longest, share)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise DataError(f"{where}: rotary positions cannot be scaled so: {error}") from None
+    _require_stored(place, tensors, found.per_position)
+    factor = found.factor
+    if spec.factor and rope_type(scaling) != "default":
+        factor = place.number(spec.factor)
+    return RotaryEmbedding(found.per_position, spec.pairing, start, factor)
+
+
+def _rotary_of_patches(place: Place, patches: PatchesSpec, width: int) -> RotaryEmbedding:
+    """DINOv3's: half of the planes turn by rows and half by columns, of which a picture has 2."""
+    if width % 4:
+        raise DataError(
+            f"{place.settings.where}: rotary positions in two directions need 4 channels, not {width}"
+        )
+    plain = frequencies({}, width // 2, place.number(place.position.base), 0.0).per_position
+    before = sum(place.settings.whole(part, place.layer) for part in patches.before)
+    centres = [(2 * torch.arange(n, dtype=torch.float64) + 1) / n - 1 for n in _grid(place, patches)]
+    of_patches = torch.stack(torch.meshgrid(*centres, indexing="ij"), dim=-1).flatten(0, 1)
+    places = torch.cat([torch.zeros(before, 2, dtype=torch.float64), of_patches])
+    of_planes = places.repeat_interleave(len(plain), dim=1)
+    return RotaryEmbedding(2 * math.pi * plain.repeat(2), place.position.pairing, places=of_planes)
+
+
+def _grid(place: Place, patches: PatchesSpec) -> tuple[int, int]:
+    """Rows and columns of patches."""
+    image, patch = (_two(place, expression) for expression in (patches.image, patches.patch))
+    rows, columns = (whole // part for whole, part in zip(image, patch, strict=True))
+    if not rows or not columns:
+        raise DataError(f"{place.settings.where}: no patch of {patch} is in a picture of {image}")
+    return rows, columns
+
+
+def _two(place: Place, expression: str) -> tuple[int, int]:
+    found = place.value(expression)
+    two = found if isinstance(found, list | tuple) and len(found) == 2 else (found, found)
+    record = Settings({"height": two[0], "width": two[1]}, f"{place.settings.where}, {expression}")
+    return record.count("height"), record.count("width")
+
+
+def stored_angles(place: Place) -> list[str]:
+    """Tensors that hold angles of rotary positions, if they are there."""
+    return [place.beside(name) for name in place.position.stored]
+
+
+def _require_stored(place: Place, tensors: Tensors, per_position: Tensor) -> None:
+    """Angles that the file holds are those of the configuration.
+
+    Raises:
+        DataError: they are others.
+    """
+    for name in stored_angles(place):
+        if name not in tensors.infos:
+            continue
+        stored = tensors.read(name).double()
+        expected = per_position
+        if stored.ndim == 2:
+            angles = torch.arange(len(stored), dtype=torch.float64)[:, None] * per_position
+            expected = torch.cat([angles.sin(), angles.cos()], dim=-1)
+        # Rounded once to what it is stored in, perhaps after angles were computed in float32.
+        rounding = 4 * (torch.finfo(tensors.infos[name].dtype).eps + 1e-7 * len(stored))
+        if stored.shape != expected.shape or float((stored - expected).abs().max()) > rounding:
+            raise DataError(
+                f"{tensors.where(name)}, tensor {name}: the rotary positions stored here are not those of "
+                "the configuration"
+            )
+
+
+def read_bias(place: Place, tensors: Tensors, take: Take, heads: int, scale: float) -> ScoreBias | None:
+    """What positions add to the scores, as far as no hook of the family does it."""
+    spec = place.position
+    if spec.kind == "alibi":
+        slopes = alibi_slopes(heads) if spec.slopes == "authors" else _mpt_slopes(heads)
+        return ALiBi(torch.tensor(slopes, dtype=torch.float64) * (scale if spec.before_scale else 1.0))
+    return _distance_table(place, tensors, take, heads) if spec.kind == "distance table" else None
+
+
+def _mpt_slopes(heads: int) -> list[float]:
+    """As MPT finds them: by the power of two above, every second first."""
+    above = 1 << (heads - 1).bit_length()
+    slopes = [2 ** (-8 * (i + 1) / above) for i in range(above)]
+    return slopes if above == heads else (slopes[1::2] + slopes[::2])[:heads]
+
+
+def _distance_table(place: Place, tensors: Tensors, take: Take, heads: int) -> ScoreBias:
+    spec, names = place.position, table_names(place, tensors)
+    table = take(names[0], None)
+    for name in names[1:]:
+        table = table + take(name, None)
+    at = f"{tensors.where(names[0])}, tensor {names[0]}"
+    if spec.patches is not None:
+        rows, columns = _grid(place, spec.patches)
+        if rows != columns:
+            raise DataError(
+                f"{place.settings.where}: {rows} rows and {columns} columns of patches: tables of distances "
+                "are read for square pictures alone"
+            )
+        shape = [(2 * rows - 1) * (2 * columns - 1) + 3, heads]
+        if [*table.shape] != shape:
+            raise DataError(f"{at}: shape {[*table.shape]}, where the configuration makes it {shape}")
+        return PatchPositionBias(table, rows, columns)
+    if spec.buckets:
+        buckets = place.count(spec.buckets)
+        if len(table) < buckets:
+            raise DataError(f"{at}: {len(table)} rows, where {buckets} are used")
+        table = table[:buckets]
+    return RelativePositionBias(table, spec.both_ways, int(place.number(spec.max_distance)))
+
+
+def table_names(place: Place, tensors: Tensors) -> list[str]:
+    """The tensors of a distance table; what lies in them is added."""
+    spec = place.position
+    more = [choice.value for choice in spec.more_tables if place.holds(choice.when)]
+    return [_table(place, tensors, name) for name in (spec.table, *more)] if spec.table else []
+
+
+def _table(place: Place, tensors: Tensors, name: str) -> str:
+    """A table's name. `BeitBackbone` saves one that layers share below another prefix than the layers."""
+    usual = place.beside(name)
+    if usual in tensors.infos:
+        return usual
+    found = [other for other in tensors.infos if other.endswith(f".{name}")]
+    return found[0] if len(found) == 1 else usual

@@ -1,0 +1,163 @@
+"""Invertible maps between the tensors of a format and ours: names, transposes, splits, stacks.
+
+Nothing is computed: `write` of what `read` gave is what was stored, to the bit.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from triptych.checkpoints.family import Layout
+from triptych.checkpoints.place import Sizes
+from triptych.errors import DataError
+
+Shape = tuple[int | None, ...]
+Parts = Sequence[Tensor]
+# Gives the stored tensor of a name; the shape it must have, None for a size that is free.
+Take = Callable[[str, Shape | None], Tensor]
+_QUARTERS = 4  # CodeGen's rows are as four processors held them
+
+
+class Step(ABC):
+    """One step from stored tensors to ours (`read`), and back (`write`)."""
+
+    @abstractmethod
+    def read(self, parts: Parts) -> Parts: ...
+
+    @abstractmethod
+    def write(self, parts: Parts) -> Parts: ...
+
+
+@final
+@dataclass(frozen=True)
+class Named:
+    """Some of our tensors by the names of the stored ones that they come from.
+
+    Attributes:
+        names: of the stored ones.
+        shape: that each of them must have.
+        steps: from them to ours.
+    """
+
+    names: tuple[str, ...]
+    shape: Shape | None = None
+    steps: tuple[Step, ...] = ()
+
+    def then(self, *steps: Step) -> "Named":
+        """The same with more steps."""
+        return Named(self.names, self.shape, (*self.steps, *steps))
+
+    def read(self, take: Take) -> Parts:
+        """Ours."""
+        parts: Parts = [take(name, self.shape) for name in self.names]
+        for step in self.steps:
+            parts = step.read(parts)
+        return parts
+
+    def write(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
+        """The stored ones."""
+        for step in reversed(self.steps):
+            parts = step.write(parts)
+        return zip(self.names, parts, strict=True)
+
+
+@final
+class Stacked(Step):
+    """Tensors of one shape as the rows of one."""
+
+    def read(self, parts: Parts) -> Parts:
+        return [torch.stack([*parts])]
+
+    def write(self, parts: Parts) -> Parts:
+        return parts[0].unbind()
+
+
+@final
+class Transposed(Step):
+    """`[in, out]` as `[out, in]`."""
+
+    def read(self, parts: Parts) -> Parts:
+        return [part.mT.contiguous() for part in parts]
+
+    def write(self, parts: Parts) -> Parts:
+        return [part.mT for part in parts]
+
+
+@final
+@dataclass(frozen=True)
+class Split(Step):
+    """The rows of one tensor as those of queries, of keys and of values, which lie there in some order."""
+
+    layout: Layout
+    sizes: Sizes
+
+    def read(self, parts: Parts) -> Parts:
+        heads, groups, width, value_width = self.sizes
+        rows = (heads * width, groups * width, groups * value_width)
+        match self.layout:
+            case "q k v":
+                return parts[0].split([*rows])  # type: ignore[no-untyped-call, no-any-return]
+            case "by group":
+                return _from_blocks(parts[0], groups, *rows)
+            case "q v k in four parts":
+                if heads % _QUARTERS or groups % _QUARTERS:
+                    raise DataError(f"{heads} heads cannot lie in {_QUARTERS} parts")
+                q, v, k = _from_blocks(parts[0], _QUARTERS, rows[0], rows[2], rows[1])
+                return q, k, v
+
+    def write(self, parts: Parts) -> Parts:
+        q, k, v = parts
+        match self.layout:
+            case "q k v":
+                return [torch.cat([q, k, v])]
+            case "by group":
+                return [_in_blocks(self.sizes.groups, q, k, v)]
+            case "q v k in four parts":
+                return [_in_blocks(_QUARTERS, q, v, k)]
+
+
+def _from_blocks(rows: Tensor, blocks: int, *counts: int) -> Parts:
+    of_blocks = rows.reshape(blocks, sum(counts) // blocks, *rows.shape[1:])
+    split = torch.split(of_blocks, [count // blocks for count in counts], dim=1)
+    return [part.flatten(0, 1) for part in split]
+
+
+def _in_blocks(blocks: int, *parts: Tensor) -> Tensor:
+    return torch.cat([part.reshape(blocks, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
+
+
+@final
+class Heads(Step):
+    """`[copies · width, d_in]` as `[copies, d_in, width]`, `[copies · width]` as `[copies, width]`.
+
+    Args:
+        copies: of each part.
+    """
+
+    def __init__(self, *copies: int) -> None:
+        self.copies = copies
+
+    def read(self, parts: Parts) -> Parts:
+        split = (part.unflatten(0, (n, -1)) for n, part in zip(self.copies, parts, strict=True))  # type: ignore[no-untyped-call]
+        return [part.transpose(1, -1) for part in split]
+
+    def write(self, parts: Parts) -> Parts:
+        return [part.transpose(1, -1).flatten(0, 1) for part in parts]
+
+
+@final
+@dataclass(frozen=True)
+class HeadColumns(Step):
+    """`[d_out, heads · width]` as `[heads, width, d_out]`."""
+
+    heads: int
+
+    def read(self, parts: Parts) -> Parts:
+        return [part.mT.reshape(self.heads, -1, part.shape[0]) for part in parts]
+
+    def write(self, parts: Parts) -> Parts:
+        return [part.flatten(0, 1).mT for part in parts]
