@@ -214,7 +214,7 @@ def _working_place(recipe: Recipe, folder: Path, force: bool) -> Path:
 def _require_demo(recipe: Recipe, folder: Path) -> None:
     found = read_recipe(folder / "recipe.toml")
     if found.name != recipe.name or None in (found.data.train.generated, found.data.valid.generated):
-        raise UsageError(f"{folder} holds another run, which the demo must not touch: name another folder")
+        raise UsageError(f"{folder} has another run: give another folder")
 
 
 def _replace(new: Path, folder: Path) -> None:

@@ -894,9 +894,9 @@ def test_a_parameterisation_is_found_by_its_name(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"'latnet' is none of factored, .*: did you mean 'latent'\?"):
+    with pytest.raises(ValueError, match=r"'latnet' is not one of factored, .*: did you mean 'latent'\?"):
         parameterisation("latnet")
-    with pytest.raises(ValueError, match=r"'zzz' is none of factored, .*: choose one of them"):
+    with pytest.raises(ValueError, match=r"'zzz' is not one of factored, .*: choose one of them"):
         parameterisation("zzz")
 
 

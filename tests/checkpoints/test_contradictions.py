@@ -36,8 +36,8 @@ def refusal(folder: Path) -> str:
         ({"n_head": None}, "is missing"),
         ({"n_head": 3, "n_embd": 10**400}, "n_embd / n_head is a number too large"),
         ({"n_head": 3}, "n_embd / n_head is"),
-        ({"n_head": 8, "n_embd": 2 * D}, "where the configuration makes it"),
-        ({"n_embd": 2 * D}, "where the configuration makes it 192"),
+        ({"n_head": 8, "n_embd": 2 * D}, "but the configuration says"),
+        ({"n_embd": 2 * D}, "but the configuration says 192"),
         ({"n_layer": None}, "is missing"),
         ({"n_layer": 10**9}, "no tensor is below h.3.attn, attention layer 3 of 1,000,000,000"),
         ({"n_layer": 2}, "look like attention and are in no layer"),
@@ -71,11 +71,11 @@ def test_a_tensor_too_many_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "reason"),
     [
-        ("h.0.attn.c_attn.weight", torch.randn(D, 3 * D + 1), "where the configuration makes it 96"),
+        ("h.0.attn.c_attn.weight", torch.randn(D, 3 * D + 1), "but the configuration says 96"),
         ("h.0.attn.c_attn.weight", torch.randn(3 * D), "is not a matrix"),
-        ("h.0.attn.c_attn.bias", torch.randn(D), "shape [32], where the configuration makes it [96]"),
-        ("h.0.attn.c_proj.weight", torch.randn(D + 1, D), "where the configuration makes it 32"),
-        ("h.0.attn.c_proj.weight", torch.zeros(D, D, dtype=torch.int32), "quantised in a way not known"),
+        ("h.0.attn.c_attn.bias", torch.randn(D), "shape [32], but the configuration says [96]"),
+        ("h.0.attn.c_proj.weight", torch.randn(D + 1, D), "but the configuration says 32"),
+        ("h.0.attn.c_proj.weight", torch.zeros(D, D, dtype=torch.int32), "is an unknown quantisation"),
     ],
 )
 def test_a_tensor_of_another_kind_is_named(
@@ -88,7 +88,7 @@ def test_a_tensor_of_another_kind_is_named(
 
 def test_a_folder_without_a_configuration_says_what_is_needed(tmp_path: Path) -> None:
     (gpt2(tmp_path) / "config.json").unlink()
-    assert "number and width of heads are not in the tensors" in refusal(tmp_path)
+    assert "the tensors alone do not tell the number of heads" in refusal(tmp_path)
 
 
 def test_one_file_beside_its_configuration_is_enough(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "interleaved": ("nomic_bert", {"rotary_emb_interleaved": True}, "rotary_emb_interleaved"),
     "xPos": ("nomic_bert", {"rotary_emb_scale_base": 512}, "rotary_emb_scale_base"),
     "not square": ("beit, tables", {"image_size": [24, 40]}, "3 rows and 5 columns of patches"),
-    "another picture": ("beit, tables", {"image_size": 32}, r"the configuration makes it \[52, 4\]"),
+    "another picture": ("beit, tables", {"image_size": 32}, r"the configuration says \[52, 4\]"),
     "no patch": ("dinov3", {"image_size": 4}, "no patch of"),
     "a bias too many": (
         "dinov3",

@@ -180,7 +180,7 @@ def change_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> Non
         ("lm_head.weight", torch.zeros(21, 12).double(), "lm_head.weight and model.shared.weight differ"),
         ("final_logits_bias", torch.zeros(21).double(), "is [21], config.json calls for [1, 21]"),
         ("model.decoder.layers.3.fc1.bias", torch.zeros(10), "fc1.bias [10] is not known in a Marian model"),
-        ("model.encoder.layer_norm.weight", torch.zeros(12), "what they do would be lost"),
+        ("model.encoder.layer_norm.weight", torch.zeros(12), "reading on would lose them"),
         (
             "model.encoder.embed_positions.weight",
             sinusoidal(20, 12),
@@ -216,7 +216,7 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(
         ({"decoder_ffn_dim": 11}, "encoder_ffn_dim 10 and decoder_ffn_dim 11 differ"),
         ({"normalize_before": True}, "normalize_before is true"),
         ({"static_position_embeddings": False}, "static_position_embeddings is false"),
-        ({"pad_token_id": 21}, "pad_token_id 21 is no token of a vocabulary of 21"),
+        ({"pad_token_id": 21}, "pad_token_id 21 is outside the vocabulary of 21"),
     ],
 )
 def test_a_configuration_that_cannot_be_read_is_refused_by_field(
@@ -394,7 +394,7 @@ def test_attention_of_such_a_model_is_over_its_own_pieces(tmp_path: Path) -> Non
 def test_a_folder_of_another_architecture_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bart"}')
     with pytest.raises(
-        DataError, match="holds a model of type 'bart'; of others' models, 'marian' can be read"
+        DataError, match="holds a model of type 'bart'; of other models only 'marian' is supported"
     ):
         triptych.load(tmp_path)
     (tmp_path / "config.json").write_text('{"format": 1}')

@@ -65,7 +65,7 @@ def test_a_damaged_file_is_refused_with_the_reason(tmp_path: Path, data: bytes, 
     with pytest.raises(DataError) as refused:
         read(tmp_path, data)
     found = str(refused.value)
-    assert found.startswith(f"{tmp_path / 'source.spm'} is no SentencePiece model, or damaged: ")
+    assert found.startswith(f"{tmp_path / 'source.spm'} is not a SentencePiece model, or it is damaged: ")
     assert message in found
     assert "\n" not in found
 
@@ -101,7 +101,7 @@ def test_a_file_that_is_not_there_or_far_too_large_is_refused(tmp_path: Path) ->
         read_sentencepiece(path)
     with path.open("wb") as file:
         file.truncate(1 << 30)
-    with pytest.raises(DataError, match="is no SentencePiece model: it has 1,073,741,824 bytes"):
+    with pytest.raises(DataError, match="is not a SentencePiece model: it has 1,073,741,824 bytes"):
         read_sentencepiece(path)
     path.unlink()
     path.mkdir()

@@ -63,7 +63,7 @@ def test_a_checkpoint_becomes_a_folder_of_ours_that_the_commands_take(
         ([], "give either --to FORMAT"),
         (["--to", "hf", "--from", "hf"], "give either --to FORMAT"),
         (["--to", "hf", "--quantization", "int8"], "--quantization int8 goes with --to ctranslate2"),
-        (["--from", "hf"], "is a folder of ours already"),
+        (["--from", "hf"], "is a run already"),
     ],
 )
 def test_what_does_not_go_together_is_a_usage_error(
@@ -83,7 +83,7 @@ def test_nothing_is_overwritten_and_nothing_comes_from_nowhere(
     exists = triptych("convert", small_run, "--to", "hf", "-o", tmp_path / "out")
     assert (exists.code, "exists: choose another name" in exists.err) == (2, True)
     nowhere = triptych("convert", tmp_path / "no", "--to", "hf", "-o", tmp_path / "new")
-    assert nowhere.err == f"triptych: there is no run folder {tmp_path / 'no'}\n"
+    assert nowhere.err == f"triptych: the run folder {tmp_path / 'no'} does not exist\n"
     assert nowhere.code == 2
 
 

@@ -123,7 +123,7 @@ def test_a_page_is_written_beside_what_is_printed(triptych: Command, tmp_path: P
     [
         (("--num-heads", 7), "num_heads 7 does not divide d_model 512: give both d_k and d_v"),
         (("--d-k", 0), "d_k is 0: it must be at least 1"),
-        (("--dtype", "fp8"), "dtype 'fp8' is none of fp32, bf16, fp16"),
+        (("--dtype", "fp8"), "dtype 'fp8' is not one of fp32, bf16, fp16"),
         (("--only", "facored"), "did you mean 'factored'?"),
         (("--only", "four_way"), "four_way is no layer"),
         (("--only", "grouped", "--num-kv-heads", 3), "num_kv_heads 3 does not divide num_heads 8"),
@@ -133,8 +133,8 @@ def test_a_page_is_written_beside_what_is_printed(triptych: Command, tmp_path: P
         (("--measure", "--device", "cuda:99"), "torch sees"),
         (("--measure", "--seconds", "nan"), "--seconds is nan: it must be 0 or more"),
         (("--measure", "--seconds", -1), "--seconds is -1.0"),
-        (("--seconds", 2), "--seconds is for --measure, which is not given"),
-        (("--device", "cuda"), "--device is for --measure, which is not given"),
+        (("--seconds", 2), "--seconds needs --measure: add it"),
+        (("--device", "cuda"), "--device needs --measure: add it"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_one_line_and_exit_code_2(

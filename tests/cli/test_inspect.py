@@ -81,7 +81,7 @@ def test_heads_that_are_nearly_the_same_are_listed(triptych: Command, tmp_path: 
         (["--heads", "5-7"], "there is no head 7"),
         (["--html", "no/such/page.html"], "make it first"),
         (["--family", "no.toml"], "no.toml: No such file"),
-        (["--family", "FAMILY"], "says itself how it is written: leave --family out"),
+        (["--family", "FAMILY"], "is a run: leave out --family"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(

@@ -112,13 +112,13 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_fetched(triptych: C
 @pytest.mark.parametrize(
     ("name", "status", "code", "reason"),
     [
-        ("someone/else", None, "", "no such repository for you on the Hub"),
-        ("someone", None, "", "no such repository for you on the Hub"),
+        ("someone/else", None, "", "no such repository on the Hub"),
+        ("someone", None, "", "no such repository on the Hub"),
         ("someone/model@other", None, "", "the repository has no such revision"),
-        ("someone/model", 401, "RepoNotFound", "no such repository for you on the Hub"),
-        ("someone/model", 401, "GatedRepo", "access must be asked for on its page, then `hf auth login`"),
-        ("someone/model", 403, "GatedRepo", "access must be asked for on its page, then `hf auth login`"),
-        ("someone/model", 403, "", "the Hub could not be asked: "),
+        ("someone/model", 401, "RepoNotFound", "no such repository on the Hub"),
+        ("someone/model", 401, "GatedRepo", "request access on its page, then run `hf auth login`"),
+        ("someone/model", 403, "GatedRepo", "request access on its page, then run `hf auth login`"),
+        ("someone/model", 403, "", "the Hub could not be reached: "),
         ("no/such/folder", None, "", "no/such/folder: there is no such f"),
         ("model.safetensors", None, "", "model.safetensors: there is no such f"),
     ],
@@ -158,5 +158,5 @@ def test_a_network_that_is_not_there_is_one_line(
     monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
     answer = triptych("inspect", "someone/model")
     assert answer.code == 1
-    assert "someone/model: there is no such path here, and the Hub could not be asked: " in answer.err
+    assert "someone/model: no such path, and the Hub could not be reached: " in answer.err
     assert answer.err.count("\n") == 1

@@ -292,11 +292,11 @@ def test_what_a_layer_refuses_is_skipped_on_request(triptych: Command, tmp_path:
     ("options", "reason"),
     [
         ([], "nothing to do: give --exact, --do REWRITE"),
-        (["--exact", "NO OUT"], "say where the result goes: --out FOLDER"),
+        (["--exact", "NO OUT"], "give the output folder with --out"),
         (["--rank", "3", "--energy", "0.5"], "give one of rank, energy and budget (given: rank and energy)"),
         (["--exact", "--do", "fold_norm"], "--exact does fold_norm already"),
-        (["--recipe", "RECIPE", "--exact"], "--recipe has the steps"),
-        (["--recipe", "RECIPE", "--layers", "0"], "--recipe has the steps"),
+        (["--recipe", "RECIPE", "--exact"], "--recipe cannot be combined"),
+        (["--recipe", "RECIPE", "--layers", "0"], "--recipe cannot be combined"),
         (["--recipe", "nothing.toml"], "nothing.toml: No such file"),
         (["--do", "melt"], "there is no rewrite melt: there are fold, expand"),
         (["--do", "truncate"], "truncate: give one of rank, energy and budget"),
@@ -321,16 +321,16 @@ def test_what_a_layer_refuses_is_skipped_on_request(triptych: Command, tmp_path:
         (["--rank", "3", "--forms", "qk,qk"], "truncate: forms is qk,qk: give qk, ov or both"),
         (["--kv-heads", "0"], "merge_kv_heads.num_kv_heads: Input should be greater than or equal to 1"),
         (["--prune", "0"], "prune_heads.number: Input should be greater than or equal to 1"),
-        (["--criterion", "centred"], "--criterion is for a lower rank"),
-        (["--rank", "3", "--criterion", "centred"], "truncate looks at a text: give one with --calibrate"),
+        (["--criterion", "centred"], "--criterion needs --rank"),
+        (["--rank", "3", "--criterion", "centred"], "truncate needs a text: give one with --calibrate"),
         (["--rank", "3", "--calibrate", "no.txt"], "no.txt: No such file"),
         (["--rank", "3", "--calibrate", "."], "Is a directory"),
         (["--rank", "3", "--calibrate", "BINARY"], "not UTF-8"),
-        (["--exact", "--calibrate", "TEXT"], "no step looks at the calibration text"),
+        (["--exact", "--calibrate", "TEXT"], "no step uses the calibration text"),
         (["--exact", "--text", "no.txt"], "no.txt: No such file"),
-        (["--exact", "--text", "TEXT", "--no-compare"], "--text is for the comparison that --no-compare"),
+        (["--exact", "--text", "TEXT", "--no-compare"], "--text and --no-compare contradict"),
         (["--exact", "--text", "BINARY"], "not UTF-8"),
-        (["--exact", "--layers", "7"], "has no layer 7; they go from 0 to 2"),
+        (["--exact", "--layers", "7"], "layer 7 does not exist; layers are 0 to 2"),
         (["--exact", "--layers", "x"], "--layers x: write numbers from 0"),
         (["--exact", "--family", "no.toml"], "no.toml: No such file"),
     ],
@@ -359,8 +359,8 @@ def test_what_cannot_be_asked_for_is_one_line(
     [
         ("there", "exists"),
         ("link", "exists"),
-        ("source/inside", "lies within"),
-        ("no/such/out", "there is no folder"),
+        ("source/inside", "is inside"),
+        ("no/such/out", "the folder"),
     ],
 )
 def test_a_place_that_will_not_do_is_one_line_before_anything_is_done(
@@ -550,16 +550,16 @@ def test_a_rewritten_run_keeps_all_but_what_training_goes_on_from(
     assert (out / "README.md").read_text().count("## Rewritten attention") == 1
     answer = triptych("train", "--resume", out)
     assert answer.code == 2
-    assert "was rewritten: training goes on in the run that it was made from" in answer.err
+    assert "was rewritten: resume the original run instead" in answer.err
     assert answer.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("name", "to", "reason"),
     [
-        ("notes.txt", "../secret", "notes.txt is a link out of its folder, to "),
-        ("notes.txt", "nowhere", "notes.txt is no file that can be copied: a link to nothing, perhaps"),
-        ("model.safetensors", "../secret", "model.safetensors is a link out of its folder, to "),
+        ("notes.txt", "../secret", "notes.txt is a link out of the folder, to "),
+        ("notes.txt", "nowhere", "notes.txt is not a regular file (a broken link?)"),
+        ("model.safetensors", "../secret", "model.safetensors is a link out of the folder, to "),
     ],
 )
 def test_a_run_with_a_link_that_leads_elsewhere_is_one_line(
@@ -609,7 +609,7 @@ def test_a_run_is_compared_and_calibrated_on_pairs(
     pairs.write_text("no tab in here\n")
     answer = triptych("rewrite", small_run, "-o", tmp_path / "other", "--exact", "--text", pairs)
     assert answer.code == 2
-    assert "line 1: a source, a tab and a target are needed here" in answer.err
+    assert "line 1: expected a source, a tab and a target" in answer.err
     assert not (tmp_path / "other").exists()
 
 

@@ -154,7 +154,10 @@ def test_a_failed_translation_leaves_no_output_file(
 
 def test_a_missing_run_or_file_is_a_usage_error(triptych: Command, small_run: Path, tmp_path: Path) -> None:
     no_run = triptych("translate", tmp_path / "nowhere", stdin=b"Vier.\n")
-    assert (no_run.code, no_run.err) == (2, f"triptych: there is no run folder {tmp_path / 'nowhere'}\n")
+    assert (no_run.code, no_run.err) == (
+        2,
+        f"triptych: the run folder {tmp_path / 'nowhere'} does not exist\n",
+    )
     no_file = triptych("translate", small_run, tmp_path / "nothing.txt")
     assert no_file.code == 2
     assert "nothing.txt" in no_file.err

@@ -86,7 +86,7 @@ def test_without_an_original_what_is_there_is_checked(triptych: Command, tmp_pat
     (tmp_path / "text.txt").write_text("text")
     answer = triptych("verify", tmp_path / "out", "--text", tmp_path / "text.txt")
     assert answer.code == 2
-    assert "--text compares two models: give the original with --against" in answer.err
+    assert "--text needs the original: give it with --against" in answer.err
     assert triptych("verify", tmp_path / "out", "--against", tmp_path / "elsewhere").code == 0
 
 
@@ -208,7 +208,7 @@ def test_another_text_is_refused_in_one_line(
 def test_a_text_where_there_was_none_is_refused(triptych: Command, compared: Path) -> None:
     answer = triptych("verify", compared / "drawn", "--text", compared / "text.txt")
     assert answer.code == 2
-    assert "both models were compared on random tokens, not on a text: leave out --text" in answer.err
+    assert "the models were compared on random tokens: leave out --text" in answer.err
     assert answer.err.count("\n") == 1
 
 

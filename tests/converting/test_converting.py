@@ -279,7 +279,7 @@ def test_what_computes_something_else_is_not_written(
         return plain
 
     monkeypatch.setattr(hugging_face, "plain_model", plain_and_wrong)
-    with pytest.raises(DataError, match=r"they are off by .* nothing was written"):
+    with pytest.raises(DataError, match=r"they are off by .* nothing is written"):
         convert(make_run(joint), tmp_path / "out", "hf")
     assert list(tmp_path.iterdir()) == []
 
@@ -358,12 +358,12 @@ def test_a_checkpoint_of_another_dtype_keeps_it(tmp_path: Path, dtype: torch.dty
 def test_a_folder_of_ours_is_no_checkpoint_of_theirs(tmp_path: Path) -> None:
     write_marian(tmp_path, dtype=torch.float32)
     convert(tmp_path, tmp_path / "ours", "triptych")
-    with pytest.raises(UsageError, match="is a folder of ours already"):
+    with pytest.raises(UsageError, match="is a run already"):
         convert(tmp_path / "ours", tmp_path / "again", "triptych")
     recipe = resolve(
         {"data": {part: {"generated": 5, "generated_part": part} for part in ("train", "valid")}}
     )
-    with pytest.raises(UsageError, match="holds a model that was converted"):
+    with pytest.raises(UsageError, match="has a converted model"):
         train(recipe, tmp_path / "ours")
     (tmp_path / "ours" / "decoding.toml").write_text("beam_size = 0")
     with pytest.raises(DataError, match=r"decoding\.toml: beam_size"):

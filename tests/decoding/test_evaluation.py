@@ -88,5 +88,5 @@ def test_different_numbers_of_lines_are_refused_with_both() -> None:
 
 
 def test_a_score_of_nothing_is_refused() -> None:
-    with pytest.raises(DataError, match="there is no line to score"):
+    with pytest.raises(DataError, match="there are no lines to score"):
         score_translations([], [])

@@ -101,9 +101,9 @@ def test_layers_and_heads_may_be_chosen(tmp_path: Path) -> None:
     assert part.layers[0].heads == (1, 3)
     for name, values in part.layers[0].figures.items():
         assert values == [whole.layers[2].figures[name][head] for head in (1, 3)]
-    with pytest.raises(UsageError, match="there is no layer 7; they go from 0 to 2"):
+    with pytest.raises(UsageError, match="layer 7 does not exist; layers are 0 to 2"):
         inspected(tmp_path, layers=[7])
-    with pytest.raises(UsageError, match="there is no head 7; they go from 0 to 3"):
+    with pytest.raises(UsageError, match="head 7 does not exist; heads are 0 to 3"):
         inspected(tmp_path, heads=[7])
 
 

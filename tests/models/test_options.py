@@ -78,6 +78,6 @@ def test_the_output_bias_is_added_to_the_logits_and_begins_as_zeros(tie: str) ->
 
 def test_there_is_no_training_with_an_output_bias() -> None:
     with pytest.raises(
-        UsageError, match=r"model\.output_bias is for checkpoints that are read in, .* leave it out"
+        UsageError, match=r"model\.output_bias is only for imported checkpoints: leave it out"
     ):
         resolve({"data": DATA, "model": {"output_bias": True}})

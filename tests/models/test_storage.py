@@ -186,9 +186,9 @@ def test_nothing_is_changed_by_a_file_that_does_not_fit(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pad_id": 99}, "pad_id 99 is no token of vocabularies of 11 and 13"),
+        ({"pad_id": 99}, "pad_id 99 is outside the vocabularies of 11 and 13"),
         ({"pad_id": "x"}, SETTINGS),
-        ({"src_vocab_size": -5}, "pad_id 2 is no token of vocabularies of -5 and 13"),
+        ({"src_vocab_size": -5}, "pad_id 2 is outside the vocabularies of -5 and 13"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(saved: Path, changes: dict[str, Any], message: str) -> None:

@@ -524,7 +524,7 @@ def test_a_recipe_is_read_and_its_mistakes_are_named(tmp_path: Path) -> None:
 
 def test_a_step_for_a_layer_there_is_not_is_refused(tmp_path: Path) -> None:
     source = small_gpt2(tmp_path / "source")
-    with pytest.raises(UsageError, match="no layer 5; they go from 0 to 1"):
+    with pytest.raises(UsageError, match="layer 5 does not exist; layers are 0 to 1"):
         plan_rewrite(str(source), recipe(DropKeyBias(layers=(5,))))
 
 

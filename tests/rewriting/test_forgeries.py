@@ -408,7 +408,7 @@ def test_steps_that_look_at_a_text_are_done_again_with_it(tmp_path: Path) -> Non
     assert failed(verify(out, source))  # also without the text
     sealed(out, certificate)
     (tmp_path / "other.txt").write_text("another text\n")
-    with pytest.raises(UsageError, match="is another text than steps looked at"):
+    with pytest.raises(UsageError, match="is not the calibration text"):
         verify(out, source, calibration=tmp_path / "other.txt")
 
 

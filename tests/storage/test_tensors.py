@@ -127,11 +127,11 @@ HEADERS: dict[str, tuple[Callable[[Path], Path], str]] = {
         "not a list of sizes",
     ),
     "size true": (lambda p: written(p, {"a": entry(0, 4, shape=[True])}, bytes(4)), "not a list of sizes"),
-    "negative offset": (lambda p: written(p, {"a": entry(-4, 0)}, bytes(4)), "not a beginning and an end"),
-    "backwards": (lambda p: written(p, {"a": entry(4, 0)}, bytes(4)), "not a beginning and an end"),
+    "negative offset": (lambda p: written(p, {"a": entry(-4, 0)}, bytes(4)), "not a start and an end"),
+    "backwards": (lambda p: written(p, {"a": entry(4, 0)}, bytes(4)), "not a start and an end"),
     "one offset": (
         lambda p: written(p, {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}, bytes(4)),
-        "not a beginning and an end",
+        "not a start and an end",
     ),
     "past the end": (
         lambda p: written(p, {"a": entry(0, 8, shape=[2])}, bytes(4)),
@@ -144,15 +144,15 @@ HEADERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "a longer side than there is": (
         lambda p: written(p, {"a": entry(0, 0, shape=[0, 1 << 70])}),
-        "is that of no tensor",
+        "is not a valid shape",
     ),
     "too many sides": (
         lambda p: written(p, {"a": entry(0, 4, shape=[1] * 65)}, bytes(4)),
-        "is that of no tensor",
+        "is not a valid shape",
     ),
     "more bytes than can be written": (
         lambda p: written(p, {"a": entry(0, 4, shape=[10**18] * 300)}, bytes(4)),
-        "is that of no tensor",
+        "is not a valid shape",
     ),
     "thousands of digits": (
         lambda p: written(p, {"a": entry(0, 10**4000)}, bytes(4)),

@@ -255,7 +255,7 @@ def test_a_pair_of_sentencepiece_tokenizers_is_saved_and_loaded_as_it_was(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"vocab": ["a", "b"]}, "pad_id 11 is no token of a vocabulary of 2"),
+        ({"vocab": ["a", "b"]}, "pad_id 11 is outside the vocabulary of 2"),
         ({"vocab": [*VOCAB, "ab"]}, "a piece is in the vocabulary twice"),
         ({"eos_id": -1}, "eos_id"),
         ({"format": "triptych sentencepiece 1"}, "format"),
@@ -274,7 +274,7 @@ def test_a_damaged_sentencepiece_tokenizer_is_refused_by_name(
     path.write_text(text.replace('"format": ', '"format":'))
     with pytest.raises(DataError) as refused:
         Tokenizer.load(path)
-    assert str(refused.value).startswith(f"{path} is damaged or holds no tokenizer")
+    assert str(refused.value).startswith(f"{path} is damaged or not a tokenizer")
     assert message in str(refused.value)
 
 

@@ -276,13 +276,13 @@ def test_resuming_keeps_the_recipe_but_may_go_on_longer(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(uninterrupted: Path) -> None:
     before = (uninterrupted / "model.safetensors").read_bytes()
-    with pytest.raises(UsageError, match="already holds a run"):
+    with pytest.raises(UsageError, match="already has a run"):
         runs.train(small_recipe(), uninterrupted, LineDisplay())
     assert (uninterrupted / "model.safetensors").read_bytes() == before
 
 
 def test_resuming_where_there_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no run to resume"):
+    with pytest.raises(UsageError, match="has no run to resume"):
         runs.resume(tmp_path, (), LineDisplay())
 
 

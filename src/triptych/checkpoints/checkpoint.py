@@ -127,7 +127,7 @@ class Checkpoint(AttentionSource):
                 continue
             present.add(spec.stack)
             if spec.needs and settings.value(spec.needs) is None:
-                raise DataError(f"{settings.where}: {spec.needs} is missing, and nothing else tells")
+                raise DataError(f"{settings.where}: {spec.needs} is missing, and no other field tells it")
             inner, layers = settings.count(spec.inner), settings.count(spec.layers)
             require_known_kinds(spec, settings, min(layers, _MOST_LAYERS))
             borrowing = self._borrowing_of(spec, settings, prefix, layers)
@@ -150,7 +150,7 @@ class Checkpoint(AttentionSource):
         if not found_any:
             looks = [name for name in self.tensors.infos if self._looks_like_attention(name)]
             raise DataError(
-                f"{self.name}: it says that it is {self.family.name}, and no tensor is named as there; "
+                f"{self.name}: no tensor has a name of the family {self.family.name}; "
                 f"what looks like attention: {', '.join(looks[:6]) or 'nothing'}"
             )
 
@@ -200,7 +200,7 @@ class Checkpoint(AttentionSource):
         if len(found) > 1:
             raise DataError(
                 f"{self.name}: {at} is there {len(found)} times, below {', '.join(sorted(found))}: "
-                "which one is meant cannot be told"
+                "it is not clear which one is meant"
             )
         return found.pop() if found else None
 
@@ -216,7 +216,7 @@ class Checkpoint(AttentionSource):
             match = pattern.match(name)
             if "{layer}" in spec.at and match and not any(word in match[1] for word in spec.outside):
                 raise DataError(
-                    f"{self.name}: {name} is there, and nothing of the attention that belongs to it, "
+                    f"{self.name}: {name} is in the file, but its attention is not: "
                     f"{spec.at.format(layer=0, inner=0)}"
                 )
 
@@ -257,8 +257,8 @@ class Checkpoint(AttentionSource):
             for name in reader.unknown():
                 if name not in self.unread and not any(name.startswith(module) for module in elsewhere):
                     raise DataError(
-                        f"{self.name}: tensor {name} is in an attention layer, and the family "
-                        f"{self.family.name} does not say what it does"
+                        f"{self.name}: tensor {name} is in an attention layer, but the family "
+                        f"{self.family.name} does not know it"
                     )
         return tuple(others)
 
@@ -295,16 +295,14 @@ def _opened(path: Path | str, family: Family | None) -> AttentionSource:
         config = (path if path.is_dir() else path.parent) / "config.json"
         if path.exists() and not config.is_file():
             raise DataError(
-                f"{path}: there is no config.json with it: number and width of heads are not in the tensors"
+                f"{path}: config.json is missing: the tensors alone do not tell the number of heads"
             )
         tensors = open_tensors(path)
         record, where = read_json(config), str(config)
         if is_own(record):
             _require_no_family(path, family)
             if path.is_file() and path.name != SAFETENSORS:
-                raise UsageError(
-                    f"{path}: of a run of ours the weights are in {SAFETENSORS}: give its folder"
-                )
+                raise UsageError(f"{path}: the weights of a run are in {SAFETENSORS}: give its folder")
             return OwnModel(path if path.is_dir() else path.parent)
     settings = Settings(record, where)
     tensors = dequantised(tensors, settings)
@@ -354,4 +352,4 @@ def _require_no_family(path: Path | str, family: Family | None) -> None:
         UsageError: one is given.
     """
     if family is not None:
-        raise UsageError(f"{path} is a run of ours and says itself how it is written: leave --family out")
+        raise UsageError(f"{path} is a run: leave out --family")

@@ -509,8 +509,8 @@ def _try_names(spec: AttentionSpec) -> None:
             name.format(layer=0, inner=0, head=0, previous=0, last=0)
         except (KeyError, IndexError, ValueError):
             raise DataError(
-                f"{name}: a name may hold {{layer}}, {{inner}} and {{head}}, that of a norm {{previous}} and "
-                "{last}, no other braces"
+                f"{name}: the placeholders of a name are {{layer}}, {{inner}} and {{head}}, "
+                "of a norm also {previous} and {last}"
             ) from None
 
 
@@ -528,7 +528,7 @@ def _laid_over(entry: Any, where: str) -> Any:
     name, _, number = str(entry["like"]).partition("#")
     path = _FOLDER / f"{name}.toml"
     if not re.fullmatch(r"\w+", name) or not path.is_file():
-        raise DataError(f"{where}: there is no family {name} to be like")
+        raise DataError(f"{where}: there is no family {name} for `like`")
     others = _expanded(tomllib.loads(path.read_text(encoding="utf-8")), name)["attention"]
     if not (number or "0").isdecimal() or int(number or 0) >= len(others):
         raise DataError(f"{where}: {name} has attention 0 to {len(others) - 1}, and not {number}")

@@ -246,7 +246,7 @@ class _Tensors:
         if found.dtype not in _DTYPES or (self._dtype is not None and found.dtype != self._dtype):
             raise DataError(
                 f"{self.path}: {name} is {found.dtype}, others {self._dtype or _DTYPES[0]}: "
-                "convert the file first, nothing is cast on reading"
+                "convert the file first; reading does not cast"
             )
         self._dtype = found.dtype
         return found
@@ -259,7 +259,7 @@ class _Tensors:
         (first, tensor), *others = found.items()
         for name, other in others:
             if not torch.equal(other, tensor):
-                raise DataError(f"{self.path}: {name} and {first} differ, and config.json says they are one")
+                raise DataError(f"{self.path}: {name} and {first} differ, but config.json ties them")
         return tensor
 
     def check_empty(self) -> None:
@@ -267,5 +267,5 @@ class _Tensors:
             name, tensor = next(iter(self._left.items()))
             raise DataError(
                 f"{self.path}: {name} {list(tensor.shape)} is not known in a Marian model, "
-                f"nor {len(self._left) - 1} others: what they do would be lost"
+                f"nor {len(self._left) - 1} other tensors: reading on would lose them"
             )

@@ -70,7 +70,7 @@ class MarianSettings(BaseModel):
         smallest = min(self.vocab_size, self.tgt_vocab_size)
         for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
             if getattr(self, name) >= smallest:
-                return f"{name} {getattr(self, name)} is no token of a vocabulary of {smallest}"
+                return f"{name} {getattr(self, name)} is outside the vocabulary of {smallest}"
         return ""
 
 

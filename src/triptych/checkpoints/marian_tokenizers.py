@@ -86,15 +86,15 @@ def read_sentencepiece(path: Path) -> bytes:
     try:
         size = path.stat().st_size
         if size > _MAX_BYTES:
-            raise DataError(f"{path} is no SentencePiece model: it has {size:,} bytes")
+            raise DataError(f"{path} is not a SentencePiece model: it has {size:,} bytes")
         model = path.read_bytes()
         load_sentencepiece(model)
     except FileNotFoundError:
-        raise DataError(f"{path} is missing: a Marian checkpoint has it beside its config.json") from None
+        raise DataError(f"{path} is missing: a Marian checkpoint has it next to config.json") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     except ValueError as error:
-        raise DataError(f"{path} is no SentencePiece model, or damaged: {error}") from None
+        raise DataError(f"{path} is not a SentencePiece model, or it is damaged: {error}") from None
     return model
 
 

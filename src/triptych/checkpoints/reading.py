@@ -327,9 +327,7 @@ class LayerReader:
         if shape is not None:
             _require_shape(self._of(name), [*tensor.shape], [*shape])
         if not tensor.is_floating_point():
-            raise DataError(
-                f"{self._of(name)}: its entries are {tensor.dtype}, quantised in a way not known here"
-            )
+            raise DataError(f"{self._of(name)}: its dtype {tensor.dtype} is an unknown quantisation")
         self._read_names.append(name)
         return tensor if self._dtype is None else tensor.to(self._dtype)
 
@@ -341,7 +339,7 @@ class LayerReader:
             info = self.tensors.infos[name]
             if info.dtype.is_floating_point:
                 if info.dtype.itemsize == 1:
-                    raise DataError(f"{self._of(name)}: float8 without a scale, which is not read")
+                    raise DataError(f"{self._of(name)}: float8 without a scale is not supported")
                 found = info.dtype if found is None else torch.promote_types(found, info.dtype)
         if found is not None and self.place.spec.latent is not None:
             return torch.promote_types(found, torch.float32)  # maps take up the gains of norms between them
@@ -362,7 +360,7 @@ def _require_shape(of: str, found: list[int], wanted: list[int | None]) -> None:
     if len(found) != len(wanted):
         raise DataError(f"{of}: shape {found}, where {len(wanted)} dimensions are expected")
     if None not in wanted and found != wanted:
-        raise DataError(f"{of}: shape {found}, where the configuration makes it {wanted}")
+        raise DataError(f"{of}: shape {found}, but the configuration says {wanted}")
     for what, size, right in zip(("rows", "columns"), found, wanted, strict=False):
         if right is not None and size != right:
-            raise DataError(f"{of}: {size} {what}, where the configuration makes it {right}")
+            raise DataError(f"{of}: {size} {what}, but the configuration says {right}")

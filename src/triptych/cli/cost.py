@@ -105,7 +105,7 @@ def cost(
         require_charts()  # before anything is measured
     if not measure and not (seconds is None and device is None):
         given = "--device" if seconds is None else "--seconds"
-        raise UsageError(f"{given} is for --measure, which is not given: add it, or leave {given} out")
+        raise UsageError(f"{given} needs --measure: add it, or leave out {given}")
     timed = None
     if measure:
         timed = _measured(report, 1.0 if seconds is None else seconds, "cpu" if device is None else device)

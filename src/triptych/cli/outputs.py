@@ -52,9 +52,9 @@ def require_free(outputs: Sequence[Output], read: Sequence[Path], *, force: bool
         if not folder.is_dir():
             raise UsageError(f"the folder of {path} does not exist: make it first")
         if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-            raise UsageError(f"{path} cannot be written: it is a folder, or not yours to write")
+            raise UsageError(f"{path} cannot be written: it is a folder, or permission is denied")
         if real in taken:
-            raise UsageError(f"{path} is given twice: each output needs a file of its own")
+            raise UsageError(f"{path} is given twice: each output needs its own file")
         taken.add(real)
         if not path.is_file() or is_own(path):  # a terminal or a pipe is written into
             continue

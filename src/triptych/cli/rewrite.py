@@ -153,7 +153,7 @@ def rewrite(
     cut = {name: value for name, value in cut.items() if value is not None}
     for option, value in (("--rotary", rotary), ("--criterion", criterion)):
         if value is not None and not cut:
-            raise UsageError(f"{option} is for a lower rank: give --rank, --energy or --budget with it")
+            raise UsageError(f"{option} needs --rank, --energy or --budget")
     shortcuts: list[dict[str, Any]] = []
     if prune is not None:
         shortcuts.append({"rewrite": "prune_heads", "number": prune, "on_text": calibrate is not None})
@@ -179,9 +179,9 @@ def rewrite(
         print(json.dumps(_plain(found))) if as_json else _print_plan(found, console)
         return
     if out is None:
-        raise UsageError("say where the result goes: --out FOLDER (or --plan to see what would be done)")
+        raise UsageError("give the output folder with --out (or --plan to see what would be done)")
     if text is not None and not compare:
-        raise UsageError("--text is for the comparison that --no-compare leaves out: give one of the two")
+        raise UsageError("--text and --no-compare contradict each other: leave one out")
     with progress_bar("{task.description}", "opening") as tell:
         certificate = triptych.rewrite_checkpoint(
             checkpoint, out, chosen, family=own, text=text, compare=compare, progress=tell
@@ -208,7 +208,7 @@ def _recipe(
     """
     if recipe is not None:
         if exact or steps or layers is not None:
-            raise UsageError("--recipe has the steps: leave out --exact, --do and the others")
+            raise UsageError("--recipe cannot be combined with --exact, --do and the like")
         found = read_rewrite_recipe(recipe)
         update: dict[str, Any] = {"skip_refused": found.skip_refused or skip_refused}
         if calibrate is not None:

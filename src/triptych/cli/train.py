@@ -48,14 +48,14 @@ def train(
     display = display_for(Console(stderr=True))
     if resume:
         if out is not None:
-            raise UsageError("--resume names the run folder itself: leave --out away")
+            raise UsageError("--resume takes the run folder: leave out --out")
         if force:
-            raise UsageError("--force is for a new run, and --resume goes on with one: leave one away")
+            raise UsageError("--force is for a new run: leave out --force or --resume")
         folder = Path(recipe)
         summary = triptych.resume(folder, overrides or [], display)
     else:
         if Path(recipe).is_dir() and recipe not in recipes.names():
-            raise UsageError(f"{recipe} is a folder: to go on with the run in it, add --resume")
+            raise UsageError(f"{recipe} is a folder: add --resume to continue the run in it")
         resolved = read_recipe(recipes.find(recipe), overrides or [])
         folder = out or Path("runs") / resolved.name
         summary = triptych.train(resolved, folder, display, force=force)

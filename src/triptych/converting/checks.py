@@ -117,7 +117,7 @@ def compare_logits(what: str, expected: Tensor, found: Tensor, tolerance: float,
     allowed = tolerance * max(1.0, float(expected.double().abs().max()))
     if not difference <= allowed:
         raise DataError(
-            f"{what}: they are off by {difference:.3g}, and {allowed:.3g} is allowed: nothing was written"
+            f"{what}: they are off by {difference:.3g}, and {allowed:.3g} is allowed: nothing is written"
         )
     return Check(what, True, difference, note)
 
@@ -140,11 +140,9 @@ def compare_tokenizers(
         found = encode(text)
         if found != [*ids, tokenizer.eos_id]:
             raise DataError(
-                f"{what}: {text!r} is {found} there and {[*ids, tokenizer.eos_id]} here: nothing was written"
+                f"{what}: {text!r} is {found} there and {[*ids, tokenizer.eos_id]} here: nothing is written"
             )
         (wanted,) = tokenizer.decode([ids])
         if decode is not None and decode(ids) != wanted:
-            raise DataError(
-                f"{what}: {ids} is {decode(ids)!r} there and {wanted!r} here: nothing was written"
-            )
+            raise DataError(f"{what}: {ids} is {decode(ids)!r} there and {wanted!r} here: nothing is written")
     return Check(what, True, note=f"{len(samples)} texts")

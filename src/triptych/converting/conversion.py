@@ -75,7 +75,7 @@ def convert(
         raise UsageError(f"--quantization {quantization} goes with --to ctranslate2, not with --to {to}")
     run = source if isinstance(source, Run) else Run.open(Path(source), "cpu")
     if to == "triptych" and model_type(run.folder) is None:
-        raise UsageError(f"{run.folder} is a folder of ours already: give one in Hugging Face's format")
+        raise UsageError(f"{run.folder} is a run already: give a folder in Hugging Face's format")
     writers: dict[Format, Callable[[Path], Written]] = {
         "hf": lambda folder: write_hf(run, folder),
         "ctranslate2": lambda folder: write_ctranslate2(run, folder, quantization),
@@ -102,7 +102,7 @@ def _write_ours(run: Run, folder: Path) -> Written:
     ):
         same = same and ours.to_json() == theirs.to_json()
     if not same:
-        raise DataError(f"{folder} does not read as it was written: is the disk sound?")
+        raise DataError(f"{folder} does not read back as it was written: check the disk")
     check = Check("every tensor and both tokenizers are read again bit for bit", True)
     return Written("encoder-decoder", sum(tensor.numel() for tensor in again.values()), (), (check,))
 

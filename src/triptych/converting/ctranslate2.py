@@ -156,7 +156,7 @@ def _check(run: Run, folder: Path, quantization: Quantization) -> Check:
     if quantization == "int8":
         difference = float((found - _log_probs(run.model, pairs, target.eos_id)).abs().max())
         if not difference < float("inf"):
-            raise DataError(f"{what}: they are not finite: nothing was written")
+            raise DataError(f"{what}: they are not finite: nothing is written")
         return Check(what, True, difference, "the rounding of int8 is part of it")
     return compare_logits(what, _log_probs(run.model, pairs, target.eos_id), found, _TOLERANCE)
 

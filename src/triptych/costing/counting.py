@@ -69,17 +69,17 @@ class CostSpec:
             if value is not None and value > _LARGEST:
                 raise ValueError(f"{field} is {value}: it must be at most {_LARGEST:,}")
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.d_model % self.num_heads and (self.d_k is None or self.d_v is None):
             raise ValueError(
                 f"num_heads {self.num_heads} does not divide d_model {self.d_model}: give both d_k and d_v"
             )
         if not self.parameterisations:
-            raise ValueError(f"no parameterisation is named: choose some of {', '.join(PARAMETERISATIONS)}")
+            raise ValueError(f"no parameterisation is given: choose from {', '.join(PARAMETERISATIONS)}")
         for name, times in Counter(self.parameterisations).items():
             _check_name(name)
             if times > 1:
-                raise ValueError(f"{name} is named {times} times: once is enough")
+                raise ValueError(f"{name} is given {times} times")
         known = {field for name in self.parameterisations for field in _options(PARAMETERISATIONS[name])}
         for field in _SIZES:
             if getattr(self, field) is not None and field not in known:
@@ -273,7 +273,7 @@ def _check_name(name: str) -> None:
     if name not in PARAMETERISATIONS:
         near = difflib.get_close_matches(name, PARAMETERISATIONS, n=1)
         meant = f": did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name!r} is none of {', '.join(PARAMETERISATIONS)}{meant}")
+        raise ValueError(f"{name!r} is not one of {', '.join(PARAMETERISATIONS)}{meant}")
 
 
 def _check_widths(spec: CostSpec, name: str, weights: AttentionWeights) -> None:

@@ -53,7 +53,7 @@ def score_translations(
     if len(hypotheses) != len(references):
         raise DataError(f"{len(hypotheses):,} translations but {len(references):,} references")
     if not hypotheses:
-        raise DataError("there is no line to score")
+        raise DataError("there are no lines to score")
     return [_score(metric, hypotheses, references, num_resamples, seed) for metric in (BLEU(), CHRF())]
 
 

@@ -137,7 +137,7 @@ def inspect(
     last = max(site.layer for site in checkpoint.sites)
     if layers is not None and not {site.layer for site in checkpoint.sites} >= set(layers):
         unknown = next(layer for layer in layers if layer not in {site.layer for site in checkpoint.sites})
-        raise UsageError(f"{checkpoint.name}: there is no layer {unknown}; they go from 0 to {last}")
+        raise UsageError(f"{checkpoint.name}: layer {unknown} does not exist; layers are 0 to {last}")
     total, done = sum(checkpoint.bytes_of(site) for site in sites), 0
     found, sketched = [], _Sketches(checkpoint, ignore_rotary)
     for site in sites:
@@ -151,7 +151,7 @@ def inspect(
         del layer, maps
     most = max(layer.num_heads for layer in found) - 1
     if heads is not None and max(heads, default=-1) > most:
-        raise UsageError(f"{checkpoint.name}: there is no head {max(heads)}; they go from 0 to {most}")
+        raise UsageError(f"{checkpoint.name}: head {max(heads)} does not exist; heads are 0 to {most}")
     if progress is not None:
         progress("heads that are nearly the same", done, total)
     copies, more_copies = sketched.near_copies()

@@ -20,7 +20,5 @@ def find_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"device {name!r} is not known: use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"device {name!r} is asked for, but torch sees {torch.cuda.device_count()} GPUs here"
-        )
+        raise UsageError(f"device {name!r} is given, but torch sees {torch.cuda.device_count()} GPUs here")
     return device

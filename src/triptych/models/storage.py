@@ -74,7 +74,7 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
         src_size, tgt_size = record["src_vocab_size"], record["tgt_vocab_size"]
         if not (0 <= record["pad_id"] < min(src_size, tgt_size)):
             raise DataError(
-                f"{path}: pad_id {record['pad_id']} is no token of vocabularies of {src_size} and {tgt_size}"
+                f"{path}: pad_id {record['pad_id']} is outside the vocabularies of {src_size} and {tgt_size}"
             )
         dtype = record.get("dtype", "float32")
         if dtype not in _DTYPES:
@@ -172,7 +172,7 @@ def load_tensors(model: EncoderDecoder, tensors: dict[str, torch.Tensor], origin
         if parameter.dtype != tensors[name].dtype:
             raise DataError(
                 f"{origin}: {name} is {tensors[name].dtype}, the model {parameter.dtype}: "
-                "convert the file first, nothing is cast on reading"
+                "convert the file first; reading does not cast"
             )
     with torch.no_grad():
         for name, parameter in parameters.items():

@@ -336,11 +336,9 @@ def read_certificate(path: Path) -> Certificate:
         raise DataError(f"{path}: {where}: {first['msg']}") from None
     # What an older version did not write is left out of both.
     if found.model_dump(mode="json", exclude_unset=True) != record:
-        raise DataError(f"{path}: it does not read back as it stands there: it was changed by hand")
+        raise DataError(f"{path}: it does not read back as it stands there: it was edited")
     if found.sha256 != _hash_of({name: value for name, value in record.items() if name != "sha256"}):
-        raise DataError(
-            f"{path}: its entries do not have the hash that it gives: it was changed since it was written"
-        )
+        raise DataError(f"{path}: its hash does not match: it was changed after it was written")
     return found
 
 

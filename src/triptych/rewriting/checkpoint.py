@@ -365,7 +365,7 @@ class _FolderRewriting(_Rewriting):
 
     def _measure(self, folder: Path) -> None:
         if self._ready:
-            raise AssertionError(f"{next(iter(self._ready))} was rewritten and never asked for")
+            raise AssertionError(f"{next(iter(self._ready))} was rewritten but not written")
         written = self._reopened(folder)
         sites = {site.module: site for site in written.sites}
         for number, site in enumerate(self.checkpoint.sites):

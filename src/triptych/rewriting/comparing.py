@@ -93,7 +93,7 @@ def compare_models(
     other = open_model(written)
     found = compared(original.model, other, iter(original.windows))
     if not math.isfinite(found.worst_logit):
-        raise FailedRewriteError(f"{source.name}: the rewritten model puts out numbers that are not finite")
+        raise FailedRewriteError(f"{source.name}: the rewritten model outputs numbers that are not finite")
     if stored is not None and (reason := why_no_rounding(found, original.model, other, source, stored)):
         raise FailedRewriteError(
             f"{source.name}: every step is exact, yet {reason}; nothing is written. "

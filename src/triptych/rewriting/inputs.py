@@ -45,7 +45,7 @@ def gather_inputs(
     """
     pieces = list(islice(windows, _LOOKED_AT))
     if not pieces:
-        raise UsageError("the text is empty: there is nothing to try layers on")
+        raise UsageError("the text is empty: there is nothing to test the layers on")
     window = max(pieces, key=lambda window: sum(ids.numel() for ids in window.inputs.values()))
     with model.watch(source, source.sites):
         model.outputs(window)

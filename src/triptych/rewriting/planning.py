@@ -93,11 +93,11 @@ def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Pre
     if any(step.needs_text for step in recipe.step):
         if recipe.calibration is None:
             name = next(step.name for step in recipe.step if step.needs_text)
-            raise UsageError(f"{name} looks at a text: give one with --calibrate, or criterion free")
+            raise UsageError(f"{name} needs a text: give one with --calibrate, or use criterion free")
         read_whole_text(recipe.calibration)
     elif recipe.calibration is not None:
         raise UsageError(
-            "no step looks at the calibration text: leave it out, or choose a criterion that does"
+            "no step uses the calibration text: leave it out, or choose a criterion that uses it"
         )
     norms = OtherNorms(source, recipe.step, recipe.skip_refused)
     prepared = Prepared(recipe.step, {}, recipe.skip_refused, norms)
@@ -146,7 +146,7 @@ def _require_layers(source: AttentionSource, steps: Sequence[Rewrite]) -> None:
     for step in steps:
         if unknown := sorted(set(step.layers or ()) - there):
             raise UsageError(
-                f"{step.name}: {source.name} has no layer {unknown[0]}; they go from 0 to {max(there)}"
+                f"{step.name}: {source.name}: layer {unknown[0]} does not exist; layers are 0 to {max(there)}"
             )
 
 
@@ -230,12 +230,10 @@ def local_folder(checkpoint: str) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
-        raise UsageError(
-            f"{path} is one file of a checkpoint: give its folder, which is rewritten as a whole"
-        )
+        raise UsageError(f"{path} is one file of a checkpoint: give its folder")
     if is_hub_id(checkpoint):
         return download_checkpoint(checkpoint)
-    raise DataError(f"{path}: there is no such folder, and an id on the Hub is owner/name")
+    raise DataError(f"{path}: there is no such folder, and it is not a name on the Hub (owner/name)")
 
 
 def resize_kv_heads(checkpoint: str, num_kv_heads: int, family: Family | None = None) -> str:

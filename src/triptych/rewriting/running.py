@@ -180,7 +180,7 @@ def open_model(path: Path) -> RunnableModel:
         return OwnRunnable(path)
     if find_spec("transformers") is None:
         raise UsageError(
-            "running this model takes transformers, which is not here: pip install 'triptych[run]'"
+            "running this model needs transformers, which is not installed: pip install 'triptych[run]'"
         )
     return TransformersModel(path)
 
@@ -373,7 +373,7 @@ class TransformersModel(RunnableModel):
         for number, line in enumerate(lines, start=1):
             source, tab, target = line.partition("\t")
             if not tab:
-                raise UsageError(f"{text}, line {number}: a source, a tab and a target are needed here")
+                raise UsageError(f"{text}, line {number}: expected a source, a tab and a target")
             wanted = self._tokens(target, special=True, target=True)[: self._at_most(WINDOW_TOKENS)]
             given = torch.cat([torch.tensor([start_id]), wanted[:-1]])
             inputs = {
@@ -413,7 +413,7 @@ class OwnRunnable(RunnableModel):
         for number, line in enumerate(read_whole_text(text).splitlines(), start=1):
             source, tab, target = line.partition("\t")
             if not tab:
-                raise UsageError(f"{text}, line {number}: a source, a tab and a target are needed here")
+                raise UsageError(f"{text}, line {number}: expected a source, a tab and a target")
             (src,), (tgt,) = tokenizers.source.encode([source]), tokenizers.target.encode([target])
             end, begin = tokenizers.target.eos_id, tokenizers.target.bos_id
             wanted = torch.tensor([*tgt, end])

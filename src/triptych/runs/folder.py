@@ -41,13 +41,13 @@ def require_place(folder: Path, *, force: bool) -> None:
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise UsageError(f"{folder} is a file: name a folder for the run (--out)")
+        raise UsageError(f"{folder} is a file: give a folder for the run (--out)")
     if holds_run(folder):
         raise UsageError(
-            f"{folder} already holds a run: go on with it (--resume {folder}) or name another folder (--out)"
+            f"{folder} already has a run: continue it (--resume {folder}) or give another folder (--out)"
         )
     if (folder / DECODING).exists() and is_own(settings(folder)):
-        raise UsageError(f"{folder} holds a model that was converted: name another folder (--out)")
+        raise UsageError(f"{folder} has a converted model: give another folder (--out)")
     found = sorted(path.name for path in folder.iterdir())
     if found and not force:
         shown = ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
@@ -57,9 +57,9 @@ def require_place(folder: Path, *, force: bool) -> None:
         )
     for name in RUN_FILES:
         if name != "." and (folder / name).exists() and not _is_empty(folder / name):
-            raise UsageError(f"{folder / name} is in the way of the run's own: name another folder (--out)")
+            raise UsageError(f"{folder / name} is in the way: give another folder (--out)")
     if taken := [path for path in own_files(folder) if path.is_dir()]:
-        raise UsageError(f"{taken[0]} is a folder, and a run has a file there: name another folder (--out)")
+        raise UsageError(f"{taken[0]} is a folder, where a run needs a file: give another folder (--out)")
 
 
 def _is_empty(folder: Path) -> bool:
@@ -105,7 +105,7 @@ class Run:
             DataError: files missing or damaged.
         """
         if not folder.is_dir():
-            raise UsageError(f"there is no run folder {folder}")
+            raise UsageError(f"the run folder {folder} does not exist")
         recipe = None
         if (folder / RECIPE).exists():
             recipe = read_recipe(folder / RECIPE)
@@ -133,7 +133,7 @@ class Run:
             raise DataError(f"{folder} is not a run folder: it has no {RECIPE}")
         if found != "marian":
             raise DataError(
-                f"{folder} holds a model of type {found!r}; of others' models, 'marian' can be read"
+                f"{folder} holds a model of type {found!r}; of other models only 'marian' is supported"
             )
         checkpoint = read_marian(folder)
         beams = {} if checkpoint.num_beams is None else {"beam_size": checkpoint.num_beams}

@@ -130,9 +130,9 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
         TriptychError: no run there, changed text, a damaged state; and all that `train` raises.
     """
     if not (folder / RECIPE).exists():
-        raise UsageError(f"{folder} holds no run to resume: it has no {RECIPE}")
+        raise UsageError(f"{folder} has no run to resume: there is no {RECIPE}")
     if (folder / CERTIFICATE).exists():
-        raise UsageError(f"{folder} was rewritten: training goes on in the run that it was made from")
+        raise UsageError(f"{folder} was rewritten: resume the original run instead")
     allowed = {"training.max_steps", "training.max_epochs", "training.patience"}
     for override in overrides:
         if override.partition("=")[0].strip() not in allowed:
@@ -143,7 +143,7 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
     recipe = read_recipe(folder / RECIPE, overrides)
     display = display or LineDisplay()
     if not is_own(settings(folder)):
-        raise UsageError(f"{folder} holds no run to resume: it has no config.json of ours")
+        raise UsageError(f"{folder} has no run to resume: there is no config.json of ours")
     has_state = (folder / "state" / "last.safetensors").exists()
     base = Path(read_counters(folder / "state").started_in) if has_state else Path.cwd()
     tokenizers = TokenizerPair.load(folder)

@@ -184,7 +184,7 @@ class FolderCopy:
         try:
             self._made.finish()
         except FileExistsError:
-            raise UsageError(f"{self._target} has come into being meanwhile: give another name") from None
+            raise UsageError(f"{self._target} was created meanwhile: choose another name") from None
         self.folder = self._target
         return CopiedCheckpoint(self._target, self.checkpoint, self.left_out)
 
@@ -223,12 +223,12 @@ def require_own(folder: Path, path: Path) -> None:
         DataError: it leads elsewhere, or nowhere; or it is no file.
     """
     if not path.is_file():
-        raise DataError(f"{path} is no file that can be copied: a link to nothing, perhaps")
+        raise DataError(f"{path} is not a regular file (a broken link?)")
     source, found = folder.resolve(), path.resolve()
     cache = source.parent.parent / "blobs"
     if found.is_relative_to(source) or (source.parent.name == "snapshots" and found.parent == cache):
         return
-    raise DataError(f"{path} is a link out of its folder, to {found}: put the file itself there")
+    raise DataError(f"{path} is a link out of the folder, to {found}: put the file itself there")
 
 
 def require_place(source: Path, target: Path) -> None:
@@ -239,12 +239,12 @@ def require_place(source: Path, target: Path) -> None:
     """
     target = target.absolute()
     if os.path.lexists(target):
-        raise UsageError(f"{target} exists: give the name of a folder that is to be made")
+        raise UsageError(f"{target} exists: give the name of a new folder")
     if not target.parent.is_dir():
-        raise UsageError(f"{target}: there is no folder {target.parent}")
+        raise UsageError(f"{target}: the folder {target.parent} does not exist")
     resolved = target.parent.resolve() / target.name
     if resolved.is_relative_to(source.resolve()):
-        raise UsageError(f"{target} lies within {source}, which is to be copied: give a place outside")
+        raise UsageError(f"{target} is inside {source}, which is copied: choose a folder outside")
 
 
 @final

@@ -136,7 +136,7 @@ def download_checkpoint(hub_id: str, endpoint: str | None = None) -> Path:
 def _repository(hub_id: str, endpoint: str | None) -> "_Repository":
     match = _ID.fullmatch(hub_id)
     if match is None:
-        raise DataError(f"{hub_id} is neither a path nor an id on the Hub, which is owner/name")
+        raise DataError(f"{hub_id} is neither a path nor a name on the Hub (owner/name)")
     return _Repository(match["repo"], match["revision"], endpoint)
 
 
@@ -150,9 +150,7 @@ class _Repository:
             try:
                 metadata = get_hf_file_metadata(self._url("config.json", revision), endpoint=endpoint)
             except EntryNotFoundError:
-                raise DataError(
-                    f"{name}: there is no config.json in it: number and width of heads are not known"
-                ) from None
+                raise DataError(f"{name}: there is no config.json, which has the number of heads") from None
         self.revision = metadata.commit_hash or revision
 
     def download(self, file: str) -> Path | None:
@@ -176,7 +174,7 @@ class _Repository:
                     f"{self.name} has no {file}: only safetensors are read from the Hub"
                 ) from None
         if metadata.size is None:
-            raise DataError(f"{self.name}/{file}: the Hub does not say how large it is")
+            raise DataError(f"{self.name}/{file}: the Hub does not tell its size")
         return HubBytes(f"{self.name}/{file}", metadata.size, url)
 
     def _url(self, file: str, revision: str | None) -> str:
@@ -233,10 +231,10 @@ def _explained(name: str) -> Iterator[None]:
     except (DataError, EntryNotFoundError):
         raise
     except GatedRepoError:
-        raise DataError(f"{name}: access must be asked for on its page, then `hf auth login`") from None
+        raise DataError(f"{name}: request access on its page, then run `hf auth login`") from None
     except RepositoryNotFoundError:
         raise DataError(
-            f"{name}: there is no such path here, and no such repository for you on the Hub"
+            f"{name}: no such path, and no such repository on the Hub (or no access to it)"
         ) from None
     except RevisionNotFoundError:
         raise DataError(f"{name}: the repository has no such revision") from None
@@ -246,4 +244,4 @@ def _explained(name: str) -> Iterator[None]:
 
 def _unreachable(name: str, error: Exception) -> str:
     reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-    return f"{name}: there is no such path here, and the Hub could not be asked: {reason}"
+    return f"{name}: no such path, and the Hub could not be reached: {reason}"

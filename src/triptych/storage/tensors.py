@@ -194,9 +194,9 @@ class Safetensors(TensorFile):
         if not _are_counts(shape):
             raise DataError(f"{where}: shape {shown(shape)} is not a list of sizes")
         if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise DataError(f"{where}: data_offsets {shown(offsets)} are not a beginning and an end")
+            raise DataError(f"{where}: data_offsets {shown(offsets)} are not a start and an end")
         if len(shape) > _MOST_DIMENSIONS or any(n > _LONGEST_SIDE for n in shape):
-            raise DataError(f"{where}: shape {shown(shape)} is that of no tensor")
+            raise DataError(f"{where}: shape {shown(shape)} is not a valid shape")
         dtype = DTYPES[label]
         needed, given = prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
         if needed != given:
@@ -252,7 +252,7 @@ class Pickled(TensorFile):
                 found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except pickle.UnpicklingError as error:
             raise DataError(
-                f"{path}: refused without running it: it holds more than tensors "
+                f"{path}: refused without running it: it contains more than tensors "
                 f"({str(error).splitlines()[0][:200]}); get the model as safetensors"
             ) from None
         # What else is wrong with a pickle comes in many classes; nothing of it has been run.
@@ -262,7 +262,7 @@ class Pickled(TensorFile):
         if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
             found = found["state_dict"]
         if not isinstance(found, dict):
-            raise DataError(f"{path}: it holds a {type(found).__name__} and no tensors by name")
+            raise DataError(f"{path}: it holds a {type(found).__name__} instead of tensors by name")
         for name, tensor in found.items():
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
                 raise DataError(f"{path}: {shown(name)} is a {type(tensor).__name__} and no tensor")
@@ -271,9 +271,7 @@ class Pickled(TensorFile):
             if tensor.layout == torch.strided and tensor.numel() * tensor.element_size() > held:
                 raise DataError(f"{path}, tensor {name}: it claims more numbers than it holds")
             if tensor.layout != torch.strided or tensor.is_meta:
-                raise DataError(
-                    f"{path}, tensor {name}: it is stored in a way that is not read (sparse, or empty)"
-                )
+                raise DataError(f"{path}, tensor {name}: its storage is not supported (sparse, or empty)")
         # Parameters would have every product of theirs remembered.
         return {name: tensor.detach() for name, tensor in found.items()}
 
@@ -497,7 +495,7 @@ def _require_plain(name: str, where: str) -> None:
         DataError: one holds what cannot be printed.
     """
     if not name.isprintable():
-        raise DataError(f"{where}: a tensor is named {shown(name)}, with characters that cannot be printed")
+        raise DataError(f"{where}: a tensor is named {shown(name)}, with unprintable characters")
 
 
 def _are_counts(value: Any) -> TypeGuard[list[int]]:

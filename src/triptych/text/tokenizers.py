@@ -199,11 +199,11 @@ class ByteLevelTokenizer(Tokenizer):
             inner = tokenizers.Tokenizer.from_str(text)
         # The library raises bare Exception for whatever is wrong with the text.
         except Exception as error:
-            raise DataError(f"{origin} is damaged or holds no tokenizer: {error}") from error
+            raise DataError(f"{origin} is damaged or not a tokenizer: {error}") from error
         difference = _difference_from_ours(inner)
         if difference is not None:
             raise DataError(
-                f"{origin} is a tokenizer of another make ({difference}); give one that triptych trained"
+                f"{origin} is a tokenizer of another program ({difference}); give one that triptych trained"
             )
         return cls(inner)
 
@@ -229,7 +229,7 @@ def _require_dense(text: str, origin: str) -> None:
         ids = [*added, *vocab.values()] if isinstance(vocab, dict) else added
         too_large = [number for number in ids if number >= len(added) + len(vocab)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{origin} is damaged or holds no tokenizer: {error}") from None
+        raise DataError(f"{origin} is damaged or not a tokenizer: {error}") from None
     if too_large:
         raise DataError(
             f"{origin} is damaged: a token has the id {too_large[0]}, and there are {len(vocab)} tokens"
@@ -268,7 +268,7 @@ class SentencePieceRecord(BaseModel):
         for name in ("pad_id", "bos_id", "eos_id", "unk_id"):
             if getattr(self, name) >= len(self.vocab):
                 raise ValueError(
-                    f"{name} {getattr(self, name)} is no token of a vocabulary of {len(self.vocab)}"
+                    f"{name} {getattr(self, name)} is outside the vocabulary of {len(self.vocab)}"
                 )
         if len(set(self.vocab)) < len(self.vocab):
             raise ValueError("a piece is in the vocabulary twice")
@@ -357,9 +357,9 @@ class SentencePieceTokenizer(Tokenizer):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise DataError(f"{origin} is damaged or holds no tokenizer: {where}: {first['msg']}") from None
+            raise DataError(f"{origin} is damaged or not a tokenizer: {where}: {first['msg']}") from None
         except ValueError as error:
-            raise DataError(f"{origin} is damaged or holds no tokenizer: model: {error}") from None
+            raise DataError(f"{origin} is damaged or not a tokenizer: model: {error}") from None
 
     def opening(self, text: str) -> str:
         """The code such as `>>de<<` that a text begins with."""

@@ -30,7 +30,8 @@ class MetricsLog:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             raise TriptychError(
-                f"{self.path} could not be written ({error.strerror}): make room, then go on with --resume"
+                f"{self.path} could not be written ({error.strerror}): free some space, "
+                "then continue with --resume"
             ) from None
         if find_spec("tensorboard") is None:
             return
@@ -89,5 +90,5 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
         elif number < len(lines):
-            raise DataError(f"{path}, line {number}: no record of a step: repair or remove the line")
+            raise DataError(f"{path}, line {number}: not a record of a step: repair or remove the line")
     return records

@@ -182,7 +182,7 @@ class Recipe(_Section):
         attentions = (model.encoder.attention, model.decoder.attention, model.decoder.cross_attention)
         if self.training.consistency_after and not consistency:
             raise ValueError(
-                "training.consistency_after says when consistency begins, and training.consistency is 0"
+                "training.consistency_after says when consistency begins, but training.consistency is 0"
             )
         if consistency and not any(
             (model.dropout, model.activation_dropout, *(attention.dropout for attention in attentions))
@@ -196,9 +196,7 @@ class Recipe(_Section):
     @model_validator(mode="after")
     def _output_can_be_trained(self) -> "Recipe":
         if self.model.output_bias:
-            raise ValueError(
-                "model.output_bias is for checkpoints that are read in, training knows none: leave it out"
-            )
+            raise ValueError("model.output_bias is only for imported checkpoints: leave it out")
         return self
 
     def filled(self, choices: dict[str, Any]) -> "Recipe":
@@ -227,7 +225,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"there is no recipe {path}: recipes/ holds the ones that come along") from None
+        raise UsageError(f"there is no recipe {path}: built-in recipes are in recipes/") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"recipe {path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:

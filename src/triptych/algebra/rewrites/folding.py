@@ -213,7 +213,7 @@ def fold(
 
 
 def _require_choices(sides: Sequence[str], keep: str, by: str) -> None:
-    """Refuse what is none of the choices there are.
+    """Refuse what is not one of the choices.
 
     Raises:
         ValueError: one is not; the message has those there are.

@@ -53,7 +53,7 @@ class PruneHeads(LayerRewrite):
     @model_validator(mode="after")
     def _one_way(self) -> "PruneHeads":
         if self.heads is not None and self.number is not None:
-            raise ValueError("heads names them, number lets us choose: give one of the two")
+            raise ValueError("heads and number contradict each other: give one of them")
         return self
 
     @property

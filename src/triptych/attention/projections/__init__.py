@@ -85,7 +85,7 @@ def parameterisation(name: str, **options: int | bool | None) -> Parameterisatio
     if name not in PARAMETERISATIONS:
         near = difflib.get_close_matches(name, PARAMETERISATIONS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "choose one of them"
-        raise ValueError(f"projections = {name!r} is none of {', '.join(PARAMETERISATIONS)}: {hint}")
+        raise ValueError(f"projections = {name!r} is not one of {', '.join(PARAMETERISATIONS)}: {hint}")
     cls = PARAMETERISATIONS[name]
     known = [field.name for field in dataclasses.fields(cls)]
     for option in options:

@@ -54,7 +54,7 @@ def verify(
         original = Path(certificate.source)
     if text is not None:
         if original is None:
-            raise UsageError("--text compares two models: give the original with --against")
+            raise UsageError("--text needs the original: give it with --against")
         _require_text(certificate, text)
     if calibration is not None:
         _require_calibration(certificate, original, calibration)
@@ -129,12 +129,12 @@ def _require_calibration(certificate: Certificate, original: Path | None, calibr
         UsageError: it is another, or there is none; or there is no original to do steps on.
     """
     if original is None:
-        raise UsageError("--calibrate does steps again: give the original with --against")
+        raise UsageError("--calibrate needs the original: give it with --against")
     if certificate.calibration is None:
-        raise UsageError(f"{calibration}: no step looked at a text: leave out --calibrate")
+        raise UsageError(f"{calibration}: no step used a text: leave out --calibrate")
     if certificate.calibration != file_hash(calibration):
         raise UsageError(
-            f"{calibration} is another text than steps looked at: that has sha256 "
+            f"{calibration} is not the calibration text, whose sha256 is "
             f"{shown(certificate.calibration)[:16]}…"
         )
 
@@ -151,9 +151,7 @@ def _require_text(certificate: Certificate, text: Path) -> None:
             f"{text}: no whole models were compared ({certificate.not_compared}): leave out --text"
         )
     if on_random_tokens(found):
-        raise UsageError(
-            f"{text}: both models were compared on random tokens, not on a text: leave out --text"
-        )
+        raise UsageError(f"{text}: the models were compared on random tokens: leave out --text")
     if found.text_sha256 is not None and found.text_sha256 != file_hash(text):
         raise UsageError(
             f"{text} is another text than both models were compared on: that was {shown(found.text)}, with "
