@@ -73,7 +73,6 @@ class Folding:
 
     @property
     def speedup(self) -> float:
-        """Of the layer's forward pass."""
         before, after = self.layer_seconds
         return before / after
 
@@ -103,7 +102,6 @@ class Demonstration:
     report: Path
 
     def figures(self) -> dict[str, Any]:
-        """For a machine to read."""
         return {
             "exact_match": self.exact_match,
             "bleu": self.bleu,

@@ -2,9 +2,7 @@
 
 import json
 import os
-import queue
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ import triptych
 from triptych.cli.options import PrecisionOption, StopOption, WorkersOption, number_of_workers
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.decoding import SentenceAttention, Translation, Translator
+from triptych.decoding.ahead import Ahead
 from triptych.errors import UsageError
 from triptych.files import write_atomically
 from triptych.models import ModelConfig
@@ -214,36 +213,26 @@ def _attention(seen: SentenceAttention, selection: _Selection) -> Iterator[dict[
 def _as_they_come(lines: Iterable[str]) -> Iterator[list[str]]:
     """Group lines into batches without waiting: what has arrived by now, up to a limit.
 
-    A thread reads ahead, so that someone typing gets each line translated at once, and a file is
-    translated in large batches. An error in the input comes after the lines before it.
+    Someone typing gets each line translated at once, and a file is translated in large batches. An error in
+    the input comes after the lines before it.
     """
-    arrived: queue.Queue[str | Exception | None] = queue.Queue(maxsize=4 * _LINES_AT_A_TIME)
-
-    def read() -> None:
-        try:
-            for line in lines:
-                arrived.put(line)
-            arrived.put(None)
-        except Exception as error:  # noqa: BLE001 (raised again by the thread that translates)
-            arrived.put(error)
-
-    threading.Thread(target=read, daemon=True).start()
-    most = _FIRST_LINES
-    while True:
+    arriving, most = Ahead(lines, depth=4 * _LINES_AT_A_TIME), _FIRST_LINES
+    line: str | None = ""
+    while line is not None:
         batch: list[str] = []
-        item = arrived.get()
-        while isinstance(item, str):
-            batch.append(item)
-            if len(batch) == most or arrived.empty():
-                break
-            item = arrived.get()
+        failure: Exception | None = None
+        try:
+            while (line := arriving.next()) is not None:
+                batch.append(line)
+                if len(batch) == most or not arriving.has_more:
+                    break
+        except Exception as error:  # noqa: BLE001 (raised when the lines before it are done)
+            failure = error
         if batch:
             yield batch
             most = min(2 * most, _LINES_AT_A_TIME)
-        if isinstance(item, Exception):
-            raise item
-        if item is None:
-            return
+        if failure is not None:
+            raise failure
 
 
 def _write_file(path: Path, texts: Iterable[str]) -> None:

@@ -99,7 +99,6 @@ class CostSpec:
 
     @property
     def bytes_per_number(self) -> int:
-        """Of the dtype."""
         return DTYPES[self.dtype].itemsize
 
     def choice(self, name: str) -> Parameterisation:
@@ -205,7 +204,6 @@ class CostReport:
     left_out: tuple[LeftOut, ...]
 
     def figures(self) -> dict[str, Any]:
-        """For a machine to read."""
         return dataclasses.asdict(self)
 
 

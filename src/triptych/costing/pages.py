@@ -52,7 +52,6 @@ def _three_digits(number: float) -> str:
 
 
 def setting(spec: CostSpec) -> str:
-    """The size of the layer in a line."""
     heads = "1 head" if spec.num_heads == 1 else f"{spec.num_heads} heads"
     biases = "with biases" if spec.biases else "no biases"
     return (
@@ -62,7 +61,6 @@ def setting(spec: CostSpec) -> str:
 
 
 def work(spec: CostSpec) -> str:
-    """What it is given to do, in a line."""
     sequences = "1 sequence" if spec.batch == 1 else f"{spec.batch:,} sequences"
     return (
         f"{sequences}: training and prefill of {spec.length:,} tokens, decoding at a context of "
@@ -98,7 +96,6 @@ def notes(report: CostReport) -> list[str]:
 
 
 def cost_table(report: CostReport) -> Table:
-    """A row for each parameterisation."""
     return Table(
         title="Cost",
         columns=(
@@ -169,7 +166,6 @@ _PASSES = ("forward", "fwd+bwd", "decode")
 
 
 def machine(timed: TimingReport) -> str:
-    """The machine in a line."""
     found = timed.machine
     threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
     product = count(found.gemm_flops_per_second)
@@ -189,7 +185,6 @@ def _cells(timing: Timing) -> tuple[str, str, str]:
 
 
 def cost_page(report: CostReport, timed: TimingReport | None = None, command: str = "") -> Report:
-    """The whole report as a page."""
     spec = report.spec
     rows = report.rows
     charts = [

@@ -97,7 +97,6 @@ class TimingReport:
     rows: tuple[TimedRow, ...]
 
     def figures(self) -> dict[str, Any]:
-        """For a machine to read."""
         return asdict(self)
 
 
@@ -267,7 +266,6 @@ class _Rates:
         self.copy_seconds: list[float] = []
 
     def take(self) -> None:
-        """Time a few products and copies in turn."""
         calls: list[Callable[[], object]] = [
             lambda: self.square @ self.square,
             lambda: self.target.copy_(self.source),
@@ -279,7 +277,6 @@ class _Rates:
                 found.append(_seconds(call, self.device))
 
     def machine(self) -> Machine:
-        """The record."""
         on_cpu = self.device.type == "cpu"
         return Machine(
             device="cpu" if on_cpu else torch.cuda.get_device_name(self.device),

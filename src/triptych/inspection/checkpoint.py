@@ -184,7 +184,6 @@ class _Sketches:
         self._kept: dict[Site, dict[str, tuple[Tensor, Tensor]]] = {}
 
     def add(self, layer: AttentionLayer, maps: AttentionWeights, inspected: InspectedLayer) -> None:
-        """Remember the heads of a layer that were looked at."""
         if not inspected.heads:
             return
         for form, (left, right) in self._factors(layer, maps).items():

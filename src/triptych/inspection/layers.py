@@ -93,7 +93,6 @@ class InspectedLayer:
 
     @property
     def name(self) -> str:
-        """For people."""
         return f"{self.stack} {self.layer}" + (" cross" if self.kind == "cross" else "")
 
     @property

@@ -24,15 +24,12 @@ _SHADES = " ░▒▓█"
 
 
 class Value(NamedTuple):
-    """A figure of one head."""
-
     value: float
     layer: InspectedLayer
     head: int
 
     @property
     def place(self) -> str:
-        """For people."""
         return f"{self.layer.name}, head {self.head}"
 
 

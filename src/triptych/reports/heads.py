@@ -79,7 +79,6 @@ def write_heads_report(report: HeadsReport, path: Path) -> None:
 
 
 def render_heads_report(report: HeadsReport) -> str:
-    """The text of the page."""
     return render("heads.html", report=report, data=_record(report))
 
 

@@ -83,7 +83,6 @@ def _pictured(picture: AttentionPicture) -> tuple[dict[str, Any] | None, list[di
 
 
 def render(template: str, **context: Any) -> str:
-    """The text of a page."""
     return _environment().get_template(template).render(**context, generator=Markup(GENERATOR))
 
 
@@ -102,7 +101,6 @@ def _environment() -> Environment:
 
 
 def _embedded(data: object) -> Markup:
-    """Data as JSON for a script element."""
     # Inside a script element only "<" can do harm ("</script>", "<!--"), and JSON may spell it otherwise.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))

@@ -65,7 +65,6 @@ class AttentionPicture:
 
     @property
     def num_heads(self) -> int:
-        """How many heads the picture has."""
         return int(self.weights.shape[0])
 
     def mean_over_heads(self) -> NDArray[np.floating]:

@@ -31,6 +31,7 @@ from triptych.rewriting.certificate import (
     card,
 )
 from triptych.rewriting.comparing import compare_models, open_original, why_not_by_itself
+from triptych.rewriting.formats import FolderFormat
 from triptych.rewriting.inputs import INPUTS, gather_inputs, write_inputs
 from triptych.rewriting.layers import RewrittenLayer, shape_of
 from triptych.rewriting.measuring import PROBES, measure_change, measure_change_on
@@ -91,10 +92,7 @@ def rewrite_checkpoint(
     source = open_checkpoint(folder, family)
     prepared = prepare(source, folder, recipe)
     request = _Request(checkpoint, folder, target, recipe, text, compare, progress or _tell_nobody)
-    if isinstance(source, OwnModel):
-        return _RunRewriting(source, prepared, request).write()
-    assert isinstance(source, Checkpoint)
-    return _FolderRewriting(source, prepared, request).write()
+    return _REWRITINGS[type(source)](source, prepared, request).write()
 
 
 @final
@@ -227,10 +225,13 @@ class _Rewriting(ABC):
 class _RunRewriting(_Rewriting):
     """Of a run of ours: the configuration changes with the writing."""
 
+    def __init__(self, source: OwnModel, prepared: Prepared, request: _Request) -> None:
+        super().__init__(source, prepared, request)
+        self._run = source
+
     def write(self) -> Certificate:
         """All of it: such models are not large."""
-        assert isinstance(self.source, OwnModel)
-        source, request = self.source, self.request
+        source, request = self._run, self.request
         changed, done_by_site = {}, {}
         for number, site in enumerate(source.sites):
             request.progress(f"rewriting {site.name}", number, len(source.sites))
@@ -288,7 +289,7 @@ class _FolderRewriting(_Rewriting):
         self._beside = ThreadPoolExecutor(1, "measuring")
         self._measured: dict[str, Future[Measured]] = {}
         self._settings: dict[str, Any] = {}
-        self._fixed_sizes = fixed_sizes(source, prepared)
+        self._fixed_sizes = fixed_sizes(FolderFormat(source), prepared)
 
     def write(self) -> Certificate:
         """Copy, replace, measure what was saved, certify."""
@@ -343,7 +344,7 @@ class _FolderRewriting(_Rewriting):
         read = held.read(site)
         done = self.prepared.through(held, read)
         done, written = written_layer(
-            held, read, done, self.prepared.skip_refused, site.name in self._fixed_sizes
+            FolderFormat(held), read, done, self.prepared.skip_refused, site.name in self._fixed_sizes
         )
         if done.changed and not written.settings:
             wait(self._measured.values())  # one beside this thread, so that two layers are in memory
@@ -379,6 +380,12 @@ class _FolderRewriting(_Rewriting):
                     self.checkpoint.read(site), written.read(sites[site.module]), bounded=done.bounded
                 )
             self.layers[site.name] = LayerRecord(module=site.module, steps=done.records, measured=measured)
+
+
+_REWRITINGS: dict[type[AttentionSource], Callable[..., _Rewriting]] = {
+    Checkpoint: _FolderRewriting,
+    OwnModel: _RunRewriting,
+}
 
 
 def _owners(source: Checkpoint) -> dict[str, Site]:

@@ -18,10 +18,10 @@ from triptych.algebra.rewrites import (
     require_readers_foldable,
 )
 from triptych.algebra.weights import Norm
-from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.layer import AttentionSource, Site
-from triptych.checkpoints.norm_readers import NormReader, NormSite, norm_sites
+from triptych.checkpoints.layer import Site
+from triptych.checkpoints.norm_readers import NormReader, NormSite
 from triptych.rewriting.certificate import NormRecord, StepRecord
+from triptych.rewriting.formats import Format
 from triptych.rewriting.measuring import MapErrors, blocks, measure_map, total_errors
 from triptych.rewriting.memory import give_back_memory
 from triptych.storage.tensors import Tensors
@@ -54,7 +54,7 @@ class OtherNorms:
     `fold_norm` of that layer and along with it, or not at all.
 
     Args:
-        source: the checkpoint.
+        form: how the checkpoint stores its attention.
         steps: of the recipe.
         skip_refused: whether a norm that cannot be folded is left as it is.
 
@@ -62,14 +62,14 @@ class OtherNorms:
         RewriteRefusedError: one cannot, and that is not to be skipped.
     """
 
-    def __init__(self, source: AttentionSource, steps: Sequence[Rewrite], skip_refused: bool) -> None:
-        self._tensors = source.tensors if isinstance(source, Checkpoint) else None
+    def __init__(self, form: Format, steps: Sequence[Rewrite], skip_refused: bool) -> None:
+        self._tensors = form.tensors
         self._examined: dict[str, _Examined] = {}
         self._errors: dict[str, MapErrors] = {}
         self._biases: dict[str, Tensor] = {}  # new ones, of maps whose weight came first
         asked = [step for step in steps if isinstance(step, FoldOtherNorms)]
         along = [step for step in steps if isinstance(step, FoldNorm)]
-        sites = norm_sites(source) if isinstance(source, Checkpoint) and (asked or along) else ()
+        sites = form.norm_sites() if asked or along else ()
         self._alone = [
             site
             for site in sites
@@ -85,13 +85,9 @@ class OtherNorms:
         self._owners = {
             name: site for site in (*self._alone, *self._shared.values()) for name in site.all_tensors
         }
-        self._nothing = ""
-        if asked and not self._alone:
-            self._nothing = "no norm is known that maps outside the attention read"
-            if not isinstance(source, Checkpoint):
-                self._nothing = "of runs of ours only the attention is rewritten"
+        self._nothing = form.why_no_norms if asked and not self._alone else ""
         if not skip_refused:
-            self._require_foldable(source.name)
+            self._require_foldable(form.source.name)
 
     def others(self, site: Site) -> OtherReaders | None:
         """What reads the norm of an attention layer besides it; None if nothing does that is known."""

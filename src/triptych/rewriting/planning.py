@@ -1,24 +1,21 @@
 """What a rewrite of a checkpoint would do, layer by layer, before anything is written."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
 
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites import Layer, Rewrite, RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
-from triptych.checkpoints.place import Sizes
-from triptych.checkpoints.resizing import path_of_record, resizing, sizes_of
-from triptych.checkpoints.writing import WrittenLayer, write_layer
+from triptych.checkpoints.writing import WrittenLayer
 from triptych.errors import DataError, UsageError
 from triptych.rewriting.calibration import gather_moments, require_heads_without_norms
 from triptych.rewriting.certificate import (
@@ -27,16 +24,12 @@ from triptych.rewriting.certificate import (
     NormRecord,
     StepRecord,
 )
+from triptych.rewriting.formats import Format, format_of
 from triptych.rewriting.layers import RewrittenLayer, rewrite_layer, rewritten_parts
 from triptych.rewriting.other_norms import OtherNorms
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import read_whole_text
 from triptych.storage.hub import download_checkpoint, is_hub_id
-
-_OURS_SHRINKS = (
-    "our own format has widths of every layer's own, and would shrink: triptych convert MODEL --from hf "
-    "--out RUN, then rewrite RUN"
-)
 
 
 @final
@@ -99,7 +92,7 @@ def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Pre
         raise UsageError(
             "no step uses the calibration text: leave it out, or choose a criterion that uses it"
         )
-    norms = OtherNorms(source, recipe.step, recipe.skip_refused)
+    norms = OtherNorms(format_of(source), recipe.step, recipe.skip_refused)
     prepared = Prepared(recipe.step, {}, recipe.skip_refused, norms)
     for number, step in enumerate(recipe.step):
         if step.needs_text and recipe.calibration is not None:
@@ -255,26 +248,21 @@ def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | Non
     layers, all_costs, folded = [], [], set[Site]()
     settings: dict[str, Any] = {}
     bytes_after, notes = 0, dict.fromkeys(source.warnings)
-    stay = fixed_sizes(source, prepared) if isinstance(source, Checkpoint) else set[str]()
+    form = format_of(source)
+    stay = fixed_sizes(form, prepared)
     for site in source.sites:
         read = source.read(site)
         done = prepared.through(source, read)
-        shapes = None
-        if isinstance(source, Checkpoint):
-            done, written = written_layer(source, read, done, prepared.skip_refused, site.name in stay)
-            shapes = written.shapes
+        done, written = written_layer(form, read, done, prepared.skip_refused, site.name in stay)
         layers.append(LayerRecord(module=site.module, steps=done.records))
         if done.took_up_norm:
             folded.add(site)
-        costs = costs_of(read, done, shapes)
+        costs = costs_of(read, done, written.shapes)
         all_costs.append(costs)
-        if isinstance(source, Checkpoint):
-            settings |= written.settings
-            bytes_after += _bytes_after(source, site, written.tensors)
-            if costs.unpadded is not None and source.settings.value("model_type") == "marian":
-                notes[_OURS_SHRINKS] = None
-        else:
-            bytes_after += costs.after.parameters * read.weights.dtype.itemsize
+        settings |= written.settings
+        bytes_after += form.bytes_of(read, written)
+        if costs.unpadded is not None:
+            notes |= dict.fromkeys(form.note_on_padding())
     costs = total_costs(all_costs)
     return Plan(
         source=checkpoint,
@@ -291,22 +279,12 @@ def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | Non
     )
 
 
-def _bytes_after(source: Checkpoint, site: Site, changed: Mapping[str, Tensor]) -> int:
-    """How many bytes the tensors within a layer's module will take."""
-    return sum(
-        changed[name].numel() * changed[name].element_size()
-        if name in changed
-        else source.tensors.infos[name].num_bytes
-        for name in source.tensors.below(site.module)
-    )
-
-
 def written_layer(
-    source: Checkpoint, read: AttentionLayer, done: RewrittenLayer, skip_refused: bool, same_sizes: bool
+    form: Format, read: AttentionLayer, done: RewrittenLayer, skip_refused: bool, same_sizes: bool
 ) -> tuple[RewrittenLayer, WrittenLayer]:
     """A layer as its format has it; as it was, and said so, if the format refuses and that is skipped."""
     try:
-        return done, write_layer(source, read, done.weights, kept=done.kept, same_sizes=same_sizes)
+        return done, form.written(read, done.weights, done.kept, same_sizes=same_sizes)
     except RewriteRefusedError as refused:
         if not skip_refused:
             raise
@@ -318,36 +296,9 @@ def written_layer(
         return RewrittenLayer(read.weights, None, records), WrittenLayer({}, {}, shapes)
 
 
-def fixed_sizes(source: Checkpoint, prepared: Prepared) -> set[str]:
+def fixed_sizes(form: Format, prepared: Prepared) -> set[str]:
     """Names of layers that keep their sizes."""
-    return _sizes_that_stay(source, prepared) if any(step.resizes for step in prepared.steps) else set()
-
-
-def _sizes_that_stay(source: Checkpoint, prepared: Prepared) -> set[str]:
-    """Names of layers that keep their sizes because others that share their configuration do not agree."""
-    sized = max(number for number, step in enumerate(prepared.steps, start=1) if step.resizes)
-    wanted: dict[str, Sizes] = {}
-    now: dict[str, Sizes] = {}
-    for site in source.sites:
-        read = source.read(site)
-        done = prepared.through(source, read, sized)
-        now[site.name] = sizes_of(read.weights.multiplied_out())
-        # Reading the shapes needs one map a side, as a file has it.
-        wanted[site.name] = sizes_of(done.weights.multiplied_out())
-        del read, done  # before the next one is read: layers may be large
-    of_record: dict[str, list[str]] = {}
-    for site in source.sites:
-        of_record.setdefault(path_of_record(source, source.place(site)), []).append(site.name)
-    stay: set[str] = set()
-    for names in of_record.values():
-        changed = [name for name in names if wanted[name] != now[name]]
-        # A field speaks for all its layers: they come out alike, in one change of size, or stay as they are.
-        sites = {site.name: site for site in source.sites}
-        alike = all(
-            (found := resizing(source, sites[name], wanted[name])) is not None
-            and all(wanted[other.name] == wanted[name] for other in found.sites)
-            for name in changed
-        )
-        if not alike:
-            stay |= set(names)
-    return stay
+    sized = [number for number, step in enumerate(prepared.steps, start=1) if step.resizes]
+    if not sized:
+        return set()
+    return form.fixed_sizes(lambda read: prepared.through(form.source, read, sized[-1]).weights)

@@ -34,7 +34,6 @@ class Evaluation:
     workers: int
 
     def figures(self) -> dict[str, Any]:
-        """For a machine to read."""
         return {
             "sentences": len(self.translations),
             "seconds": round(self.seconds, 3),

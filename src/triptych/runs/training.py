@@ -54,7 +54,6 @@ class Summary:
     padding_waste: float
 
     def figures(self) -> dict[str, Any]:
-        """For a machine to read."""
         counters = self.outcome.counters
         return {
             "steps": counters.step,

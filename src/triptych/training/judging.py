@@ -36,7 +36,6 @@ class Judgement(NamedTuple):
     score: float
 
     def better_than(self, other: "Judgement") -> bool:
-        """Whether this one is strictly better."""
         return (self.by == "bleu", self.score) > (other.by == "bleu", other.score)
 
 

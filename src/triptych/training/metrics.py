@@ -12,8 +12,6 @@ from triptych.files import write_text
 
 @final
 class MetricsLog:
-    """The run's metrics, appended line by line."""
-
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
         self._board: Any = None
@@ -65,7 +63,6 @@ class MetricsLog:
             write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def close(self) -> None:
-        """Flush TensorBoard's file."""
         if self._board is not None:
             self._board.close()
 

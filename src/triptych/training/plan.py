@@ -35,7 +35,6 @@ def describe_plan(trainer: Trainer) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """In the largest unit of which there are two."""
     for unit, name in ((_DAY, "days"), (_HOUR, "hours"), (_MINUTE, "minutes")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:,.0f} {name}"

@@ -44,7 +44,6 @@ class NarrowTwin:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Take over the model's weights, rounded."""
         torch._foreach_copy_(self._narrow, self._wide)
 
     @torch.no_grad()

@@ -71,7 +71,6 @@ class BarDisplay(Display):
         self._bar.stop()
 
     def update(self, moment: Moment) -> None:
-        """Move the bar."""
         self._bar.update(
             self._task,
             completed=moment.step,
@@ -81,7 +80,6 @@ class BarDisplay(Display):
         )
 
     def say(self, message: str) -> None:
-        """Print above the bar."""
         self._console.print(message, highlight=False, markup=False)
 
 
@@ -104,7 +102,6 @@ class LineDisplay(Display):
     ) -> None: ...
 
     def update(self, moment: Moment) -> None:
-        """Print a line if the last one is old enough."""
         now = time.monotonic()
         if self._first_step is None:
             self._first_step = moment.step - 1
@@ -116,7 +113,6 @@ class LineDisplay(Display):
         self.say(f"step {moment.step:,}/{moment.max_steps:,}  {_figures(moment)}  left {left / 60:.0f} min")
 
     def say(self, message: str) -> None:
-        """Print to standard error."""
         print(message, file=sys.stderr, flush=True)
 
 

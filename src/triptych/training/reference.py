@@ -64,12 +64,10 @@ def _section(model: type[BaseModel], path: str) -> Iterator[str]:
 
 
 def _like(path: str) -> str:
-    """The section of the same kind that is shown."""
     return "data.train" if path.startswith("data") else "model.encoder.attention"
 
 
 def _meanings(model: type[BaseModel]) -> dict[str, str]:
-    """What the class says of each attribute."""
     _, _, text = (model.__doc__ or "").partition("Attributes:\n")
     found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", text, flags=re.MULTILINE)
     return {name: re.sub(r"\s+", " ", meaning).strip() for name, meaning in found}

@@ -183,7 +183,6 @@ def read_state(folder: Path, model: EncoderDecoder, optimizer: torch.optim.Optim
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
     return folder / f"checkpoint-{step:08d}.safetensors"
 
 

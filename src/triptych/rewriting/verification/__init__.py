@@ -73,7 +73,10 @@ def verify(
         return [*checks, *_not_tried(certificate, "these are other files than those certified")]
     one, other = open_checkpoint(original, family), open_checkpoint(folder, family)
     pair, words = Pair(certificate, one, other, folder), certificate.tool == _tool()
-    checks += [_origin(certificate, one), nothing_else(certificate, original, folder, one, other)]
+    checks += [
+        _origin(certificate, one),
+        nothing_else(certificate, original, folder, pair.form, pair.written_form),
+    ]
     checks += layers_again(pair)
     checks += recipe_again(pair, original, calibration, words=words)
     if INPUTS in certificate.files:

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import torch
 
-from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource
-from triptych.checkpoints.norm_readers import norm_sites
 from triptych.errors import TriptychError
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import Certificate, LayerRecord, Measured, NormRecord, StepRecord
+from triptych.rewriting.formats import format_of
 from triptych.rewriting.inputs import gather_inputs
 from triptych.rewriting.measuring import (
     Rounding,
@@ -53,6 +52,7 @@ class Pair:
         self.certificate, self.original, self.written = certificate, original, written
         self.before = {site.module: site for site in original.sites}
         self.after = {site.module: site for site in written.sites}
+        self.form, self.written_form = format_of(original), format_of(written)
         self._tensors = open_tensors(folder)
 
     def read(self, module: str) -> tuple[AttentionLayer, AttentionLayer]:
@@ -63,10 +63,9 @@ class Pair:
         """The coarsest dtype of what a layer changed; None where numbers only changed their places."""
         if layer.tier == "bit-exact":
             return None
-        names = set(self._tensors.infos)
-        if isinstance(self.original, Checkpoint):
-            names = set(self.original.rewritable_names(self.before[layer.module]))
-        records = {name: record for name, record in self.certificate.tensors.items() if name in names}
+        names = self.form.rewritable_names(self.before[layer.module])
+        known = self._tensors.infos if names is None else set(names)
+        records = {name: record for name, record in self.certificate.tensors.items() if name in known}
         return coarsest_changed(records, self._tensors)
 
 
@@ -210,13 +209,15 @@ def _are_near(one: Seen, other: Seen) -> bool:
 
 def _norm_again(norm: NormRecord, pair: Pair) -> tuple[Measured, Rounding] | None:
     """What the maps that took up a norm do now; None if there is no such norm."""
-    if not isinstance(pair.original, Checkpoint) or not isinstance(pair.written, Checkpoint):
-        return None
-    site = next((site for site in norm_sites(pair.original) if site.module == norm.module), None)
+    site = next((site for site in pair.form.norm_sites() if site.module == norm.module), None)
     if site is None or not site.readers or {reader.module for reader in site.readers} != set(norm.maps):
         return None
-    one, other = pair.original.tensors, pair.written.tensors
-    if any(name in one.infos and name not in other.infos for name in site.all_tensors):
+    one, other = pair.form.tensors, pair.written_form.tensors
+    if (
+        one is None
+        or other is None
+        or any(name in one.infos and name not in other.infos for name in site.all_tensors)
+    ):
         return None
     before, after = site.read(one), site.read(other)
     errors = [

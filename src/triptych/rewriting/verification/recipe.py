@@ -7,7 +7,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from triptych.algebra.rewrites.registry import read_rewrite
-from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.errors import TriptychError
 from triptych.rewriting.certificate import Cost, LayerRecord, NormRecord, StepRecord
@@ -96,9 +95,7 @@ class _Again:
     def checks(self) -> Iterator[Check]:
         """Of all layers."""
         pair, certificate = self._pair, self._pair.certificate
-        stay = set[str]()
-        if isinstance(pair.original, Checkpoint):
-            stay = fixed_sizes(pair.original, self._prepared)
+        stay = fixed_sizes(pair.form, self._prepared)
         for layer in certificate.layers:
             if layer.module in pair.before and layer.module in pair.after:
                 self._look_at(layer, stay)
@@ -122,14 +119,12 @@ class _Again:
     def _look_at(self, layer: LayerRecord, stay: set[str]) -> None:
         pair = self._pair
         one, other = pair.read(layer.module)
-        done, shapes = self._prepared.through(pair.original, one), None
-        if isinstance(pair.original, Checkpoint):
-            done, written = written_layer(pair.original, one, done, True, one.site.name in stay)
-            self._settings |= written.settings
-            shapes = written.shapes
+        done = self._prepared.through(pair.original, one)
+        done, written = written_layer(pair.form, one, done, True, one.site.name in stay)
+        self._settings |= written.settings
         if done.took_up_norm:
             self._folded.add(layer.module)
-        self._all_costs.append(costs_of(one, done, shapes))
+        self._all_costs.append(costs_of(one, done, written.shapes))
         self._steps += self._unlike_steps(layer.module, layer.steps, done.records)
         if layer.measured is not None and done.bounded:
             self._functions += self._other_function(layer, one, other, done)

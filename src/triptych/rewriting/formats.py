@@ -1,0 +1,329 @@
+"""How checkpoints store attention, for rewrites: those of others and runs of ours behind one interface."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import ClassVar, final
+
+import torch
+
+from triptych.algebra.cost import writing_cost
+from triptych.algebra.weights import AttentionWeights
+from triptych.checkpoints.checkpoint import Checkpoint
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.checkpoints.norm_readers import NormSite, norm_sites
+from triptych.checkpoints.own import OwnModel
+from triptych.checkpoints.place import Sizes
+from triptych.checkpoints.resizing import path_of_record, resizing, sizes_of
+from triptych.checkpoints.writing import WrittenLayer, write_layer
+from triptych.errors import TriptychError
+from triptych.files import file_hash
+from triptych.models.storage import model_tensors, read_model, write_config
+from triptych.rewriting.certificate import MODEL_CARD, Certificate, LayerRecord
+from triptych.rewriting.inputs import INPUTS
+from triptych.rewriting.models import with_rewritten
+from triptych.storage.copying import CERTIFICATE, CONFIG, names_beside, set_entry
+from triptych.storage.tensors import (
+    PICKLED_INDEX,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    Tensors,
+    open_tensors,
+    read_json,
+    shown,
+    stays_in_folder,
+)
+
+_OURS_SHRINKS = (
+    "our own format has widths of every layer's own, and would shrink: triptych convert MODEL --from hf "
+    "--out RUN, then rewrite RUN"
+)
+
+
+class Format(ABC):
+    """How a checkpoint stores its attention.
+
+    Attributes:
+        source: the checkpoint.
+        tensors: what norms outside the attention are read from; None where there are none.
+        why_no_norms: why norms that no attention reads are left alone.
+    """
+
+    source: AttentionSource
+    tensors: Tensors | None = None
+    why_no_norms: ClassVar[str]
+
+    def norm_sites(self) -> tuple[NormSite, ...]:
+        """Norms that maps outside the attention read, as far as they can be rewritten."""
+        return ()
+
+    @abstractmethod
+    def rewritable_names(self, site: Site) -> Collection[str] | None:
+        """Names of the tensors that a rewrite of a layer may change; None for any."""
+
+    def fixed_sizes(self, rewritten: Callable[[AttentionLayer], AttentionWeights]) -> set[str]:
+        """Names of layers that keep their sizes.
+
+        Args:
+            rewritten: a layer after all rewrites that change sizes.
+        """
+        return set()
+
+    @abstractmethod
+    def written(
+        self,
+        read: AttentionLayer,
+        weights: AttentionWeights,
+        kept: Sequence[int] | None = None,
+        *,
+        same_sizes: bool = False,
+    ) -> WrittenLayer:
+        """A rewritten layer as the format has it.
+
+        Raises:
+            RewriteRefusedError: the format cannot hold it.
+        """
+
+    @abstractmethod
+    def bytes_of(self, read: AttentionLayer, written: WrittenLayer) -> int:
+        """How many bytes a layer will take in the file."""
+
+    def note_on_padding(self) -> tuple[str, ...]:
+        """What a reader should know where the file keeps more than the new maps need."""
+        return ()
+
+    @abstractmethod
+    def other_than(
+        self, certificate: Certificate, original: Path, folder: Path, written: AttentionSource
+    ) -> Iterator[str]:
+        """What of a rewritten checkpoint is other than the original's, and not certified to be.
+
+        Args:
+            certificate: of the rewrite.
+            original: the folder of this checkpoint.
+            folder: of the rewritten one.
+            written: what is read from it.
+        """
+
+
+@final
+class FolderFormat(Format):
+    """A folder in Hugging Face's layout: tensors of fixed shapes, but for sizes that its fields decide."""
+
+    why_no_norms = "no norm is known that maps outside the attention read"
+
+    def __init__(self, source: Checkpoint) -> None:
+        self.source, self.tensors, self._checkpoint = source, source.tensors, source
+
+    def norm_sites(self) -> tuple[NormSite, ...]:
+        return norm_sites(self._checkpoint)
+
+    def rewritable_names(self, site: Site) -> Collection[str]:
+        return self._checkpoint.rewritable_names(site)
+
+    def fixed_sizes(self, rewritten: Callable[[AttentionLayer], AttentionWeights]) -> set[str]:
+        """Those that share their configuration with others that do not agree."""
+        source = self._checkpoint
+        wanted: dict[str, Sizes] = {}
+        now: dict[str, Sizes] = {}
+        for site in source.sites:
+            read = source.read(site)
+            now[site.name] = sizes_of(read.weights.multiplied_out())
+            # Reading the shapes needs one map a side, as a file has it.
+            wanted[site.name] = sizes_of(rewritten(read).multiplied_out())
+            del read  # before the next one is read: layers may be large
+        of_record: dict[str, list[str]] = {}
+        for site in source.sites:
+            of_record.setdefault(path_of_record(source, source.place(site)), []).append(site.name)
+        stay: set[str] = set()
+        for names in of_record.values():
+            changed = [name for name in names if wanted[name] != now[name]]
+            # A field speaks for all its layers: they come out alike, in one change of size, or stay.
+            sites = {site.name: site for site in source.sites}
+            alike = all(
+                (found := resizing(source, sites[name], wanted[name])) is not None
+                and all(wanted[other.name] == wanted[name] for other in found.sites)
+                for name in changed
+            )
+            if not alike:
+                stay |= set(names)
+        return stay
+
+    def written(
+        self,
+        read: AttentionLayer,
+        weights: AttentionWeights,
+        kept: Sequence[int] | None = None,
+        *,
+        same_sizes: bool = False,
+    ) -> WrittenLayer:
+        return write_layer(self._checkpoint, read, weights, kept=kept, same_sizes=same_sizes)
+
+    def bytes_of(self, read: AttentionLayer, written: WrittenLayer) -> int:
+        tensors = self._checkpoint.tensors
+        return sum(
+            written.tensors[name].numel() * written.tensors[name].element_size()
+            if name in written.tensors
+            else tensors.infos[name].num_bytes
+            for name in tensors.below(read.site.module)
+        )
+
+    def note_on_padding(self) -> tuple[str, ...]:
+        return (_OURS_SHRINKS,) if self._checkpoint.settings.value("model_type") == "marian" else ()
+
+    def other_than(
+        self, certificate: Certificate, original: Path, folder: Path, written: AttentionSource
+    ) -> Iterator[str]:
+        yield from self._other_tensors(certificate)
+        yield from _other_files(certificate, original, folder)
+
+    def _other_tensors(self, certificate: Certificate) -> Iterator[str]:
+        """Tensors that are other and belong to no measured layer or norm."""
+        measured = {layer.module for layer in certificate.layers if layer.measured is not None}
+        own = {
+            name
+            for site in self.source.sites
+            if site.module in measured
+            for name in self.rewritable_names(site)
+        }
+        norms = {norm.module for norm in certificate.norms if norm.measured is not None}
+        for norm in self.norm_sites():
+            if norm.module in norms:
+                own.update(norm.all_tensors)
+            elif any(_was_changed(certificate, name) for name in norm.own_tensors):
+                yield f"{norm.module} was changed, and what reads it is not in the certificate"
+        for name in certificate.tensors:
+            if _was_changed(certificate, name) and name not in own:
+                yield f"{shown(name)} was changed, and is in no layer that was measured"
+
+
+@final
+class RunFormat(Format):
+    """A run of ours, which takes any writing: its configuration changes with it."""
+
+    why_no_norms = "of runs of ours only the attention is rewritten"
+
+    def __init__(self, source: OwnModel) -> None:
+        self.source, self._run = source, source
+
+    def rewritable_names(self, site: Site) -> None:
+        return None
+
+    def written(
+        self,
+        read: AttentionLayer,
+        weights: AttentionWeights,
+        kept: Sequence[int] | None = None,
+        *,
+        same_sizes: bool = False,
+    ) -> WrittenLayer:
+        return WrittenLayer({}, {}, weights)
+
+    def bytes_of(self, read: AttentionLayer, written: WrittenLayer) -> int:
+        return writing_cost(written.shapes).parameters * read.weights.dtype.itemsize
+
+    def other_than(
+        self, certificate: Certificate, original: Path, folder: Path, written: AttentionSource
+    ) -> Iterator[str]:
+        """All but what the original is with the attention that was measured in it."""
+        records = {layer.module: layer for layer in certificate.layers if layer.measured is not None}
+        changed = {}
+        for site in written.sites:
+            if (record := records.get(site.module)) is not None:
+                weights = written.read(site).weights
+                changed[site.module] = weights.without_norms() if _took_up_norm(record) else weights
+        try:
+            expected = with_rewritten(self._run.model, changed)
+        except (TriptychError, ValueError) as error:
+            yield f"the attention does not fit the original: {error}"
+            return
+        with TemporaryDirectory() as place:
+            write_config(expected, Path(place))
+            if read_json(Path(place, CONFIG)) != read_json(folder / CONFIG):
+                yield f"{CONFIG} is other than that of the original with this attention"
+        found = model_tensors(read_model(folder))
+        for name, tensor in model_tensors(expected).items():
+            if name not in found or not torch.equal(found[name], tensor):
+                yield f"{shown(name)} was changed, and is in no layer that was measured"
+        beside = {path.name for path in original.iterdir() if path.is_file()}
+        beside -= {SAFETENSORS, CERTIFICATE, INPUTS, MODEL_CARD}
+        names = certificate.files.keys() - {INPUTS}
+        yield from (
+            f"{shown(name)} is not the same files as in the original" for name in sorted(beside ^ names)
+        )
+        for name in sorted(beside & names - {CONFIG}):
+            if _hash_of(original / name) != certificate.files[name]:
+                yield f"{shown(name)} is other than the original's"
+        left_out = tuple(f"{path.name}/" for path in sorted(original.iterdir()) if path.is_dir())
+        yield from _other_left_out(certificate, left_out)
+
+
+_FORMATS: dict[type[AttentionSource], Callable[..., Format]] = {Checkpoint: FolderFormat, OwnModel: RunFormat}
+
+
+def format_of(source: AttentionSource) -> Format:
+    """How a checkpoint that was opened stores its attention."""
+    return _FORMATS[type(source)](source)
+
+
+def _was_changed(certificate: Certificate, name: str) -> bool:
+    record = certificate.tensors.get(name)
+    return record is not None and record.read != record.written
+
+
+def _other_files(certificate: Certificate, original: Path, folder: Path) -> Iterator[str]:
+    """Files that are other than the original's, or that were not taken along."""
+    wanted = read_json(original / CONFIG)
+    for path, value in certificate.settings.items():
+        set_entry(wanted, path, value)
+    if read_json(folder / CONFIG) != wanted:
+        yield f"{CONFIG} is other than the original's with what was set"
+    left_out, beside = names_beside(original)
+    yield from _other_left_out(certificate, left_out)
+    index = {SAFETENSORS_INDEX} & certificate.files.keys()
+    expected = {*beside, *index, CONFIG} - {CERTIFICATE, MODEL_CARD, INPUTS}
+    found = certificate.files.keys() - {INPUTS}
+    yield from (f"{shown(name)} was not taken along" for name in sorted(expected - found))
+    yield from (f"{shown(name)} is not in the original" for name in sorted(found - expected))
+    for name in sorted((expected & found) - {CONFIG, *index}):
+        if stays_in_folder(name) and _hash_of(original / name) != certificate.files[name]:
+            yield f"{shown(name)} is other than the original's"
+    if index and not _is_index_of(folder, original):
+        yield f"{SAFETENSORS_INDEX} is other than the original's"
+
+
+def _is_index_of(folder: Path, original: Path) -> bool:
+    """Whether an index says what the original's does, but for the files of tensors and counts over them."""
+    infos = open_tensors(folder).infos.values()
+    counts = {
+        "total_size": sum(info.num_bytes for info in infos),
+        "total_parameters": sum(prod(info.shape) for info in infos),
+    }
+    before = SAFETENSORS_INDEX if (original / SAFETENSORS_INDEX).is_file() else PICKLED_INDEX
+    records = [read_json(folder / SAFETENSORS_INDEX), read_json(original / before)]
+    metadata = [record.pop("metadata", None) for record in records]
+    for record in records:
+        record.pop("weight_map", None)
+    if records[0] != records[1] or not all(isinstance(found, dict) for found in metadata):
+        return records[0] == records[1] and metadata[0] == metadata[1]
+    one, other = metadata
+    return one.keys() == other.keys() and all(
+        one[name] in (other[name], counts.get(name, other[name])) for name in one
+    )
+
+
+def _other_left_out(certificate: Certificate, found: tuple[str, ...]) -> Iterator[str]:
+    """What is said to be left out, and is not; folders come and go beside a checkpoint."""
+    for name in sorted({*certificate.left_out} ^ {*found}):
+        if name in certificate.left_out or not name.endswith("/"):
+            yield f"left_out {'has' if name in certificate.left_out else 'lacks'} {shown(name)}"
+
+
+def _took_up_norm(record: LayerRecord) -> bool:
+    return any(step.rewrite == "fold_norm" and not step.refused for step in record.steps)
+
+
+def _hash_of(path: Path) -> str:
+    return file_hash(path) if path.is_file() else ""
