@@ -39,9 +39,9 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
     # "proportional" turns a share of the planes of whole heads, and not all planes of a share of them.
     turned = whole if rope_type(scaling) == "proportional" else int(whole * share)
     if not 0 <= share <= 1 or start < 0 or turned + start > width:
-        raise DataError(f"{where}: rotary positions would turn more than the {width} channels of a head")
+        raise DataError(f"{where}: rotary positions rotate more than the {width} channels of a head")
     if turned % 2:
-        raise DataError(f"{where}: rotary positions would turn {turned} channels of a head, an odd number")
+        raise DataError(f"{where}: rotary positions rotate {turned} channels of a head, an odd number")
     first = place.value("original_max_position_embeddings")
     if scaling and first is not None:  # some have it beside the record, which counts for more
         scaling = {**scaling, "original_max_position_embeddings": first}
@@ -51,7 +51,7 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
     try:
         found = frequencies(scaling, turned, base, longest, share)
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise DataError(f"{where}: rotary positions cannot be scaled so: {error}") from None
+        raise DataError(f"{where}: the scaling of rotary positions is not supported:  {error}") from None
     _require_stored(place, tensors, found.per_position)
     factor = found.factor
     if spec.factor and rope_type(scaling) != "default":
@@ -145,11 +145,11 @@ def _distance_table(place: Place, tensors: Tensors, take: Take, heads: int) -> S
         if rows != columns:
             raise DataError(
                 f"{place.settings.where}: {rows} rows and {columns} columns of patches: tables of distances "
-                "are read for square pictures alone"
+                "are read for square images only"
             )
         shape = [(2 * rows - 1) * (2 * columns - 1) + 3, heads]
         if [*table.shape] != shape:
-            raise DataError(f"{at}: shape {[*table.shape]}, where the configuration makes it {shape}")
+            raise DataError(f"{at}: shape {[*table.shape]}, but the configuration says {shape}")
         return PatchPositionBias(table, rows, columns)
     if spec.buckets:
         buckets = place.count(spec.buckets)
