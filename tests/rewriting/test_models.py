@@ -15,11 +15,13 @@ from heads import with_semantics
 from tolerances import assert_same
 from triptych import EncoderDecoder, ModelConfig, MultiHeadAttention, rewriting
 from triptych.algebra import rewrites
+from triptych.algebra.function import attend
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.algebra.semantics import HeadNorm, Temperature
 from triptych.algebra.weights import Norm
-from triptych.attention import PARAMETERISATIONS, RotaryPositions
+from triptych.attention import PARAMETERISATIONS, LayerCache, RotaryPositions
+from triptych.attention.layer import _HELD
 from triptych.decoding import Engine, SearchOptions, search
 from triptych.models import attention_sites, attention_weights, read_model, write_model
 
@@ -351,8 +353,6 @@ def test_frozen_parameters_stay_frozen() -> None:
         ({"qk_norm": True}, "QK-norm"),
         ({"soft_cap": 5.0}, "a soft cap"),
         ({"sinks": True}, "sinks"),
-        ({"window": 3}, "a window"),
-        ({"chunk": 3}, "chunks"),
         ({"temperature": Temperature(0.1, 4.0)}, "queries that grow with their position"),
         (
             {"rotary": RotaryEmbedding(torch.ones(1), places=torch.zeros(4, 1))},
@@ -368,6 +368,30 @@ def test_weights_of_layers_that_we_have_not_make_no_layer(traits: dict[str, Any]
     foreign = with_semantics(weights, **traits)
     with pytest.raises(ValueError, match=f"the weights are of a layer with {named}"):
         MultiHeadAttention.from_weights(foreign)
+
+
+def test_a_part_that_is_new_is_refused_until_a_layer_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = MultiHeadAttention(8, 2).weights()
+    monkeypatch.setattr("triptych.attention.layer._HELD", _HELD - {"window"})
+    with pytest.raises(ValueError, match="a layer with a window, which MultiHeadAttention has not"):
+        MultiHeadAttention.from_weights(with_semantics(weights, window=3))
+
+
+@pytest.mark.parametrize("part", [{"window": 2}, {"chunk": 3}, {"window": 3, "positions": "alibi"}])
+@pytest.mark.parametrize("kind", ["self", "causal"])
+def test_a_layer_sees_the_keys_that_its_weights_say(part: dict[str, Any], kind: Any) -> None:
+    weights = with_semantics(MultiHeadAttention(8, 2).double().weights(kind), **part)
+    made = MultiHeadAttention.from_weights(weights)
+    x, causal = torch.randn(2, 7, 8, dtype=torch.float64), kind == "causal"
+    expected = attend(weights, x)
+    assert_same(made(x, causal=causal).output, expected, kind="output")
+    assert_same(made(x, causal=causal, path="reference").output, expected, kind="output")
+    if causal:
+        cache = LayerCache()
+        steps = [made(x[:, i : i + 1], causal=True, cache=cache).output for i in range(7)]
+        assert_same(torch.cat(steps, dim=1), expected, kind="output")
+    with pytest.raises(ValueError, match="places in one sequence, and memory is another"):
+        made(x, memory=x)
 
 
 def test_the_norm_that_weights_carry_is_not_dropped() -> None:

@@ -108,8 +108,6 @@ def _visible(semantics: Semantics, queries: Tensor, keys: Tensor, mask: Tensor |
     behind = queries[:, None] - keys
     if semantics.kind == "causal":
         seen = seen & (behind >= 0)
-    if semantics.window is not None:
-        seen = seen & (behind.abs() < semantics.window)
-    if semantics.chunk is not None:
-        seen = seen & (queries[:, None] // semantics.chunk == keys // semantics.chunk)
+    if (near := semantics.visible(queries, keys)) is not None:
+        seen = seen & near
     return seen if mask is None else seen & mask

@@ -4,12 +4,12 @@ Layers, checkpoints, the plain formula (`algebra.function`), the legality of rew
 read this one record. Whoever can do without a part of it has to look whether the part is there.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Literal, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from triptych.algebra.positions import PatchPositionBias, RotaryEmbedding, ScoreBias
@@ -157,6 +157,32 @@ class Semantics:
         return self.positions in ("rotary", "disentangled")
 
     @property
+    def is_local(self) -> bool:
+        """Whether queries see only keys near them."""
+        return self.window is not None or self.chunk is not None
+
+    def beyond(self, held: Collection[str]) -> list[str]:
+        """What the layer does that is not among these fields, in words; a field that is new is among none."""
+        found = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name not in held and (each.default is MISSING or value is not each.default):
+                found.append(_IN_WORDS.get(each.name, each.name).format(self.positions))
+        return list(dict.fromkeys(found))
+
+    def visible(
+        self, queries: Int[Tensor, " query_len"], keys: Int[Tensor, " key_len"]
+    ) -> Bool[Tensor, "query_len key_len"] | None:
+        """Which keys the queries at these positions see, causal masks apart; None for all."""
+        behind, seen = queries[:, None] - keys, None
+        if self.window is not None:
+            seen = behind.abs() < self.window
+        if self.chunk is not None:
+            same = queries[:, None] // self.chunk == keys // self.chunk
+            seen = same if seen is None else seen & same
+        return seen
+
+    @property
     def num_positions(self) -> int | None:
         """How many positions there are: the tokens of a picture; None for texts, which have no end."""
         if isinstance(self.bias, PatchPositionBias):
@@ -196,3 +222,17 @@ class Semantics:
             yield from self.bias.tensors().values()
         if self.sinks is not None:
             yield self.sinks
+
+
+_IN_WORDS = {
+    "q_norm": "QK-norm",
+    "k_norm": "QK-norm",
+    "clip": "clipped queries, keys and values",
+    "rotary": "rotary positions",
+    "temperature": "queries that grow with their position",
+    "bias": "{} positions",
+    "soft_cap": "a soft cap",
+    "window": "a window",
+    "chunk": "chunks",
+    "sinks": "sinks",
+}

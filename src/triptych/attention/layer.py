@@ -1,8 +1,7 @@
 """The layer: projections around the operation."""
 
-from collections.abc import Callable
-from dataclasses import MISSING, fields, replace
-from typing import Any, NamedTuple, final
+from dataclasses import replace
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float
@@ -35,6 +34,7 @@ class _Inputs(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
+    mask: Tensor | None
     bias: Tensor | None
     route: Route
 
@@ -176,7 +176,7 @@ class MultiHeadAttention(nn.Module):
             inputs.q,
             inputs.k,
             inputs.v,
-            mask=mask,
+            mask=inputs.mask,
             bias=inputs.bias,
             causal=causal,
             scale=self.semantics.scale,
@@ -222,7 +222,7 @@ class MultiHeadAttention(nn.Module):
             inputs.q,
             inputs.k,
             inputs.v,
-            mask=mask,
+            mask=inputs.mask,
             bias=inputs.bias,
             causal=causal,
             scale=self.semantics.scale,
@@ -246,10 +246,14 @@ class MultiHeadAttention(nn.Module):
                 )
         if value_memory is not None and self.projections.no_two_memories:
             raise ValueError(f"value_memory was given, but {self.projections.no_two_memories}: leave it out")
-        if memory is not None and self.semantics.positions != "none":
+        if memory is not None and (self.semantics.positions != "none" or self.semantics.is_local):
+            what = (
+                "a window compares"
+                if self.semantics.is_local
+                else f"{self.semantics.positions} positions compare"
+            )
             raise ValueError(
-                f"{self.semantics.positions} positions compare places in one sequence, and memory is "
-                "another: build cross-attention without them"
+                f"{what} places in one sequence, and memory is another: build cross-attention without them"
             )
 
     def _remembered(
@@ -290,39 +294,24 @@ class MultiHeadAttention(nn.Module):
         if path == "reference" or not (sums_to_one or self.projections.absorbs_biases):
             route = "expanded"
         rotary, bias = self.semantics.rotary, None
-        if self.semantics.bias is not None:
+        if self.semantics.bias is not None or self.semantics.is_local:
             places = torch.arange(key_len, device=q.device)
-            bias = self.semantics.bias(q, q, places[key_len - q.shape[2] :], places)
+            queries = torch.arange(key_len - q.shape[2], key_len, device=q.device)
+            if self.semantics.bias is not None:
+                bias = self.semantics.bias(q, q, queries, places)
+            near = self.semantics.visible(queries, places)
+            mask = near if mask is None else mask if near is None else mask & near
         if rotary is not None:
             q = rotary(q, start)
         if route == "absorbed":
-            return _Inputs(*self.projections.absorbed(q, remembered), bias, route)
+            return _Inputs(*self.projections.absorbed(q, remembered), mask, bias, route)
         k, v = self.projections.keys_values(remembered)
         if rotary is not None and not self.projections.caches_keys:
             k = rotary(k)
-        return _Inputs(q, k, v, bias, route)
+        return _Inputs(q, k, v, mask, bias, route)
 
 
-# What a layer can hold of a record of semantics. A field that is not named here is refused where it is set.
-_HELD: dict[str, Callable[[Any], bool]] = {
-    "scale": lambda _: True,  # the query map takes it up
-    "kind": lambda _: True,  # the caller says who may look where
-    "dropout": lambda _: True,  # an argument
-    "rotary": lambda rotary: rotary.places is None,
-    "bias": lambda bias: isinstance(bias, ALiBi),
-}
-_NAMED = {
-    "q_norm": "QK-norm",
-    "k_norm": "QK-norm",
-    "clip": "clipped queries, keys and values",
-    "rotary": "rotary positions of a picture",
-    "temperature": "queries that grow with their position",
-    "bias": "{} positions",
-    "soft_cap": "a soft cap",
-    "window": "a window",
-    "chunk": "chunks",
-    "sinks": "sinks",
-}
+_HELD = frozenset({"scale", "kind", "dropout", "rotary", "bias", "window", "chunk"})
 
 
 def _check_can_be_held(weights: AttentionWeights) -> None:
@@ -332,17 +321,16 @@ def _check_can_be_held(weights: AttentionWeights) -> None:
         ValueError: there is something of the kind, named.
     """
     semantics = weights.semantics
-    found = []
-    for each in fields(Semantics):
-        value, held = getattr(semantics, each.name), _HELD.get(each.name, lambda _: False)
-        if (each.default is MISSING or value is not each.default) and not held(value):
-            found.append(_NAMED.get(each.name, each.name).format(semantics.positions))
+    found = semantics.beyond(_HELD)
+    if semantics.rotary is not None and semantics.rotary.places is not None:
+        found.append("rotary positions of a picture")
+    if semantics.bias is not None and not isinstance(semantics.bias, ALiBi):
+        found.append(f"{semantics.positions} positions")
     if weights.norms_within:
         found.append("a norm between two maps")
     if found:
         raise ValueError(
-            f"the weights are of a layer with {', '.join(dict.fromkeys(found))}, which MultiHeadAttention "
-            "has not"
+            f"the weights are of a layer with {', '.join(found)}, which MultiHeadAttention has not"
         )
     if weights.norm is not None or weights.memory_norm is not None:
         raise ValueError(

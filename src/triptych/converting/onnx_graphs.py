@@ -33,6 +33,8 @@ class _Attention(nn.Module):
     def __init__(self, layer: MultiHeadAttention, max_tokens: int) -> None:
         super().__init__()
         weights = layer.weights()
+        if foreign := weights.semantics.beyond(("scale", "kind", "dropout", "rotary", "bias")):
+            raise ValueError(f"a layer with {', '.join(foreign)} has no graph")
         self.num_heads, self.scale = weights.num_heads, weights.scale
         self.q_proj, self.k_proj, self.v_proj = (_to_heads(weights, side) for side in INPUT_SIDES)
         self.o_proj = _from_heads(weights)

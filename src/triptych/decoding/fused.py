@@ -152,6 +152,8 @@ class FusedAttention(nn.Module):
     def __init__(self, layer: MultiHeadAttention, maps: Maps, is_cross: bool) -> None:
         super().__init__()
         weights = layer.weights()
+        if foreign := weights.semantics.beyond(("scale", "kind", "dropout", "rotary", "bias")):
+            raise ValueError(f"a layer with {', '.join(foreign)} cannot be fused")
         self.num_heads, self.is_cross = weights.num_heads, is_cross
         self.groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
         self.rotary, self.bias = layer.semantics.rotary, layer.semantics.bias

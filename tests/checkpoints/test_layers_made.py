@@ -1,0 +1,94 @@
+"""A layer made of what was read of a checkpoint computes what `transformers` does, or is refused by name."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints.test_families import TOLERANCE, in_batch, made, overheard
+from checkpoints.tiny_models import TINY
+from triptych.attention import MultiHeadAttention
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.checkpoints.layer import AttentionLayer
+
+# What a layer of ours has not yet, and the families with some such layer.
+MISSING: dict[str, tuple[str, ...]] = {
+    "QK-norm": (
+        "cohere",
+        "exaone4",
+        "exaone4, all turned",
+        "gemma3",
+        "gemma3, both ways",
+        "gemma3, text",
+        "llama4, stretched",
+        "llama4, text",
+        "olmo2",
+        "olmo3",
+        "phi",
+        "qwen3",
+        "qwen3_moe",
+        "stablelm",
+    ),
+    "QK-norm, a norm between two maps": ("gemma3n",),
+    "QK-norm, clipped queries, keys and values": ("olmoe",),
+    "a norm between two maps": (
+        "deepseek_v2",
+        "deepseek_v2, queries whole",
+        "deepseek_v2, stretched",
+        "deepseek_v3",
+        "deepseek_v3, halves",
+        "deepseek_v3, stretched",
+    ),
+    "a soft cap": ("gemma2",),
+    "clipped queries, keys and values": ("mpt, six heads, clipped", "olmo, clipped"),
+    "disentangled positions": ("deberta", "deberta-v2", "deberta-v2, maps of its own"),
+    "queries that grow with their position": ("llama4", "llama4, text", "ministral3", "mistral3, ministral"),
+    "relative positions": ("beit, tables", "mpnet", "mt5", "t5", "t5, far", "umt5"),
+    "rotary positions of a picture": ("dinov3", "dinov3, gated"),
+    "sinks": ("gpt_oss",),
+    "no parameterisation": ("perceiver",),
+}
+# The others take longer than they tell.
+IN_EVERY_RUN = ("bert", "bloom", "gpt2", "gpt_neo", "llama", "marian", "mistral", "qwen3", "t5")
+NAMES = [
+    pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow, id=name)
+    for name in sorted(TINY)
+]
+REFUSED = re.compile(
+    r"the weights are of a layer with (.+), which MultiHeadAttention has not|no parameterisation|cannot hold"
+)
+
+
+def made_of(layer: AttentionLayer) -> MultiHeadAttention | str:
+    """The layer, or what stands in its way."""
+    weights = layer.weights.without_norms().mapped(lambda tensor: tensor.double())
+    try:
+        return MultiHeadAttention.from_weights(weights).eval()
+    except ValueError as error:
+        found = REFUSED.search(str(error))
+        return (found[1] or found[0]) if found else f"other than its own words: {error}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_made_of_what_was_read_is_the_models_own_or_refused(name: str, tmp_path: Path) -> None:
+    model = made(name, tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    heard = overheard(model, checkpoint)
+    refused: set[str] = set()
+    for site in checkpoint.sites:
+        ours = made_of(checkpoint.read(site))
+        if isinstance(ours, str):
+            refused.add(ours)
+            continue
+        if (site.module, "out") not in heard:
+            continue
+        memory = in_batch(heard[site.module, "memory"]) if site.kind == "cross" else None
+        expected = in_batch(heard[site.module, "out"])
+        x = in_batch(heard[site.module, "x"])
+        x = x if len(x) == len(expected) else x.transpose(0, 1)
+        with torch.no_grad():
+            found = ours(x.double(), memory=memory, causal=site.kind == "causal").output
+        apart = float((found - expected).abs().max() / expected.abs().max())
+        assert apart < TOLERANCE, f"{site.module}: {apart:.2e}"
+    assert refused == {what for what, families in MISSING.items() if name in families}
