@@ -20,16 +20,15 @@ from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 from triptych.inspection import MEASURES, Inspection, inspect
+from triptych.inspection.heads_page import heads_page
 from triptych.inspection.pages import (
     average_lines,
-    heads_page,
     near_copies,
     outliers,
     shaded_map,
     side_by_side,
     summary,
 )
-from triptych.reports.heads import render_heads_report
 
 
 @final
@@ -321,10 +320,7 @@ def test_progress_is_told_in_bytes(tmp_path: Path) -> None:
 
 
 def test_the_page_holds_everything_and_asks_for_nothing(tmp_path: Path) -> None:
-    report = heads_page(
-        [inspected(gpt2(tmp_path)), inspected(llama(tmp_path / "llama"))], "triptych inspect …"
-    )
-    text = render_heads_report(report)
+    text = heads_page([inspected(gpt2(tmp_path)), inspected(llama(tmp_path / "llama"))], "triptych inspect …")
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     data = json.loads(text.split('id="report">')[1].split("</script>")[0])
     assert [len(model["layers"]) for model in data["models"]] == [LAYERS, LAYERS]
@@ -420,7 +416,7 @@ def test_an_infinite_condition_is_shown_in_tables_and_on_the_page(tmp_path: Path
     row = next(row for row in side_by_side(lost, lost).rows if row[0] == "condition of W_OV")
     assert row[1:] == ("∞", "∞", "–")
     assert sum("∞" in line for line in shaded_map(lost, "ov_condition")) == 1
-    data = render_heads_report(heads_page([lost], "")).split('id="report">')[1].split("</script>")[0]
+    data = heads_page([lost], "").split('id="report">')[1].split("</script>")[0]
     layers = json.loads(data)["models"][0]["layers"]
     assert layers[1]["figures"]["ov_condition"][2] == "Infinity"
 

@@ -22,17 +22,17 @@ from triptych.cli.selection import numbers
 from triptych.cli.verbose import VerboseOption
 from triptych.files import write_text
 from triptych.inspection import MEASURES, Inspection
+from triptych.inspection.heads_page import heads_page
 from triptych.inspection.pages import (
     average_lines,
     averages,
-    heads_page,
     near_copies,
     outliers,
     shaded_map,
     side_by_side,
     summary,
 )
-from triptych.reports import is_page, is_parquet, render_table, write_heads_report, write_parquet
+from triptych.reports import is_page, is_parquet, render_table, write_parquet
 
 _CSV_START = b"checkpoint,stack,layer,kind,head,module,"
 _MAPS = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying")
@@ -95,7 +95,7 @@ def inspect(
     if len(found) == 2 and found[0].name == found[1].name:
         found[1] = replace(found[1], name=f"{found[1].name} (2)")
     if html is not None:
-        write_heads_report(heads_page(found, shlex.join(["triptych", *sys.argv[1:]])), html)
+        write_text(html, heads_page(found, shlex.join(["triptych", *sys.argv[1:]])))
     if csv_file is not None:
         write_text(csv_file, _as_csv(found))
     if parquet is not None:

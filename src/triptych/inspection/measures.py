@@ -30,8 +30,13 @@ class Measure:
     group: str
     of_basis: bool = False
 
+    @property
+    def by_qk(self) -> bool:
+        """Whether a figure of W_QK itself and one of its rotary planes are not to be compared."""
+        return self.name.startswith("qk_") and self.group == _LOOKS
 
-LOOKS, _MOVES, _LIKENESS, _SIZES = (
+
+_LOOKS, _MOVES, _LIKENESS, _SIZES = (
     "Where it looks",
     "What it moves",
     "Likeness of its maps",
@@ -125,14 +130,14 @@ def _of_pair(pair: str) -> Iterator[Measure]:
 
 
 MEASURES: tuple[Measure, ...] = (
-    *_of_form("qk", "W_QK", LOOKS),
+    *_of_form("qk", "W_QK", _LOOKS),
     Measure(
         "qk_symmetric_share",
         "symmetric share of W_QK",
         "‖½(W + Wᵀ)‖²/‖W‖²: 1 symmetric, 0 antisymmetric, ½ (1 + 1/d) for random factors.",
-        LOOKS,
+        _LOOKS,
     ),
-    Measure("qk_symmetry", "symmetry score of W_QK", "tr(W²)/‖W‖²: 1, −1 and 1/d for the same.", LOOKS),
+    Measure("qk_symmetry", "symmetry score of W_QK", "tr(W²)/‖W‖²: 1, −1 and 1/d for the same.", _LOOKS),
     *_of_form("ov", "W_OV", _MOVES),
     Measure(
         "ov_copying",

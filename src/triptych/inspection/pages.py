@@ -1,4 +1,4 @@
-"""An inspection for people: a summary in words, a map and outliers for the terminal, and the page."""
+"""An inspection for people: a summary in words, a map and outliers."""
 
 import math
 import statistics
@@ -14,8 +14,8 @@ from triptych.algebra.chance import (
 )
 from triptych.inspection.checkpoint import NEAR, Inspection
 from triptych.inspection.layers import FOLD, InspectedLayer
-from triptych.inspection.measures import LOOKS, LOSSES, MEASURES, Measure
-from triptych.reports import HeadLayer, HeadMeasure, HeadsReport, Table
+from triptych.inspection.measures import LOSSES, MEASURES
+from triptych.reports import Table
 
 _PAIRS = {"qk": "W_Q and W_K", "qv": "W_Q and W_V", "kv": "W_K and W_V"}
 _RARE = 0.001
@@ -303,7 +303,7 @@ def side_by_side(one: Inspection, other: Inspection) -> Table:
     if of[0] != of[1]:
         rows.append(("figures of W_QK are those of the", *of, "not to be compared"))
     for measure in MEASURES:
-        if of[0] != of[1] and _is_by_qk(measure):
+        if of[0] != of[1] and measure.by_qk:
             continue
         found = [values_of(inspection, measure.name) for inspection in (one, other)]
         if all(found):
@@ -322,7 +322,7 @@ def shaded_map(inspection: Inspection, measure: str) -> list[str]:
     if not values_of(inspection, measure):
         return []
     about = next(m for m in MEASURES if m.name == measure)
-    kinds = [layer.qk_of if _is_by_qk(about) else "" for layer in inspection.layers]
+    kinds = [layer.qk_of if about.by_qk else "" for layer in inspection.layers]
     scales: dict[str, tuple[float, float]] = {}
     for kind in dict.fromkeys(kinds):
         of = [
@@ -351,58 +351,6 @@ def _shade(value: float | None, low: float, high: float) -> str:
         return "∞"
     share = (value - low) / (high - low) if high > low else 0.5
     return _SHADES[min(len(_SHADES) - 1, int(share * len(_SHADES)))]
-
-
-def heads_page(inspections: Sequence[Inspection], command: str) -> HeadsReport:
-    """The page of one checkpoint, or of several side by side."""
-    names = [inspection.name for inspection in inspections]
-    facts = [("command", command)]
-    if len(inspections) == 1:
-        layers = inspections[0].layers
-        facts = [
-            ("family", inspections[0].family),
-            ("heads", f"{sum(len(layer.heads) for layer in layers):,}"),
-            ("numbers of attention", f"{sum(layer.parameters for layer in layers):,}"),
-            *facts,
-        ]
-    said = [
-        (title, lines)
-        for i in inspections
-        for title, lines in ((i.name if len(names) > 1 else "", summary(i)), ("Averages", average_lines(i)))
-    ]
-    return HeadsReport(
-        title=" and ".join(names),
-        summary=tuple(said),
-        facts=tuple(facts),
-        measures=tuple(
-            HeadMeasure(m.name, m.title, m.meaning, m.group, of_basis=m.of_basis, by_qk=_is_by_qk(m))
-            for m in MEASURES
-        ),
-        models=tuple((i.name, tuple(map(_layer, i.layers))) for i in inspections),
-    )
-
-
-def _layer(layer: InspectedLayer) -> HeadLayer:
-    sizes = f"d_model {layer.d_model}, d_k {layer.d_k}, d_v {layer.d_v}, positions {layer.positions}"
-    groups = f", {layer.num_heads} heads on {layer.num_key_heads} of keys"
-    planes = ""
-    if layer.planes is not None:
-        planes = f", {layer.planes[0]} rotary planes that turn and {layer.planes[1]} too slow to"
-    return HeadLayer(
-        name=layer.name,
-        about=f"{layer.module}: {sizes}{groups}{planes}",
-        num_heads=layer.num_heads,
-        heads=layer.heads,
-        figures=layer.figures,
-        spectra=layer.spectra,
-        angles=layer.angles,
-        qk_of=layer.qk_of,
-    )
-
-
-def _is_by_qk(measure: Measure) -> bool:
-    """Whether a figure of W_QK itself and one of its rotary planes are not to be compared."""
-    return measure.name.startswith("qk_") and measure.group == LOOKS
 
 
 def _shown(number: float, form: str) -> str:

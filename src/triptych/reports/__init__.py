@@ -3,8 +3,7 @@
 The room knows nothing of models or text; whoever has something to show fills the records.
 """
 
-from triptych.reports.heads import HeadLayer, HeadMeasure, HeadsReport, write_heads_report
-from triptych.reports.html import is_page, require_charts, write_report
+from triptych.reports.html import is_page, render, require_charts, write_report
 from triptych.reports.parquet import is_parquet, write_parquet
 from triptych.reports.records import (
     AttentionPicture,
@@ -21,20 +20,17 @@ __all__ = [
     "AttentionPicture",
     "Bar",
     "BarChart",
-    "HeadLayer",
-    "HeadMeasure",
-    "HeadsReport",
     "MetricPoint",
     "Report",
     "Table",
     "TranslationSample",
     "is_page",
     "is_parquet",
+    "render",
     "render_attention",
     "render_samples",
     "render_table",
     "require_charts",
-    "write_heads_report",
     "write_parquet",
     "write_report",
 ]

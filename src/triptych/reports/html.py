@@ -70,7 +70,14 @@ def render_report(report: Report) -> str:
         require_charts()
     script = Markup(_drawing_script()) if drawn else ""
     return render(
-        "report.html", report=report, loss=loss, others=others, bars=bars, pictures=pictures, script=script
+        "report.html",
+        title=report.title,
+        report=report,
+        loss=loss,
+        others=others,
+        bars=bars,
+        pictures=pictures,
+        script=script,
     )
 
 
@@ -83,6 +90,7 @@ def _pictured(picture: AttentionPicture) -> tuple[dict[str, Any] | None, list[di
 
 
 def render(template: str, **context: Any) -> str:
+    """The text of a page whose layout is a template of this room; what is put into it is escaped."""
     return _environment().get_template(template).render(**context, generator=Markup(GENERATOR))
 
 

@@ -5,17 +5,28 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from browser import Page, found_browser, page_in
-from triptych.inspection import MEASURES
-from triptych.reports import HeadLayer, HeadMeasure, HeadsReport
-from triptych.reports.heads import render_heads_report
+from triptych.inspection import MEASURES, InspectedLayer
+from triptych.inspection.heads_page import render_heads
 
 LAYERS, HEADS, WIDTH = 25, 40, 128
 LARGEST = 5_000_000
+
+
+def inspected_layer(**given: Any) -> InspectedLayer:
+    """A layer of a decoder in which only what is given matters."""
+    plain: dict[str, Any] = {
+        **dict.fromkeys(("stack", "kind", "module", "positions"), "decoder"),
+        **{key: {} for key in ("maps", "subspaces", "cut", "foldable", "broken", "spectra", "angles")},
+        **dict.fromkeys(("layer", "num_key_heads", "d_model", "d_k", "d_v", "parameters", "num_bytes"), 0),
+        **{"turns": False, "planes": None, "caveats": ()},
+    }
+    return InspectedLayer(**{**plain, **given})
 
 
 @pytest.fixture(scope="module")
@@ -27,27 +38,23 @@ def page() -> str:
         return (largest * torch.rand(HEADS, WIDTH)).sort(descending=True).values.tolist()
 
     layers = [
-        HeadLayer(
-            name=f"decoder {layer}",
-            about=f"model.layers.{layer}.self_attn: d_model 5120, d_k 128, d_v 128",
-            num_heads=HEADS,
+        inspected_layer(
+            layer=layer,
+            module=f"model.layers.{layer}.self_attn",
             heads=tuple(range(HEADS)),
+            num_heads=HEADS,
             figures={m.name: [None, float("inf"), *torch.randn(HEADS - 2).tolist()] for m in MEASURES},
             spectra={form: rows(30.0) for form in ("qk", "ov")},
             angles={pair: [row[::-1] for row in rows(90.0)] for pair in ("qk", "qv", "kv")},
         )
         for layer in range(LAYERS)
     ]
-    report = HeadsReport(
-        title="a thousand heads",
-        summary=(("", ("Made up.",)),),
-        facts=(("heads", "1,000"),),
-        measures=tuple(
-            HeadMeasure(m.name, m.title, m.meaning, m.group, of_basis=m.of_basis) for m in MEASURES
-        ),
-        models=(("a thousand heads", tuple(layers)),),
+    return render_heads(
+        "a thousand heads",
+        [("a thousand heads", layers)],
+        summary=[("", ("Made up.",))],
+        facts=[("heads", "1,000")],
     )
-    return render_heads_report(report)
 
 
 def test_a_thousand_heads_make_a_page_below_five_megabytes(page: str) -> None:
@@ -143,20 +150,18 @@ def test_figures_of_another_kind_have_a_scale_of_their_own(tmp_path: Path) -> No
     if node is None:
         pytest.skip("node is not on the PATH")
 
-    def layer(qk_of: str, *values: float) -> HeadLayer:
-        figures = {"qk_effective_rank": values, "ov_effective_rank": values}
+    def layer(planes: tuple[int, int] | None, *values: float) -> InspectedLayer:
+        figures = {"qk_effective_rank": [*values], "ov_effective_rank": [*values]}
         heads = tuple(range(len(values)))
-        return HeadLayer("decoder 0", "", len(values), heads, figures, {}, {}, qk_of=qk_of)
+        turns = planes is not None
+        return inspected_layer(heads=heads, num_heads=len(heads), figures=figures, turns=turns, planes=planes)
 
-    def shown(measure: str) -> dict[str, list[str]]:
-        report = HeadsReport(
-            title="two",
-            summary=(),
-            facts=(),
-            measures=(HeadMeasure(measure, measure, "", "", by_qk=measure.startswith("qk")),),
-            models=(("one", (layer("form", 8.0, 32.0),)), ("other", (layer("planes", 11.0, 21.0),))),
+    def shown(name: str) -> dict[str, list[str]]:
+        page = render_heads(
+            "two",
+            [("one", (layer(None, 8.0, 32.0),)), ("other", (layer((1, 1), 11.0, 21.0),))],
+            measures=[measure for measure in MEASURES if measure.name == name],
         )
-        page = render_heads_report(report)
         data = page.split('id="report">')[1].split("</script>")[0]
         script = page.split('<script type="module">')[1].split("</script>")[0]
         (tmp_path / "page.mjs").write_text(f"{DOM}\n{script}\n{TOLD}", encoding="utf-8")
