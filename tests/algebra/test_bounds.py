@@ -116,7 +116,7 @@ def test_under_rotary_positions_the_bound_holds_at_every_distance(start: int, bi
     rotation = RotaryEmbedding(torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64), "interleaved", start, 1.1)
     weights = make("grouped", biased=biased, d_k=7)
     weights = with_semantics(weights, rotary=rotation)
-    after = truncate_planes(weights, rotation, planes=2).weights
+    after = truncate_planes(weights, planes=2).weights
     found = score_bound(weights, after)
     x = normalised(400)
     moved = (scores(after, x) - scores(weights, x)).abs().amax((1, 2))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from triptych.algebra.bounds import output_bound, score_bound
 from triptych.algebra.function import attend
-from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import FORMS, Form, RewriteRefusedError, fold_norm
 from triptych.algebra.rewrites.channels import move
 from triptych.algebra.rewrites.planes import rotary_move
@@ -383,10 +382,9 @@ def move_of_forms(
         return None
     shared = [(weights.num_key_heads, weights.num_value_heads) for weights in (one, other)]
     if shared[0] != shared[1] or not all(separable(weights) for weights in (one, other)):
-        return _move_of_forms(one, other, one.semantics.rotary)
+        return _move_of_forms(one, other)
     return max(
-        _move_of_forms(heads_of(one, *run), heads_of(other, *run), one.semantics.rotary)
-        for run in groups_of(one, most_numbers)
+        _move_of_forms(heads_of(one, *run), heads_of(other, *run)) for run in groups_of(one, most_numbers)
     )
 
 
@@ -398,24 +396,24 @@ def rounding_of_forms(
     most_numbers: int = MOST_NUMBERS,
 ) -> float:
     """The norm by which a form of a head moves if what was changed is rounded at random."""
-    weights, rotation = after.weights, before.weights.semantics.rotary
+    weights = after.weights
     whole = not separable(weights)
     runs = [(0, weights.num_heads)] if whole else groups_of(weights, most_numbers)
     again = RoundedAgain(changed_numbers(before, after), stored, torch.Generator().manual_seed(0))
     most = 0.0
     for run in runs:
         part = (weights if whole else heads_of(weights, *run)).to(torch.float64)
-        most = max(most, _move_of_forms(part, again(part), rotation))
+        most = max(most, _move_of_forms(part, again(part)))
     return most
 
 
-def _move_of_forms(one: AttentionWeights, other: AttentionWeights, rotation: RotaryEmbedding | None) -> float:
+def _move_of_forms(one: AttentionWeights, other: AttentionWeights) -> float:
     one, other = one.to(torch.float64), other.to(torch.float64)
     if not _is_same_norm(one.norm, other.norm) or not _is_same_norm(one.memory_norm, other.memory_norm):
         one, other = _with_norm_folded(one), _with_norm_folded(other)
-    if rotation is None:
+    if one.semantics.rotary is None:
         return max(float(move(one, other, form).form.max()) for form in FORMS)
-    of_scores = rotary_move(one, other, rotation)
+    of_scores = rotary_move(one, other)
     return max(float(of_scores.max()), float(move(one, other, "ov").form.max()))
 
 

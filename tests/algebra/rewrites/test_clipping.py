@@ -137,9 +137,9 @@ def test_what_looks_at_a_text_or_at_planes_is_refused_as_well() -> None:
     gatherer.add(weights, random_input(LENGTH))
     with pytest.raises(RewriteRefusedError, match="clipped"):
         truncate_on_data(weights, gatherer.result(), ov_rank=3)
-    turned = with_semantics(weights, positions="rotary")
+    turned = with_semantics(weights, rotary=RotaryEmbedding(torch.tensor([1.0, 0.1, 0.01])))
     with pytest.raises(RewriteRefusedError, match="clipped"):
-        truncate_planes(turned, RotaryEmbedding(torch.tensor([1.0, 0.1, 0.01])), planes=2)
+        truncate_planes(turned, planes=2)
 
 
 def test_no_bound_of_scores_or_outputs_is_claimed() -> None:

@@ -339,7 +339,7 @@ def test_heads_equal_up_to_the_gauge_of_planes_are_merged(
     x = random_input(7)
     expected = attend(with_semantics(weights, rotary=rotation), x)
     with Untouched(weights):
-        merged, record = merge_rotary_kv_heads(weights, rotation, to)
+        merged, record = merge_rotary_kv_heads(with_semantics(weights, rotary=rotation), to)
     assert (record.tier, record.bound) == ("rounding-exact", 0.0)
     assert (merged.num_key_heads, merged.num_value_heads) == (to, to)
     found = attend(with_semantics(merged, rotary=rotation), x)
@@ -367,16 +367,19 @@ def test_the_bound_is_the_move_over_distances(start: int, width: int, biased: bo
     with pytest.raises(
         RewriteRefusedError, match=r"^merge_rotary_kv_heads refused: W_QK of group \d .*bounded=True"
     ):
-        merge_rotary_kv_heads(weights, rotation, 2)
-    merged, record = merge_rotary_kv_heads(weights, rotation, 2, bounded=True)
+        merge_rotary_kv_heads(with_semantics(weights, rotary=rotation), 2)
+    merged, record = merge_rotary_kv_heads(with_semantics(weights, rotary=rotation), 2, bounded=True)
     squares = [
         (turned_forms(weights, rotation, m) - turned_forms(merged, rotation, m)).square().sum((-2, -1))
         for m in range(12)
     ]
     of_heads = torch.stack(squares).mean(0).sqrt()
     same_values = merge_rotary_kv_heads(
-        replace(weights, v=(replace(weights.v[0], weight=weights.v[0].weight[:1], bias=None),)),
-        rotation,
+        with_semantics(
+            weights,
+            rotary=rotation,
+            v=(replace(weights.v[0], weight=weights.v[0].weight[:1], bias=None),),
+        ),
         2,
         bounded=True,
     )
@@ -391,7 +394,7 @@ def test_no_other_common_key_plane_moves_less(loudness: tuple[float, ...]) -> No
     (q,) = weights.q  # heads whose queries are long count for more
     louder = q.weight * torch.tensor(loudness, dtype=torch.float64)[:, None, None]
     weights = replace(weights, q=(replace(q, weight=louder),))
-    merged = merge_rotary_kv_heads(weights, rotation, 1, bounded=True).weights
+    merged = merge_rotary_kv_heads(with_semantics(weights, rotary=rotation), 1, bounded=True).weights
 
     def planes(one: AttentionWeights) -> tuple[Tensor, Tensor]:
         q, k = (torch.complex(maps[..., :2], maps[..., 2:]) for maps in (one.W_Q, one.W_K))
@@ -415,11 +418,13 @@ def test_no_other_common_key_plane_moves_less(loudness: tuple[float, ...]) -> No
 def test_planes_are_merged_only_where_there_are_any() -> None:
     rotation = rotation_of("halves", 2)
     with pytest.raises(RewriteRefusedError, match="its positions are none, not rotary"):
-        merge_rotary_kv_heads(make("grouped"), rotation, 1)
+        merge_rotary_kv_heads(make("grouped"), 1)
     normed = with_semantics(rotary_layer(2, 4, biased=False), qk_norm=True)
     with pytest.raises(RewriteRefusedError, match="QK-norm"):
-        merge_rotary_kv_heads(normed, rotation, 1)
+        merge_rotary_kv_heads(with_semantics(normed, rotary=rotation), 1)
     with pytest.raises(RewriteRefusedError, match="turns channels up to 6, of heads 4 wide"):
-        merge_rotary_kv_heads(rotary_layer(2, 4, biased=False), rotation_of("halves", 3), 1)
+        merge_rotary_kv_heads(
+            with_semantics(rotary_layer(2, 4, biased=False), rotary=rotation_of("halves", 3)), 1
+        )
     with pytest.raises(RewriteRefusedError, match=r"^merge_rotary_kv_heads refused: 3 key"):
-        merge_rotary_kv_heads(rotary_layer(2, 4, biased=False), rotation, 3)
+        merge_rotary_kv_heads(with_semantics(rotary_layer(2, 4, biased=False), rotary=rotation), 3)

@@ -12,7 +12,7 @@ from heads import NUM_HEADS, Untouched, make_layer, random_input, turned_by, wit
 from triptych.algebra.function import channels, of_heads
 from triptych.algebra.measures import Planes, measure_heads
 from triptych.algebra.moments import Moments, MomentsGatherer
-from triptych.algebra.positions import RotaryEmbedding
+from triptych.algebra.positions import ALiBi, RotaryEmbedding
 from triptych.algebra.rewrites.planes import measure_plane_energies, plane_scores, truncate_planes
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights
@@ -84,7 +84,9 @@ def test_in_long_texts_planes_are_worth_their_energies() -> None:
 def test_energies_without_a_text_are_those_that_are_measured(pairing: Any) -> None:
     weights, rotation = rotary(biased=False), rotation_of(pairing, factor=1.2)
     measured = measure_heads(weights, Planes.of(rotation, 10**9)).qk.values.square()
-    torch.testing.assert_close(measure_plane_energies(weights, rotation), measured, rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        measure_plane_energies(with_semantics(weights, rotary=rotation)), measured, rtol=1e-10, atol=0
+    )
 
 
 def test_a_plane_that_does_not_turn_has_the_singular_values_of_its_channels() -> None:
@@ -102,7 +104,7 @@ def test_the_strongest_planes_stay_and_the_others_are_zero(
 ) -> None:
     weights, rotation = rotary(7, groups=groups, biased=biased), rotation_of(pairing, start)
     with Untouched(weights):
-        result, record = truncate_planes(weights, rotation, planes=2)
+        result, record = truncate_planes(with_semantics(weights, rotary=rotation), planes=2)
     assert record.tier == "bounded"
     assert record.error is None
     first, second = rotation.pairs
@@ -127,7 +129,9 @@ def test_the_strongest_planes_stay_and_the_others_are_zero(
 def test_the_error_on_a_text_is_what_the_planes_left_out_were_worth(longest: int | None) -> None:
     weights, x, rotation = rotary(), random_input(11) * torch.logspace(0, -2, 24), rotation_of()
     moments = moments_of(weights, x)
-    result, record = truncate_planes(weights, rotation, planes=[1, 2, 3, 1], moments=moments, longest=longest)
+    result, record = truncate_planes(
+        with_semantics(weights, rotary=rotation), planes=[1, 2, 3, 1], moments=moments, longest=longest
+    )
     distances = range(-5, 6) if longest else range(-3000, 3000, 29)
     first, second = rotation.pairs
     shares = []
@@ -150,7 +154,7 @@ def test_planes_that_carry_nothing_go_for_nothing() -> None:
     bias = bias.clone()
     weight[..., [1, 4]], bias[..., [1, 4]] = 0.0, 0.0
     weights = replace(weights, q=(replace(q, weight=weight, bias=bias),))
-    record = truncate_planes(weights, rotation_of(), planes=2).record
+    record = truncate_planes(with_semantics(weights, rotary=rotation_of()), planes=2).record
     assert (record.tier, record.bound) == ("rounding-exact", 0.0)
 
 
@@ -161,15 +165,20 @@ def test_planes_that_carry_nothing_go_for_nothing() -> None:
         ({"planes": 4}, "planes is 4: the rotation has 3, so 1 to 3"),
         ({"planes": True}, "planes is True: it must be a whole number"),
         ({"planes": [1, 2]}, "planes names 2 numbers: there are 4 key heads, and each takes one"),
-        ({"rotation": rotation_of(start=1)}, "the rotation turns channels up to 7, of heads 6 wide"),
-        ({"traits": {"positions": "alibi"}}, "the layer has no planes: its positions are alibi, not rotary"),
+        (
+            {"traits": {"rotary": rotation_of(start=1)}},
+            "the rotation turns channels up to 7, of heads 6 wide",
+        ),
+        (
+            {"traits": {"rotary": None, "bias": ALiBi.of_count(4)}},
+            "the layer has no planes: its positions are alibi, not rotary",
+        ),
         ({"traits": {"qk_norm": True}}, "queries and keys are normalised"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:
-    weights = rotary()
-    weights = with_semantics(weights, **options.pop("traits", {}))
-    arguments: dict[str, Any] = {"rotation": rotation_of(), "planes": 2, **options}
+    weights = with_semantics(rotary(), **{"rotary": rotation_of(), **options.pop("traits", {})})
+    arguments: dict[str, Any] = {"planes": 2, **options}
     with pytest.raises(RewriteRefusedError, match=f"^truncate_planes refused: {reason}"):
         truncate_planes(weights, **arguments)
 
@@ -177,12 +186,12 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None
 def test_moments_of_another_layer_are_refused() -> None:
     moments = moments_of(rotary(8), random_input(4))
     with pytest.raises(RewriteRefusedError, match="4 × 8 channels of queries, the layer has 4 × 6"):
-        truncate_planes(rotary(), rotation_of(), planes=2, moments=moments)
+        truncate_planes(with_semantics(rotary(), rotary=rotation_of()), planes=2, moments=moments)
 
 
 def test_the_spread_of_energies_is_by_group() -> None:
     weights = rotary(groups=2)
-    energies = measure_plane_energies(weights, rotation_of())
+    energies = measure_plane_energies(with_semantics(weights, rotary=rotation_of()))
     assert energies.shape == (2, 3)
     assert bool((energies.diff() <= 0).all())
     np.testing.assert_allclose(

@@ -10,7 +10,7 @@ from torch import Tensor
 from heads import D_MODEL, NUM_HEADS, Untouched, make_layer, turned_by, with_semantics
 from triptych.algebra.function import channels, of_heads
 from triptych.algebra.moments import Moments, MomentsGatherer
-from triptych.algebra.positions import RotaryEmbedding
+from triptych.algebra.positions import ALiBi, RotaryEmbedding
 from triptych.algebra.rewrites import RewriteRefusedError, truncate_planes
 from triptych.algebra.rewrites.planes import rotary_move
 from triptych.algebra.rewrites.rotary_maps import measure_rotary_energies, truncate_rotary_maps
@@ -95,11 +95,20 @@ def test_the_error_on_a_text_is_the_measured_one(
     rotation, x = rotation_of(pairing, start, factor), some_text()
     moments = moments_of(weights, x)
     with Untouched(weights):
-        result, record = truncate_rotary_maps(weights, rotation, qk_rank=3, moments=moments, longest=TOKENS)
+        result, record = truncate_rotary_maps(
+            with_semantics(weights, rotary=rotation), qk_rank=3, moments=moments, longest=TOKENS
+        )
     lost, whole = (measured(weights, after, x, rotation, TOKENS) for after in (result, None))
     assert record.error == pytest.approx(float((lost / whole).max()), rel=1e-9)
     assert record.tier == "bounded"
-    assert record.bound == pytest.approx(float(rotary_move(weights, result, rotation).max()), rel=1e-10)
+    assert record.bound == pytest.approx(
+        float(
+            rotary_move(
+                with_semantics(weights, rotary=rotation), with_semantics(result, rotary=rotation)
+            ).max()
+        ),
+        rel=1e-10,
+    )
     assert any(note.startswith("no mean was taken off: under rotary positions") for note in record.notes)
     assert "rank 3 of 7, written back into 7 channels" in record.choice
     assert set(ranks_of(result, "q") + ranks_of(result, "k")) == {3}
@@ -112,7 +121,9 @@ def test_the_error_on_a_text_is_the_measured_one(
 def test_what_keys_of_a_rank_lose_is_what_the_energies_left_out_say(groups: int, biased: bool) -> None:
     # Fitted once and queries put back, keys are the best of their rank: no other projection loses less.
     weights, rotation, x = rotary(groups=groups, biased=biased), rotation_of(), some_text()
-    energies = measure_rotary_energies(weights, rotation, moments_of(weights, x), TOKENS)
+    energies = measure_rotary_energies(
+        with_semantics(weights, rotary=rotation), moments_of(weights, x), TOKENS
+    )
     assert energies.shape == (groups, 6)
     assert bool((energies.diff() <= 0).all())
     if not biased:
@@ -138,9 +149,11 @@ def test_keys_alone_lose_no_more_than_their_energies_when_queries_cannot_be_cut(
     weights, rotation, x = rotary(biased=False, groups=4), rotation_of(), some_text()
     weights = each_by_itself(weights, 2, "q")
     moments = moments_of(weights, x)
-    result = truncate_rotary_maps(weights, rotation, qk_rank=2, moments=moments, longest=TOKENS).weights
+    result = truncate_rotary_maps(
+        with_semantics(weights, rotary=rotation), qk_rank=2, moments=moments, longest=TOKENS
+    ).weights
     lost = measured(weights, result, x, rotation, TOKENS)
-    energies = measure_rotary_energies(weights, rotation, moments, TOKENS)
+    energies = measure_rotary_energies(with_semantics(weights, rotary=rotation), moments, TOKENS)
     torch.testing.assert_close(lost, energies[:, 2:].sum(1), rtol=1e-9, atol=0)
 
 
@@ -155,10 +168,17 @@ def test_no_more_is_lost_than_by_each_matrix_or_by_planes(groups: int, on_text: 
     moments = moments_of(weights, x) if on_text else None
     for rank in (2, 4):
         ours, others = (
-            truncate_rotary_maps(weights, rotation, qk_rank=rank, moments=moments, longest=TOKENS).weights,
+            truncate_rotary_maps(
+                with_semantics(weights, rotary=rotation), qk_rank=rank, moments=moments, longest=TOKENS
+            ).weights,
             (
                 each_by_itself(weights, rank),
-                truncate_planes(weights, rotation, planes=rank // 2, moments=moments, longest=TOKENS).weights,
+                truncate_planes(
+                    with_semantics(weights, rotary=rotation),
+                    planes=rank // 2,
+                    moments=moments,
+                    longest=TOKENS,
+                ).weights,
             ),
         )
         lost = of_groups(measured(weights, ours, x, rotation, TOKENS), groups)
@@ -173,7 +193,7 @@ def test_keys_that_no_query_sees_are_left_out_though_they_are_large() -> None:
     W_Q[..., [1, 4]] = 0.0  # plane 1
     W_K[..., [1, 4]] *= 100.0
     weights = replace(weights, q=(Link(W_Q),), k=(Link(W_K),))
-    result, record = truncate_rotary_maps(weights, rotation, qk_rank=4)
+    result, record = truncate_rotary_maps(with_semantics(weights, rotary=rotation), qk_rank=4)
     assert record.tier == "rounding-exact"
     assert float(measured(weights, each_by_itself(weights, 4), x, rotation, TOKENS).max()) > 0.1
     assert float(measured(weights, result, x, rotation, TOKENS).max()) < 1e-20
@@ -183,11 +203,15 @@ def test_keys_that_no_query_sees_are_left_out_though_they_are_large() -> None:
 def test_all_channels_are_the_layer_itself(on_text: bool) -> None:
     weights, rotation = rotary(), rotation_of()
     moments = moments_of(weights, some_text()) if on_text else None
-    result, record = truncate_rotary_maps(weights, rotation, qk_rank=6, moments=moments)
+    result, record = truncate_rotary_maps(
+        with_semantics(weights, rotary=rotation), qk_rank=6, moments=moments
+    )
     assert (record.tier, record.bound) == ("rounding-exact", 0.0)
     for one, other in zip(result.tensors(), weights.tensors(), strict=True):
         assert torch.equal(one, other)
-    some = truncate_rotary_maps(weights, rotation, qk_rank=[6, 2], moments=moments).weights
+    some = truncate_rotary_maps(
+        with_semantics(weights, rotary=rotation), qk_rank=[6, 2], moments=moments
+    ).weights
     assert ranks_of(some, "k") == [6, 2]
     assert torch.equal(some.multiplied("k").weight[0], weights.multiplied("k").weight[0])
 
@@ -210,7 +234,10 @@ def test_the_gauge_makes_no_difference(longest: int | None, on_text: bool) -> No
     )
     one, two = (
         truncate_rotary_maps(
-            w, rotation, qk_rank=3, moments=moments_of(w, x) if on_text else None, longest=longest
+            with_semantics(w, rotary=rotation),
+            qk_rank=3,
+            moments=moments_of(w, x) if on_text else None,
+            longest=longest,
         ).weights
         for w in (weights, other)
     )
@@ -225,7 +252,9 @@ def test_what_all_tokens_have_in_common_takes_no_rank_where_there_are_biases() -
     lost, whole = (
         measured(weights, after, x, rotation, TOKENS)
         for after in (
-            truncate_rotary_maps(weights, rotation, qk_rank=1, moments=moments_of(weights, x)).weights,
+            truncate_rotary_maps(
+                with_semantics(weights, rotary=rotation), qk_rank=1, moments=moments_of(weights, x)
+            ).weights,
             None,
         )
     )
@@ -239,15 +268,20 @@ def test_what_all_tokens_have_in_common_takes_no_rank_where_there_are_biases() -
         ({"qk_rank": 7}, "qk_rank is 7: maps into 6 channels take 1 to 6"),
         ({"qk_rank": True}, "qk_rank is True: it must be a whole number"),
         ({"qk_rank": [1, 2, 3]}, "qk_rank names 3 ranks: there are 2 key heads, and each takes one"),
-        ({"rotation": rotation_of(start=1)}, "the rotation turns channels up to 7, of heads 6 wide"),
-        ({"traits": {"positions": "alibi"}}, "the layer has no planes: its positions are alibi, not rotary"),
+        (
+            {"traits": {"rotary": rotation_of(start=1)}},
+            "the rotation turns channels up to 7, of heads 6 wide",
+        ),
+        (
+            {"traits": {"rotary": None, "bias": ALiBi.of_count(4)}},
+            "the layer has no planes: its positions are alibi, not rotary",
+        ),
         ({"traits": {"qk_norm": True}}, "queries and keys are normalised"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:
-    weights = rotary()
-    weights = with_semantics(weights, **options.pop("traits", {}))
-    arguments: dict[str, Any] = {"rotation": rotation_of(), "qk_rank": 2, **options}
+    weights = with_semantics(rotary(), **{"rotary": rotation_of(), **options.pop("traits", {})})
+    arguments: dict[str, Any] = {"qk_rank": 2, **options}
     with pytest.raises(RewriteRefusedError, match=f"^truncate_rotary_maps refused: {reason}"):
         truncate_rotary_maps(weights, **arguments)
 
@@ -255,4 +289,4 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None
 def test_moments_of_another_layer_are_refused() -> None:
     moments = moments_of(rotary(8), some_text())
     with pytest.raises(RewriteRefusedError, match="4 × 8 channels of queries, the layer has 4 × 6"):
-        truncate_rotary_maps(rotary(), rotation_of(), qk_rank=2, moments=moments)
+        truncate_rotary_maps(with_semantics(rotary(), rotary=rotation_of()), qk_rank=2, moments=moments)

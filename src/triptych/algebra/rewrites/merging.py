@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, final
 
 import torch
@@ -10,7 +10,6 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.biases import fold_value_bias
 from triptych.algebra.rewrites.channels import (
     CHANNELS_ARE_FREE,
@@ -57,10 +56,9 @@ class MergeKVHeads(LayerRewrite):
     )
 
     def apply(self, layer: Layer) -> Rewritten:
-        rotation = layer.weights.semantics.rotary
-        if rotation is not None:
-            return merge_rotary_kv_heads(layer.weights, rotation, self.num_kv_heads, bounded=self.bounded)
-        return merge_kv_heads(layer.weights, self.num_kv_heads, bounded=self.bounded)
+        rotary = layer.weights.semantics.rotary is not None
+        merge = merge_rotary_kv_heads if rotary else merge_kv_heads
+        return merge(layer.weights, self.num_kv_heads, bounded=self.bounded)
 
 
 def merge_kv_heads(
@@ -99,7 +97,6 @@ def merge_kv_heads(
 
 def merge_rotary_kv_heads(
     weights: AttentionWeights,
-    rotation: RotaryEmbedding,
     num_kv_heads: int,
     *,
     bounded: bool = False,
@@ -113,7 +110,6 @@ def merge_rotary_kv_heads(
 
     Args:
         weights: the layer.
-        rotation: what turns its queries and keys.
         num_kv_heads: number of key-value heads of the result.
         bounded: whether heads that differ may be merged.
         tolerance: how far a group may move, relative to its norm, and still count as equal.
@@ -127,8 +123,8 @@ def merge_rotary_kv_heads(
             not divide; no rotary positions, QK-norm; a value bias that can go nowhere.
     """
     name = "merge_rotary_kv_heads"
-    require_rotary(name, weights, rotation)
-    return _merge(name, weights, num_kv_heads, _KeysOfPlanes(rotation), bounded, tolerance)
+    require_rotary(name, weights)
+    return _merge(name, weights, num_kv_heads, _KeysOfPlanes(), bounded, tolerance)
 
 
 class _Keys(ABC):
@@ -183,27 +179,24 @@ class _KeysOfForms(_Keys):
 
 
 @final
-@dataclass(frozen=True)
 class _KeysOfPlanes(_Keys):
     """Channels that turn."""
 
-    rotation: RotaryEmbedding
-
     def require_mixable(self, name: str, plain: AttentionWeights) -> None:
-        require_rotary(name, plain, self.rotation)
+        require_rotary(name, plain)
 
     def ready(self, name: str, plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
         return plain  # the key bias turns with its plane
 
     def merged(self, plain: AttentionWeights, groups: int) -> AttentionWeights:
-        return merge_planes(plain, self.rotation, groups)
+        return merge_planes(plain, groups)
 
     def move(self, before: AttentionWeights, after: AttentionWeights) -> Move:
-        moved = rotary_move(before, after, self.rotation)
+        moved = rotary_move(before, after)
         return Move(moved, torch.zeros_like(moved))
 
     def size(self, weights: AttentionWeights) -> Move:
-        norms = rotary_size(weights, self.rotation)
+        norms = rotary_size(weights)
         return Move(norms, torch.zeros_like(norms))
 
     def checked(self) -> str:

@@ -32,7 +32,6 @@ _QK: tuple[Side, Side] = ("q", "k")
 
 def truncate_planes(
     weights: AttentionWeights,
-    rotation: RotaryEmbedding,
     *,
     planes: int | Sequence[int],
     moments: Moments | None = None,
@@ -45,7 +44,6 @@ def truncate_planes(
 
     Args:
         weights: the layer, written as when the moments were gathered.
-        rotation: what turns its queries and keys.
         planes: how many to keep, or how many for each key head.
         moments: of a text; for inputs without preferred direction, as large as a norm makes them, if None.
         longest: tokens of the text whose pairs count; None for texts long against the beat of any two
@@ -61,7 +59,7 @@ def truncate_planes(
             numbers of planes out of range.
     """
     name = "truncate_planes"
-    require_rotary(name, weights, rotation)
+    rotation = require_rotary(name, weights)
     count, groups = len(rotation.frequencies), weights.num_key_heads
     kept = list(planes) if isinstance(planes, Sequence) else [planes] * groups
     if len(kept) != groups:
@@ -86,7 +84,7 @@ def truncate_planes(
     of_heads = left_out.repeat_interleave(weights.num_heads // groups, dim=0).to(scores.dtype)
     lost, whole = torch.einsum("hf,hfg,hg->h", of_heads, scores, of_heads), scores.sum(dim=(-2, -1))
     shares = Cut.shares(lost, whole)
-    moved, sizes = rotary_move(working, result, rotation), rotary_size(working, rotation)
+    moved, sizes = rotary_move(working, result), rotary_size(working)
     rounding = 100 * weights.d_model * torch.finfo(working.dtype).eps
     exact = bool((moved <= rounding * sizes).all())
     error = max(shares)
@@ -145,7 +143,6 @@ def plane_scores(
 
 def measure_plane_energies(
     weights: AttentionWeights,
-    rotation: RotaryEmbedding,
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Float[Tensor, "groups planes"]:
@@ -153,7 +150,7 @@ def measure_plane_energies(
 
     Arguments as those of `plane_scores`, of which these are the diagonals, summed over a group.
     """
-    require_rotary("measure_plane_energies", weights, rotation)
+    rotation = require_rotary("measure_plane_energies", weights)
     scores = plane_scores(weights, rotation, moments, longest)
     return _energies(scores, weights.num_key_heads).sort(dim=-1, descending=True).values
 
@@ -163,15 +160,16 @@ def _energies(scores: Float[Tensor, "heads planes planes"], groups: int) -> Floa
     return of_heads.reshape(groups, -1, of_heads.shape[-1]).sum(dim=1)
 
 
-def require_rotary(name: str, weights: AttentionWeights, rotation: RotaryEmbedding) -> None:
-    """Refuse a layer whose planes are not what meets in its scores.
+def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
+    """The rotary embedding of a layer, if its planes are what meets in its scores.
 
     Raises:
         RewriteRefusedError: the layer has no rotary positions, or those of patches of a picture; a norm
             stands before them, queries and keys are clipped, or the rotation turns more channels than there
             are.
     """
-    if weights.semantics.positions != "rotary":
+    rotation = weights.semantics.rotary
+    if rotation is None:
         raise RewriteRefusedError(
             name, f"the layer has no planes: its positions are {weights.semantics.positions}, not rotary"
         )
@@ -193,6 +191,7 @@ def require_rotary(name: str, weights: AttentionWeights, rotation: RotaryEmbeddi
         raise RewriteRefusedError(name, f"the rotation turns channels up to {turned}, of heads {width} wide")
     for side in _QK:
         require_nothing_between(name, side, weights.chain(side)[:-1])
+    return rotation
 
 
 class PlaneForms(NamedTuple):
@@ -223,14 +222,12 @@ def plane_forms(
     return PlaneForms(BilinearForm(doubled[0], doubled[1]), fixed)
 
 
-def rotary_move(
-    before: AttentionWeights, after: AttentionWeights, rotation: RotaryEmbedding
-) -> Float[Tensor, " num_heads"]:
-    """Root mean square over distances m of ‖Δ W_Q R(m) W_Kᵀ‖ (Frobenius), biases as rows.
+def rotary_move(before: AttentionWeights, after: AttentionWeights) -> Float[Tensor, " num_heads"]:
+    """Root mean square over distances m of ‖Δ W_Q R(m) W_Kᵀ‖ (Frobenius), biases as rows, for rotary heads.
 
     Over distances long against the beat of any two planes it is √(½ Σ_f ‖ΔZ_f‖² + ‖Δ fixed‖²).
     """
-    one, other = (_forms_with_biases(weights, rotation) for weights in (before, after))
+    one, other = (_forms_with_biases(weights) for weights in (before, after))
     # The doubled form has twice the square of the complex one.
     total = one.planes.difference_norm(other.planes).square().sum(dim=-1) / 4
     if one.fixed is not None and other.fixed is not None:
@@ -245,16 +242,16 @@ def at_any_distance(
     return tuple(map(max, shares, Cut.shares(moved.square(), sizes.square())))
 
 
-def rotary_size(weights: AttentionWeights, rotation: RotaryEmbedding) -> Float[Tensor, " num_heads"]:
+def rotary_size(weights: AttentionWeights) -> Float[Tensor, " num_heads"]:
     """The same of the forms themselves: how far they are from nothing."""
-    forms = _forms_with_biases(weights, rotation)
+    forms = _forms_with_biases(weights)
     total = forms.planes.frobenius_norm().square().sum(dim=-1) / 4
     if forms.fixed is not None:
         total = total + forms.fixed.frobenius_norm().square()
     return total.sqrt()
 
 
-def merge_planes(plain: AttentionWeights, rotation: RotaryEmbedding, groups: int) -> AttentionWeights:
+def merge_planes(plain: AttentionWeights, groups: int) -> AttentionWeights:
     """The nearest writing with that many key heads: each plane of a group on one line of its own.
 
     Of v_j, the keys of the group's heads in a plane, the common one is the first left singular vector v of
@@ -264,10 +261,9 @@ def merge_planes(plain: AttentionWeights, rotation: RotaryEmbedding, groups: int
 
     Args:
         plain: one map a side; queries with one a head, keys with no more bias than the result can hold.
-        rotation: what turns it.
         groups: number of key heads of the result, a divisor of that there is.
     """
-    (q,), (k,) = plain.q, plain.k
+    (q,), (k,), rotation = plain.q, plain.k, _rotary(plain)
     members = k.copies // groups
     u = _complex_planes(_with_row(q), rotation).unflatten(0, (groups, members, -1))  # type: ignore[no-untyped-call]
     v = _complex_planes(_with_row(k), rotation).unflatten(0, (groups, members))  # type: ignore[no-untyped-call]
@@ -324,9 +320,14 @@ def _without_row(maps: Float[Tensor, "copies rows width"], like: Link) -> Link:
     return Link(maps) if like.bias is None else Link(maps[:, :-1].contiguous(), maps[:, -1].contiguous())
 
 
-def _forms_with_biases(weights: AttentionWeights, rotation: RotaryEmbedding) -> PlaneForms:
+def _forms_with_biases(weights: AttentionWeights) -> PlaneForms:
     q, k = (_with_row(weights.multiplied(side).of_heads(weights.num_heads)) for side in _QK)
-    return plane_forms(q, k, rotation)
+    return plane_forms(q, k, _rotary(weights))
+
+
+def _rotary(weights: AttentionWeights) -> RotaryEmbedding:
+    assert weights.semantics.rotary is not None
+    return weights.semantics.rotary
 
 
 def _with_qk(

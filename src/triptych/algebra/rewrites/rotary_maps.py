@@ -43,7 +43,6 @@ _ROUNDS = 5
 
 def truncate_rotary_maps(
     weights: AttentionWeights,
-    rotation: RotaryEmbedding,
     *,
     qk_rank: Ranks,
     moments: Moments | None = None,
@@ -57,8 +56,8 @@ def truncate_rotary_maps(
     themselves (`truncate_planes`) save channels, and are a far narrower choice.
 
     Args:
-        weights: the layer, written as when the moments were gathered.
-        rotation: what turns its queries and keys; channels that are not turned are cut with the others.
+        weights: the layer, written as when the moments were gathered; channels that are not turned are cut
+            with the others.
         qk_rank: 1 ≤ rank ≤ width of the queries, or one for each key head. The key head and every query
             head that reads it get it.
         moments: of a text; for inputs without preferred direction and of mean square 1 if None.
@@ -76,7 +75,7 @@ def truncate_rotary_maps(
             ranks out of range; moments of another writing.
     """
     name = "truncate_rotary_maps"
-    require_rotary(name, weights, rotation)
+    rotation = require_rotary(name, weights)
     ranks = _require_ranks(name, weights, qk_rank)
     working = weights.to(torch.float64)
     scores = _Scores.of(name, working, rotation, moments, longest, PRIOR)
@@ -93,7 +92,7 @@ def truncate_rotary_maps(
     whole = true.mean_square()
     shares = Cut.shares(true.error(maps), whole)
     error = max(shares)
-    moved, sizes = rotary_move(working, result, rotation), rotary_size(working, rotation)
+    moved, sizes = rotary_move(working, result), rotary_size(working)
     rounding = 100 * weights.d_model * torch.finfo(working.dtype).eps
     exact = bool((moved <= rounding * sizes).all())
     if moments is None:
@@ -121,7 +120,6 @@ def truncate_rotary_maps(
 
 def measure_rotary_energies(
     weights: AttentionWeights,
-    rotation: RotaryEmbedding,
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Float[Tensor, "groups d_k"]:
@@ -131,7 +129,7 @@ def measure_rotary_energies(
     `allocate` shares ranks out by. Arguments as those of `truncate_rotary_maps`.
     """
     name = "measure_rotary_energies"
-    require_rotary(name, weights, rotation)
+    rotation = require_rotary(name, weights)
     scores = _Scores.of(name, weights.to(torch.float64), rotation, moments, longest, PRIOR)
     return scores.best("k", scores.identity).energies[:, 0]
 

@@ -162,12 +162,12 @@ class Truncate(LayerRewrite):
 
     def _cut(self, layer: Layer, form: Form, ranks: list[int]) -> Rewritten:
         moments = layer.moments if self.needs_text else None
-        weights, rotation = layer.weights, layer.weights.semantics.rotary
-        if form == "qk" and rotation is not None:
+        weights = layer.weights
+        if form == "qk" and weights.semantics.rotary is not None:
             longest = _longest(layer, moments)
             if self.rotary == "planes":
-                return truncate_planes(weights, rotation, planes=ranks, moments=moments, longest=longest)
-            return truncate_rotary_maps(weights, rotation, qk_rank=ranks, moments=moments, longest=longest)
+                return truncate_planes(weights, planes=ranks, moments=moments, longest=longest)
+            return truncate_rotary_maps(weights, qk_rank=ranks, moments=moments, longest=longest)
         if moments is not None:
             return (
                 truncate_on_data(weights, moments, qk_rank=ranks, centred=self._centred)
@@ -198,10 +198,9 @@ class Truncate(LayerRewrite):
     def _spectrum(self, layer: Layer, form: Form) -> Tensor:
         """Energy of each direction (plane) of each group, largest first, `[groups, directions]`."""
         moments = layer.moments if self.needs_text else None
-        rotation = layer.weights.semantics.rotary if form == "qk" else None
-        if rotation is not None:
+        if form == "qk" and layer.weights.semantics.rotary is not None:
             measure = measure_plane_energies if self.rotary == "planes" else measure_rotary_energies
-            return measure(layer.weights, rotation, moments, _longest(layer, moments))
+            return measure(layer.weights, moments, _longest(layer, moments))
         centred = self._centred if moments is not None else None
         return measure_energies(layer.weights, form, moments, centred=centred)
 
