@@ -31,7 +31,7 @@ from triptych.rewriting.certificate import (
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.measuring import measure_change
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.verification import Check, verify
+from triptych.rewriting.verification import Claim, verify
 from triptych.rewriting.verification.check import same_words
 from triptych.storage.shards import tensor_hash
 
@@ -97,11 +97,11 @@ def with_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor]) -> 
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def failed(checks: list[Check]) -> list[str]:
+def failed(checks: list[Claim]) -> list[str]:
     return [check.claim for check in checks if check.held is False]
 
 
-def stated(checks: list[Check]) -> dict[str, str]:
+def stated(checks: list[Claim]) -> dict[str, str]:
     return {check.claim: check.found for check in checks if check.held is None}
 
 

@@ -121,11 +121,9 @@ class _Listener:
         self._gatherer = MomentsGatherer()
 
     def hear(self, found: Seen) -> None:
-        """Take in one input."""
         x = before_gain(found.x.double(), self._norm)
         memory = None if found.memory is None else before_gain(found.memory.double(), self._memory_norm)
         self._gatherer.add(self._weights, x, memory)
 
     def result(self) -> Moments:
-        """What was gathered."""
         return self._gatherer.result()

@@ -9,7 +9,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 from pydantic import (
     BaseModel,
@@ -20,16 +20,14 @@ from pydantic import (
 )
 
 from triptych.algebra.cost import WritingCost
-from triptych.algebra.rewrites import RewriteRecord
+from triptych.algebra.rewrites.record import TIERS, RewriteRecord, Tier
 from triptych.errors import DataError
 from triptych.storage.copying import CERTIFICATE
 from triptych.storage.tensors import read_json
 
 MODEL_CARD = "README.md"
 FORMAT = 1
-Tier = Literal["bit-exact", "rounding-exact", "bounded"]
 RANDOM_TOKENS = "random tokens"
-_TIERS: tuple[Tier, ...] = ("bit-exact", "rounding-exact", "bounded")
 
 
 class _Record(BaseModel):
@@ -61,7 +59,6 @@ class Cost(_Record):
         )
 
     def plus(self, other: "Cost") -> "Cost":
-        """Of both."""
         return Cost(
             parameters=self.parameters + other.parameters,
             flops_per_token=self.flops_per_token + other.flops_per_token,
@@ -185,7 +182,7 @@ class NormRecord(_Record):
 
 def _weakest(steps: Iterable[StepRecord]) -> Tier:
     done = [step.tier for step in steps if step.tier is not None]
-    return max(done, key=_TIERS.index, default="bit-exact")
+    return max(done, key=TIERS.index, default="bit-exact")
 
 
 @final
@@ -288,7 +285,7 @@ class Certificate(_Record):
     def tier(self) -> Tier:
         """The weakest of its layers and norms."""
         tiers = [layer.tier for layer in self.layers] + [norm.tier for norm in self.norms]
-        return max(tiers, key=_TIERS.index, default="bit-exact")
+        return max(tiers, key=TIERS.index, default="bit-exact")
 
     @model_serializer(mode="wrap")
     def _without_no_norms(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
@@ -300,7 +297,6 @@ class Certificate(_Record):
         return record
 
     def sealed(self) -> "Certificate":
-        """With the hash of its other entries."""
         return self.model_copy(update={"sha256": self.own_hash()})
 
     def own_hash(self) -> str:

@@ -98,8 +98,6 @@ def rewrite_checkpoint(
 @final
 @dataclass(frozen=True)
 class _Request:
-    """What was asked for."""
-
     checkpoint: str
     folder: Path
     target: Path
@@ -292,7 +290,6 @@ class _FolderRewriting(_Rewriting):
         self._fixed_sizes = fixed_sizes(FolderFormat(source), prepared)
 
     def write(self) -> Certificate:
-        """Copy, replace, measure what was saved, certify."""
         request = self.request
         with FolderCopy(request.folder, request.target) as copy, self._beside:
             written_bytes = 0
@@ -330,7 +327,6 @@ class _FolderRewriting(_Rewriting):
         return self._ready.pop(name, None)
 
     def took_up_norm(self, site: Site) -> bool:
-        """The layer is rewritten, if it is not yet."""
         return self._rewritten(site).took_up_norm
 
     def _rewritten(self, site: Site) -> RewrittenLayer:

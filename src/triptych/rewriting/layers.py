@@ -596,7 +596,6 @@ def _some_passed_on(parts: Sequence[AttentionWeights]) -> bool:
 
 
 def _joined(parts: Sequence[AttentionWeights]) -> AttentionWeights:
-    """The shapes of a layer from those of its heads."""
     if _some_passed_on(parts):
         parts = [replace(part, v=(replace(part.v[0], bias=None),)) for part in parts]
     return joined(parts)

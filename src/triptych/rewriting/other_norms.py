@@ -230,7 +230,6 @@ def _why_not(norm: Norm, reader: NormReader, tensors: Tensors) -> str:
 
 
 def _folded(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The map with the norm in it."""
     new = torch.empty_like(weight)
     new_bias = None if bias is None else torch.empty_like(bias)
     for block, part, part_of_bias in _folded_blocks(norm, weight, bias):
@@ -268,7 +267,6 @@ def _does_not_fit(name: str, dtype: torch.dtype) -> str:
 
 
 def _is_neutral(norm: Norm) -> bool:
-    """Whether gain and shift do nothing."""
     neutral = neutral_norm(norm)
     same_shift = norm.shift is None or not bool(norm.shift.any())
     return same_shift and torch.equal(norm.gain, neutral.gain)

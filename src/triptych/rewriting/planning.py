@@ -174,7 +174,6 @@ class Plan:
 
 
 def total(costs: Sequence[Cost]) -> Cost:
-    """Of all of them."""
     return reduce(Cost.plus, costs, Cost(parameters=0, flops_per_token=0, kv_bytes_per_token=0))
 
 
@@ -208,7 +207,6 @@ def costs_of(read: AttentionLayer, done: RewrittenLayer, written: AttentionWeigh
 
 
 def total_costs(costs: Sequence[Costs]) -> Costs:
-    """Of all layers."""
     return Costs(*(total(of_one) for of_one in zip(*costs, strict=True)))
 
 
@@ -297,7 +295,6 @@ def written_layer(
 
 
 def fixed_sizes(form: Format, prepared: Prepared) -> set[str]:
-    """Names of layers that keep their sizes."""
     sized = [number for number, step in enumerate(prepared.steps, start=1) if step.resizes]
     if not sized:
         return set()

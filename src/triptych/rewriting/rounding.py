@@ -182,7 +182,6 @@ class RoundedAgain:
         self._changed, self._stored, self._generator = changed, stored, generator
 
     def __call__(self, weights: AttentionWeights) -> AttentionWeights:
-        """The weights after that."""
         links: dict[int, Link] = {}
 
         def moved(side: Side, link: Link) -> Link:
@@ -212,7 +211,6 @@ def unit(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    """1 or -1 at random."""
     return torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8).to(like.dtype) * 2 - 1
 
 

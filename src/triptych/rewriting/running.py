@@ -268,7 +268,6 @@ class TransformersModel(RunnableModel):
         )
 
     def random_windows(self, seed: int) -> Iterator[Window]:
-        """Four windows."""
         generator = torch.Generator().manual_seed(seed)
         size = int(self._config.get_text_config().vocab_size)
         length = self._at_most(32) - 4
@@ -295,7 +294,6 @@ class TransformersModel(RunnableModel):
         return result
 
     def watch(self, source: AttentionSource, sites: Sequence[Site]) -> contextlib.ExitStack:
-        """Hooks on the maps of queries and keys."""
         stack = contextlib.ExitStack()
         for site in sites:
             of_queries, of_keys = source.input_modules(site)
@@ -407,7 +405,6 @@ class OwnRunnable(RunnableModel):
         self.by, self.kind = "triptych", "pairs"
 
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
-        """A line with a tab is a pair."""
         tokenizers = self._run.tokenizers
         done = 0
         for number, line in enumerate(read_whole_text(text).splitlines(), start=1):
@@ -427,7 +424,6 @@ class OwnRunnable(RunnableModel):
                 return
 
     def random_windows(self, seed: int) -> Iterator[Window]:
-        """Four pairs."""
         generator = torch.Generator().manual_seed(seed)
         for _ in range(_RANDOM_WINDOWS):
             src = torch.randint(0, self.model.src_vocab_size, (1, 24), generator=generator)
@@ -441,13 +437,11 @@ class OwnRunnable(RunnableModel):
 
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:
-        """One forward pass."""
         self.seen = {}
         result: Tensor = self.model(window.inputs["src"], window.inputs["tgt"])
         return result[0]
 
     def watch(self, source: AttentionSource, sites: Sequence[Site]) -> contextlib.ExitStack:
-        """Hooks on the attention layers."""
         stack = contextlib.ExitStack()
         for site in sites:
 
@@ -462,7 +456,6 @@ class OwnRunnable(RunnableModel):
         return stack
 
     def attention_module(self, site: Site) -> nn.Module:
-        """The attention layer of a stack and a block."""
         layers = {(str(there.stack), there.block): there.layer for there in attention_sites(self.model)}
         stack = "cross" if site.kind == "cross" else "encoder" if site.stack == "encoder" else "decoder"
         return layers[stack, site.layer]

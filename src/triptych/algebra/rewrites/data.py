@@ -181,7 +181,6 @@ def _own(maps: Float[Tensor, "heads rows r"], groups: int) -> Float[Tensor, "gro
 
 
 def _centred(name: str, weights: AttentionWeights, form: Form, asked: bool | None) -> bool:
-    """Whether the mean is taken off."""
     if asked is False:
         return False
     reason = why_key_bias_counts(weights.semantics) if form == "qk" else ""

@@ -95,14 +95,11 @@ class _Plan(NamedTuple):
 
 
 class _Price(NamedTuple):
-    """What makes a writing cheap."""
-
     by: Measure
     tokens: int
     number_bytes: int
 
     def of(self, weights: AttentionWeights) -> int:
-        """The whole layer's figure."""
         cost = writing_cost(weights)
         match self.by:
             case "parameters":

@@ -72,7 +72,6 @@ class PruneHeads(LayerRewrite):
         return (*does, importance)
 
     def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
-        """All but those chosen."""
         form, bias, importance = seen
         gone = self._chosen(whole.num_heads, importance)
         bounded = self.heads is not None or self.number is not None
@@ -112,7 +111,6 @@ class SortHeads(LayerRewrite):
         return (layer.weights.ov.frobenius_norm(),)
 
     def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
-        """All of them, sorted."""
         groups = max(1, min(whole.num_key_heads, whole.num_value_heads))
         served = whole.num_heads // groups
         sizes = seen[0].view(groups, served)

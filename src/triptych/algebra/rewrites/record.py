@@ -13,7 +13,7 @@ from triptych.algebra.weights import AttentionWeights
 from triptych.errors import TriptychError
 
 Tier = Literal["bit-exact", "rounding-exact", "bounded"]
-_TIERS: tuple[Tier, ...] = ("bit-exact", "rounding-exact", "bounded")
+TIERS: tuple[Tier, ...] = ("bit-exact", "rounding-exact", "bounded")
 
 
 @final
@@ -121,7 +121,7 @@ def of_groups(
     choices = map(str, cuts) if cuts else dict.fromkeys(record.choice for record in records)
     return replace(
         records[0],
-        tier=max((record.tier for record in records), key=_TIERS.index),
+        tier=max((record.tier for record in records), key=TIERS.index),
         checked=tuple(dict.fromkeys(said for record in records for said in record.checked)),
         before=writing_cost(before),
         after=writing_cost(after),

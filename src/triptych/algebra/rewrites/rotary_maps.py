@@ -212,12 +212,10 @@ class _Scores:
 
     @property
     def width(self) -> int:
-        """Channels of a head."""
         return len(self.factor)
 
     @property
     def identity(self) -> _Maps:
-        """Both sides as they are."""
         eye = torch.eye(self.width + 1, self.width, dtype=self.q.dtype, device=self.q.device)
         return _Maps(*(eye.expand(*gram.shape[:2], -1, -1) for gram in (self.q, self.k)))
 
@@ -270,7 +268,6 @@ class _Scores:
         return (self.mean_square() - 2 * crossed + after).clamp(min=0.0)
 
     def mean_square(self) -> Float[Tensor, "groups members"]:
-        """Of the scores of every head."""
         return self._product(self.q[..., :-1, :-1], self.k[..., :-1, :-1])
 
     def seen(self, by: _Turned, gram: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:

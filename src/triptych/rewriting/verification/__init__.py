@@ -13,14 +13,14 @@ from triptych.rewriting.certificate import Certificate, Probes, read_certificate
 from triptych.rewriting.inputs import INPUTS, read_inputs
 from triptych.rewriting.measuring import PROBES
 from triptych.rewriting.running import read_whole_text
-from triptych.rewriting.verification.check import Check, listed, stated
+from triptych.rewriting.verification.check import Claim, listed, stated
 from triptych.rewriting.verification.files import files_as_written, hashes, nothing_else
 from triptych.rewriting.verification.layers import Pair, inputs_of_text, layers_again, layers_on_text
 from triptych.rewriting.verification.models import models_again, not_compared, on_random_tokens
 from triptych.rewriting.verification.recipe import recipe_again
 from triptych.storage.tensors import open_tensors, shown
 
-__all__ = ["Check", "verify"]
+__all__ = ["Claim", "verify"]
 
 
 def verify(
@@ -29,7 +29,7 @@ def verify(
     text: Path | None = None,
     family: Family | None = None,
     calibration: Path | None = None,
-) -> list[Check]:
+) -> list[Claim]:
     """Try the claims of the certificate in a folder again.
 
     Args:
@@ -63,7 +63,7 @@ def verify(
         raise DataError(
             f"{folder}: its probes are {certificate.probes}, and layers are tried on {PROBES} at least"
         )
-    checks = [Check("the certificate is as it was written", True, f"sha256 {certificate.sha256[:16]}…")]
+    checks = [Claim("the certificate is as it was written", True, f"sha256 {certificate.sha256[:16]}…")]
     checks.append(files_as_written(certificate, folder))
     checks.append(hashes(certificate, open_tensors(folder), "written", "tensors as written"))
     if original is None:
@@ -92,12 +92,12 @@ def _tool() -> str:
     return f"triptych {version('triptych')}"
 
 
-def _not_tried(certificate: Certificate, reason: str) -> Iterator[Check]:
+def _not_tried(certificate: Certificate, reason: str) -> Iterator[Claim]:
     yield stated("all that the original tells", reason)
     yield from not_compared(certificate, reason)
 
 
-def _only_stated(certificate: Certificate, words: bool) -> Iterator[Check]:
+def _only_stated(certificate: Certificate, words: bool) -> Iterator[Claim]:
     """What a certificate says that neither checkpoint tells."""
     yield stated("tool", shown(certificate.tool))
     yield stated("source, as it was named", shown(certificate.source))
@@ -111,8 +111,7 @@ def _only_stated(certificate: Certificate, words: bool) -> Iterator[Check]:
         yield stated("what ran whole models, and on what", f"{shown(found.by)}, {shown(found.text)}")
 
 
-def _origin(certificate: Certificate, source: AttentionSource) -> Check:
-    """Family and dtype."""
+def _origin(certificate: Certificate, source: AttentionSource) -> Claim:
     dtype = str(source.read(source.sites[0]).weights.dtype).removeprefix("torch.")
     wrong = [
         f"{name} is {shown(said)}, and the original's is {found}"

@@ -8,7 +8,7 @@ _MOST_NAMED = 3
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
-class Check(NamedTuple):
+class Claim(NamedTuple):
     """One claim: whether it held (None if it was not tried again), and what was found."""
 
     claim: str
@@ -16,15 +16,15 @@ class Check(NamedTuple):
     found: str
 
 
-def listed(claim: str, wrong: list[str], right: str) -> Check:
+def listed(claim: str, wrong: list[str], right: str) -> Claim:
     """A check that holds if nothing is wrong."""
     said = "; ".join(wrong[:_MOST_NAMED]) + (f"; {len(wrong)} in all" if len(wrong) > _MOST_NAMED else "")
-    return Check(claim, not wrong, said or right)
+    return Claim(claim, not wrong, said or right)
 
 
-def stated(claim: str, what: str) -> Check:
+def stated(claim: str, what: str) -> Claim:
     """What a certificate says and nothing here can tell."""
-    return Check(claim, None, f"stated, not checked: {what}")
+    return Claim(claim, None, f"stated, not checked: {what}")
 
 
 def near(one: float | None, other: float | None, relative: float, absolute: float = 0.0) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 from triptych.files import file_hash
 from triptych.rewriting.certificate import MODEL_CARD, Certificate, card
 from triptych.rewriting.formats import Format
-from triptych.rewriting.verification.check import Check, listed
+from triptych.rewriting.verification.check import Claim, listed
 from triptych.storage.copying import CERTIFICATE
 from triptych.storage.shards import tensor_hash
 from triptych.storage.tensors import (
@@ -20,7 +20,7 @@ from triptych.storage.tensors import (
 _NOTHING_ELSE = "nothing else is other than it was"
 
 
-def files_as_written(certificate: Certificate, folder: Path) -> Check:
+def files_as_written(certificate: Certificate, folder: Path) -> Claim:
     """Hashes of what lies beside the tensors, and the section of the model card."""
     wrong = []
     for name, wanted in certificate.files.items():
@@ -52,7 +52,7 @@ def _files_of_tensors(folder: Path) -> set[str]:
     return {str(name) for name in named.values()} if isinstance(named, dict) else set()
 
 
-def hashes(certificate: Certificate, tensors: Tensors, which: str, claim: str) -> Check:
+def hashes(certificate: Certificate, tensors: Tensors, which: str, claim: str) -> Claim:
     """Hashes of all tensors, as `read` or `written`."""
     wanted = {
         name: found
@@ -69,7 +69,7 @@ def hashes(certificate: Certificate, tensors: Tensors, which: str, claim: str) -
 
 def nothing_else(
     certificate: Certificate, original: Path, folder: Path, source: Format, written: Format
-) -> Check:
+) -> Claim:
     """Nothing but the layers that were measured, and the settings that are named, is other than it was."""
     named = [layer.module for layer in certificate.layers]
     sites = source.source.sites

@@ -24,7 +24,7 @@ from triptych.rewriting.measuring import (
 )
 from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER, coarsest_changed
 from triptych.rewriting.running import Seen, open_model
-from triptych.rewriting.verification.check import Check, listed, near
+from triptych.rewriting.verification.check import Claim, listed, near
 from triptych.storage.tensors import open_tensors
 
 # Measured again on another machine, float64 sums come out in another order, and products of the checkpoint's
@@ -56,7 +56,6 @@ class Pair:
         self._tensors = open_tensors(folder)
 
     def read(self, module: str) -> tuple[AttentionLayer, AttentionLayer]:
-        """A layer of both."""
         return self.original.read(self.before[module]), self.written.read(self.after[module])
 
     def stored(self, layer: LayerRecord) -> torch.dtype | None:
@@ -69,7 +68,7 @@ class Pair:
         return coarsest_changed(records, self._tensors)
 
 
-def layers_again(pair: Pair) -> Iterator[Check]:
+def layers_again(pair: Pair) -> Iterator[Claim]:
     """Errors on the probes, tiers and bounds."""
     certificate = pair.certificate
     off, outside = list[str](), list[str]()
@@ -110,7 +109,7 @@ def layers_again(pair: Pair) -> Iterator[Check]:
     yield listed("what was done is of its tier, and within its bounds", outside, f"{certificate.tier}")
 
 
-def layers_on_text(pair: Pair, inputs: Mapping[str, Seen]) -> Check:
+def layers_on_text(pair: Pair, inputs: Mapping[str, Seen]) -> Claim:
     """Layers on what the original was given for some positions of the text, with no model around them."""
     wrong, worst, counted = list[str](), 0.0, 0
     for layer in pair.certificate.layers:
@@ -180,14 +179,14 @@ def _beyond_bound(
         yield f"{layer.module}: a form moves by {moved:.4g}, bounded by {allowed:.4g}"
 
 
-def inputs_of_text(inputs: Mapping[str, Seen], original: Path, source: AttentionSource, text: Path) -> Check:
+def inputs_of_text(inputs: Mapping[str, Seen], original: Path, source: AttentionSource, text: Path) -> Claim:
     """What was kept is what the original is given for this text."""
     claim = "inputs kept of the text"
     try:
         model = open_model(original)
         found = gather_inputs(model, source, model.windows(text, MOST_TOKENS))
     except TriptychError as error:
-        return Check(claim, False, str(error))
+        return Claim(claim, False, str(error))
     wrong = [
         f"those of {name} are others"
         for name in inputs.keys() | found.keys()

@@ -10,7 +10,7 @@ from triptych.rewriting.certificate import RANDOM_TOKENS, Certificate, EndToEnd
 from triptych.rewriting.comparing import why_no_rounding
 from triptych.rewriting.rounding import coarsest_changed
 from triptych.rewriting.running import Compared, can_run, compared, first_line, open_model
-from triptych.rewriting.verification.check import Check, listed, near
+from triptych.rewriting.verification.check import Claim, listed, near
 from triptych.storage.tensors import open_tensors, shown
 
 # Whole models run in float32. A loss and a divergence are means over tokens, in which the rounding of another
@@ -28,15 +28,15 @@ def on_random_tokens(certified: EndToEnd) -> bool:
     return certified.text == RANDOM_TOKENS and certified.text_sha256 is None
 
 
-def not_compared(certificate: Certificate, reason: str) -> Iterator[Check]:
+def not_compared(certificate: Certificate, reason: str) -> Iterator[Claim]:
     """Says that whole models were not run again, if the certificate has something to say of them."""
     if certificate.end_to_end is not None:
-        yield Check(_WHOLE_MODELS, None, f"not tried again: {reason}")
+        yield Claim(_WHOLE_MODELS, None, f"not tried again: {reason}")
 
 
 def models_again(
     certificate: Certificate, original: Path, folder: Path, source: AttentionSource, text: Path | None
-) -> Iterator[Check]:
+) -> Iterator[Claim]:
     """Both models run again, on random tokens or on the text; or why not."""
     certified = certificate.end_to_end
     if certified is None:
@@ -61,7 +61,7 @@ def models_again(
         other = open_model(folder)
         found = compared(one, other, windows)
     except (TriptychError, RuntimeError, ValueError, LookupError, TypeError) as error:
-        yield Check(_WHOLE_MODELS, False, first_line(error))
+        yield Claim(_WHOLE_MODELS, False, first_line(error))
         return
     exact = certificate.tier != "bounded"
     wrong = list(_other_than(certified, found, exact=exact))

@@ -25,7 +25,7 @@ from triptych.rewriting.planning import (
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER
 from triptych.rewriting.running import first_line
-from triptych.rewriting.verification.check import Check, listed, near, same_words, stated
+from triptych.rewriting.verification.check import Claim, listed, near, same_words, stated
 from triptych.rewriting.verification.layers import Pair
 
 _CLAIM = "the recipe, done again"
@@ -33,7 +33,7 @@ _CLAIM = "the recipe, done again"
 _SAME, _SAME_ON_TEXT = 1e-6, 1e-2
 
 
-def recipe_again(pair: Pair, folder: Path, calibration: Path | None, *, words: bool) -> Iterator[Check]:
+def recipe_again(pair: Pair, folder: Path, calibration: Path | None, *, words: bool) -> Iterator[Claim]:
     """Steps, costs, settings and bounded layers as the recipe makes them of the original.
 
     Args:
@@ -49,7 +49,7 @@ def recipe_again(pair: Pair, folder: Path, calibration: Path | None, *, words: b
         needs_text = any(step.needs_text for step in steps)
         if needs_text != (certificate.calibration is not None):
             wanted = "a" if needs_text else "no"
-            yield Check(_CLAIM, False, f"its steps look at {wanted} text, and calibration says otherwise")
+            yield Claim(_CLAIM, False, f"its steps look at {wanted} text, and calibration says otherwise")
             return
         if needs_text and calibration is None:
             yield stated(_CLAIM, "its steps look at a text: give it with --calibrate")
@@ -57,10 +57,10 @@ def recipe_again(pair: Pair, folder: Path, calibration: Path | None, *, words: b
             return
         yield from _Again(pair, prepare(pair.original, folder, recipe), words, needs_text).checks()
     except (TriptychError, ValidationError, ValueError) as error:
-        yield Check(_CLAIM, False, first_line(error))
+        yield Claim(_CLAIM, False, first_line(error))
 
 
-def _without_text(pair: Pair) -> Check:
+def _without_text(pair: Pair) -> Claim:
     """What the original alone tells: which steps each layer has a record of, and what it cost before."""
     certificate, wrong, before = pair.certificate, list[str](), list[Cost]()
     for layer in certificate.layers:
@@ -92,8 +92,7 @@ class _Again:
         self._settings: dict[str, object] = {}
         self._folded = set[str]()
 
-    def checks(self) -> Iterator[Check]:
-        """Of all layers."""
+    def checks(self) -> Iterator[Claim]:
         pair, certificate = self._pair, self._pair.certificate
         stay = fixed_sizes(pair.form, self._prepared)
         for layer in certificate.layers:
