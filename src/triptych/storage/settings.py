@@ -19,7 +19,6 @@ from triptych.errors import DataError
 
 _MISSING = object()
 _LARGEST = 1e15
-_A_PATH = re.compile(r"[A-Za-z_][\w.]*(?:\[\])?")
 _CONDITION = re.compile(r"(.+?)\s*(==|!=|>=|<)\s*(.+)")
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from triptych.errors import DataError
-from triptych.storage.tensors import DTYPES, LocalBytes, Pickled, Safetensors
+from triptych.storage.tensors import DTYPES, LocalBytes, Pickled, Safetensors, TensorInfo
 
 Replacement = Callable[[str], Tensor | None]
 Progress = Callable[[int], None]
@@ -53,7 +53,7 @@ def tensor_hash(tensor: Tensor) -> str:
     It does not depend on the file that holds the tensor: dtypes are named as in safetensors, bytes are in
     rows, numbers with the lowest byte first.
     """
-    found = _begun(_LABELS[tensor.dtype], tuple(tensor.shape))
+    found = _begun(tensor.dtype, tuple(tensor.shape))
     for block in _blocks_of(tensor):
         found.update(block)
     return found.hexdigest()
@@ -64,15 +64,15 @@ class Shard(ABC):
 
     Attributes:
         path: of the file.
-        shapes: of its tensors, in the order in which they are written.
-        labels: of their dtypes.
-        sizes: in bytes.
+        infos: of its tensors, in the order in which they are written.
     """
 
     path: Path
-    shapes: dict[str, tuple[int, ...]]
-    labels: dict[str, str]
-    sizes: dict[str, int]
+    infos: dict[str, TensorInfo]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: info.shape for name, info in self.infos.items()}
 
     @abstractmethod
     def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
@@ -89,7 +89,7 @@ class Shard(ABC):
     def forget(self, name: str) -> None:
         """Have the system give back the memory in which it keeps the bytes of a tensor."""
         if (place := self.where(name)) is not None:
-            _forget(*place, self.sizes[name])
+            _forget(*place, self.infos[name].num_bytes)
 
     @abstractmethod
     def close(self) -> None:
@@ -109,22 +109,20 @@ class SafetensorsShard(Shard):
         self._file = Safetensors(LocalBytes(path))
         infos = self._file.infos
         ordered = sorted(infos, key=lambda name: (self._file.start(name), infos[name].num_bytes))
-        self.shapes = {name: infos[name].shape for name in ordered}
-        self.labels = {name: _LABELS[infos[name].dtype] for name in ordered}
-        self.sizes = {name: infos[name].num_bytes for name in ordered}
+        self.infos = {name: infos[name] for name in ordered}
         self._handle = os.open(path, os.O_RDONLY)
 
     def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-        end, sizes = self._file.data_start, list(self.sizes.values())
+        end, sizes = self._file.data_start, [info.num_bytes for info in self.infos.values()]
         expected = accumulate(sizes, initial=end)  # without holes between them
         adjoin = all(self._file.start(name) == at for name, at in zip(shapes, expected, strict=False))
         if adjoin and dict(shapes) == self.shapes:
             return os.pread(self._handle, end, 0)
-        return _header_of(shapes, self.labels, self._file.metadata)
+        return _header_of(shapes, self.infos, self._file.metadata)
 
     def blocks(self, name: str) -> Iterator[memoryview]:
-        buffer = memoryview(bytearray(min(_BLOCK, self.sizes[name])))
-        start, left = self._file.start(name), self.sizes[name]
+        start, left = self._file.start(name), self.infos[name].num_bytes
+        buffer = memoryview(bytearray(min(_BLOCK, left)))
         while left:
             count = os.preadv(self._handle, [buffer[: min(left, len(buffer))]], start)
             if not count:
@@ -158,12 +156,10 @@ class PickledShard(Shard):
             )
         # As safetensors' own writer has them: every tensor then begins at a multiple of its entries' size.
         ordered = sorted(infos, key=lambda name: (-infos[name].dtype.itemsize, name))
-        self.shapes = {name: infos[name].shape for name in ordered}
-        self.labels = {name: _LABELS[infos[name].dtype] for name in ordered}
-        self.sizes = {name: infos[name].num_bytes for name in ordered}
+        self.infos = {name: infos[name] for name in ordered}
 
     def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-        return _header_of(shapes, self.labels, {"format": "pt"})
+        return _header_of(shapes, self.infos, {"format": "pt"})
 
     def blocks(self, name: str) -> Iterator[memoryview]:
         return _blocks_of(self._file.read(name))
@@ -288,10 +284,12 @@ class ShardCopier:
             new = self._replacement(name)
             if new is None:
                 copy.waiting.add(self._pool.submit(self._copy, shard, name, handle, at))
-                at += shard.sizes[name]
+                at += shard.infos[name].num_bytes
                 continue
-            if _LABELS.get(new.dtype) != shard.labels[name]:
-                raise ValueError(f"{name} is {shard.labels[name]}, and what replaces it {new.dtype}")
+            if new.dtype != shard.infos[name].dtype:
+                raise ValueError(
+                    f"{name} is {_LABELS[shard.infos[name].dtype]}, and what replaces it {new.dtype}"
+                )
             copy.shapes[name] = tuple(new.shape)
             future = self._pool.submit(self._replace, shard, name, new, handle, at)
             copy.waiting.add(future)
@@ -309,7 +307,7 @@ class ShardCopier:
             wait(self._held, return_when=FIRST_COMPLETED)
 
     def _copy(self, shard: Shard, name: str, handle: int, at: int) -> None:
-        found, where, done = _begun(shard.labels[name], shard.shapes[name]), shard.where(name), 0
+        found, where, done = _begun(shard.infos[name].dtype, shard.infos[name].shape), shard.where(name), 0
         for block in self._going_on(shard.blocks(name)):
             found.update(block)
             if where is None or not _copy_range(where[0], where[1] + done, handle, at + done, len(block)):
@@ -322,10 +320,10 @@ class ShardCopier:
         self.hashes[name] = TensorHash(digits, digits)
 
     def _replace(self, shard: Shard, name: str, new: Tensor, handle: int, at: int) -> None:
-        read = _begun(shard.labels[name], shard.shapes[name])
+        read = _begun(shard.infos[name].dtype, shard.infos[name].shape)
         for block in self._going_on(shard.blocks(name)):
             read.update(block)
-        written = _begun(shard.labels[name], tuple(new.shape))
+        written = _begun(new.dtype, tuple(new.shape))
         for block in self._going_on(_blocks_of(new)):
             written.update(block)
             _write_at(handle, block, at)
@@ -372,8 +370,8 @@ def _forget(handle: int, start: int = 0, length: int = 0) -> None:
         os.posix_fadvise(handle, start, length, os.POSIX_FADV_DONTNEED)
 
 
-def _begun(label: str, shape: tuple[int, ...]) -> "hashlib._Hash":
-    return hashlib.sha256(f"{label} {list(shape)}\n".encode())
+def _begun(dtype: torch.dtype, shape: tuple[int, ...]) -> "hashlib._Hash":
+    return hashlib.sha256(f"{_LABELS[dtype]} {list(shape)}\n".encode())
 
 
 def _blocks_of(tensor: Tensor) -> Iterator[memoryview]:
@@ -418,13 +416,14 @@ def _copy_range(source: int, start: int, handle: int, at: int, length: int) -> b
 
 
 def _header_of(
-    shapes: Mapping[str, tuple[int, ...]], labels: Mapping[str, str], metadata: dict[str, str] | None
+    shapes: Mapping[str, tuple[int, ...]], infos: Mapping[str, TensorInfo], metadata: dict[str, str] | None
 ) -> bytes:
     record: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     at = 0
     for name, shape in shapes.items():
-        size = prod(shape) * DTYPES[labels[name]].itemsize
-        record[name] = {"dtype": labels[name], "shape": list(shape), "data_offsets": [at, at + size]}
+        dtype = infos[name].dtype
+        size = prod(shape) * dtype.itemsize
+        record[name] = {"dtype": _LABELS[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

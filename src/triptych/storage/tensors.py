@@ -70,6 +70,10 @@ class TensorInfo:
     num_bytes: int
 
 
+def _info(tensor: Tensor) -> TensorInfo:
+    return TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.nbytes)
+
+
 class Bytes(ABC):
     """A file of known size of which any part can be had.
 
@@ -236,10 +240,7 @@ class Pickled(TensorFile):
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._tensors = self._load(path)
-        self.infos = {
-            name: TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size())
-            for name, tensor in self._tensors.items()
-        }
+        self.infos = {name: _info(tensor) for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -268,7 +269,7 @@ class Pickled(TensorFile):
                 raise DataError(f"{path}: {shown(name)} is a {type(tensor).__name__} and no tensor")
             _require_plain(name, str(path))
             held = 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
-            if tensor.layout == torch.strided and tensor.numel() * tensor.element_size() > held:
+            if tensor.layout == torch.strided and tensor.nbytes > held:
                 raise DataError(f"{path}, tensor {name}: it claims more numbers than it holds")
             if tensor.layout != torch.strided or tensor.is_meta:
                 raise DataError(f"{path}, tensor {name}: its storage is not supported (sparse, or empty)")
@@ -286,10 +287,7 @@ class _Held(TensorFile):
         self._tensors: dict[str, Tensor] = {}
 
     def hold(self, name: str, tensor: Tensor) -> None:
-        self._tensors[name] = tensor
-        self.infos[name] = TensorInfo(
-            tensor.dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size()
-        )
+        self._tensors[name], self.infos[name] = tensor, _info(tensor)
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
