@@ -1,5 +1,6 @@
 """SentencePiece models, read by their own library, which the extra `sentencepiece` installs."""
 
+import re
 from typing import TYPE_CHECKING
 
 from triptych.errors import UsageError
@@ -24,7 +25,7 @@ def load_sentencepiece(model: bytes) -> "SentencePieceProcessor":
     require_extra("sentencepiece", "sentencepiece", what="a SentencePiece tokenizer")
     import sentencepiece
 
-    if tuple(int(part) for part in sentencepiece.__version__.split(".")[:3]) < _OLDEST:
+    if tuple(map(int, re.findall(r"\d+", sentencepiece.__version__)[:3])) < _OLDEST:
         raise UsageError(
             f"sentencepiece {sentencepiece.__version__} crashes on damaged files: "
             "pip install --upgrade 'triptych[sentencepiece]'"
