@@ -5,14 +5,11 @@ Each is a function (`fold`) and, with its options, a record (`Fold`) in the list
 
 from triptych.algebra.rewrites.biases import DropKeyBias, FoldValueBias, drop_key_bias, fold_value_bias
 from triptych.algebra.rewrites.channels import FORMS, Form
-from triptych.algebra.rewrites.data import measure_energies, truncate_on_data
+from triptych.algebra.rewrites.data import truncate_on_data
 from triptych.algebra.rewrites.folding import (
     Expand,
     Factor,
     Fold,
-    FoldedSide,
-    Keep,
-    Measure,
     expand,
     factor,
     fold,
@@ -25,12 +22,11 @@ from triptych.algebra.rewrites.heads import (
     SortHeads,
     leave_heads,
     measure_importance,
-    measure_pruning,
     permute_heads,
     prune_heads,
     repeat_kv_heads,
 )
-from triptych.algebra.rewrites.merging import MergeKVHeads, merge_kv_heads, merge_rotary_kv_heads
+from triptych.algebra.rewrites.merging import MergeKVHeads, merge_kv_heads
 from triptych.algebra.rewrites.norm_folding import (
     FoldNorm,
     FoldOtherNorms,
@@ -38,12 +34,11 @@ from triptych.algebra.rewrites.norm_folding import (
     fold_norm_into_map,
     require_readers_foldable,
 )
-from triptych.algebra.rewrites.planes import measure_plane_energies, plane_scores, truncate_planes
+from triptych.algebra.rewrites.planes import truncate_planes
 from triptych.algebra.rewrites.rank import ToLatent, to_latent, truncate
 from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten, of_groups
 from triptych.algebra.rewrites.registry import EXACT, REWRITES, read_rewrite, require_order
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, OtherReaders, Rewrite
-from triptych.algebra.rewrites.rotary_maps import measure_rotary_energies, truncate_rotary_maps
 from triptych.algebra.rewrites.truncation import Truncate
 
 __all__ = [
