@@ -199,7 +199,6 @@ class ALiBi(ScoreBias):
         return cls(torch.tensor(alibi_slopes(num_heads), dtype=torch.float64))
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """−slope · |i − j| of every head, query and key."""
         # Not in bfloat16, which cannot count past 256.
         precise = torch.float64 if q.dtype == torch.float64 else torch.float32
         distance = (query_positions[:, None] - key_positions).abs().to(precise)
@@ -239,7 +238,6 @@ class RelativePositionBias(ScoreBias):
     max_distance: int
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """The table's entry for each distance."""
         distance = key_positions - query_positions[:, None]
         return self.table.to(q.dtype)[self._buckets(distance)].permute(2, 0, 1)
 
@@ -280,7 +278,6 @@ class PatchPositionBias(ScoreBias):
     columns: int
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """The table's entry for each pair of positions."""
         for positions in (query_positions, key_positions):
             if len(positions):
                 _require_in_picture(int(positions.max()) + 1, 1 + self.rows * self.columns)
@@ -321,7 +318,6 @@ class DisentangledBias(ScoreBias):
     through_maps: bool = False
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Both parts."""
         distance = self._bucketed(query_positions[:, None] - key_positions)
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         total = torch.zeros(shape, dtype=q.dtype, device=q.device)

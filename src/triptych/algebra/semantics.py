@@ -48,7 +48,6 @@ class HeadNorm:
         )
 
     def __call__(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
-        """Normalise."""
         if self.channels is not None and self.channels < x.shape[-1]:
             first, rest = x[..., : self.channels], x[..., self.channels :]
             return torch.cat([self._normalised(first), rest], dim=-1)
@@ -98,7 +97,6 @@ class Temperature:
     def __call__(
         self, q: Float[Tensor, "batch heads length width"], positions: Int[Tensor, " length"]
     ) -> Tensor:
-        """Queries times their factors."""
         steps = ((positions.double() + self.first) / self.every).floor()
         return q * (1 + self.strength * steps.log1p()).to(q.dtype)[:, None]
 

@@ -48,17 +48,14 @@ class Link:
 
     @property
     def copies(self) -> int:
-        """How many different maps there are."""
         return self.weight.shape[0]
 
     @property
     def d_in(self) -> int:
-        """Width read."""
         return self.weight.shape[1]
 
     @property
     def d_out(self) -> int:
-        """Width written."""
         return self.weight.shape[-1]
 
     @property
@@ -189,11 +186,9 @@ class AttentionWeights:
             raise ValueError(f"the maps are {' and '.join(kinds)}: bring them to one dtype and device")
 
     def chain(self, side: Side) -> Chain:
-        """The chain of a side by name."""
         return {"q": self.q, "k": self.k, "v": self.v, "o": self.o}[side]
 
     def links(self) -> Iterator[Link]:
-        """Every distinct link, once."""
         seen: set[int] = set()
         for side in SIDES:
             for link in self.chain(side):
@@ -217,7 +212,6 @@ class AttentionWeights:
 
     @property
     def scale(self) -> float:
-        """What the scores are multiplied by."""
         return self.semantics.scale
 
     @property
@@ -267,12 +261,10 @@ class AttentionWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of every map."""
         return next(self.tensors()).dtype
 
     @property
     def device(self) -> torch.device:
-        """That of every map."""
         return next(self.tensors()).device
 
     def per_head(self, side: Side) -> Float[Tensor, "num_heads d_in d_out"]:
@@ -285,7 +277,6 @@ class AttentionWeights:
 
     @property
     def W_Q(self) -> Float[Tensor, "num_heads d_model d_k"]:
-        """Query maps, one a head."""
         return self.per_head("q")
 
     @property
@@ -300,7 +291,6 @@ class AttentionWeights:
 
     @property
     def W_O(self) -> Float[Tensor, "num_heads d_v d_out"]:
-        """Output maps, one a head."""
         return self.per_head("o")
 
     @property
@@ -315,7 +305,6 @@ class AttentionWeights:
 
     @property
     def heads(self) -> tuple["Head", ...]:
-        """The heads one by one."""
         qk, ov = self.qk, self.ov
         return tuple(
             Head(BilinearForm(qk.left[i], qk.right[i]), BilinearForm(ov.left[i], ov.right[i]))
@@ -412,7 +401,6 @@ class AttentionWeights:
         return replace(self, norm=None, memory_norm=None)
 
     def to(self, dtype: torch.dtype) -> "AttentionWeights":
-        """The same numbers in another dtype."""
         return self.mapped(lambda tensor: tensor.to(dtype))
 
 

@@ -155,7 +155,6 @@ class NoPositions(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length d_model"], start: int | PositionIds = 0
     ) -> Float[Tensor, "batch length d_model"]:
-        """The embeddings as they are."""
         return x
 
 
@@ -214,7 +213,6 @@ class RotaryPositions(AttentionPositions):
             raise ValueError(f"rotary_dim is {rotated}, but queries and keys are {width} wide: it must fit")
 
     def added_to(self, semantics: Semantics, width: int, num_heads: int) -> Semantics:
-        """With the embedding."""
         rotary = RotaryEmbedding.of_width(self.rotary_dim or width, self.base, self.pairing)
         return replace(semantics, rotary=rotary)
 
@@ -227,8 +225,7 @@ class AlibiPositions(AttentionPositions):
     scheme = "alibi"
 
     def check(self, width: int) -> None:
-        """Any width will do."""
+        pass
 
     def added_to(self, semantics: Semantics, width: int, num_heads: int) -> Semantics:
-        """With the bias."""
         return replace(semantics, bias=ALiBi.of_count(num_heads))
