@@ -507,6 +507,10 @@ def test_the_caller_says_where_queries_and_keys_come_from() -> None:
     ]
     assert layer.weights().semantics.dropout == 0.0
     assert layer.train().weights().semantics.dropout == 0.25
+    assert MultiHeadAttention.from_weights(layer.train().weights()).dropout == 0.25
+    cross = MultiHeadAttention.from_weights(layer.weights("cross"))
+    with pytest.raises(ValueError, match="the weights of a cross-attention: give it a memory"):
+        cross(torch.randn(1, 3, 24))
 
 
 # Decoding

@@ -88,7 +88,7 @@ def test_a_layer_made_of_what_was_read_is_the_models_own_or_refused(name: str, t
         x = in_batch(heard[site.module, "x"])
         x = x if len(x) == len(expected) else x.transpose(0, 1)
         with torch.no_grad():
-            found = ours(x.double(), memory=memory, causal=site.kind == "causal").output
+            found = ours(x.double(), memory=memory).output
         apart = float((found - expected).abs().max() / expected.abs().max())
         assert apart < TOLERANCE, f"{site.module}: {apart:.2e}"
     assert refused == {what for what, families in MISSING.items() if name in families}

@@ -81,14 +81,20 @@ class MultiHeadAttention(nn.Module):
             self.semantics = positions.added_to(self.semantics, self._key_width, num_heads)
 
     @classmethod
-    def from_weights(cls, weights: AttentionWeights, dropout: float = 0.0) -> "MultiHeadAttention":
+    def from_weights(cls, weights: AttentionWeights, dropout: float | None = None) -> "MultiHeadAttention":
         """A layer that holds these weights, in the parameterisation that their structure calls for.
+
+        Args:
+            weights: the maps, and what the layer does besides; scores may come to have another scale, which
+                the query map takes up.
+            dropout: while training; that of the weights if None.
 
         Raises:
             ValueError: no parameterisation has that structure, the positions do not go with it, or the
                 weights carry something that the layer has no place for, such as the norm before it.
         """
         _check_can_be_held(weights)
+        dropout = weights.semantics.dropout if dropout is None else dropout
         weights, parameterisation = parameterisation_of(weights)
         with torch.random.fork_rng(devices=[]):  # numbers are drawn only to be overwritten
             layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
@@ -142,7 +148,7 @@ class MultiHeadAttention(nn.Module):
         memory: Float[Tensor, "batch key_len d_model"] | None = None,
         value_memory: Float[Tensor, "batch key_len d_model"] | None = None,
         mask: Bool[Tensor, "..."] | None = None,
-        causal: bool = False,
+        causal: bool | None = None,
         cache: AttentionCache | None = None,
         need_weights: bool = False,
         positions: PositionIds | None = None,
@@ -155,7 +161,8 @@ class MultiHeadAttention(nn.Module):
             memory: where keys (and values) come from; `x` if None.
             value_memory: where values come from, if not where keys do.
             mask: boolean, True = may attend, broadcasts to `[batch, num_heads, query_len, key_len]`.
-            causal: a query sees only its own position and earlier ones.
+            causal: a query sees only its own position and earlier ones; if None, where the layer was made of
+                weights that say so.
             cache: in self-attention, the tokens before `x`: those of `x` are added to it, and the
                 queries see them all. With a `memory`, it is filled at the first call and read, in
                 place of the memory, from then on.
@@ -169,6 +176,7 @@ class MultiHeadAttention(nn.Module):
                 makes keys and values at once, or a memory for a layer that tells positions apart.
         """
         self._check_inputs(x, memory, value_memory)
+        causal = self.semantics.kind == "causal" if causal is None else causal
         dropout = self.dropout if self.training else 0.0
         q, start, remembered = self._remembered(x, memory, value_memory, cache)
         inputs = self._inputs(q, start, remembered, mask, causal, dropout, path)
@@ -193,7 +201,7 @@ class MultiHeadAttention(nn.Module):
         *,
         batch: int = 1,
         mask: Bool[Tensor, "..."] | None = None,
-        causal: bool = False,
+        causal: bool | None = None,
         need_weights: bool = False,
         path: Path = "auto",
     ) -> tuple[Route, Explanation]:
@@ -204,13 +212,14 @@ class MultiHeadAttention(nn.Module):
             key_len: number of keys, cached ones included.
             batch: number of sequences.
             mask: as in `forward`; likewise all others.
-            causal: a query sees only its own position and earlier ones.
+            causal: likewise.
             need_weights: whether the weights are wanted.
             path: "auto", "reference" or "fast".
 
         Returns:
             The parameterisation's route, and what the operation does.
         """
+        causal = self.semantics.kind == "causal" if causal is None else causal
         dropout = self.dropout if self.training else 0.0
         y = self._zeros(batch, key_len)
         q, remembered = (
@@ -244,6 +253,8 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(
                     f"an input is {given.shape[-1]} wide, and the layer's d_model {self.d_model}"
                 )
+        if memory is None and self.semantics.kind == "cross":
+            raise ValueError("the layer is made of the weights of a cross-attention: give it a memory")
         if value_memory is not None and self.projections.no_two_memories:
             raise ValueError(f"value_memory was given, but {self.projections.no_two_memories}: leave it out")
         if memory is not None and (self.semantics.positions != "none" or self.semantics.is_local):
