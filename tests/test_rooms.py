@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
     "runs": {"checkpoints", "decoding", "models", "storage", "text", "training"},
     "rewriting": {"algebra", "attention", "checkpoints", "models", "runs", "storage"},
-    "converting": {"algebra", "attention", "checkpoints", "models", "rewriting", "runs", "text"},
+    "converting": {"algebra", "attention", "checkpoints", "decoding", "models", "rewriting", "runs", "text"},
     "reports": set(),
     "inspection": {"algebra", "checkpoints", "reports"},
     "costing": {"algebra", "attention", "reports"},

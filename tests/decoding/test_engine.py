@@ -153,6 +153,8 @@ def test_int8_is_for_cpus() -> None:
     ("projections", "positions"),
     [
         *((name, positions) for name in sorted(PARAMETERISATIONS) for positions in ("sinusoidal", "learned")),
+        ("grouped", "rotary"),
+        ("grouped", "alibi"),
     ],
 )
 def test_fixed_steps_find_what_the_modules_find(projections: str, positions: str, beam_size: int) -> None:
@@ -190,14 +192,6 @@ def test_fixed_steps_stay_on_their_memory() -> None:
             each.reorder(parents)
         assert addresses() == first
         assert cache.length == changing.length == step + 2
-
-
-def test_steps_that_cannot_be_fixed_are_refused() -> None:
-    turning = Engine(make_model(positions="rotary"))
-    cache = turning.start(pad(SOURCES), 1, fixed=True)
-    assert isinstance(cache, FixedBeamCache)
-    with pytest.raises(ValueError, match="positions inside attention"):
-        FixedSteps(turning, cache)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

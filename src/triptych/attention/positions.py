@@ -33,22 +33,26 @@ class PositionIds(NamedTuple):
     end: int
     sharing: int = 1
 
-    def of_keys(self, key_len: int) -> Int[Tensor, " key_len"]:
+    def of_keys(self, keys: Float[Tensor, "*batch key_len width"]) -> Int[Tensor, " key_len"]:
         """The position of every key."""
-        keys = torch.arange(key_len, device=self.ids.device)
-        return keys if self.sharing == 1 else keys // self.sharing
+        slots = torch.arange(keys.shape[-2], device=self.ids.device)
+        return slots if self.sharing == 1 else slots // self.sharing
 
     @staticmethod
-    def rows(start: "int | PositionIds", table: Tensor, length: int) -> Tensor:
-        """The rows of a table at `length` positions from `start` on, or at the positions given."""
+    def rows(
+        start: "int | PositionIds",
+        table: Float[Tensor, "positions width"],
+        x: Float[Tensor, "*batch length d"],
+    ) -> Float[Tensor, "rows width"]:
+        """The rows of a table at the positions of `x`: those from `start` on, or those given."""
         if isinstance(start, PositionIds):
             return F.embedding(start.ids, table)
-        return table[start : start + length]
+        return table[start : start + x.shape[-2]]
 
     @staticmethod
-    def end_of(start: "int | PositionIds", length: int) -> int:
-        """A number above all these positions."""
-        return start.end if isinstance(start, PositionIds) else start + length
+    def end_of(start: "int | PositionIds", x: Float[Tensor, "*batch length d"]) -> int:
+        """A number above all positions of `x`."""
+        return start.end if isinstance(start, PositionIds) else start + x.shape[-2]
 
 
 def sinusoidal(length: int, d_model: int, layout: Layout = "interleaved") -> Float[Tensor, "length d_model"]:
@@ -99,11 +103,11 @@ class SinusoidalPositions(nn.Module):
         self, x: Float[Tensor, "batch length d_model"], start: int | PositionIds = 0
     ) -> Float[Tensor, "batch length d_model"]:
         """Add the encodings of the positions from `start` on."""
-        end = PositionIds.end_of(start, x.shape[1])
+        end = PositionIds.end_of(start, x)
         if self.table.shape[0] < end or self.table.dtype != x.dtype or self.table.device != x.device:
             rows = max(256, 1 << (end - 1).bit_length())
             self.table = sinusoidal(rows, self.d_model, self.layout).to(device=x.device, dtype=x.dtype)
-        return x + PositionIds.rows(start, self.table, x.shape[1])
+        return x + PositionIds.rows(start, self.table, x)
 
 
 @final
@@ -139,13 +143,13 @@ class LearnedPositions(nn.Module):
         Raises:
             ValueError: the text is longer than there are positions.
         """
-        end = PositionIds.end_of(start, x.shape[1])
+        end = PositionIds.end_of(start, x)
         if end > self.weight.shape[0]:
             raise ValueError(
                 f"the text needs {end} positions and {self.weight.shape[0]} were learned: "
                 "shorten it, or train with a larger max_tokens"
             )
-        return x + PositionIds.rows(start, self.weight, x.shape[1])
+        return x + PositionIds.rows(start, self.weight, x)
 
 
 @final

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from triptych.checkpoints.marian_tokenizers import TARGET_FOLDER, write_tokenizers
-from triptych.checkpoints.marian_writing import max_positions, position_table
+from triptych.checkpoints.marian_writing import max_positions
 from triptych.converting.checks import Check, Pairs, Written, compare_logits, logits_of, random_pairs
 from triptych.converting.onnx_graphs import DecoderGraph, EncoderGraph
+from triptych.decoding import Engine
 from triptych.errors import UsageError
 from triptych.runs import Run
 from triptych.text import SentencePieceTokenizer
@@ -40,9 +41,8 @@ def write_onnx(run: Run, folder: Path) -> Written:
     model = copy.deepcopy(run.model).cpu().float().eval()
     length = max_positions(model, run.decoding.max_extra_tokens)
     target = run.tokenizers.target
-    added = model.config.positions.scheme in ("sinusoidal", "learned")
-    places = [position_table(model, side, length) if added else None for side in ("src", "tgt")]
-    graphs = EncoderGraph(model, places[0], length), DecoderGraph(model, places[1], length)
+    engine = Engine(model, direct=False)
+    graphs = EncoderGraph(engine, length), DecoderGraph(engine, length)
     for graph in graphs:
         graph.eval().requires_grad_(False)
     pairs = random_pairs(model, target.bos_id, target.eos_id, src_len=7, tgt_len=5)

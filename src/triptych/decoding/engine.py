@@ -79,8 +79,6 @@ class Engine:
         self._memory_shapes = [(layer.groups, layer.width) for layer in cross]
         for layer in cross:
             del layer.memory_rows
-        own = [cast(FusedAttention, cast(DecoderBlock, block).self_attention) for block in self.model.decoder]
-        self.has_positions_within = any(layer.rotary is not None or layer.bias is not None for layer in own)
         if direct:
             call_directly(self.model)
 
@@ -92,7 +90,7 @@ class Engine:
             return nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
 
         missing = -model.tgt_vocab_size % GROUP
-        self.vocab = model.tgt_vocab_size + missing
+        self.vocab_size, self.vocab = model.tgt_vocab_size, model.tgt_vocab_size + missing
         own = self.model
         own.embedding_scale = 1.0
         own.tgt_embedding = scaled(model.tgt_embedding, missing)

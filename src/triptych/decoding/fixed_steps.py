@@ -24,14 +24,9 @@ class FixedSteps:
     Args:
         engine: of the model.
         cache: of the batch; only what is done here may make it longer, and its sentences must stay.
-
-    Raises:
-        ValueError: positions act inside the model's attention.
     """
 
     def __init__(self, engine: Engine, cache: FixedBeamCache) -> None:
-        if engine.has_positions_within:
-            raise ValueError("steps of a model with positions inside attention cannot be fixed")
         self.cache = cache
         self._engine = engine
         self._tokens: Tensor | None = None

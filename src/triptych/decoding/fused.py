@@ -11,6 +11,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, final
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych import thresholds
-from triptych.algebra.positions import RotaryEmbedding
+from triptych.algebra.positions import apply_rotary
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
     AttentionCache,
@@ -157,10 +158,14 @@ class FusedAttention(nn.Module):
         self.num_heads, self.is_cross = weights.num_heads, is_cross
         self.groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
         self.rotary, self.bias = layer.semantics.rotary, layer.semantics.bias
+        if self.bias is not None:  # a recorded step must not fetch it from another device
+            parts = {name: part.to(weights.device) for name, part in self.bias.tensors().items()}
+            self.bias = replace(self.bias, **parts)  # type: ignore[type-var]
         q, k, v = (weights.multiplied(side) for side in ("q", "k", "v"))
         self.width = max(q.d_out, v.d_out)
         self._parts = self.num_heads, self.groups, self.groups
-        scaled = Link(q.weight * weights.scale, None if q.bias is None else q.bias * weights.scale)
+        scale = weights.semantics.scale
+        scaled = Link(q.weight * scale, None if q.bias is None else q.bias * scale)
         queries = _stacked_rows(scaled.of_heads(self.num_heads), self.width)
         keys, values = (_stacked_rows(link.of_heads(self.groups), self.width) for link in (k, v))
         joined = [queries] if is_cross else [queries, keys, values]
@@ -188,13 +193,11 @@ class FusedAttention(nn.Module):
         else:
             heads, k, v = self._of_one_sequence(heads, cache, positions)
         if causal or self.bias is not None or (mask is not None and mask.dtype == torch.bool):
-            mask = self._added(mask, length, k, causal, positions)
+            mask = self._added(mask, x, k, causal, positions)
         # The query heads of a group lie below each other, as rows of one product.
         rows = heads.reshape(batch * self.groups, -1, self.width)
-        few = rows.shape[1] <= thresholds.FEW_QUERIES and rows.is_cpu
-        mixed = (
-            self._by_products(rows, k, v, mask, length) if few else self._by_kernel(rows, k, v, mask, length)
-        )
+        few = torch.compiler.is_compiling() or (rows.is_cpu and rows.shape[1] <= thresholds.FEW_QUERIES)
+        mixed = (self._by_products if few else self._by_kernel)(rows, k, v, mask)
         joined = mixed.view(batch, self.num_heads, length, self.width).transpose(1, 2)
         return LayerOutput(self.outward(joined.reshape(batch, length, -1)), None)
 
@@ -203,52 +206,51 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = torch.split_with_sizes(heads, self._parts, 1)
         if self.rotary is not None:
-            start = 0 if cache is None else cache.length
-            q, k = (self._rotated(self.rotary, part, start, positions) for part in (q, k))
+            start = positions or (0 if cache is None else cache.length)
+            q, k = self._rotated(q, start), self._rotated(k, start)
         if cache is not None:
             k, v = cache.append((k, v))
         return q, k, v
 
-    def _rotated(
-        self, rotary: RotaryEmbedding, heads: Tensor, start: int, positions: PositionIds | None
-    ) -> Tensor:
-        if positions is None:
-            return rotary(heads, start)
-        # All of a step stand at its one position.
-        return rotary(heads.flatten(1, 2)[:, :, None], positions.end - 1).view(heads.shape)
+    def _rotated(self, heads: Tensor, start: int | PositionIds) -> Tensor:
+        assert self.rotary is not None
+        tables = self.rotary.cos_sin(PositionIds.end_of(start, heads), heads.device, heads.dtype)
+        cos, sin = (PositionIds.rows(start, table, heads).expand(heads.shape[2], -1) for table in tables)
+        return apply_rotary(heads, cos, sin, self.rotary.pairing, self.rotary.start)
 
     def _added(
-        self, mask: Tensor | None, length: int, k: Tensor, causal: bool, positions: PositionIds | None
+        self, mask: Tensor | None, x: Tensor, k: Tensor, causal: bool, positions: PositionIds | None
     ) -> Tensor | None:
         """All that is added to the scores, broadcasting to `[batch, num_heads, query_len, key_len]`."""
+        length, key_len = x.shape[1], k.shape[2]
         if mask is not None and mask.dtype == torch.bool:
-            mask = _as_numbers(mask, k)
+            mask = numbers_of(mask, k)
         if causal and length > 1:
-            triangle = _as_numbers(causal_mask(length, k.shape[2], k.device), k)
+            triangle = numbers_of(causal_mask(length, key_len, k.device), k)
             mask = triangle if mask is None else mask + triangle
         if self.bias is None:
             return mask
-        places = torch.arange(k.shape[2] if positions is None else positions.end, device=k.device)
-        queries = places[-length:] if positions is None else places[-1:]
-        bias = self.bias(k, k, queries, places)
-        if positions is not None:
-            bias = bias.repeat_interleave(positions.sharing, dim=2)
+        keys = torch.arange(key_len, device=k.device) if positions is None else positions.of_keys(k)
+        queries = keys[key_len - length :] if positions is None else positions.ids
+        bias = self.bias(k, k, queries, keys)
         return bias if mask is None else mask + bias
 
-    def _by_products(self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, length: int) -> Tensor:
-        k, v = k.reshape(len(rows), -1, self.width), v.reshape(len(rows), -1, self.width)
+    def _by_products(self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        batch = k.shape[0]
+        k, v = k.reshape(rows.shape[0], -1, self.width), v.reshape(rows.shape[0], -1, self.width)
         if k.dtype == torch.bfloat16:
             k = k.contiguous()  # a product would copy a part of a cache itself, at a third of the speed
         scores = torch.bmm(rows, k.mT)
         if mask is not None:
-            scores.view(-1, self.num_heads, length, k.shape[1]).add_(mask)
+            scores.view(batch, self.num_heads, -1, k.shape[1]).add_(mask)
         return torch.bmm(scores.softmax(dim=-1), v)
 
-    def _by_kernel(self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, length: int) -> Tensor:
-        q = rows.view(len(k), self.groups, -1, self.width)
+    def _by_kernel(self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        q = rows.view(k.shape[0], self.groups, -1, self.width)
         if mask is not None and self.groups < self.num_heads and max(mask.shape[1], mask.shape[2]) > 1:
-            whole = mask.expand(len(mask), self.num_heads, length, k.shape[2])
-            mask = whole.reshape(len(mask), self.groups, -1, k.shape[2])
+            query_len = q.shape[2] * self.groups // self.num_heads
+            whole = mask.expand(mask.shape[0], self.num_heads, query_len, k.shape[2])
+            mask = whole.reshape(mask.shape[0], self.groups, -1, k.shape[2])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
 
 
@@ -295,7 +297,7 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _as_numbers(allowed: Tensor, like: Tensor) -> Tensor:
+def numbers_of(allowed: Tensor, like: Tensor) -> Tensor:
     """0 where a query may look and −inf where it may not."""
     return torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill_(~allowed, -math.inf)
 

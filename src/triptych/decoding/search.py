@@ -41,13 +41,13 @@ def search(
         bos_id: the token every output begins with.
         eos_id: the token that ends one.
         fixed: whether every step is the same work on the same memory (`FixedSteps`), recorded once and
-            replayed on a GPU; where it can be so on GPUs only, if None.
+            replayed on a GPU; on GPUs only, if None.
 
     Returns:
         num_best hypotheses for every sentence (fewer only where the search found fewer).
     """
     if fixed is None:
-        fixed = engine.device.type == "cuda" and not engine.has_positions_within
+        fixed = engine.device.type == "cuda"
     beams = _Beams(engine, src, options, bos_id, eos_id, fixed)
     while beams.sentences:
         beams.advance()
