@@ -1,0 +1,264 @@
+"""A rewritten layer brought to what its format can hold: one map a side, of sizes that the file may have."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.positions import DisentangledBias
+from triptych.algebra.rewrites.legality import require_nothing_between
+from triptych.algebra.rewrites.norm_folding import fold_norm
+from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.weights import SIDES, AttentionWeights, Link
+from triptych.checkpoints.checkpoint import Checkpoint
+from triptych.checkpoints.layer import AttentionLayer
+from triptych.checkpoints.place import Sizes
+from triptych.checkpoints.resizing import resizing, sizes_of
+
+_NAME = "write"
+_INPUTS: tuple[Literal["q", "k", "v"], ...] = ("q", "k", "v")
+# How far numbers that only took up a norm's gain may lie apart, relative to the largest.
+_ROUNDING = 1e-9
+
+
+@final
+class Fitting:
+    """Brings one layer to its format; arguments as those of `write_layer`.
+
+    Attributes:
+        kept: head i of the rewritten layer is head `kept[i]` of the one that was read.
+
+    Raises:
+        RewriteRefusedError: `kept` does not name its heads.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        before: AttentionLayer,
+        after: AttentionWeights,
+        kept: Sequence[int] | None,
+        same_sizes: bool,
+    ) -> None:
+        self.checkpoint, self.site, self.same_sizes = checkpoint, before.site, same_sizes
+        self.before, self.after = before.weights, after
+        self.semantics = before.weights.semantics
+        self.kept = list(range(after.num_heads)) if kept is None else list(kept)
+        self._require_kept(kept is not None)
+
+    def fitted(self) -> AttentionWeights:
+        """The rewritten layer with one map a side and the scale that the reader of the file will have.
+
+        Raises:
+            RewriteRefusedError: the format cannot hold it.
+        """
+        old = sizes_of(self.before)
+        whole = self._one_map_a_side()
+        self._require_channels_of_old(whole)
+        fitted = self._in_widths(self._in_groups(self._in_heads(whole, old), old), old)
+        scale = self._scale_of_format(old, sizes_of(fitted))
+        if math.isclose(scale, fitted.scale, rel_tol=1e-12):
+            return fitted
+        return fitted.to(torch.float64).with_scale(scale)
+
+    def _require_kept(self, given: bool) -> None:
+        heads, left = self.before.num_heads, self.after.num_heads
+        if left > heads:
+            refuse(f"there are {left} heads now, and the file has {heads}")
+        if left < heads and not given:
+            refuse(f"{left} of {heads} heads are left, and `kept` does not say which")
+        if len(self.kept) != left or len(set(self.kept)) != left or not set(self.kept) <= set(range(heads)):
+            refuse(f"kept is {self.kept}: it must name {left} different heads of 0 to {heads - 1}")
+
+    def _one_map_a_side(self) -> AttentionWeights:
+        for side in SIDES:
+            require_nothing_between(_NAME, side, self.after.chain(side)[:-1])
+        links = {}
+        for side in SIDES:
+            links[side] = replace(self.after.multiplied(side), learned=True, norm=None)
+        heads = self.after.num_heads
+        groups = math.lcm(links["k"].copies, links["v"].copies)
+        return replace(
+            self.after,
+            q=(links["q"].of_heads(heads),),
+            k=(links["k"].of_heads(groups),),
+            v=(links["v"].of_heads(groups),),
+            o=(links["o"].of_heads(heads),),
+            norm=None,
+            memory_norm=None,
+        )
+
+    def _can_be(self, sizes: Sizes) -> bool:
+        return not self.same_sizes and resizing(self.checkpoint, self.site, sizes) is not None
+
+    def _in_heads(self, whole: AttentionWeights, old: Sizes) -> AttentionWeights:
+        if whole.num_heads == old.heads:
+            if self.kept != list(range(old.heads)):
+                self._require_heads_without_numbers()
+            return whole
+        if self._can_be(old._replace(heads=whole.num_heads, groups=whole.k[0].copies)):
+            return whole
+        return self._in_old_places(whole, old)
+
+    def _in_old_places(self, whole: AttentionWeights, old: Sizes) -> AttentionWeights:
+        """Every head where it was, and zero maps for those that are gone."""
+        heads = torch.tensor(self.kept)
+        groups = heads // (old.heads // old.groups)
+        (q,), (k,), (v,), (o,) = (whole.chain(side) for side in SIDES)
+        filled = {"q": _spread(q, heads, old.heads), "o": _spread(o, heads, old.heads)}
+        for side, link in (("k", k), ("v", v)):
+            of_heads = link.of_heads(whole.num_heads)
+            filled[side] = _spread(of_heads, groups, old.groups)
+            if not torch.equal(filled[side].weight[groups], of_heads.weight):
+                refuse(
+                    f"{whole.num_heads} of {old.heads} heads are left, in their old places, and some of one "
+                    f"group read different key-value heads: the file has {old.groups}",
+                    "leave repeat_kv_heads out",
+                )
+        if any(
+            norm is not None and norm.over == "all heads"
+            for norm in (self.semantics.q_norm, self.semantics.k_norm)
+        ):
+            expected = self._expected()  # the norm over all heads reads those that are gone as well
+            gone = [head for head in range(old.heads) if head not in self.kept]
+            empty = sorted(set(range(old.groups)) - set(groups.tolist()))
+            filled["q"] = _taken_over(filled["q"], expected.q[0], gone)
+            filled["k"] = _taken_over(filled["k"], expected.k[0], empty)
+        chains = {side: (link,) for side, link in filled.items()}
+        return replace(whole, num_heads=old.heads, **chains)  # type: ignore[arg-type]
+
+    def _in_groups(self, whole: AttentionWeights, old: Sizes) -> AttentionWeights:
+        groups = whole.k[0].copies
+        if groups == old.groups or self._can_be(old._replace(heads=whole.num_heads, groups=groups)):
+            return whole
+        if old.groups % groups:
+            refuse(
+                f"there are {groups} key-value heads now, and the file has {old.groups}, which its "
+                "configuration "
+                + ("is to keep" if self.same_sizes else "has no field to change, or cannot for one layer"),
+                f"merge_kv_heads to {old.groups} or fewer",
+            )
+        return whole.evened(old.groups)
+
+    def _in_widths(self, whole: AttentionWeights, old: Sizes) -> AttentionWeights:
+        sizes = sizes_of(whole)
+        for what, now, there in (
+            ("queries and keys", sizes.width, old.width),
+            ("values", sizes.value_width, old.value_width),
+        ):
+            if now > there:
+                refuse(
+                    f"{what} have {now} channels a head now, and the file has {there}",
+                    f"truncate to {there} or fewer",
+                )
+        if sizes != old and sizes.width == sizes.value_width and self._can_be(sizes):
+            return whole
+        more_qk, more_ov = old.width - sizes.width, old.value_width - sizes.value_width
+        pad = torch.nn.functional.pad
+        return replace(
+            whole,
+            q=(_widened(whole.q[0], more_qk),),
+            k=(_widened(whole.k[0], more_qk),),
+            v=(_widened(whole.v[0], more_ov),),
+            o=(Link(pad(whole.o[0].weight, (0, 0, 0, more_ov))),),
+        )
+
+    def _scale_of_format(self, old: Sizes, new: Sizes) -> float:
+        """What the reader of the file will multiply scores by."""
+        return self.before.scale * (
+            1.0 if self.checkpoint.place(self.site).spec.scale else math.sqrt(old.width / new.width)
+        )
+
+    def _require_heads_without_numbers(self) -> None:
+        """Heads may be put in another order only if nothing that stays behind is one head's own.
+
+        Raises:
+            RewriteRefusedError: something is.
+        """
+        positions = self.semantics.positions
+        if positions in ("alibi", "relative") or self._distances_have_maps():
+            refuse(
+                f"the heads are in another order, and {positions} positions, which are each head's own, stay "
+                "in theirs",
+                "leave permute_heads out",
+            )
+
+    def _distances_have_maps(self) -> bool:
+        return isinstance(self.semantics.bias, DisentangledBias) and not self.semantics.bias.through_maps
+
+    def _require_channels_of_old(self, whole: AttentionWeights) -> None:
+        """Where the format reads channels one by one, they must be what they were.
+
+        Raises:
+            RewriteRefusedError: they are not.
+        """
+        if self.semantics.clip is not None:
+            sides, why = _INPUTS, f"queries, keys and values are clipped at ±{self.semantics.clip:g}"
+        elif isinstance(self.semantics.bias, DisentangledBias):
+            sides, why = _INPUTS[:2], "distances meet queries and keys in their channels"
+        else:
+            return
+        expected, heads = self._expected(), self.kept
+        for side in sides:
+            wanted, found = expected.per_head(side)[heads], whole.per_head(side)
+            if not _is_near(found, wanted) or not _is_near(
+                _or_zeros(whole.head_bias(side), found),
+                _or_zeros(expected.head_bias(side), expected.per_head(side))[heads],
+            ):
+                refuse(
+                    f"the map of {side} has other channels now, and {why}", "leave the channels as they are"
+                )
+
+    def _expected(self) -> AttentionWeights:
+        """What was read, in float64, with its norm folded if the rewritten weights have it so."""
+        exact = self.before.to(torch.float64)
+        folded = self.before.norm is not None and self.after.norm is None
+        return fold_norm(exact).weights if folded else exact
+
+
+def refuse(reason: str, advice: str = "") -> NoReturn:
+    raise RewriteRefusedError(_NAME, reason, advice)
+
+
+def _spread(link: Link, places: Tensor, copies: int) -> Link:
+    """A link's copies at some places of more, and zeros at the others."""
+
+    def spread(part: Tensor) -> Tensor:
+        whole = part.new_zeros(copies, *part.shape[1:])
+        whole[places] = part
+        return whole
+
+    return Link(spread(link.weight), None if link.bias is None else spread(link.bias))
+
+
+def _taken_over(link: Link, other: Link, copies: list[int]) -> Link:
+    """A link with some copies those of another."""
+    weight = link.weight.clone()
+    weight[copies] = other.weight[copies]
+    if other.bias is None:
+        return replace(link, weight=weight)
+    bias = torch.zeros_like(other.bias) if link.bias is None else link.bias.clone()
+    bias[copies] = other.bias[copies]
+    return replace(link, weight=weight, bias=bias)
+
+
+def _widened(link: Link, more: int) -> Link:
+    if not more:
+        return link
+    pad = torch.nn.functional.pad
+    rows = pad(link.weight.mT, (0, 0, 0, more))  # in memory as most formats have them
+    return Link(rows.mT, None if link.bias is None else pad(link.bias, (0, more)))
+
+
+def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
+    """The bias of a link, or the zeros that its absence stands for."""
+    return torch.zeros_like(weight[:, 0, :]) if bias is None else bias
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return float((one - other).abs().max()) <= _ROUNDING * float(other.abs().max())
