@@ -167,7 +167,8 @@ class MultiHeadAttention(nn.Module):
                 queries see them all. With a `memory`, it is filled at the first call and read, in
                 place of the memory, from then on.
             need_weights: also return the weights. Changes nothing else but the speed.
-            positions: of the tokens of `x`; after those of the cache if None.
+            positions: of the tokens of `x`; after those of the cache if None. Only for layers that have no
+                positions of their own, and no use for these.
             path: see `attention`; "reference" also takes the expanded route of a parameterisation
                 that has another.
 
@@ -176,6 +177,10 @@ class MultiHeadAttention(nn.Module):
                 makes keys and values at once, or a memory for a layer that tells positions apart.
         """
         self._check_inputs(x, memory, value_memory)
+        if positions is not None and (self.semantics.positions != "none" or self.semantics.is_local):
+            raise ValueError(
+                "given positions are for a model made ready for decoding (triptych.decoding.fused)"
+            )
         causal = self.semantics.kind == "causal" if causal is None else causal
         dropout = self.dropout if self.training else 0.0
         q, start, remembered = self._remembered(x, memory, value_memory, cache)
