@@ -343,7 +343,7 @@ def test_a_full_disk_leaves_the_state_before_it_whole(tmp_path: Path) -> None:
 
 def test_early_stopping_ends_a_run_that_no_longer_improves(tmp_path: Path) -> None:
     # A rate this small changes nothing that shows in the loss, and a huge one makes it worse.
-    recipe = small_recipe(max_steps=400, learning_rate=0.5, warmup_steps=1, patience=2, clip_norm=0.0)
+    recipe = small_recipe(max_steps=400, learning_rate=0.5, warmup_steps=1, early_stopping=2, clip_norm=0.0)
     outcome = runs.train(recipe, tmp_path / "run", LineDisplay()).outcome
     assert outcome.counters.step < 400
     assert outcome.counters.validations_since_best == 2

@@ -122,7 +122,7 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
     Args:
         folder: the run folder.
         overrides: only where training ends may change: `training.max_steps`, `training.max_epochs`,
-            `training.patience`.
+            `training.early_stopping`.
         display: shows how it goes; lines on standard error if None.
 
     Raises:
@@ -132,7 +132,7 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
         raise UsageError(f"{folder} has no run to resume: there is no {RECIPE}")
     if (folder / CERTIFICATE).exists():
         raise UsageError(f"{folder} was rewritten: resume the original run instead")
-    allowed = {"training.max_steps", "training.max_epochs", "training.patience"}
+    allowed = {"training.max_steps", "training.max_epochs", "training.early_stopping"}
     for override in overrides:
         if override.partition("=")[0].strip() not in allowed:
             raise UsageError(

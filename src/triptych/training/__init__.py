@@ -1,8 +1,8 @@
 """Recipe, objective, schedule, the loop, and the state it resumes from."""
 
-from triptych.training.consistency import consistent_loss, reference_consistent_loss
 from triptych.training.loop import Outcome, Trainer
 from triptych.training.objective import Loss, output_loss, reference_loss
+from triptych.training.rdrop import rdrop_loss, reference_rdrop_loss
 from triptych.training.recipe import (
     DataConfig,
     DecodingConfig,
@@ -23,11 +23,11 @@ __all__ = [
     "Trainer",
     "TrainingConfig",
     "ValidationConfig",
-    "consistent_loss",
     "learning_rate",
     "output_loss",
+    "rdrop_loss",
     "read_recipe",
-    "reference_consistent_loss",
     "reference_loss",
+    "reference_rdrop_loss",
     "resolve",
 ]

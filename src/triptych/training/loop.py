@@ -19,13 +19,13 @@ from triptych.models.storage import load_tensors, model_tensors, read_weights
 from triptych.text import Batch, TokenBatches
 from triptych.training.ahead import ahead
 from triptych.training.compiling import compile_blocks
-from triptych.training.consistency import consistent_loss
 from triptych.training.interruption import StopRequest
 from triptych.training.judging import Bleu, Judgement, judge
 from triptych.training.metrics import MetricsLog
 from triptych.training.objective import Loss, output_loss
 from triptych.training.precision import NarrowTwin
 from triptych.training.progress import Display, Moment
+from triptych.training.rdrop import rdrop_loss
 from triptych.training.recipe import TrainingConfig, ValidationConfig
 from triptych.training.schedule import learning_rate
 from triptych.training.state import (
@@ -135,7 +135,7 @@ class Trainer:
 
     @property
     def steps_left(self) -> int:
-        """Updates to the end of the recipe; patience may end it before."""
+        """Updates to the end of the recipe; early stopping may end it before."""
         return max(self._last_step() - self.counters.step, 0)
 
     def measure_seconds(self, batch: Batch) -> float:
@@ -148,7 +148,7 @@ class Trainer:
         self._set_mode(training=True)
         for _ in range(2):
             started = time.monotonic()
-            loss = self._training_loss(batch, self.config.consistency).smoothed
+            loss = self._training_loss(batch, self.config.rdrop).smoothed
             loss.backward()  # type: ignore[no-untyped-call]
             if self._twin is not None:
                 self._twin.hand_over_gradients()
@@ -202,7 +202,7 @@ class Trainer:
         counters, config = self.counters, self.config
         with closing(ahead(self._batches_from(counters.epoch, counters.batch))) as made:
             for epoch, used, batches in made:
-                if counters.step >= config.max_steps or self._patience_is_over():
+                if counters.step >= config.max_steps or self._stops_early():
                     return
                 # Of what is used, not of what is made: a resumed run goes on from here.
                 counters.epoch, counters.batch = epoch, used
@@ -242,9 +242,9 @@ class Trainer:
         tokens = sum(batch.num_target_tokens for batch in batches)
         self.optimizer.zero_grad()
         total = 0.0
-        consistency = self.config.consistency if step > self.config.consistency_after else 0.0
+        rdrop = self.config.rdrop if step > self.config.rdrop_after else 0.0
         for batch in batches:
-            loss = self._training_loss(batch, consistency).smoothed
+            loss = self._training_loss(batch, rdrop).smoothed
             (loss / tokens).backward()  # type: ignore[no-untyped-call]
             if self._twin is not None:
                 self._twin.hand_over_gradients()
@@ -260,16 +260,16 @@ class Trainer:
         self.counters.tokens += tokens
         return total, tokens
 
-    def _training_loss(self, batch: Batch, consistency: float) -> Loss:
+    def _training_loss(self, batch: Batch, rdrop: float) -> Loss:
         label_smoothing = self.config.label_smoothing
-        if not consistency:
+        if not rdrop:
             return self._loss(batch, label_smoothing)
         src, tgt_in, tgt_out = self._sides(batch)
         real = tgt_out != self.model.pad_id
         # Both passes as one batch: dropout draws for every row.
         first, second = self._decode(src.repeat(2, 1), tgt_in.repeat(2, 1)).chunk(2)
         weight = self._computing.output.weight
-        return consistent_loss(first[real], second[real], weight, tgt_out[real], label_smoothing, consistency)
+        return rdrop_loss(first[real], second[real], weight, tgt_out[real], label_smoothing, rdrop)
 
     def _loss(self, batch: Batch, label_smoothing: float) -> Loss:
         src, tgt_in, tgt_out = self._sides(batch)
@@ -314,8 +314,8 @@ class Trainer:
             return self.config.max_steps
         return min(self.config.max_steps, self.config.max_epochs * self.steps_per_epoch)
 
-    def _patience_is_over(self) -> bool:
-        return 0 < self.config.patience <= self.counters.validations_since_best
+    def _stops_early(self) -> bool:
+        return 0 < self.config.early_stopping <= self.counters.validations_since_best
 
     def _validate(self, display: Display) -> None:
         counters = self.counters

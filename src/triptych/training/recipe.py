@@ -59,19 +59,19 @@ class TrainingConfig(_Section):
         adam_beta1: decay of Adam's mean of the gradients.
         adam_beta2: decay of Adam's mean of their squares.
         adam_epsilon: added to Adam's denominator.
-        label_smoothing: share of the probability that is spread over all tokens.
-        consistency: above 0 every batch goes through the model twice, with dropout drawn anew, and a nat
-            of divergence between the two costs this much (R-Drop); for little text, at twice the time.
-        consistency_after: the updates before that, which go through the model once.
-        clip_norm: gradients are scaled down to this norm; 0 leaves them alone.
-        precision: "bf16" computes in bfloat16; the weights that are learned stay float32.
-        compile: generate kernels for the blocks first (`torch.compile`); about a minute, for GPUs.
-        average_last: how many of the last checkpoints (one per validation) are averaged at the end.
-        patience: validations without improvement after which the run stops; 0 never stops early.
-        save_every_steps: how often the state to resume from is saved, besides every validation.
-        log_every_steps: how often a line goes into `metrics.jsonl`.
-        threads: CPU threads; torch's own choice if None.
-        device: "auto" takes a GPU if there is one.
+        label_smoothing: probability that is spread evenly over all tokens.
+        rdrop: weight of R-Drop; 0 is off. Every batch goes through the model twice with different dropout,
+            and the divergence of the two outputs is penalised. For little text; takes twice the time.
+        rdrop_after: the update after which R-Drop starts.
+        clip_norm: gradients are clipped to this norm; 0 is off.
+        precision: "bf16" computes in bfloat16; the trained weights stay float32.
+        compile: compile the blocks with `torch.compile`, about a minute; for GPUs.
+        average_last: number of last checkpoints (one per validation) to average at the end.
+        early_stopping: number of validations without improvement after which training stops; 0 is off.
+        save_every_steps: number of updates between saves of the state; every validation saves it, too.
+        log_every_steps: number of updates between lines of `metrics.jsonl`.
+        threads: number of CPU threads; torch's default if None.
+        device: "auto" uses a GPU if there is one.
     """
 
     max_steps: int = Field(100_000, ge=1)
@@ -85,13 +85,13 @@ class TrainingConfig(_Section):
     adam_beta2: float = Field(0.98, ge=0, lt=1)
     adam_epsilon: float = Field(1e-9, gt=0)
     label_smoothing: float = Field(0.1, ge=0, lt=1)
-    consistency: float = Field(0.0, ge=0)
-    consistency_after: int = Field(0, ge=0)
+    rdrop: float = Field(0.0, ge=0)
+    rdrop_after: int = Field(0, ge=0)
     clip_norm: float = Field(0.0, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
     average_last: int = Field(5, ge=1)
-    patience: int = Field(0, ge=0)
+    early_stopping: int = Field(0, ge=0)
     save_every_steps: int = Field(1000, ge=1)
     log_every_steps: int = Field(50, ge=1)
     threads: int | None = Field(None, ge=1)
@@ -178,18 +178,16 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _passes_differ(self) -> "Recipe":
-        model, consistency = self.model, self.training.consistency
+        model, rdrop = self.model, self.training.rdrop
         attentions = (model.encoder.attention, model.decoder.attention, model.decoder.cross_attention)
-        if self.training.consistency_after and not consistency:
-            raise ValueError(
-                "training.consistency_after says when consistency begins, but training.consistency is 0"
-            )
-        if consistency and not any(
+        if self.training.rdrop_after and not rdrop:
+            raise ValueError("training.rdrop_after says when R-Drop begins, but training.rdrop is 0")
+        if rdrop and not any(
             (model.dropout, model.activation_dropout, *(attention.dropout for attention in attentions))
         ):
             raise ValueError(
-                f"training.consistency is {consistency} but the model has no dropout, so that both passes "
-                "say the same: set model.dropout or leave consistency out"
+                f"training.rdrop is {rdrop} but the model has no dropout, so that both passes "
+                "are equal: set model.dropout or leave out rdrop"
             )
         return self
 

@@ -18,29 +18,29 @@ from torch import Tensor
 from triptych.training.objective import Loss, chunks, computing_dtype, reference_loss
 
 
-def reference_consistent_loss(
+def reference_rdrop_loss(
     first: Float[Tensor, "tokens d_model"],
     second: Float[Tensor, "tokens d_model"],
     weight: Float[Tensor, "vocab d_model"],
     targets: Int[Tensor, " tokens"],
     label_smoothing: float,
-    consistency: float,
+    rdrop: float,
 ) -> Loss:
     """The loss as the formula has it, through whole arrays of logits: the slow reference."""
     log_p, log_q = ((x @ weight.T).log_softmax(dim=-1) for x in (first, second))
     apart = (log_p.exp() * (log_p - log_q)).sum() + (log_q.exp() * (log_q - log_p)).sum()
     one, other = (reference_loss(x, weight, targets, label_smoothing) for x in (first, second))
-    smoothed = (one.smoothed + other.smoothed) / 2 + consistency / 4 * apart
+    smoothed = (one.smoothed + other.smoothed) / 2 + rdrop / 4 * apart
     return Loss(smoothed, (one.likelihood + other.likelihood) / 2)
 
 
-def consistent_loss(
+def rdrop_loss(
     first: Float[Tensor, "tokens d_model"],
     second: Float[Tensor, "tokens d_model"],
     weight: Float[Tensor, "vocab d_model"],
     targets: Int[Tensor, " tokens"],
     label_smoothing: float,
-    consistency: float,
+    rdrop: float,
 ) -> Loss:
     """The same without the whole array of logits: loss and gradient in one pass, a chunk of tokens at a time.
 
@@ -53,16 +53,16 @@ def consistent_loss(
         weight: of the output layer; may be wider than `first`, and its gradient is as wide as it is.
         targets: token ids, none of them padding.
         label_smoothing: ε, at least 0 and below 1.
-        consistency: α, what a nat of the two divergences' mean costs.
+        rdrop: α, what a nat of the two divergences' mean costs.
     """
     dtype = computing_dtype(first)
     with torch.autocast(first.device.type, enabled=False):
         return Loss(
-            *_ConsistentLoss.apply(first, second, weight, targets, label_smoothing, consistency, dtype)  # type: ignore[no-untyped-call]
+            *_RDropLoss.apply(first, second, weight, targets, label_smoothing, rdrop, dtype)  # type: ignore[no-untyped-call]
         )
 
 
-class _ConsistentLoss(torch.autograd.Function):
+class _RDropLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -71,11 +71,11 @@ class _ConsistentLoss(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         epsilon: float,
-        consistency: float,
+        rdrop: float,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         smoothed, likelihood, of_passes, of_weight = _loss_and_gradients(
-            (first.to(dtype), second.to(dtype)), weight.to(dtype), targets, epsilon, consistency
+            (first.to(dtype), second.to(dtype)), weight.to(dtype), targets, epsilon, rdrop
         )
         ctx.save_for_backward(*(of_x.to(first.dtype) for of_x in of_passes), of_weight.to(weight.dtype))
         ctx.mark_non_differentiable(likelihood)
@@ -87,14 +87,14 @@ class _ConsistentLoss(torch.autograd.Function):
 
 
 def _loss_and_gradients(
-    passes: tuple[Tensor, Tensor], weight: Tensor, targets: Tensor, epsilon: float, consistency: float
+    passes: tuple[Tensor, Tensor], weight: Tensor, targets: Tensor, epsilon: float, rdrop: float
 ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     """Both sums, and the gradients of the smoothed one.
 
     With a = log p − log q, the sum of the divergences is Σ (p − q) a, and its gradient with respect to
     the logits of p is p (a − Σ p a) + p − q; for q likewise, with −a.
     """
-    share = consistency / 4
+    share = rdrop / 4
     wide = torch.promote_types(weight.dtype, torch.float32)
     smoothed = torch.zeros((), dtype=wide, device=weight.device)
     likelihood = torch.zeros_like(smoothed)

@@ -11,7 +11,7 @@ from tolerances import assert_same
 from triptych import runs
 from triptych.errors import UsageError
 from triptych.thresholds import MAX_CHUNK_TOKENS
-from triptych.training import Loss, Recipe, consistent_loss, output_loss, reference_consistent_loss, resolve
+from triptych.training import Loss, Recipe, output_loss, rdrop_loss, reference_rdrop_loss, resolve
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import LineDisplay
 
@@ -40,14 +40,12 @@ def gradients(loss: Loss, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1])
-@pytest.mark.parametrize("consistency", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize("rdrop", [0.0, 1.0, 5.0])
 @pytest.mark.parametrize("num_tokens", [1, 7, MAX_CHUNK_TOKENS + 1])
-def test_the_loss_and_its_gradients_are_the_formulas(
-    num_tokens: int, consistency: float, epsilon: float
-) -> None:
+def test_the_loss_and_its_gradients_are_the_formulas(num_tokens: int, rdrop: float, epsilon: float) -> None:
     inputs = make_inputs(num_tokens)
-    ours = consistent_loss(*inputs, epsilon, consistency)
-    reference = reference_consistent_loss(*inputs, epsilon, consistency)
+    ours = rdrop_loss(*inputs, epsilon, rdrop)
+    reference = reference_rdrop_loss(*inputs, epsilon, rdrop)
     assert_same(ours.smoothed, reference.smoothed, kind="output")
     assert_same(ours.likelihood, reference.likelihood, kind="output")
     assert not ours.likelihood.requires_grad
@@ -62,13 +60,13 @@ def test_the_divergence_is_torchs() -> None:
         torch.nn.functional.kl_div(one, other, log_target=True, reduction="sum")
         for one, other in ((log_p, log_q), (log_q, log_p))
     )
-    with_it, without = (consistent_loss(*inputs, 0.1, alpha).smoothed for alpha in (4.0, 0.0))
+    with_it, without = (rdrop_loss(*inputs, 0.1, alpha).smoothed for alpha in (4.0, 0.0))
     assert_same(with_it - without, torch.as_tensor(torchs), kind="output")
 
 
 def test_passes_that_agree_cost_what_one_costs() -> None:
     first, _, weight, targets = make_inputs(600)
-    ours = consistent_loss(first, first.detach(), weight, targets, 0.1, 5.0)
+    ours = rdrop_loss(first, first.detach(), weight, targets, 0.1, 5.0)
     alone = output_loss(first, weight, targets, 0.1)
     assert_same(ours.smoothed, alone.smoothed, kind="output")
     assert_same(ours.likelihood, alone.likelihood, kind="output")
@@ -81,7 +79,7 @@ def test_passes_that_agree_cost_what_one_costs() -> None:
 
 def test_passes_far_apart_do_not_overflow() -> None:
     inputs = make_inputs(5, torch.float32, scale=100.0)
-    ours, reference = consistent_loss(*inputs, 0.1, 5.0), reference_consistent_loss(*inputs, 0.1, 5.0)
+    ours, reference = rdrop_loss(*inputs, 0.1, 5.0), reference_rdrop_loss(*inputs, 0.1, 5.0)
     assert_same(ours.smoothed, reference.smoothed, kind="output")
     for one, other in zip(gradients(ours, inputs), gradients(reference, inputs), strict=True):
         assert_same(one, other, kind="gradient")
@@ -89,9 +87,9 @@ def test_passes_far_apart_do_not_overflow() -> None:
 
 def test_under_autocast_it_agrees_within_bfloat16_and_gradients_stay_float32() -> None:
     inputs = make_inputs(600, torch.float32)
-    reference = reference_consistent_loss(*inputs, 0.1, 5.0)
+    reference = reference_rdrop_loss(*inputs, 0.1, 5.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = consistent_loss(*inputs, 0.1, 5.0)
+        ours = rdrop_loss(*inputs, 0.1, 5.0)
     assert ours.smoothed.dtype == torch.float32
     assert not torch.equal(ours.smoothed, reference.smoothed)  # the products were bfloat16's
     assert_same(ours.smoothed.bfloat16(), reference.smoothed.bfloat16(), kind="output")
@@ -100,7 +98,7 @@ def test_under_autocast_it_agrees_within_bfloat16_and_gradients_stay_float32() -
         assert_same(one.bfloat16(), other.bfloat16(), kind="gradient")
 
 
-def recipe(consistency: float, dropout: float, after: int = 0) -> Recipe:
+def recipe(rdrop: float, dropout: float, after: int = 0) -> Recipe:
     return resolve(
         {
             "data": {
@@ -124,8 +122,8 @@ def recipe(consistency: float, dropout: float, after: int = 0) -> Recipe:
                 "learning_rate": 0.01,
                 "warmup_steps": 5,
                 "log_every_steps": 5,
-                "consistency": consistency,
-                "consistency_after": after,
+                "rdrop": rdrop,
+                "rdrop_after": after,
                 "threads": 1,
             },
             "validation": {"every_steps": 20, "bleu": False, "metric": "loss"},
@@ -133,8 +131,8 @@ def recipe(consistency: float, dropout: float, after: int = 0) -> Recipe:
     )
 
 
-def losses(folder: Path, consistency: float, after: int = 0) -> list[float]:
-    runs.train(recipe(consistency, dropout=0.3, after=after), folder, LineDisplay())
+def losses(folder: Path, rdrop: float, after: int = 0) -> list[float]:
+    runs.train(recipe(rdrop, dropout=0.3, after=after), folder, LineDisplay())
     return [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
 
 
@@ -151,10 +149,10 @@ def test_before_its_step_the_run_is_as_without_it(tmp_path: Path) -> None:
 
 
 def test_without_dropout_there_is_nothing_to_agree_on() -> None:
-    with pytest.raises(UsageError, match=r"training\.consistency is 5\.0 but the model has no dropout"):
+    with pytest.raises(UsageError, match=r"training\.rdrop is 5\.0 but the model has no dropout"):
         recipe(5.0, dropout=0.0)
 
 
 def test_when_it_begins_says_nothing_without_it() -> None:
-    with pytest.raises(UsageError, match=r"training\.consistency_after says when consistency begins"):
+    with pytest.raises(UsageError, match=r"training\.rdrop_after says when R-Drop begins"):
         recipe(0.0, dropout=0.3, after=10)
