@@ -583,7 +583,7 @@ def test_one_digit_of_the_certificate_is_noticed(copy: Path) -> None:
     at = text.index('"relative": 0.') + len('"relative": 0.')
     digit = str((int(text[at]) + 1) % 10)
     path.write_text(text[:at] + digit + text[at + 1 :], encoding="utf-8")
-    with pytest.raises(DataError, match="it was changed since it was written"):
+    with pytest.raises(DataError, match="it was changed after it was written"):
         verify(copy)
 
 
