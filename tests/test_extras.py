@@ -73,7 +73,7 @@ def test_the_package_and_its_main_commands_work_without_any_extra(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["demo"], "the demo needs num2words: pip install 'triptych[demo]'"),
+        (["demo"], "the demo needs num2words and vl_convert: pip install 'triptych[demo]'"),
         (
             ["cost", "--html", "page.html"],
             "a page with charts needs vl_convert: pip install 'triptych[reports]'",

@@ -1,8 +1,13 @@
 """Libraries that come with an extra of the package."""
 
-from importlib.util import find_spec
+import importlib.util
 
 from triptych.errors import UsageError
+
+
+def is_installed(library: str) -> bool:
+    """Whether a library is there, by the name of its module; it is not imported."""
+    return importlib.util.find_spec(library) is not None
 
 
 def require_extra(extra: str, *libraries: str, what: str) -> None:
@@ -16,6 +21,5 @@ def require_extra(extra: str, *libraries: str, what: str) -> None:
     Raises:
         UsageError: one of them is not there; the message says what to install.
     """
-    for library in libraries:
-        if find_spec(library) is None:
-            raise UsageError(f"{what} needs {library}: pip install 'triptych[{extra}]'")
+    if missing := [library for library in libraries if not is_installed(library)]:
+        raise UsageError(f"{what} needs {' and '.join(missing)}: pip install 'triptych[{extra}]'")

@@ -14,7 +14,6 @@ from command import Command
 from small_checkpoints import LAYERS, gpt2, gpt2_that_runs
 from triptych.algebra.rewrites import FoldNorm, Truncate
 from triptych.errors import DataError
-from triptych.rewriting import running
 from triptych.rewriting.certificate import card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
@@ -248,7 +247,7 @@ def test_random_tokens_are_drawn_again_without_being_asked_for(triptych: Command
 def test_what_cannot_be_run_here_is_said_not_to_be_tried(
     triptych: Command, compared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = whole_models(triptych, compared / "drawn")
     assert found["held"] is None
     assert "transformers, which would run it, is not installed" in found["found"]

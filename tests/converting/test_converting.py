@@ -291,11 +291,13 @@ def test_what_cannot_be_tried_is_said(
     conversion = convert(make_run(joint), tmp_path / "out", "hf")
     untried = [check for check in conversion.checks if not check.tried]
     assert len(untried) == 2
-    assert {check.note for check in untried} == {"transformers is not installed: pip install transformers"}
+    assert {check.note for check in untried} == {
+        "transformers is not installed: pip install 'triptych[convert]'"
+    }
 
 
 @pytest.mark.parametrize(
-    ("form", "library"), [("ctranslate2", "CTranslate2"), ("onnx", "onnx and onnxscript")]
+    ("form", "library"), [("ctranslate2", "ctranslate2"), ("onnx", "onnx and onnxscript")]
 )
 def test_a_missing_library_is_a_usage_error(
     form: Format, library: str, joint: TokenizerPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

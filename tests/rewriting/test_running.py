@@ -8,7 +8,6 @@ import torch
 from rewriting.test_calibration import bert, text_in
 from small_checkpoints import gpt2_that_runs
 from triptych.models import EncoderDecoder, ModelConfig, write_model
-from triptych.rewriting import running
 from triptych.rewriting.running import can_run, open_model
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
@@ -54,6 +53,6 @@ def test_without_transformers_a_run_of_ours_can_be_run_and_no_other_model(
     write_model(EncoderDecoder(config, 9, 9), tmp_path / "ours")
     gpt2_that_runs(tmp_path / "gpt2")
     assert can_run(tmp_path / "ours") == can_run(tmp_path / "gpt2") == ""
-    monkeypatch.setattr(running, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert can_run(tmp_path / "ours") == ""
     assert "transformers, which would run it, is not installed" in can_run(tmp_path / "gpt2")

@@ -7,7 +7,6 @@ special tokens fit too.
 Source: `specs/transformer_spec.py` of github.com/OpenNMT/CTranslate2, version 4.8.
 """
 
-import importlib.util
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,8 @@ from triptych.checkpoints.marian_tokenizers import write_tokenizers
 from triptych.checkpoints.marian_writing import max_positions, position_table
 from triptych.converting.checks import Check, Pairs, Written, compare_logits, logits_of, random_pairs
 from triptych.converting.plain_heads import plain_model
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError
+from triptych.extras import require_extra
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import DecoderBlock, EncoderBlock, FeedForward, Residual
 from triptych.runs import Run
@@ -36,8 +36,7 @@ def write_ctranslate2(run: Run, folder: Path, quantization: Quantization) -> Wri
         UsageError: CTranslate2 is not installed, or the model does not fit, with what would.
         DataError: what was written does not compute the same.
     """
-    if importlib.util.find_spec("ctranslate2") is None:
-        raise UsageError("--to ctranslate2 needs CTranslate2: pip install ctranslate2")
+    require_extra("convert", "ctranslate2", what="--to ctranslate2")
     plain = plain_model(run.model, "CTranslate2")
     length = max_positions(run.model, run.decoding.max_extra_tokens)
     spec = _spec(plain.model.float(), plain.num_heads, length)

@@ -1,6 +1,5 @@
 """A model of ours as a folder of Hugging Face's."""
 
-import importlib.util
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from triptych.converting.checks import (
 )
 from triptych.converting.plain_heads import plain_model
 from triptych.errors import DataError
+from triptych.extras import is_installed
 from triptych.runs import Run
 from triptych.text import SentencePieceTokenizer, Tokenizer
 
@@ -75,8 +75,8 @@ def _with_end(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _check_with_transformers(run: Run, folder: Path) -> list[Check]:
-    if importlib.util.find_spec("transformers") is None:
-        note = "transformers is not installed: pip install transformers"
+    if not is_installed("transformers"):
+        note = "transformers is not installed: pip install 'triptych[convert]'"
         return [Check(_LOGITS, False, note=note), Check(_IDS, False, note=note)]
     with _quiet_transformers():
         return [_check_logits(run, folder), *_check_ids(run, folder)]

@@ -1,7 +1,6 @@
 """A model of ours as a folder of two ONNX graphs with their tokenizer."""
 
 import copy
-import importlib.util
 import logging
 import math
 import warnings
@@ -20,7 +19,7 @@ from triptych.checkpoints.marian_writing import max_positions
 from triptych.converting.checks import Check, Pairs, Written, compare_logits, logits_of, random_pairs
 from triptych.converting.onnx_graphs import DecoderGraph, EncoderGraph
 from triptych.decoding import Engine
-from triptych.errors import UsageError
+from triptych.extras import is_installed, require_extra
 from triptych.runs import Run
 from triptych.text import SentencePieceTokenizer
 
@@ -36,8 +35,7 @@ def write_onnx(run: Run, folder: Path) -> Written:
         UsageError: a library is missing.
         DataError: what was written does not compute the same.
     """
-    if missing := [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]:
-        raise UsageError(f"--to onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    require_extra("convert", "onnx", "onnxscript", what="--to onnx")
     model = copy.deepcopy(run.model).cpu().float().eval()
     length = max_positions(model, run.decoding.max_extra_tokens)
     target = run.tokenizers.target
@@ -139,8 +137,8 @@ def _without_remarks() -> Iterator[None]:
 def _check(run: Run, folder: Path) -> Check:
     """The graphs in onnxruntime: a whole output at once, and token by token, at lengths of their own."""
     what = "logits of the graphs, run by onnxruntime, and of the model"
-    if importlib.util.find_spec("onnxruntime") is None:
-        return Check(what, False, note="onnxruntime is not installed: pip install onnxruntime")
+    if not is_installed("onnxruntime"):
+        return Check(what, False, note="onnxruntime is not installed: pip install 'triptych[convert]'")
     target = run.tokenizers.target
     pairs = random_pairs(run.model, target.bos_id, target.eos_id, src_len=13, tgt_len=9)
     expected = logits_of(run.model, pairs)

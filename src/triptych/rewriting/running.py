@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.checkpoints.own import is_own
 from triptych.errors import DataError, UsageError
+from triptych.extras import is_installed, require_extra
 from triptych.models import EncoderDecoder, attention_sites
 from triptych.runs import Run
 from triptych.storage.tensors import read_json
@@ -178,10 +178,7 @@ def open_model(path: Path) -> RunnableModel:
     """
     if _is_run_by_us(path):
         return OwnRunnable(path)
-    if find_spec("transformers") is None:
-        raise UsageError(
-            "running this model needs transformers, which is not installed: pip install 'triptych[run]'"
-        )
+    require_extra("run", "transformers", what="running this model")
     return TransformersModel(path)
 
 
@@ -203,7 +200,7 @@ def can_run(path: Path) -> str:
     """Why a model cannot be run here; "" if it can."""
     if not path.is_dir():
         return "it is not a folder"
-    if not _is_run_by_us(path) and find_spec("transformers") is None:
+    if not _is_run_by_us(path) and not is_installed("transformers"):
         return "transformers, which would run it, is not installed"
     return ""
 

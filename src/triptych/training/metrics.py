@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
 from triptych.errors import DataError, TriptychError
+from triptych.extras import is_installed
 from triptych.files import write_text
 
 
@@ -31,7 +31,7 @@ class MetricsLog:
                 f"{self.path} could not be written ({error.strerror}): free some space, "
                 "then continue with --resume"
             ) from None
-        if find_spec("tensorboard") is None:
+        if not is_installed("tensorboard"):
             return
         if self._board is None:
             # An optional library that is slow to import.
