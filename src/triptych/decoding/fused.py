@@ -198,7 +198,7 @@ class FusedAttention(nn.Module):
         rows = heads.reshape(batch * self.groups, -1, self.width)
         few = torch.compiler.is_compiling() or (rows.is_cpu and rows.shape[1] <= thresholds.FEW_QUERIES)
         mixed = (self._by_products if few else self._by_kernel)(rows, k, v, mask)
-        joined = mixed.view(batch, self.num_heads, length, self.width).transpose(1, 2)
+        joined = mixed.reshape(batch, self.num_heads, length, self.width).transpose(1, 2)
         return LayerOutput(self.outward(joined.reshape(batch, length, -1)), None)
 
     def _of_one_sequence(
