@@ -192,7 +192,7 @@ def file_hash(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Have a file on the disk."""
+    """Flush a file to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

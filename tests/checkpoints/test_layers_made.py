@@ -56,7 +56,8 @@ NAMES = [
     for name in sorted(TINY)
 ]
 REFUSED = re.compile(
-    r"the weights are of a layer with (.+), which MultiHeadAttention has not|no parameterisation|cannot hold"
+    r"the weights are of a layer with (.+), which MultiHeadAttention does "
+    r"not support|no parameterisation|cannot hold"
 )
 
 

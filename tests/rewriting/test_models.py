@@ -373,7 +373,7 @@ def test_weights_of_layers_that_we_have_not_make_no_layer(traits: dict[str, Any]
 def test_a_part_that_is_new_is_refused_until_a_layer_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = MultiHeadAttention(8, 2).weights()
     monkeypatch.setattr("triptych.attention.layer._HELD", _HELD - {"window"})
-    with pytest.raises(ValueError, match="a layer with a window, which MultiHeadAttention has not"):
+    with pytest.raises(ValueError, match="a layer with a window, which MultiHeadAttention does not support"):
         MultiHeadAttention.from_weights(with_semantics(weights, window=3))
 
 
@@ -409,7 +409,9 @@ def test_what_stands_between_two_maps_is_not_lost() -> None:
     weights = MultiHeadAttention(8, 2, triptych.Stacked()).weights()
     first, second = weights.q
     foreign = replace(weights, q=(replace(first, norm=HeadNorm(1e-6)), second))
-    with pytest.raises(ValueError, match="a norm between two maps, which MultiHeadAttention has not"):
+    with pytest.raises(
+        ValueError, match="a norm between two maps, which MultiHeadAttention does not support"
+    ):
         MultiHeadAttention.from_weights(foreign)
 
 

@@ -346,11 +346,11 @@ def _check_can_be_held(weights: AttentionWeights) -> None:
         found.append("a norm between two maps")
     if found:
         raise ValueError(
-            f"the weights are of a layer with {', '.join(found)}, which MultiHeadAttention has not"
+            f"the weights are of a layer with {', '.join(found)}, which MultiHeadAttention does not support"
         )
     if weights.norm is not None or weights.memory_norm is not None:
         raise ValueError(
-            "the weights carry the norm before the layer, which MultiHeadAttention has not: "
+            "the weights carry the norm before the layer, which MultiHeadAttention does not support: "
             "keep that norm beside the layer and pass weights.without_norms()"
         )
 

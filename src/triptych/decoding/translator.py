@@ -67,7 +67,7 @@ class Translation:
 
 @dataclass(frozen=True)
 class SentenceAttention:
-    """Who looks where while a sentence is translated.
+    """Attention weights of one translation.
 
     Attributes:
         source_pieces: source tokens, the end of sentence last.
