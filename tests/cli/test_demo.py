@@ -45,5 +45,5 @@ def test_a_finished_demo_is_replaced_by_the_next(shown: demonstration.Demonstrat
 def test_another_run_is_not_touched(triptych: Command, small_run: Path) -> None:
     answer = triptych("demo", "--out", small_run)
     assert answer.code == 2
-    assert "holds another run" in answer.err
+    assert "has another run: give another folder" in answer.err
     assert (small_run / "model.safetensors").exists()

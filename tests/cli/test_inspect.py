@@ -77,8 +77,8 @@ def test_heads_that_are_nearly_the_same_are_listed(triptych: Command, tmp_path: 
     [
         (["--layers", "x"], "write numbers from 0 like 0,3 or 0-5"),
         (["--heads", "0,5-3"], "--heads 0,5-3: 5 comes after 3"),
-        (["--layers", "9"], "there is no layer 9"),
-        (["--heads", "5-7"], "there is no head 7"),
+        (["--layers", "9"], "layer 9 does not exist; layers are 0 to 1"),
+        (["--heads", "5-7"], "head 7 does not exist; heads are 0 to 1"),
         (["--html", "no/such/page.html"], "make it first"),
         (["--family", "no.toml"], "no.toml: No such file"),
         (["--family", "FAMILY"], "is a run: leave out --family"),

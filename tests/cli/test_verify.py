@@ -122,7 +122,7 @@ def test_a_changed_certificate_is_one_line(triptych: Command, place: Path) -> No
     path.write_text(path.read_text().replace('"tier": "bounded"', '"tier": "bit-exact"', 1))
     answer = triptych("verify", place / "out")
     assert answer.code == 1
-    assert "changed since it was written" in answer.err
+    assert "was changed after it was written" in answer.err
     assert answer.err.count("\n") == 1
     assert answer.out == ""
 
