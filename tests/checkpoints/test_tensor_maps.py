@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from triptych.checkpoints.family import Layout
-from triptych.checkpoints.place import Sizes
-from triptych.checkpoints.tensor_maps import HeadColumns, Heads, Named, Split, Stacked, Transposed
+from triptych.checkpoints.family import FusedLayout
+from triptych.checkpoints.place import MapSizes
+from triptych.checkpoints.tensor_maps import HeadColumns, Named, Split, SplitHeads, StackRows, Transposed
 from triptych.errors import DataError
 
-LAYOUTS: tuple[Layout, ...] = ("q k v", "by group", "q v k in four parts")
+LAYOUTS: tuple[FusedLayout, ...] = ("q k v", "by group", "q v k in four parts")
 
 
 def read(stored: Named, tensors: dict[str, Tensor]) -> Sequence[Tensor]:
@@ -30,7 +30,7 @@ def read(stored: Named, tensors: dict[str, Tensor]) -> Sequence[Tensor]:
     bias=st.booleans(),
 )
 def test_writing_what_was_read_gives_what_was_stored(
-    layout: Layout, groups: int, times: int, width: int, value_width: int, transposed: bool, bias: bool
+    layout: FusedLayout, groups: int, times: int, width: int, value_width: int, transposed: bool, bias: bool
 ) -> None:
     heads = groups * times
     rows = heads * width + groups * (width + value_width)
@@ -39,7 +39,7 @@ def test_writing_what_was_read_gives_what_was_stored(
     if transposed and not bias:
         tensor, stored = tensor.mT.contiguous(), stored.then(Transposed())
     stored = stored.then(
-        Split(layout, Sizes(heads, groups, width, value_width)), Heads(heads, groups, groups)
+        Split(layout, MapSizes(heads, groups, width, value_width)), SplitHeads(heads, groups, groups)
     )
     parts = read(stored, {"qkv": tensor})
     assert [(len(part), part.shape[-1]) for part in parts] == [
@@ -51,15 +51,15 @@ def test_writing_what_was_read_gives_what_was_stored(
 
 
 def test_rows_go_to_queries_keys_and_values_as_their_layout_says() -> None:
-    sizes = Sizes(4, 2, 1, 1)
+    sizes = MapSizes(4, 2, 1, 1)
     rows = {"qkv": torch.arange(8.0)}
     first, second = (read(Named(("qkv",)).then(Split(layout, sizes)), rows) for layout in LAYOUTS[:2])
     assert [part.tolist() for part in first] == [[0, 1, 2, 3], [4, 5], [6, 7]]
     assert [part.tolist() for part in second] == [[0, 1, 4, 5], [2, 6], [3, 7]]
-    third = read(Named(("qkv",)).then(Split(LAYOUTS[2], Sizes(4, 4, 1, 1))), {"qkv": torch.arange(12.0)})
+    third = read(Named(("qkv",)).then(Split(LAYOUTS[2], MapSizes(4, 4, 1, 1))), {"qkv": torch.arange(12.0)})
     assert [part.tolist() for part in third] == [[0, 3, 6, 9], [2, 5, 8, 11], [1, 4, 7, 10]]
     with pytest.raises(DataError, match="6 heads cannot lie in 4 parts"):
-        read(Named(("qkv",)).then(Split(LAYOUTS[2], Sizes(6, 6, 1, 1))), {"qkv": torch.arange(18.0)})
+        read(Named(("qkv",)).then(Split(LAYOUTS[2], MapSizes(6, 6, 1, 1))), {"qkv": torch.arange(18.0)})
 
 
 def test_columns_of_heads_and_stacks_are_undone() -> None:
@@ -68,7 +68,7 @@ def test_columns_of_heads_and_stacks_are_undone() -> None:
     assert torch.equal(of_heads[1], o[:, 3:6].mT)
     assert torch.equal(dict(columns.write([of_heads]))["o"], o)
     gains = {f"norms.{head}.weight": torch.randn(3) for head in range(4)}
-    stacked = Named(tuple(gains)).then(Stacked())
+    stacked = Named(tuple(gains)).then(StackRows())
     (together,) = read(stacked, gains)
     assert together.shape == (4, 3)
     for name, tensor in stacked.write([together]):

@@ -15,7 +15,7 @@ from checkpoints.tiny_marian import CONFIG, write_marian
 from triptych.attention import PARAMETERISATIONS
 from triptych.checkpoints import read_marian
 from triptych.converting import hugging_face
-from triptych.converting.conversion import Conversion, Format, convert
+from triptych.converting.conversion import Conversion, TargetFormat, convert
 from triptych.converting.plain_heads import plain_model
 from triptych.decoding import SearchOptions, Translator
 from triptych.errors import DataError, UsageError
@@ -300,7 +300,7 @@ def test_what_cannot_be_tried_is_said(
     ("form", "library"), [("ctranslate2", "ctranslate2"), ("onnx", "onnx and onnxscript")]
 )
 def test_a_missing_library_is_a_usage_error(
-    form: Format, library: str, joint: TokenizerPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: TargetFormat, library: str, joint: TokenizerPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=f"needs {library}: pip install"):

@@ -11,7 +11,7 @@ import torch
 
 from triptych.decoding import Hypothesis, SearchOptions, Translator
 from triptych.decoding.ahead import Ahead
-from triptych.decoding.workers import Found, Searcher, Sentences, WorkerPool
+from triptych.decoding.workers import Hypotheses, Searcher, Sentences, WorkerPool
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 from triptych.text import TokenizerSpec, train_tokenizers
 
@@ -60,7 +60,7 @@ def test_the_workers_are_given_batches(translator: Translator, monkeypatch: pyte
     pool, here = translator._ready_pool(), list[Sentences]()
     own = pool._make_searcher(*pool._arguments)
 
-    def noted(sentences: Sentences) -> Found:
+    def noted(sentences: Sentences) -> Hypotheses:
         here.append(sentences)
         return own(sentences)
 
@@ -170,7 +170,7 @@ def test_reading_ahead_is_bounded_and_ends() -> None:
 
 
 def make_echo(length: int) -> Searcher:
-    def echo(sentences: Sentences) -> Found:
+    def echo(sentences: Sentences) -> Hypotheses:
         if any(len(ids) == length for ids in sentences):
             raise RuntimeError("too long")
         return [[Hypothesis(tuple(ids), 0.0, 0.0)] for ids in sentences]

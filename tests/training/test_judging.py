@@ -1,6 +1,6 @@
 """Which validation is the best."""
 
-from triptych.training.judging import LEAST_BLEU, Judgement, judge
+from triptych.training.judging import LEAST_BLEU, Score, judge
 
 
 def figures(loss: float, bleu: float, low: float) -> dict[str, float]:
@@ -9,7 +9,7 @@ def figures(loss: float, bleu: float, low: float) -> dict[str, float]:
 
 def test_the_lower_loss_wins_while_bleu_is_noise() -> None:
     lucky, learnt = judge(figures(5.0, 0.0032, 0.0), "bleu"), judge(figures(4.1, 0.0011, 0.0), "bleu")
-    assert learnt == Judgement("loss", -4.1)
+    assert learnt == Score("loss", -4.1)
     assert learnt.better_than(lucky)
     assert not lucky.better_than(learnt)
 
@@ -22,7 +22,7 @@ def test_bleu_decides_alone_once_it_means_something() -> None:
     first, later = judge(figures(2.0, 9.0, 8.0), "bleu"), judge(figures(2.5, 11.0, 10.0), "bleu")
     assert first.better_than(judge(figures(1.0, 5.5, 4.9), "bleu"))
     assert later.better_than(first)
-    assert later == Judgement("bleu", 11.0)
+    assert later == Score("bleu", 11.0)
 
 
 def test_a_validation_is_not_better_than_its_equal() -> None:

@@ -22,8 +22,8 @@ from triptych import thresholds
 from triptych.attention.masks import causal_mask
 
 Path = Literal["auto", "reference", "fast"]
-Route = Literal["written out", "written out in pieces", "fused", "fused, padded"]
-Heads = Literal["one to one", "grouped by rows", "grouped by the kernel", "expanded"]
+Implementation = Literal["written out", "written out in pieces", "fused", "fused, padded"]
+HeadGrouping = Literal["one to one", "grouped by rows", "grouped by the kernel", "expanded"]
 Kernel = Literal["batched products", "flash", "memory-efficient", "cudnn", "math", "the device's own"]
 
 _KERNELS: dict[int, Kernel] = {
@@ -62,8 +62,8 @@ class Explanation(NamedTuple):
         reason: one sentence, with the numbers.
     """
 
-    path: Route
-    heads: Heads
+    path: Implementation
+    heads: HeadGrouping
     kernel: Kernel
     reason: str
 
@@ -198,8 +198,8 @@ _Why = Literal[
 
 
 class _Plan(NamedTuple):
-    path: Route
-    heads: Heads
+    path: Implementation
+    heads: HeadGrouping
     why: _Why
 
 
@@ -225,14 +225,14 @@ def _plan(
     key_heads, value_heads, d_v = k.shape[1], v.shape[1], v.shape[3]
     one_to_one = num_heads == key_heads == value_heads
     if why is not None:
-        written: Route = "written out in pieces" if why == "pieces" else "written out"
+        written: Implementation = "written out in pieces" if why == "pieces" else "written out"
         return _Plan(written, "one to one" if one_to_one else "grouped by rows", why)
 
     on_cpu = q.is_cpu
     # The kernel for CPUs knows one width only; torch's other choice there would hold all the
     # weights. On a GPU the memory-efficient kernel takes two widths as they are.
-    route: Route = "fused, padded" if on_cpu and d_k != d_v else "fused"
-    heads: Heads
+    route: Implementation = "fused, padded" if on_cpu and d_k != d_v else "fused"
+    heads: HeadGrouping
     if one_to_one:
         heads = "one to one"
     elif key_heads != value_heads:

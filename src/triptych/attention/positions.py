@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from triptych.algebra.positions import ALiBi, Pairing, RotaryEmbedding
 from triptych.algebra.semantics import Semantics
 
-Layout = Literal["halves", "interleaved"]
+SinusoidalLayout = Literal["halves", "interleaved"]
 
 
 class PositionIds(NamedTuple):
@@ -55,7 +55,9 @@ class PositionIds(NamedTuple):
         return start.end if isinstance(start, PositionIds) else start + x.shape[-2]
 
 
-def sinusoidal(length: int, d_model: int, layout: Layout = "interleaved") -> Float[Tensor, "length d_model"]:
+def sinusoidal(
+    length: int, d_model: int, layout: SinusoidalLayout = "interleaved"
+) -> Float[Tensor, "length d_model"]:
     """The paper's fixed encoding, sines on even and cosines on odd channels.
 
         PE(pos, 2i) = sin(pos / 10000^(2i/d_model))    PE(pos, 2i+1) = cos(the same)
@@ -87,7 +89,7 @@ class SinusoidalPositions(nn.Module):
 
     table: Tensor
 
-    def __init__(self, d_model: int, layout: Layout = "interleaved") -> None:
+    def __init__(self, d_model: int, layout: SinusoidalLayout = "interleaved") -> None:
         """Start with an empty table.
 
         Args:
@@ -96,7 +98,7 @@ class SinusoidalPositions(nn.Module):
         """
         super().__init__()
         self.d_model = d_model
-        self.layout: Layout = layout
+        self.layout: SinusoidalLayout = layout
         self.register_buffer("table", torch.empty(0, d_model), persistent=False)
 
     def forward(

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from triptych.errors import DataError, UsageError
 
-Layout = Literal["q k v", "by group", "q v k in four parts"]
+FusedLayout = Literal["q k v", "by group", "q v k in four parts"]
 
 _FOLDER = files("triptych.checkpoints") / "families"
 # What holds a value or a condition out of the configuration, in the words of `settings`.
@@ -345,7 +345,7 @@ class AttentionSpec(_Spec):
     v: str = "v_proj"
     o: str = "o_proj"
     qkv: str = ""
-    layout: Layout = "q k v"
+    layout: FusedLayout = "q k v"
     latent: LatentSpec | None = None
     biases: tuple[Choice, ...] = ()
     q_bias: str = ""

@@ -15,7 +15,7 @@ from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import AttentionLayer
-from triptych.checkpoints.place import Sizes
+from triptych.checkpoints.place import MapSizes
 from triptych.checkpoints.resizing import resizing, sizes_of
 
 _NAME = "write"
@@ -91,10 +91,10 @@ class Fitting:
             memory_norm=None,
         )
 
-    def _can_be(self, sizes: Sizes) -> bool:
+    def _can_be(self, sizes: MapSizes) -> bool:
         return not self.same_sizes and resizing(self.checkpoint, self.site, sizes) is not None
 
-    def _in_heads(self, whole: AttentionWeights, old: Sizes) -> AttentionWeights:
+    def _in_heads(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
         if whole.num_heads == old.heads:
             if self.kept != list(range(old.heads)):
                 self._require_heads_without_numbers()
@@ -103,7 +103,7 @@ class Fitting:
             return whole
         return self._in_old_places(whole, old)
 
-    def _in_old_places(self, whole: AttentionWeights, old: Sizes) -> AttentionWeights:
+    def _in_old_places(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
         """Every head where it was, and zero maps for those that are gone."""
         heads = torch.tensor(self.kept)
         groups = heads // (old.heads // old.groups)
@@ -130,7 +130,7 @@ class Fitting:
         chains = {side: (link,) for side, link in filled.items()}
         return replace(whole, num_heads=old.heads, **chains)  # type: ignore[arg-type]
 
-    def _in_groups(self, whole: AttentionWeights, old: Sizes) -> AttentionWeights:
+    def _in_groups(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
         groups = whole.k[0].copies
         if groups == old.groups or self._can_be(old._replace(heads=whole.num_heads, groups=groups)):
             return whole
@@ -143,7 +143,7 @@ class Fitting:
             )
         return whole.evened(old.groups)
 
-    def _in_widths(self, whole: AttentionWeights, old: Sizes) -> AttentionWeights:
+    def _in_widths(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
         sizes = sizes_of(whole)
         for what, now, there in (
             ("queries and keys", sizes.width, old.width),
@@ -166,7 +166,7 @@ class Fitting:
             o=(Link(pad(whole.o[0].weight, (0, 0, 0, more_ov))),),
         )
 
-    def _scale_of_format(self, old: Sizes, new: Sizes) -> float:
+    def _scale_of_format(self, old: MapSizes, new: MapSizes) -> float:
         """What the reader of the file will multiply scores by."""
         return self.before.scale * (
             1.0 if self.checkpoint.place(self.site).spec.scale else math.sqrt(old.width / new.width)

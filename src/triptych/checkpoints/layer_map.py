@@ -6,14 +6,14 @@ from typing import final
 
 from torch import Tensor
 
-from triptych.checkpoints.place import Place, Sizes
+from triptych.checkpoints.place import MapSizes, Place
 from triptych.checkpoints.tensor_maps import (
     HeadColumns,
-    Heads,
     Named,
     Shape,
     Split,
-    Stacked,
+    SplitHeads,
+    StackRows,
     Take,
     Transposed,
 )
@@ -66,7 +66,7 @@ class LayerMap:
                 yield from stored.write([ours[part] for part in parts])
 
 
-def layer_map(place: Place, tensors: Tensors, sizes: Sizes | None = None) -> LayerMap:
+def layer_map(place: Place, tensors: Tensors, sizes: MapSizes | None = None) -> LayerMap:
     """How a layer is written.
 
     Args:
@@ -94,7 +94,7 @@ def layer_map(place: Place, tensors: Tensors, sizes: Sizes | None = None) -> Lay
 _Entries = Iterator[tuple[tuple[str, ...], Named]]
 
 
-def _rows(sizes: Sizes) -> tuple[tuple[str, int, int], ...]:
+def _rows(sizes: MapSizes) -> tuple[tuple[str, int, int], ...]:
     """Rows and copies of the maps of queries, keys and values."""
     heads, groups, width, value_width = sizes
     return (
@@ -104,25 +104,25 @@ def _rows(sizes: Sizes) -> tuple[tuple[str, int, int], ...]:
     )
 
 
-def _apart(place: Place, tensors: Tensors, sizes: Sizes) -> _Entries:
+def _apart(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     modules = (place.spec.q, place.spec.k, place.spec.v)
     for module, (side, rows, copies) in zip(modules, _rows(sizes), strict=True):
         for part, stored in module_map(place, tensors, side, module, (rows, None)):
-            yield (part,), stored.then(Heads(copies))
+            yield (part,), stored.then(SplitHeads(copies))
 
 
-def _joined(place: Place, tensors: Tensors, sizes: Sizes) -> _Entries:
+def _joined(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     spec, sides = place.spec, _rows(sizes)
-    split = Split(spec.layout, sizes), Heads(*(copies for _, _, copies in sides))
+    split = Split(spec.layout, sizes), SplitHeads(*(copies for _, _, copies in sides))
     for part, stored in module_map(place, tensors, "", spec.qkv, (sum(rows for _, rows, _ in sides), None)):
         if not part or not (spec.q_bias or spec.v_bias):
             yield tuple(f"{side}{part}" for side in _SIDES), stored.then(*split)
     for name, (side, rows, copies) in zip((spec.q_bias, "", spec.v_bias), sides, strict=True):
         if name:
-            yield (f"{side}.bias",), Named((place.within(name),), (rows,), (Heads(copies),))
+            yield (f"{side}.bias",), Named((place.within(name),), (rows,), (SplitHeads(copies),))
 
 
-def _latent(place: Place, tensors: Tensors, sizes: Sizes) -> _Entries:
+def _latent(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     latent, (heads, _, width, value_width) = place.spec.latent, sizes
     assert latent is not None
     rank, turned = place.count(latent.rank), place.count(latent.turned)
@@ -143,7 +143,7 @@ def _latent(place: Place, tensors: Tensors, sizes: Sizes) -> _Entries:
         yield (side,), Named((place.within(f"{module}.weight"),), (width,))
 
 
-def _norms(place: Place, tensors: Tensors, sizes: Sizes) -> _Entries:
+def _norms(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     if place.norm_module:
         gain, shift = norm_tensors(tensors, place.norm_module)
         yield ("norm",), Named((gain,), (None,))
@@ -158,7 +158,7 @@ def _norms(place: Place, tensors: Tensors, sizes: Sizes) -> _Entries:
             first = tensors.infos.get(names[0])
             if kind == "weight" or first is not None:
                 each = Named(names, None if first is None else tuple(first.shape))
-                yield (stored,), each.then(Stacked()) if "{head}" in module else each
+                yield (stored,), each.then(StackRows()) if "{head}" in module else each
 
 
 def _of_heads(name: str, heads: int, tensors: Tensors) -> tuple[str, ...]:

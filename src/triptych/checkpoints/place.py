@@ -13,7 +13,7 @@ _Conditional = TypeVar("_Conditional", Choice, NormSpec, PositionSpec)
 
 
 @final
-class Sizes(NamedTuple):
+class MapSizes(NamedTuple):
     """Those of a layer's maps.
 
     Attributes:
@@ -111,7 +111,7 @@ class Place:
         return next((record for record in found if record and isinstance(record, dict)), {})
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> MapSizes:
         """The sizes that the configuration gives.
 
         Raises:
@@ -121,9 +121,9 @@ class Place:
         heads = self.count(spec.heads)
         if latent:
             width = self.count(latent.plain) + self.count(latent.turned)
-            return Sizes(heads, heads, width, self.count(latent.value))
+            return MapSizes(heads, heads, width, self.count(latent.value))
         width, groups = self.count(spec.width), self.count(self.chosen(spec.groups) or spec.heads)
         value_width = self.count(spec.value_width) if spec.value_width else width
         if heads % groups:
             raise DataError(f"{self.settings.where}: {groups} key heads do not divide {heads} heads")
-        return Sizes(heads, groups, width, value_width)
+        return MapSizes(heads, groups, width, value_width)

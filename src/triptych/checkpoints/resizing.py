@@ -11,7 +11,7 @@ from typing import Any, final
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import Site
-from triptych.checkpoints.place import Place, Sizes
+from triptych.checkpoints.place import MapSizes, Place
 from triptych.errors import DataError
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import Tensors
@@ -31,13 +31,13 @@ class Resizing:
     sites: tuple[Site, ...]
 
 
-def sizes_of(weights: AttentionWeights) -> Sizes:
+def sizes_of(weights: AttentionWeights) -> MapSizes:
     """The sizes of a layer with one map a side."""
     q, k, v = (weights.chain(side)[-1] for side in ("q", "k", "v"))
-    return Sizes(weights.num_heads, k.copies, q.d_out, v.d_out)
+    return MapSizes(weights.num_heads, k.copies, q.d_out, v.d_out)
 
 
-def resizing(checkpoint: Checkpoint, site: Site, wanted: Sizes) -> Resizing | None:
+def resizing(checkpoint: Checkpoint, site: Site, wanted: MapSizes) -> Resizing | None:
     """The entries with which a layer would have other sizes; None if its format cannot say them.
 
     A planner can tell by it what `write_layer` will do: with None, narrower heads are padded with zeros,
@@ -79,7 +79,7 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: Sizes) -> Resizing | No
     return Resizing({f"{path}{name}": value for name, value in entries.items()}, tuple(resized))
 
 
-def _sizes_or_none(place: Place, settings: Settings) -> Sizes | None:
+def _sizes_or_none(place: Place, settings: Settings) -> MapSizes | None:
     """None for a configuration that gives none: a width that heads do not divide, say."""
     try:
         return replace(place, settings=settings).sizes
@@ -87,7 +87,7 @@ def _sizes_or_none(place: Place, settings: Settings) -> Sizes | None:
         return None
 
 
-def _entries(place: Place, here: Sizes, wanted: Sizes) -> dict[str, int] | None:
+def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] | None:
     """Fields to set; None where a size has none."""
     spec, settings = place.spec, place.settings
     found: dict[str, int] = {}
@@ -131,7 +131,7 @@ def _own_field(expression: str, of_heads: str, settings: Settings, layer: int) -
     return read if read in own else next(iter(own), None)
 
 
-def _follows(old: Sizes, new: Sizes, here: Sizes, wanted: Sizes) -> bool:
+def _follows(old: MapSizes, new: MapSizes, here: MapSizes, wanted: MapSizes) -> bool:
     """Whether another layer changes in nothing but what was wanted."""
     return all(
         now == before or now == asked != first
@@ -139,7 +139,7 @@ def _follows(old: Sizes, new: Sizes, here: Sizes, wanted: Sizes) -> bool:
     )
 
 
-def _is_free(place: Place, old: Sizes, new: Sizes, tensors: Tensors) -> bool:
+def _is_free(place: Place, old: MapSizes, new: MapSizes, tensors: Tensors) -> bool:
     spec, settings, layer = place.spec, place.settings, place.layer
     position, norm = place.position.kind, place.head_norm
     gains_of_heads = norm is not None and (

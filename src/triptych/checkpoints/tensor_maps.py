@@ -11,8 +11,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from triptych.checkpoints.family import Layout
-from triptych.checkpoints.place import Sizes
+from triptych.checkpoints.family import FusedLayout
+from triptych.checkpoints.place import MapSizes
 from triptych.errors import DataError
 
 Shape = tuple[int | None, ...]
@@ -22,7 +22,7 @@ Take = Callable[[str, Shape | None], Tensor]
 _QUARTERS = 4  # CodeGen's rows are as four processors held them
 
 
-class Step(ABC):
+class TensorMap(ABC):
     """One step from stored tensors to ours (`read`), and back (`write`)."""
 
     @abstractmethod
@@ -45,9 +45,9 @@ class Named:
 
     names: tuple[str, ...]
     shape: Shape | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[TensorMap, ...] = ()
 
-    def then(self, *steps: Step) -> "Named":
+    def then(self, *steps: TensorMap) -> "Named":
         """The same with more steps."""
         return Named(self.names, self.shape, (*self.steps, *steps))
 
@@ -66,7 +66,7 @@ class Named:
 
 
 @final
-class Stacked(Step):
+class StackRows(TensorMap):
     """Tensors of one shape as the rows of one."""
 
     def read(self, parts: Parts) -> Parts:
@@ -77,7 +77,7 @@ class Stacked(Step):
 
 
 @final
-class Transposed(Step):
+class Transposed(TensorMap):
     """`[in, out]` as `[out, in]`."""
 
     def read(self, parts: Parts) -> Parts:
@@ -89,11 +89,11 @@ class Transposed(Step):
 
 @final
 @dataclass(frozen=True)
-class Split(Step):
+class Split(TensorMap):
     """The rows of one tensor as those of queries, of keys and of values, which lie there in some order."""
 
-    layout: Layout
-    sizes: Sizes
+    layout: FusedLayout
+    sizes: MapSizes
 
     def read(self, parts: Parts) -> Parts:
         heads, groups, width, value_width = self.sizes
@@ -131,7 +131,7 @@ def _in_blocks(blocks: int, *parts: Tensor) -> Tensor:
 
 
 @final
-class Heads(Step):
+class SplitHeads(TensorMap):
     """`[copies · width, d_in]` as `[copies, d_in, width]`, `[copies · width]` as `[copies, width]`.
 
     Args:
@@ -151,7 +151,7 @@ class Heads(Step):
 
 @final
 @dataclass(frozen=True)
-class HeadColumns(Step):
+class HeadColumns(TensorMap):
     """`[d_out, heads · width]` as `[heads, width, d_out]`."""
 
     heads: int

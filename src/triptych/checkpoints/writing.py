@@ -18,7 +18,7 @@ from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.fitting import Fitting, refuse
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.checkpoints.layer_map import LayerMap, layer_map
-from triptych.checkpoints.place import Sizes
+from triptych.checkpoints.place import MapSizes
 from triptych.checkpoints.resizing import resizing, sizes_of
 
 
@@ -138,12 +138,12 @@ class _LayerWriter:
         found = {"norm": torch.full_like(norm.gain, 1 - norm.offset)}
         return found if norm.shift is None else found | {"norm.bias": torch.zeros_like(norm.shift)}
 
-    def _sinks(self, new: Sizes) -> dict[str, Tensor]:
+    def _sinks(self, new: MapSizes) -> dict[str, Tensor]:
         """Scores of the sinks follow their heads."""
         sinks = self.semantics.sinks
         return {} if sinks is None or len(self.kept) != new.heads else {"sinks": sinks[self.kept]}
 
-    def _gains(self, old: Sizes, new: Sizes, stored: LayerMap) -> Iterator[tuple[str, Tensor]]:
+    def _gains(self, old: MapSizes, new: MapSizes, stored: LayerMap) -> Iterator[tuple[str, Tensor]]:
         """Gains and shifts of norms of queries and keys, where each head has its own, follow their heads.
 
         Raises:

@@ -31,7 +31,7 @@ _SPELLED_OUT = ("an <eos> in the <bos> middle<pad>", "</s> <unk>")
 
 @final
 @dataclass(frozen=True)
-class Check:
+class ConversionCheck:
     """Something that was to be tried on what was written; what fails is not written at all.
 
     Attributes:
@@ -60,7 +60,7 @@ class Written(NamedTuple):
     architecture: str
     parameters: int
     folded: tuple[str, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[ConversionCheck, ...]
 
 
 class Pairs(NamedTuple):
@@ -107,7 +107,9 @@ def logits_of(model: EncoderDecoder, pairs: Pairs) -> Tensor:
     return logits.cpu()
 
 
-def compare_logits(what: str, expected: Tensor, found: Tensor, tolerance: float, note: str = "") -> Check:
+def compare_logits(
+    what: str, expected: Tensor, found: Tensor, tolerance: float, note: str = ""
+) -> ConversionCheck:
     """Compare logits.
 
     Raises:
@@ -119,7 +121,7 @@ def compare_logits(what: str, expected: Tensor, found: Tensor, tolerance: float,
         raise DataError(
             f"{what}: they are off by {difference:.3g}, and {allowed:.3g} is allowed: nothing is written"
         )
-    return Check(what, True, difference, note)
+    return ConversionCheck(what, True, difference, note)
 
 
 def compare_tokenizers(
@@ -127,7 +129,7 @@ def compare_tokenizers(
     tokenizer: Tokenizer,
     encode: Callable[[str], list[int]],
     decode: Callable[[list[int]], str] | None = None,
-) -> Check:
+) -> ConversionCheck:
     """Compare ids, with the end of the sentence, and the texts made of them on sample sentences.
 
     Raises:
@@ -145,4 +147,4 @@ def compare_tokenizers(
         (wanted,) = tokenizer.decode([ids])
         if decode is not None and decode(ids) != wanted:
             raise DataError(f"{what}: {ids} is {decode(ids)!r} there and {wanted!r} here: nothing is written")
-    return Check(what, True, note=f"{len(samples)} texts")
+    return ConversionCheck(what, True, note=f"{len(samples)} texts")

@@ -12,7 +12,7 @@ from typing import Any, Literal, final
 import torch
 
 from triptych.checkpoints import model_type
-from triptych.converting.checks import Check, Written
+from triptych.converting.checks import ConversionCheck, Written
 from triptych.converting.ctranslate2 import Quantization, write_ctranslate2
 from triptych.converting.hugging_face import write_hf
 from triptych.converting.onnx import write_onnx
@@ -22,7 +22,7 @@ from triptych.models import read_model
 from triptych.runs import Run
 from triptych.text import TokenizerPair
 
-Format = Literal["hf", "ctranslate2", "onnx", "triptych"]
+TargetFormat = Literal["hf", "ctranslate2", "onnx", "triptych"]
 
 
 @final
@@ -46,7 +46,7 @@ class Conversion:
     architecture: str
     parameters: int
     folded: tuple[str, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[ConversionCheck, ...]
 
     def record(self) -> dict[str, Any]:
         """For a machine to read."""
@@ -54,7 +54,7 @@ class Conversion:
 
 
 def convert(
-    source: Run | str | Path, target: Path, to: Format, quantization: Quantization = "float32"
+    source: Run | str | Path, target: Path, to: TargetFormat, quantization: Quantization = "float32"
 ) -> Conversion:
     """Write a model in another format.
 
@@ -76,7 +76,7 @@ def convert(
     run = source if isinstance(source, Run) else Run.open(Path(source), "cpu")
     if to == "triptych" and model_type(run.folder) is None:
         raise UsageError(f"{run.folder} is a run already: give a folder in Hugging Face's format")
-    writers: dict[Format, Callable[[Path], Written]] = {
+    writers: dict[TargetFormat, Callable[[Path], Written]] = {
         "hf": lambda folder: write_hf(run, folder),
         "ctranslate2": lambda folder: write_ctranslate2(run, folder, quantization),
         "onnx": lambda folder: write_onnx(run, folder),
@@ -103,7 +103,7 @@ def _write_ours(run: Run, folder: Path) -> Written:
         same = same and ours.to_json() == theirs.to_json()
     if not same:
         raise DataError(f"{folder} does not read back as it was written: check the disk")
-    check = Check("every tensor and both tokenizers are read again bit for bit", True)
+    check = ConversionCheck("every tensor and both tokenizers are read again bit for bit", True)
     return Written("encoder-decoder", sum(tensor.numel() for tensor in again.values()), (), (check,))
 
 

@@ -16,7 +16,14 @@ from torch import Tensor
 from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.marian_tokenizers import write_tokenizers
 from triptych.checkpoints.marian_writing import max_positions, position_table
-from triptych.converting.checks import Check, Pairs, Written, compare_logits, logits_of, random_pairs
+from triptych.converting.checks import (
+    ConversionCheck,
+    Pairs,
+    Written,
+    compare_logits,
+    logits_of,
+    random_pairs,
+)
 from triptych.converting.plain_heads import plain_model
 from triptych.errors import DataError
 from triptych.extras import require_extra
@@ -137,7 +144,7 @@ def _array(tensor: Tensor) -> Any:
     return tensor.detach().float().cpu().contiguous().numpy()
 
 
-def _check(run: Run, folder: Path, quantization: Quantization) -> Check:
+def _check(run: Run, folder: Path, quantization: Quantization) -> ConversionCheck:
     """Log-probabilities of random outputs, token by token."""
     import ctranslate2
 
@@ -156,7 +163,7 @@ def _check(run: Run, folder: Path, quantization: Quantization) -> Check:
         difference = float((found - _log_probs(run.model, pairs, target.eos_id)).abs().max())
         if not difference < float("inf"):
             raise DataError(f"{what}: they are not finite: nothing is written")
-        return Check(what, True, difference, "the rounding of int8 is part of it")
+        return ConversionCheck(what, True, difference, "the rounding of int8 is part of it")
     return compare_logits(what, _log_probs(run.model, pairs, target.eos_id), found, _TOLERANCE)
 
 

@@ -13,7 +13,7 @@ from triptych.checkpoints.marian_tokenizers import TARGET_FOLDER, write_tokenize
 from triptych.checkpoints.marian_writing import Searching, architecture_for, write_checkpoint
 from triptych.converting.checks import (
     TOLERANCES,
-    Check,
+    ConversionCheck,
     Written,
     compare_logits,
     compare_tokenizers,
@@ -52,7 +52,7 @@ def write_hf(run: Run, folder: Path) -> Written:
     return Written(architecture, parameters, plain.done, tuple(checks))
 
 
-def _check_read_again(run: Run, folder: Path) -> Check:
+def _check_read_again(run: Run, folder: Path) -> ConversionCheck:
     """The folder, read by our own reader of Marian."""
     again = read_marian(folder)
     for ours, found in (
@@ -74,15 +74,15 @@ def _with_end(tokenizer: Tokenizer, text: str) -> list[int]:
     return [*tokenizer.encode([text])[0], tokenizer.eos_id]
 
 
-def _check_with_transformers(run: Run, folder: Path) -> list[Check]:
+def _check_with_transformers(run: Run, folder: Path) -> list[ConversionCheck]:
     if not is_installed("transformers"):
         note = "transformers is not installed: pip install 'triptych[convert]'"
-        return [Check(_LOGITS, False, note=note), Check(_IDS, False, note=note)]
+        return [ConversionCheck(_LOGITS, False, note=note), ConversionCheck(_IDS, False, note=note)]
     with _quiet_transformers():
         return [_check_logits(run, folder), *_check_ids(run, folder)]
 
 
-def _check_logits(run: Run, folder: Path) -> Check:
+def _check_logits(run: Run, folder: Path) -> ConversionCheck:
     from transformers import AutoModelForSeq2SeqLM
 
     theirs = AutoModelForSeq2SeqLM.from_pretrained(
@@ -106,7 +106,7 @@ def _check_logits(run: Run, folder: Path) -> Check:
     )
 
 
-def _check_ids(run: Run, folder: Path) -> list[Check]:
+def _check_ids(run: Run, folder: Path) -> list[ConversionCheck]:
     from transformers import AutoTokenizer
 
     pieces = isinstance(run.tokenizers.source, SentencePieceTokenizer)

@@ -16,7 +16,14 @@ from torch.export import Dim
 
 from triptych.checkpoints.marian_tokenizers import TARGET_FOLDER, write_tokenizers
 from triptych.checkpoints.marian_writing import max_positions
-from triptych.converting.checks import Check, Pairs, Written, compare_logits, logits_of, random_pairs
+from triptych.converting.checks import (
+    ConversionCheck,
+    Pairs,
+    Written,
+    compare_logits,
+    logits_of,
+    random_pairs,
+)
 from triptych.converting.onnx_graphs import DecoderGraph, EncoderGraph
 from triptych.decoding import Engine
 from triptych.extras import is_installed, require_extra
@@ -134,11 +141,13 @@ def _without_remarks() -> Iterator[None]:
         logging.disable(before)
 
 
-def _check(run: Run, folder: Path) -> Check:
+def _check(run: Run, folder: Path) -> ConversionCheck:
     """The graphs in onnxruntime: a whole output at once, and token by token, at lengths of their own."""
     what = "logits of the graphs, run by onnxruntime, and of the model"
     if not is_installed("onnxruntime"):
-        return Check(what, False, note="onnxruntime is not installed: pip install 'triptych[convert]'")
+        return ConversionCheck(
+            what, False, note="onnxruntime is not installed: pip install 'triptych[convert]'"
+        )
     target = run.tokenizers.target
     pairs = random_pairs(run.model, target.bos_id, target.eos_id, src_len=13, tgt_len=9)
     expected = logits_of(run.model, pairs)

@@ -21,9 +21,9 @@ import torch
 from triptych.decoding.hypotheses import Hypothesis
 
 Sentences = Sequence[Sequence[int]]
-Found = list[list[Hypothesis]]
+Hypotheses = list[list[Hypothesis]]
 # Searches for a batch of sentences.
-Searcher = Callable[[Sentences], Found]
+Searcher = Callable[[Sentences], Hypotheses]
 
 # Batches a process holds: one to work on, one to go on with.
 _IN_HAND = 2
@@ -58,7 +58,7 @@ class WorkerPool:
         self._arguments = arguments
         self._workers: list[_Worker] = []
         self._waiting: deque[tuple[int, Sentences]] = deque()
-        self._found: deque[tuple[int, Found]] = deque()
+        self._found: deque[tuple[int, Hypotheses]] = deque()
         self._own: Searcher | None = None
 
     def start(self, count: int) -> None:
@@ -92,7 +92,7 @@ class WorkerPool:
         """Whether something asked for has not come back."""
         return bool(self._waiting or self._found or any(worker.in_hand for worker in self._workers))
 
-    def next(self) -> tuple[int, Found]:
+    def next(self) -> tuple[int, Hypotheses]:
         """The results of a batch asked for; searches here too while there is something to do."""
         while not self._found:
             self._hand_out()

@@ -9,19 +9,19 @@ from triptych.models.configuration import (
     PositionsConfig,
 )
 from triptych.models.encoder_decoder import AttentionMaps, EncoderDecoder
-from triptych.models.sites import Site, attention_sites, attention_weights, with_attention
+from triptych.models.sites import AttentionSite, attention_sites, attention_weights, with_attention
 from triptych.models.storage import read_model, write_model
 
 __all__ = [
     "PRESETS",
     "AttentionConfig",
     "AttentionMaps",
+    "AttentionSite",
     "DecoderConfig",
     "EncoderConfig",
     "EncoderDecoder",
     "ModelConfig",
     "PositionsConfig",
-    "Site",
     "attention_sites",
     "attention_weights",
     "read_model",

@@ -16,7 +16,7 @@ from triptych.models.configuration import AttentionConfig, ModelConfig
 from triptych.models.encoder_decoder import EncoderDecoder
 
 
-class Site(NamedTuple):
+class AttentionSite(NamedTuple):
     """One attention layer of a model.
 
     Attributes:
@@ -44,16 +44,16 @@ class Site(NamedTuple):
         return kinds[self.stack]
 
 
-def attention_sites(model: EncoderDecoder) -> list[Site]:
+def attention_sites(model: EncoderDecoder) -> list[AttentionSite]:
     """Every attention layer: the encoder's, then each decoder block's own and the one to the memory."""
-    sites: list[Site] = []
+    sites: list[AttentionSite] = []
     for i, block in enumerate(model.encoder):
         assert isinstance(block, EncoderBlock)  # a ModuleList does not tell
-        sites.append(Site("encoder", i, block.self_attention, block.self_residual))
+        sites.append(AttentionSite("encoder", i, block.self_attention, block.self_residual))
     for i, block in enumerate(model.decoder):
         assert isinstance(block, DecoderBlock)
-        sites.append(Site("decoder", i, block.self_attention, block.self_residual))
-        sites.append(Site("cross", i, block.cross_attention, block.cross_residual))
+        sites.append(AttentionSite("decoder", i, block.self_attention, block.self_residual))
+        sites.append(AttentionSite("cross", i, block.cross_attention, block.cross_residual))
     return sites
 
 
@@ -131,7 +131,7 @@ def with_attention(model: EncoderDecoder, changed: Mapping[str, AttentionWeights
     return new
 
 
-def _require_positions(site: Site, given: Semantics) -> None:
+def _require_positions(site: AttentionSite, given: Semantics) -> None:
     """Refuse weights of a layer with other positions than the model has at a site.
 
     Raises:

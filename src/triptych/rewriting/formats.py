@@ -15,7 +15,7 @@ from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.norm_readers import NormSite, norm_sites
 from triptych.checkpoints.own import OwnModel
-from triptych.checkpoints.place import Sizes
+from triptych.checkpoints.place import MapSizes
 from triptych.checkpoints.resizing import path_of_record, resizing, sizes_of
 from triptych.checkpoints.writing import WrittenLayer, write_layer
 from triptych.errors import TriptychError
@@ -126,8 +126,8 @@ class FolderFormat(Format):
     def fixed_sizes(self, rewritten: Callable[[AttentionLayer], AttentionWeights]) -> set[str]:
         """Those that share their configuration with others that do not agree."""
         source = self._checkpoint
-        wanted: dict[str, Sizes] = {}
-        now: dict[str, Sizes] = {}
+        wanted: dict[str, MapSizes] = {}
+        now: dict[str, MapSizes] = {}
         for site in source.sites:
             read = source.read(site)
             now[site.name] = sizes_of(read.weights.multiplied_out())

@@ -30,7 +30,7 @@ MOST_TIMES_OF_LAYER = 2.0
 _FIRST_DRAWS, _MOST_DRAWS = 3, 16
 
 
-class Judgement(NamedTuple):
+class RoundingJudgement(NamedTuple):
     """A difference between two models beside what rounding does.
 
     Attributes:
@@ -73,7 +73,7 @@ def coarsest_changed(tensors: Mapping[str, TensorRecord], written: Tensors) -> t
 
 def judge(
     found: Compared, rewritten: RunnableModel, changed: Collection[str], stored: torch.dtype
-) -> Judgement:
+) -> RoundingJudgement:
     """Hold what two models are apart against what rounding does.
 
     Args:
@@ -90,7 +90,7 @@ def judge(
         del moved  # before the next copy is made: models may be large
         if seed + 1 >= _FIRST_DRAWS and found.worst_logit <= MOST_TIMES * most:
             break
-    return Judgement(found.worst_logit, most)
+    return RoundingJudgement(found.worst_logit, most)
 
 
 def first_moved(

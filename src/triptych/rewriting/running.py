@@ -26,7 +26,7 @@ from triptych.storage.tensors import read_json
 WINDOW_TOKENS = 128
 _RANDOM_WINDOWS = 4
 _FARTHEST = 4
-Kind = Literal["causal", "pairs", "encoder"]
+RunnableKind = Literal["causal", "pairs", "encoder"]
 
 
 @final
@@ -63,7 +63,7 @@ class RunnableModel(ABC):
     """
 
     by: str
-    kind: Kind
+    kind: RunnableKind
     model: nn.Module
     seen: dict[str, list[Seen]]
 

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from triptych.files import write_text
-from triptych.training import Outcome, Recipe
+from triptych.training import Recipe, TrainingResult
 from triptych.training.judging import LEAST_BLEU
 from triptych.training.progress import Display
 
@@ -12,7 +12,9 @@ from triptych.training.progress import Display
 _CARD_END = "\n<!-- Written by triptych; if you change this page, it is left as you wrote it. sha256 "
 
 
-def write_card(folder: Path, recipe: Recipe, outcome: Outcome, num_parameters: int, display: Display) -> None:
+def write_card(
+    folder: Path, recipe: Recipe, outcome: TrainingResult, num_parameters: int, display: Display
+) -> None:
     """Write the card of a finished run, unless somebody wrote one in its place."""
     path, text = folder / "README.md", _model_card(recipe, outcome, num_parameters)
     if path.exists():
@@ -28,7 +30,7 @@ def _text_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _model_card(recipe: Recipe, outcome: Outcome, num_parameters: int) -> str:
+def _model_card(recipe: Recipe, outcome: TrainingResult, num_parameters: int) -> str:
     counters, model = outcome.counters, recipe.model
     best = abs(counters.best_score or 0.0)
     noise = recipe.validation.metric == "bleu" and counters.best_by == "loss"

@@ -30,7 +30,7 @@ from triptych.text import (
     train_tokenizers,
 )
 from triptych.threads import torch_threads
-from triptych.training import Outcome, Recipe, Trainer, read_recipe
+from triptych.training import Recipe, Trainer, TrainingResult, read_recipe
 from triptych.training.fitting import choices, fit_tokenizer, fit_training
 from triptych.training.judging import Bleu
 from triptych.training.loop import Scorer
@@ -49,7 +49,7 @@ class Summary:
         padding_waste: share of padding in the training batches.
     """
 
-    outcome: Outcome
+    outcome: TrainingResult
     num_parameters: int
     padding_waste: float
 

@@ -1,6 +1,6 @@
 """Recipe, objective, schedule, the loop, and the state it resumes from."""
 
-from triptych.training.loop import Outcome, Trainer
+from triptych.training.loop import Trainer, TrainingResult
 from triptych.training.objective import Loss, output_loss, reference_loss
 from triptych.training.rdrop import rdrop_loss, reference_rdrop_loss
 from triptych.training.recipe import (
@@ -18,10 +18,10 @@ __all__ = [
     "DataConfig",
     "DecodingConfig",
     "Loss",
-    "Outcome",
     "Recipe",
     "Trainer",
     "TrainingConfig",
+    "TrainingResult",
     "ValidationConfig",
     "learning_rate",
     "output_loss",

@@ -24,7 +24,7 @@ class Bleu(NamedTuple):
     low: float
 
 
-class Judgement(NamedTuple):
+class Score(NamedTuple):
     """How good a validation is. A later one must be greater to be better.
 
     Attributes:
@@ -35,11 +35,11 @@ class Judgement(NamedTuple):
     by: Literal["bleu", "loss"]
     score: float
 
-    def better_than(self, other: "Judgement") -> bool:
+    def better_than(self, other: "Score") -> bool:
         return (self.by == "bleu", self.score) > (other.by == "bleu", other.score)
 
 
-def judge(figures: Mapping[str, float], metric: Literal["bleu", "loss"]) -> Judgement:
+def judge(figures: Mapping[str, float], metric: Literal["bleu", "loss"]) -> Score:
     """The judgement of a validation.
 
     Args:
@@ -47,5 +47,5 @@ def judge(figures: Mapping[str, float], metric: Literal["bleu", "loss"]) -> Judg
         metric: what the recipe chooses by.
     """
     if metric == "bleu" and figures["valid_bleu_low"] > LEAST_BLEU:
-        return Judgement("bleu", figures["valid_bleu"])
-    return Judgement("loss", -figures["valid_loss"])
+        return Score("bleu", figures["valid_bleu"])
+    return Score("loss", -figures["valid_loss"])

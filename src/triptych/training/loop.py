@@ -20,7 +20,7 @@ from triptych.text import Batch, TokenBatches
 from triptych.training.ahead import ahead
 from triptych.training.compiling import compile_blocks
 from triptych.training.interruption import StopRequest
-from triptych.training.judging import Bleu, Judgement, judge
+from triptych.training.judging import Bleu, Score, judge
 from triptych.training.metrics import MetricsLog
 from triptych.training.objective import Loss, output_loss
 from triptych.training.precision import NarrowTwin
@@ -45,7 +45,7 @@ Scorer = Callable[[EncoderDecoder], Bleu]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """How a run ended.
 
     Attributes:
@@ -160,7 +160,7 @@ class Trainer:
             torch.cuda.set_rng_state(on_gpu)
         return seconds
 
-    def run(self, display: Display) -> Outcome:
+    def run(self, display: Display) -> TrainingResult:
         """Train to the end of the recipe, or to a signal.
 
         Raises:
@@ -187,12 +187,12 @@ class Trainer:
                 if stop.signal_number is not None:
                     self._save()
                     self.metrics.close()
-                    return Outcome(stop.signal_number, self.counters)
+                    return TrainingResult(stop.signal_number, self.counters)
             if self.counters.step not in self.counters.checkpoints:
                 self._validate(display)
             if stop.signal_number is not None:
                 self.metrics.close()
-                return Outcome(stop.signal_number, self.counters)
+                return TrainingResult(stop.signal_number, self.counters)
             outcome = self._finish(display)
             self.metrics.close()
             return outcome
@@ -353,11 +353,11 @@ class Trainer:
             self._set_mode(training=True)
         return figures
 
-    def _best(self) -> Judgement | None:
+    def _best(self) -> Score | None:
         counters = self.counters
         if not counters.best_by or counters.best_score is None:
             return None
-        return Judgement(counters.best_by, counters.best_score)
+        return Score(counters.best_by, counters.best_score)
 
     def _keep_checkpoint(self) -> None:
         counters = self.counters
@@ -380,7 +380,7 @@ class Trainer:
             if path.name.startswith("checkpoint-") and path not in kept:
                 path.unlink()
 
-    def _finish(self, display: Display) -> Outcome:
+    def _finish(self, display: Display) -> TrainingResult:
         """Leave the better of the best checkpoint and the average of the last ones in the model."""
         counters = self.counters
         paths = [checkpoint_path(self.state_folder, step) for step in counters.checkpoints]
@@ -395,7 +395,7 @@ class Trainer:
             read_weights(self.model, self.state_folder / "best.safetensors")
         self._write_model(self.folder / "model.safetensors")
         self.model.eval()
-        return Outcome(None, counters, chosen, figures)
+        return TrainingResult(None, counters, chosen, figures)
 
     def _diverged(self, step: int, rate: float, loss: float, norm: float, batches: Sequence[Batch]) -> str:
         lines = sorted(line for batch in batches for line in batch.line_numbers)

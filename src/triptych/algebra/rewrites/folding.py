@@ -27,7 +27,7 @@ from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 
 FoldedSide = Literal["q", "k", "v", "o", "qk"]
 Keep = Literal["cheaper", "folded", "product"]
-Measure = Literal["parameters", "flops", "bytes"]
+FoldingCost = Literal["parameters", "flops", "bytes"]
 
 
 @final
@@ -44,7 +44,7 @@ class Fold(LayerRewrite):
 
     sides: tuple[FoldedSide, ...] = Field(SIDES, description="whose maps; qk is W_Q W_Kᵀ as one matrix")
     keep: Keep = Field("cheaper", description="cheaper folds what then costs less, folded everything")
-    by: Measure = Field("parameters", description="what is to be cheap")
+    by: FoldingCost = Field("parameters", description="what is to be cheap")
     tokens: int = Field(1, ge=1, description="length of the sequence, for flops and bytes")
 
     def apply(self, layer: Layer) -> Rewritten:
@@ -95,7 +95,7 @@ class _Plan(NamedTuple):
 
 
 class _Price(NamedTuple):
-    by: Measure
+    by: FoldingCost
     tokens: int
     number_bytes: int
 
@@ -143,7 +143,7 @@ def fold(
     *,
     sides: Sequence[FoldedSide] = SIDES,
     keep: Keep = "cheaper",
-    by: Measure = "parameters",
+    by: FoldingCost = "parameters",
     tokens: int = 1,
     number_bytes: int | None = None,
 ) -> Rewritten:
@@ -217,7 +217,7 @@ def _require_choices(sides: Sequence[str], keep: str, by: str) -> None:
     """
     # A string is a sequence of sides, too: "qk" would be q and k.
     named = [("sides", side, get_args(FoldedSide)) for side in ([sides] if isinstance(sides, str) else sides)]
-    for what, value, known in (*named, ("keep", keep, get_args(Keep)), ("by", by, get_args(Measure))):
+    for what, value, known in (*named, ("keep", keep, get_args(Keep)), ("by", by, get_args(FoldingCost))):
         if value not in known or (what == "sides" and isinstance(sides, str)):
             raise ValueError(f"{what} is {value!r}: choose from {', '.join(known)}")
 

@@ -23,7 +23,7 @@ from triptych.attention.projections.maps import HeadMap, Held
 _READ_OFF = {"d_k": "q_proj", "d_v": "v_proj"}
 
 
-class Sizes(NamedTuple):
+class ParameterisationSizes(NamedTuple):
     """A parameterisation at the sizes of a layer.
 
     Attributes:
@@ -63,7 +63,7 @@ class Parameterisation(ABC):
     no_rotary: ClassVar[str] = ""
 
     @abstractmethod
-    def sizes(self, d_model: int, num_heads: int) -> Sizes:
+    def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
         """The maps of a layer of this size.
 
         Raises:

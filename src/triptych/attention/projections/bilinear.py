@@ -6,7 +6,7 @@ from typing import ClassVar, final
 
 from triptych.attention.projections.abstract import (
     Parameterisation,
-    Sizes,
+    ParameterisationSizes,
     head_width,
     projection_variance,
 )
@@ -43,12 +43,12 @@ class Bilinear(Parameterisation):
     v_bias: bool = False
     o_bias: bool = False
 
-    def sizes(self, d_model: int, num_heads: int) -> Sizes:
+    def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
         d_k = head_width(self.d_k, "d_k", d_model, num_heads)
         d_v = head_width(self.d_v, "d_v", d_model, num_heads)
         # The scores vary as those of `Factored`.
         variance = projection_variance(d_model, num_heads, d_k) ** 2 * d_k / d_model**2
-        return Sizes(
+        return ParameterisationSizes(
             d_k,
             {
                 "q_proj": ToHeads(d_model, d_model, num_heads, self.q_bias, variance),

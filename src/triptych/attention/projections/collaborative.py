@@ -6,7 +6,7 @@ from typing import ClassVar, final
 
 from triptych.attention.projections.abstract import (
     Parameterisation,
-    Sizes,
+    ParameterisationSizes,
     at_least_one,
     head_width,
     projection_variance,
@@ -42,12 +42,12 @@ class Collaborative(Parameterisation):
     v_bias: bool = False
     o_bias: bool = False
 
-    def sizes(self, d_model: int, num_heads: int) -> Sizes:
+    def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
         d_k = head_width(self.d_k, "d_k", d_model, num_heads)
         d_v = head_width(self.d_v, "d_v", d_model, num_heads)
         r = d_model if self.d_shared is None else at_least_one(self.d_shared, "d_shared")
         variance = projection_variance(d_model, num_heads, d_k) / d_model
-        return Sizes(
+        return ParameterisationSizes(
             d_k,
             {
                 "q_proj": ToHeads(d_model, r, 1, self.q_bias, variance),

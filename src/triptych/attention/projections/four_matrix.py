@@ -6,10 +6,10 @@ from typing import ClassVar, final
 from triptych.algebra.weights import standard_scale
 from triptych.attention.projections.abstract import (
     Parameterisation,
-    Sizes,
+    ParameterisationSizes,
     head_width,
 )
-from triptych.attention.projections.maps import Factor, FromHeads, PerHead, ToHeads
+from triptych.attention.projections.maps import ConstantFactor, FromHeads, PerHead, ToHeads
 
 
 @final
@@ -39,17 +39,17 @@ class FourMatrix(Parameterisation):
     v_bias: bool = False
     o_bias: bool = False
 
-    def sizes(self, d_model: int, num_heads: int) -> Sizes:
+    def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
         d_k = head_width(self.d_k, "d_k", d_model, num_heads)
         d_v = head_width(self.d_v, "d_v", d_model, num_heads)
-        return Sizes(
+        return ParameterisationSizes(
             d_k,
             {
                 "q_proj": ToHeads(d_model, d_k, num_heads, self.q_bias),
                 "k_proj": ToHeads(d_model, d_k, num_heads, self.k_bias),
                 "v_proj": ToHeads(d_model, d_v, num_heads, self.v_bias),
                 "m_weight": PerHead(num_heads, d_v, d_k / d_v),  # makes up for the factor
-                "m_factor": Factor(standard_scale(d_k), d_v),
+                "m_factor": ConstantFactor(standard_scale(d_k), d_v),
                 "o_proj": FromHeads(d_v, d_model, num_heads, self.o_bias),
             },
         )

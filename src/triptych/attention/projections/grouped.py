@@ -6,7 +6,7 @@ from typing import ClassVar, final
 
 from triptych.attention.projections.abstract import (
     Parameterisation,
-    Sizes,
+    ParameterisationSizes,
     at_least_one,
     head_width,
     projection_variance,
@@ -43,7 +43,7 @@ class Grouped(Parameterisation):
     v_bias: bool = False
     o_bias: bool = False
 
-    def sizes(self, d_model: int, num_heads: int) -> Sizes:
+    def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
         d_k = head_width(self.d_k, "d_k", d_model, num_heads)
         d_v = head_width(self.d_v, "d_v", d_model, num_heads)
         groups = at_least_one(self.num_kv_heads, "num_kv_heads")
@@ -52,7 +52,7 @@ class Grouped(Parameterisation):
         # Keys and values vary as those of `Factored`.
         k_variance = projection_variance(d_model, num_heads, d_k) / d_model
         v_variance = projection_variance(d_model, num_heads, d_v) / d_model
-        return Sizes(
+        return ParameterisationSizes(
             d_k,
             {
                 "q_proj": ToHeads(d_model, d_k, num_heads, self.q_bias),

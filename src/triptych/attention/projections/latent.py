@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from triptych.algebra.cost import Route
 from triptych.attention.projections.abstract import (
     Parameterisation,
+    ParameterisationSizes,
     Projections,
-    Sizes,
     at_least_one,
     head_width,
     projection_variance,
@@ -63,7 +63,7 @@ class Latent(Parameterisation):
     o_bias: bool = False
     down_bias: bool = False
 
-    def sizes(self, d_model: int, num_heads: int) -> Sizes:
+    def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
         d_k = head_width(self.d_k, "d_k", d_model, num_heads)
         d_v = head_width(self.d_v, "d_v", d_model, num_heads)
         if self.d_latent is None:
@@ -73,7 +73,7 @@ class Latent(Parameterisation):
         # The latent varies as the input, keys and values as those of `Factored`.
         k_variance = projection_variance(d_model, num_heads, d_k) / r
         v_variance = projection_variance(d_model, num_heads, d_v) / r
-        return Sizes(
+        return ParameterisationSizes(
             d_k,
             {
                 "q_proj": ToHeads(d_model, d_k, num_heads, self.q_bias),

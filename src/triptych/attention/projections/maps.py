@@ -190,7 +190,7 @@ class _Fixed(HeadMap):
 
 @final
 @dataclass(frozen=True)
-class Factor(_Fixed):
+class ConstantFactor(_Fixed):
     """One factor for all channels of all heads.
 
     Attributes:

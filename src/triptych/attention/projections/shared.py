@@ -6,7 +6,7 @@ from typing import ClassVar, final
 
 from triptych.attention.projections.abstract import (
     Parameterisation,
-    Sizes,
+    ParameterisationSizes,
     head_width,
 )
 from triptych.attention.projections.maps import FromHeads, ToHeads
@@ -35,11 +35,11 @@ class Shared(Parameterisation):
     qkv_bias: bool = False
     o_bias: bool = False
 
-    def sizes(self, d_model: int, num_heads: int) -> Sizes:
+    def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
         d_k = head_width(self.d_k, "d_k", d_model, num_heads)
         # W_O makes up for a W_i that is smaller than Glorot's.
         variance, glorot = tied_variance(d_model, num_heads, d_k), 2 / (d_model + num_heads * d_k)
-        return Sizes(
+        return ParameterisationSizes(
             d_k,
             {
                 "qkv_proj": ToHeads(d_model, d_k, num_heads, self.qkv_bias, variance),

@@ -6,7 +6,7 @@ from typing import ClassVar, final
 
 from triptych.attention.projections.abstract import (
     Parameterisation,
-    Sizes,
+    ParameterisationSizes,
     head_width,
 )
 from triptych.attention.projections.maps import FromHeads, ToHeads
@@ -43,11 +43,11 @@ class Stacked(Parameterisation):
     o_bias: bool = False
     first_bias: bool = False
 
-    def sizes(self, d_model: int, num_heads: int) -> Sizes:
+    def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
         d_k = head_width(self.d_k, "d_k", d_model, num_heads)
         d_v = head_width(self.d_v, "d_v", d_model, num_heads)
         first = ToHeads(d_model, d_model, 1, self.first_bias, 1 / d_model)  # keeps the variance of its input
-        return Sizes(
+        return ParameterisationSizes(
             d_k,
             {
                 "q_first": first,

@@ -7,7 +7,7 @@ from typing import ClassVar, final
 
 from triptych.attention.projections.abstract import (
     Parameterisation,
-    Sizes,
+    ParameterisationSizes,
     head_width,
     projection_variance,
 )
@@ -51,11 +51,11 @@ class Symmetric(Parameterisation):
     v_bias: bool = False
     o_bias: bool = False
 
-    def sizes(self, d_model: int, num_heads: int) -> Sizes:
+    def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
         d_k = head_width(self.d_k, "d_k", d_model, num_heads)
         d_v = head_width(self.d_v, "d_v", d_model, num_heads)
         variance = tied_variance(d_model, num_heads, d_k)
-        return Sizes(
+        return ParameterisationSizes(
             d_k,
             {
                 "qk_proj": ToHeads(d_model, d_k, num_heads, self.qk_bias, variance),

@@ -14,7 +14,7 @@ from triptych.algebra.weights import Link
 from triptych.checkpoints.hook import Hook
 from triptych.checkpoints.layer_map import LayerMap, module_map
 from triptych.checkpoints.place import Place
-from triptych.checkpoints.tensor_maps import Heads, Take
+from triptych.checkpoints.tensor_maps import SplitHeads, Take
 from triptych.storage.tensors import Tensors
 
 
@@ -77,5 +77,5 @@ def _link(place: Place, tensors: Tensors, take: Take, module: str, like: Link) -
     """A map of the file with as many copies and channels as another."""
     rows = like.copies * like.d_out
     entries = module_map(place, tensors, "map", module, (rows, None))
-    found = LayerMap({(part,): stored.then(Heads(like.copies)) for part, stored in entries}).read(take)
+    found = LayerMap({(part,): stored.then(SplitHeads(like.copies)) for part, stored in entries}).read(take)
     return Link(found["map"], found.get("map.bias"))
