@@ -127,7 +127,7 @@ def output_of(weights: AttentionWeights, x: Tensor, memory: Tensor | None = None
 def _after_norm(norm: Norm | None, x: Array) -> Array:
     if norm is None:
         return x
-    return x * (norm.offset + norm.gain.numpy()) + (0.0 if norm.shift is None else norm.shift.numpy())
+    return x * (norm.offset + norm.weight.numpy()) + (0.0 if norm.bias is None else norm.bias.numpy())
 
 
 def _through(chain: Chain, x: Array, head: int, num_heads: int) -> Array:

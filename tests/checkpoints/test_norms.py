@@ -237,8 +237,8 @@ def test_all_norms_folded_leave_the_model_as_it_was(name: str, tmp_path: Path) -
         record = next((norm for norm in found.norms if norm.module == site.module), None)
         if record is not None and record.measured is not None:
             norm = site.read(again.tensors)
-            assert torch.equal(norm.gain + norm.offset, torch.ones_like(norm.gain))
-            assert norm.shift is None or not norm.shift.any()
+            assert torch.equal(norm.weight + norm.offset, torch.ones_like(norm.weight))
+            assert norm.bias is None or not norm.bias.any()
     assert_models_agree(model, loaded(model, tmp_path / "out"))
     checks = verify(tmp_path / "out", source)
     assert all(check.held is not False for check in checks), checks

@@ -64,5 +64,5 @@ def test_gains_stored_as_one_plus_w_are_neutral_as_zeros(tmp_path: Path) -> None
         assert before is not None
         assert norm is not None
         assert norm.offset == 1
-        assert bool(before.gain.any())
-        assert not norm.gain.any()
+        assert bool(before.weight.any())
+        assert not norm.weight.any()

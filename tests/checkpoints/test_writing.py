@@ -95,7 +95,7 @@ def seen(layer: AttentionLayer, x: Tensor) -> Tensor:
     norm = layer.weights.norm
     if norm is None:
         return x
-    return x * (norm.gain + norm.offset) + (0 if norm.shift is None else norm.shift)
+    return x * (norm.weight + norm.offset) + (0 if norm.bias is None else norm.bias)
 
 
 def output(layer: AttentionLayer, weights: AttentionWeights | None = None) -> Tensor:

@@ -118,14 +118,14 @@ def test_weights_carry_what_the_model_knows_of_them(norm: Any, scheme: Any) -> N
             assert weights.memory_norm is None
             continue
         assert weights.norm is not None
-        assert_same(weights.norm.gain, site.residual.norm.weight.detach(), kind="exact")
-        assert weights.norm.shift is not None
-        assert_same(weights.norm.shift, site.residual.norm.bias.detach(), kind="exact")
+        assert_same(weights.norm.weight, site.residual.norm.weight.detach(), kind="exact")
+        assert weights.norm.bias is not None
+        assert_same(weights.norm.bias, site.residual.norm.bias.detach(), kind="exact")
         assert weights.norm.offset == 0
         assert (weights.memory_norm is not None) == (site.stack == "cross")
         if weights.memory_norm is not None:
             assert isinstance(model.encoder_norm, nn.LayerNorm)
-            assert_same(weights.memory_norm.gain, model.encoder_norm.weight.detach(), kind="exact")
+            assert_same(weights.memory_norm.weight, model.encoder_norm.weight.detach(), kind="exact")
     assert not any(tensor.requires_grad for weights in found.values() for tensor in weights.tensors())
 
 
@@ -148,8 +148,8 @@ def test_the_norms_that_layers_are_said_to_read_make_their_inputs(norm: Any) -> 
         assert (norms[1] is not None) == name.startswith("cross")
         for norm_of, x in zip(norms, heard[name], strict=True):
             if norm_of is not None and x is not None:
-                assert norm_of.shift is not None
-                squares = ((x - norm_of.shift) / norm_of.gain).square().sum(dim=-1)
+                assert norm_of.bias is not None
+                squares = ((x - norm_of.bias) / norm_of.weight).square().sum(dim=-1)
                 torch.testing.assert_close(squares, torch.full_like(squares, x.shape[-1]), rtol=1e-2, atol=0)
 
 
@@ -158,11 +158,11 @@ def test_the_forms_of_the_weights_are_what_the_model_computes() -> None:
     model = make_model(norm="pre", positions=PositionsConfig(scheme="none"))
     weights = attention_weights(model)["encoder.0"]
     assert weights.norm is not None
-    assert weights.norm.shift is not None
+    assert weights.norm.bias is not None
     x = model.src_embedding.weight[SRC[:1]].detach() * 4
     centred = x - x.mean(-1, keepdim=True)
     x = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    x = x * weights.norm.gain + weights.norm.shift
+    x = x * weights.norm.weight + weights.norm.bias
     scores = torch.einsum("bqd,hde,bke->bhqk", x, weights.qk.dense(), x) * weights.scale
     assert_same(model.attention_maps(SRC[:1], TGT[:1]).encoder[0].detach(), scores.softmax(-1), kind="output")
 

@@ -45,8 +45,8 @@ def with_large_norms(name: str, folder: Path, times: float = 4.0, *, only: bool 
 
 
 def normalised(x: Tensor, norm: Norm) -> Tensor:
-    shift = 0.0 if norm.shift is None else norm.shift.double()
-    return (x - shift) / (norm.gain.double() + norm.offset)
+    shift = 0.0 if norm.bias is None else norm.bias.double()
+    return (x - shift) / (norm.weight.double() + norm.offset)
 
 
 def scores(layer: AttentionLayer, x: Tensor, memory: Tensor | None) -> Tensor:

@@ -181,7 +181,7 @@ def test_a_model_whose_layers_cannot_be_listened_to_is_compared_all_the_same(
 def test_a_gain_is_taken_off_and_a_channel_without_one_is_zero() -> None:
     norm = Norm(torch.tensor([1.0, -1.0, 2.0]), torch.tensor([0.5, 0.25, 0.0]), offset=1.0)
     normal = torch.tensor([[[3.0, 4.0, -5.0]]], dtype=torch.float64)
-    given = normal * (norm.gain + 1) + torch.tensor([0.5, 0.25, 0.0])
+    given = normal * (norm.weight + 1) + torch.tensor([0.5, 0.25, 0.0])
     torch.testing.assert_close(
         before_gain(given, norm), torch.tensor([[[3.0, 0.0, -5.0]]], dtype=torch.float64)
     )

@@ -55,11 +55,11 @@ def test_a_norm_that_is_folded_moves_nothing_whatever_it_stores(offset: float, s
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_so_with_a_map_that_reads_the_norm(offset: float, shifted: bool) -> None:
     norm, weight, bias = Norm(drawn(D), drawn(D) if shifted else None, offset), drawn(7, D), drawn(7)
-    neutral = Norm(torch.zeros_like(norm.gain) if offset else torch.ones_like(norm.gain), None, offset)
-    moved = bias if norm.shift is None else bias + weight @ norm.shift
-    folded = measure_map(norm, neutral, (weight, bias), (weight * (norm.gain + offset), moved), PROBES)
+    neutral = Norm(torch.zeros_like(norm.weight) if offset else torch.ones_like(norm.weight), None, offset)
+    moved = bias if norm.bias is None else bias + weight @ norm.bias
+    folded = measure_map(norm, neutral, (weight, bias), (weight * (norm.weight + offset), moved), PROBES)
     assert total_errors([folded]).relative < 1e-13
-    forgotten = measure_map(norm, neutral, (weight, bias), (weight * norm.gain, moved), PROBES)
+    forgotten = measure_map(norm, neutral, (weight, bias), (weight * norm.weight, moved), PROBES)
     assert (total_errors([forgotten]).relative > 0.05) == bool(offset)
 
 

@@ -24,27 +24,27 @@ class HeadNorm:
 
     Attributes:
         eps: added to the mean square.
-        gain: `[width]`, or `[heads, width]` for a gain of each head's own; None for 1.
-        shift: like `gain`; None for 0.
+        weight: `[width]`, or `[heads, width]` for a weight of each head's own; None for 1.
+        bias: like `weight`; None for 0.
         centred: whether the mean is taken off first (LayerNorm), or not (RMSNorm).
-        over: "head": each head by itself; "all heads": over the channels of all heads side by side, the gain
+        over: "head": each head by itself; "all heads": over the channels of all heads together, with a weight
             `[heads · width]`.
         channels: how many channels are normalised, the first ones; all if None.
     """
 
     eps: float
-    gain: Tensor | None = None
-    shift: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
     centred: bool = False
     over: Literal["head", "all heads"] = "head"
     channels: int | None = None
 
     @property
     def of_each_head(self) -> bool:
-        """Whether heads have gains or shifts of their own."""
+        """Whether heads have weights or biases of their own."""
         return any(
             part is not None and (part.ndim > 1 or self.over == "all heads")
-            for part in (self.gain, self.shift)
+            for part in (self.weight, self.bias)
         )
 
     def __call__(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
@@ -56,17 +56,17 @@ class HeadNorm:
     def _normalised(self, x: Tensor) -> Tensor:
         if self.over == "all heads":
             joined = x.transpose(1, 2).flatten(2)
-            normal = self._scaled(joined, self.gain, self.shift)
+            normal = self._scaled(joined, self.weight, self.bias)
             return normal.reshape(*normal.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
-        return self._scaled(x, _per_head(self.gain), _per_head(self.shift))
+        return self._scaled(x, _per_head(self.weight), _per_head(self.bias))
 
-    def _scaled(self, x: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
+    def _scaled(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if self.centred:
             x = x - x.mean(dim=-1, keepdim=True)
         x = x / (x.square().mean(dim=-1, keepdim=True) + self.eps).sqrt()
-        if gain is not None:
-            x = x * gain.to(x.dtype)
-        return x if shift is None else x + shift.to(x.dtype)
+        if weight is not None:
+            x = x * weight.to(x.dtype)
+        return x if bias is None else x + bias.to(x.dtype)
 
 
 def _per_head(numbers: Tensor | None) -> Tensor | None:
@@ -215,7 +215,7 @@ class Semantics:
         """The learned numbers that are no maps."""
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
-                yield from (part for part in (norm.gain, norm.shift) if part is not None)
+                yield from (part for part in (norm.weight, norm.bias) if part is not None)
         if self.bias is not None:
             yield from self.bias.tensors().values()
         if self.sinks is not None:

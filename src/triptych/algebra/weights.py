@@ -121,16 +121,16 @@ Chain = tuple[Link, ...]
 @final
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """The gain and shift of a LayerNorm or RMSNorm.
+    """The weight and bias of a LayerNorm or RMSNorm.
 
     Attributes:
-        gain: `[d_model]`, as stored.
-        shift: `[d_model]` or None.
-        offset: what the stored gain is relative to: 1 for the families that store `w` of `1 + w`.
+        weight: `[d_model]`, as stored.
+        bias: `[d_model]` or None.
+        offset: what the stored weight is relative to: 1 for the families that store `w` of `1 + w`.
     """
 
-    gain: Float[Tensor, " d_model"]
-    shift: Float[Tensor, " d_model"] | None = None
+    weight: Float[Tensor, " d_model"]
+    bias: Float[Tensor, " d_model"] | None = None
     offset: float = 0.0
 
 
@@ -206,9 +206,9 @@ class AttentionWeights:
             yield self.o_bias
         for norm in (self.norm, self.memory_norm):
             if norm is not None:
-                yield norm.gain
-                if norm.shift is not None:
-                    yield norm.shift
+                yield norm.weight
+                if norm.bias is not None:
+                    yield norm.bias
 
     @property
     def scale(self) -> float:
@@ -331,7 +331,7 @@ class AttentionWeights:
             if norm is None:
                 return None
             return replace(
-                norm, gain=change(norm.gain), shift=None if norm.shift is None else change(norm.shift)
+                norm, weight=change(norm.weight), bias=None if norm.bias is None else change(norm.bias)
             )
 
         return replace(

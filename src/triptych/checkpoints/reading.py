@@ -139,7 +139,7 @@ class LayerReader:
         elif k[0].d_in != v[0].d_in:
             raise DataError(f"{self._here()}: keys read {k[0].d_in} channels, values {v[0].d_in}")
         if norm is not None:
-            widths["the norm"] = len(norm.gain)
+            widths["the norm"] = len(norm.weight)
         if o_bias is not None and len(o_bias) != written:
             raise DataError(f"{self._here()}: the bias of o has width {len(o_bias)}, its map {written}")
         wanted = said if isinstance(said, int) else read

@@ -135,8 +135,8 @@ class _LayerWriter:
         for other in self.checkpoint.sites:
             if other != self.layer.site and at == self.checkpoint.place(other).norm_module:
                 refuse(f"the norm {at} was folded, and {other.name} reads it too", "leave fold_norm out")
-        found = {"norm": torch.full_like(norm.gain, 1 - norm.offset)}
-        return found if norm.shift is None else found | {"norm.bias": torch.zeros_like(norm.shift)}
+        found = {"norm": torch.full_like(norm.weight, 1 - norm.offset)}
+        return found if norm.bias is None else found | {"norm.bias": torch.zeros_like(norm.bias)}
 
     def _sinks(self, new: MapSizes) -> dict[str, Tensor]:
         """Scores of the sinks follow their heads."""

@@ -93,6 +93,6 @@ def before_gain(x: Tensor, norm: Norm | None) -> Tensor:
     """What a norm made before its gain and shift; 0 where the gain is, which no map sees."""
     if norm is None:
         return x
-    gain = norm.gain.double() + norm.offset
-    x = x if norm.shift is None else x - norm.shift.double()
+    gain = norm.weight.double() + norm.offset
+    x = x if norm.bias is None else x - norm.bias.double()
     return torch.where(gain == 0, 0.0, x / torch.where(gain == 0, 1.0, gain))

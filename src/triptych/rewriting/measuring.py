@@ -195,8 +195,8 @@ def _output(
 def _through_norm(x: Tensor, norm: Norm | None) -> Tensor:
     if norm is None:
         return x
-    x = x * (norm.gain.double() + norm.offset)
-    return x if norm.shift is None else x + norm.shift.double()
+    x = x * (norm.weight.double() + norm.offset)
+    return x if norm.bias is None else x + norm.bias.double()
 
 
 class MapErrors(NamedTuple):
@@ -233,7 +233,7 @@ def measure_map(norm: Norm, new_norm: Norm, before: Map, after: Map, probes: Pro
         after: likewise.
         probes: the inputs, normal numbers standardised as a norm leaves them before gain and shift.
     """
-    x = _standardised(len(norm.gain), probes, torch.Generator().manual_seed(probes.seed)).flatten(0, 1)
+    x = _standardised(len(norm.weight), probes, torch.Generator().manual_seed(probes.seed)).flatten(0, 1)
     one, other, own = _through_norm(x, norm), _through_norm(x, new_norm), before[0].dtype
     worst, sums = 0.0, torch.zeros(5, dtype=torch.float64)
     for block in blocks(before[0]):
@@ -420,8 +420,8 @@ def _move_of_forms(one: AttentionWeights, other: AttentionWeights) -> float:
 def _is_same_norm(one: Norm | None, other: Norm | None) -> bool:
     if one is None or other is None:
         return one is other
-    shifts = (norm.gain.new_zeros(1) if norm.shift is None else norm.shift for norm in (one, other))
-    return torch.equal(one.gain, other.gain) and torch.equal(*shifts)
+    shifts = (norm.weight.new_zeros(1) if norm.bias is None else norm.bias for norm in (one, other))
+    return torch.equal(one.weight, other.weight) and torch.equal(*shifts)
 
 
 def _with_norm_folded(weights: AttentionWeights) -> AttentionWeights:

@@ -117,7 +117,7 @@ class OtherNorms:
         reader = next((reader for reader in site.readers if name in reader.tensors), None)
         if reader is None:
             old, neutral = self._tensors.read(name), neutral_norm(norm)
-            new = neutral.gain if name == site.own_tensors[0] or neutral.shift is None else neutral.shift
+            new = neutral.weight if name == site.own_tensors[0] or neutral.bias is None else neutral.bias
         elif name == reader.weight:
             # A map may be the largest tensor that there is: the old and the new one are all that is held.
             give_back_memory()
@@ -127,7 +127,7 @@ class OtherNorms:
             old, new = (reader.turned(weight) for weight, _ in (before, after))
             if after[1] is not None:
                 self._biases[reader.bias] = after[1]
-        elif norm.shift is None or not bool(norm.shift.any()):
+        elif norm.bias is None or not bool(norm.bias.any()):
             return None
         else:
             old, found = self._tensors.read(name), self._biases.pop(name, None)
@@ -178,8 +178,8 @@ class OtherNorms:
 
 def neutral_norm(norm: Norm) -> Norm:
     """Gain 1 and shift 0, as the norm stores them."""
-    shift = None if norm.shift is None else torch.zeros_like(norm.shift)
-    return Norm(torch.full_like(norm.gain, 1 - norm.offset), shift, norm.offset)
+    shift = None if norm.bias is None else torch.zeros_like(norm.bias)
+    return Norm(torch.full_like(norm.weight, 1 - norm.offset), shift, norm.offset)
 
 
 def _examine(site: NormSite, tensors: Tensors) -> _Examined:
@@ -215,8 +215,8 @@ def _why_not(norm: Norm, reader: NormReader, tensors: Tensors) -> str:
     if len(shape) not in (2, 3):
         return f"tensor {reader.weight} of shape {list(shape)} is no map"
     read = shape[-2] if reader.transposed else shape[-1]
-    if (read,) != tuple(norm.gain.shape):
-        return f"{reader.module} reads {read} channels, and the norm has shape {list(norm.gain.shape)}"
+    if (read,) != tuple(norm.weight.shape):
+        return f"{reader.module} reads {read} channels, and the norm has shape {list(norm.weight.shape)}"
     # Others hold any product that is likely; they are looked at when they are written.
     if torch.float16 in (tensors.infos[name].dtype for name in reader.tensors):
         weight, bias = reader.read(tensors)
@@ -253,7 +253,7 @@ def _folded_blocks(
     norm: Norm, weight: Tensor, bias: Tensor | None
 ) -> Iterator[tuple[tuple[int | slice, ...], Tensor, Tensor | None]]:
     """The map with the norm in it, so many rows after the other: computed in float64 and cast once."""
-    wide = Norm(norm.gain.double(), None if norm.shift is None else norm.shift.double(), norm.offset)
+    wide = Norm(norm.weight.double(), None if norm.bias is None else norm.bias.double(), norm.offset)
     for block in blocks(weight):
         part = None if bias is None else bias[block].double()
         new, new_bias = fold_norm_into_map(wide, weight[block].double(), part)
@@ -268,8 +268,8 @@ def _does_not_fit(name: str, dtype: torch.dtype) -> str:
 
 def _is_neutral(norm: Norm) -> bool:
     neutral = neutral_norm(norm)
-    same_shift = norm.shift is None or not bool(norm.shift.any())
-    return same_shift and torch.equal(norm.gain, neutral.gain)
+    same_shift = norm.bias is None or not bool(norm.bias.any())
+    return same_shift and torch.equal(norm.weight, neutral.weight)
 
 
 def _step(site: NormSite, norm: Norm, checked: tuple[str, ...]) -> StepRecord:

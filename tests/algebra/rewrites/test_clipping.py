@@ -52,7 +52,7 @@ def with_clip(weights: AttentionWeights, clip: float | None) -> AttentionWeights
 def output(weights: AttentionWeights, x: Tensor) -> Tensor:
     norm = weights.norm
     if norm is not None:
-        x = x * (norm.gain + norm.offset) + (0.0 if norm.shift is None else norm.shift)
+        x = x * (norm.weight + norm.offset) + (0.0 if norm.bias is None else norm.bias)
     return attend(weights, x)
 
 

@@ -155,8 +155,8 @@ def attend(
 def after_norm(norm: Norm | None, x: Tensor) -> Tensor:
     if norm is None:
         return x
-    y = x * (norm.offset + norm.gain)
-    return y if norm.shift is None else y + norm.shift
+    y = x * (norm.offset + norm.weight)
+    return y if norm.bias is None else y + norm.bias
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["no biases", "biases"])

@@ -66,25 +66,25 @@ def test_a_gain_stored_relative_to_one_is_converted() -> None:
     assert_same_function(weights, result)
     assert record.notes == ("of the norm a gain of 1 (stored as 0) and no shift are left",)
     assert weights.norm is not None
-    W_Q = (1 + weights.norm.gain)[:, None] * weights.W_Q
+    W_Q = (1 + weights.norm.weight)[:, None] * weights.W_Q
     assert_same(result.W_Q, W_Q, kind="output")
 
 
 def test_the_shift_passes_the_map_as_it_was_before() -> None:
     weights = make("factored")
     assert weights.norm is not None
-    assert weights.norm.shift is not None
+    assert weights.norm.bias is not None
     old_bias = weights.head_bias("v")
     assert old_bias is not None
     assert_same(
-        fold_norm(weights).weights.head_bias("v"), weights.norm.shift @ weights.W_V + old_bias, kind="output"
+        fold_norm(weights).weights.head_bias("v"), weights.norm.bias @ weights.W_V + old_bias, kind="output"
     )
 
 
 def test_a_shift_of_zeros_needs_no_bias() -> None:
     weights = make("grouped", biased=False)
     assert weights.norm is not None
-    still = replace(weights.norm, shift=torch.zeros(D_MODEL, dtype=torch.float64))
+    still = replace(weights.norm, bias=torch.zeros(D_MODEL, dtype=torch.float64))
     result = fold_norm(with_semantics(replace(weights, norm=still), bias_slots=frozenset())).weights
     assert result.head_bias("q") is result.head_bias("k") is result.head_bias("v") is None
 
@@ -117,7 +117,7 @@ def test_only_the_first_map_of_a_chain_changes() -> None:
 def test_one_matrix_takes_the_gain_on_both_sides() -> None:
     weights = make("bilinear", shifted=False, biased=False)
     assert weights.norm is not None
-    gain = weights.norm.gain
+    gain = weights.norm.weight
     expected = gain[:, None] * weights.q[0].weight * gain
     assert_same(fold_norm(weights).weights.q[0].weight, expected, kind="output")
     # A value map that is the query map, too, takes it on one side only.
@@ -194,21 +194,21 @@ def test_a_norm_of_a_self_attentions_memory_is_no_concern_of_it() -> None:
 @pytest.mark.parametrize("shape", [(7, D_MODEL), (3, 7, D_MODEL)])
 def test_a_map_outside_the_attention_takes_up_gain_and_shift(shape: tuple[int, ...], offset: float) -> None:
     norm, weight, bias = make_norm(offset), torch.randn(shape).double(), torch.randn(shape[:-1]).double()
-    assert norm.shift is not None
+    assert norm.bias is not None
     x = torch.randn(5, D_MODEL).double()
     folded, shifted = fold_norm_into_map(norm, weight, bias)
     assert shifted is not None
-    expected = (x * (norm.gain + offset) + norm.shift) @ weight.mT + bias[..., None, :]
+    expected = (x * (norm.weight + offset) + norm.bias) @ weight.mT + bias[..., None, :]
     assert_same(x @ folded.mT + shifted[..., None, :], expected, kind="output")
 
 
 def test_a_map_without_a_bias_takes_up_a_gain_and_a_shift_of_zeros_only() -> None:
     weight = torch.randn(7, D_MODEL).double()
-    gain = make_norm(shifted=False)
+    norm = make_norm(shifted=False)
     for shift in (None, torch.zeros(D_MODEL).double()):
-        folded, bias = fold_norm_into_map(replace(gain, shift=shift), weight, None)
+        folded, bias = fold_norm_into_map(replace(norm, bias=shift), weight, None)
         assert bias is None
-        assert torch.equal(folded, weight * gain.gain)
+        assert torch.equal(folded, weight * norm.weight)
     with pytest.raises(RewriteRefusedError, match="no bias slot for the shift"):
         fold_norm_into_map(make_norm(), weight, None)
     with pytest.raises(RewriteRefusedError, match="no bias slot on up for the shift"):

@@ -108,8 +108,8 @@ def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> 
 
 def _as_map(norm: Norm) -> Link:
     """`x ↦ γ ∘ x + β`; no bias if β is zero."""
-    shift = None if norm.shift is None or not bool(norm.shift.any()) else norm.shift[None]
-    return Link((norm.offset + norm.gain)[None], shift)
+    shift = None if norm.bias is None or not bool(norm.bias.any()) else norm.bias[None]
+    return Link((norm.offset + norm.weight)[None], shift)
 
 
 def _folded_chains(weights: AttentionWeights, read: dict[Side, Norm | None]) -> dict[Side, Chain]:
@@ -165,11 +165,11 @@ def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple
     Raises:
         RewriteRefusedError: β is not zero, and there is no bias to take it.
     """
-    shift = None if norm.shift is None or not bool(norm.shift.any()) else norm.shift
+    shift = None if norm.bias is None or not bool(norm.bias.any()) else norm.bias
     if shift is not None and bias is None:
         raise RewriteRefusedError(_NAME_OF_OTHERS, "there is no bias slot for the shift β")
     shifted = bias if shift is None or bias is None else bias + weight @ shift
-    return weight * (norm.gain + norm.offset), shifted
+    return weight * (norm.weight + norm.offset), shifted
 
 
 def _require_before(name: str, place: str) -> None:
