@@ -44,7 +44,9 @@ def tiny(name: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    model.to(dtype).save_pretrained(folder)
+            parameter.data = parameter.to(dtype)  # of the parameters alone: Llama 4 has a complex buffer
+    model.config.dtype = dtype
+    model.save_pretrained(folder)
     return folder
 
 
