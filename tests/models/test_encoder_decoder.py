@@ -266,7 +266,7 @@ def test_dropout_stands_on_embeddings_and_on_every_sub_layer() -> None:
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_dropout_falls_on_what_a_sub_layer_adds_and_not_on_the_stream(norm: Norm) -> None:
-    residual = Residual(make_config(norm=norm, dropout=0.5)).train()
+    residual = Residual(make_config(norm=norm, dropout=0.5).block(cross=False).attention, 16).train()
     x, change = torch.randn(5, 7, 16), torch.ones(5, 7, 16)
     unchanged = residual.leave(x, torch.zeros_like(x))
     assert_same(unchanged, x if norm == "pre" else residual.norm(x), kind="exact")

@@ -39,7 +39,7 @@ def activated(name: str, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ["relu", "gelu", "swish"])
 def test_the_feed_forward_layer_has_the_activation_that_was_chosen(name: str) -> None:
-    layer = FeedForward(make(activation=name)).double().eval()
+    layer = FeedForward(make(activation=name).block(cross=False).feed_forward, 8).double().eval()
     x = torch.randn(2, 5, 8, dtype=torch.float64)
     inner = x @ layer.inner.weight.T + layer.inner.bias
     expected = activated(name, inner) @ layer.outer.weight.T + layer.outer.bias

@@ -28,7 +28,7 @@ from triptych.converting.plain_heads import plain_model
 from triptych.errors import DataError
 from triptych.extras import require_extra
 from triptych.models import EncoderDecoder
-from triptych.models.blocks import DecoderBlock, EncoderBlock, FeedForward, Residual
+from triptych.models.blocks import Block, FeedForward, Residual
 from triptych.runs import Run
 from triptych.text import SentencePieceTokenizer
 
@@ -96,11 +96,11 @@ def _spec(model: EncoderDecoder, num_heads: dict[str, int], length: int) -> Any:
         _set_norm(decoder.layer_norm, model.decoder_norm)
     _set_linear(decoder.projection, [model.output])
     for layer, block in zip(encoder.layer, model.encoder, strict=True):
-        assert isinstance(block, EncoderBlock)  # a ModuleList does not tell
+        assert isinstance(block, Block)  # a ModuleList does not tell
         _set_self_attention(layer.self_attention, block.self_attention, block.self_residual)
         _set_feed_forward(layer.ffn, block.feed_forward, block.feed_forward_residual)
     for layer, block in zip(decoder.layer, model.decoder, strict=True):
-        assert isinstance(block, DecoderBlock)
+        assert isinstance(block, Block)
         _set_self_attention(layer.self_attention, block.self_attention, block.self_residual)
         _set_linear(layer.attention.linear[0], _maps(block.cross_attention, "q"))
         _set_linear(layer.attention.linear[1], _maps(block.cross_attention, "kv"))

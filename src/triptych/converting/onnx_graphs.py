@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from triptych.attention import AttentionCache, DecoderCache, PositionIds
 from triptych.decoding import Engine
 from triptych.decoding.fused import FusedAttention, numbers_of
-from triptych.models.blocks import DecoderBlock, NewTokens
+from triptych.models.blocks import Block, NewTokens
 
 
 @final
@@ -48,7 +48,7 @@ class DecoderGraph(nn.Module):
 
     def kept_sizes(self) -> list[tuple[int, int]]:
         """Heads and width of the keys and values of each layer, in the order of `own`."""
-        layers = [cast(FusedAttention, cast(DecoderBlock, b).self_attention) for b in self.model.decoder]
+        layers = [cast(FusedAttention, cast(Block, b).self_attention) for b in self.model.decoder]
         return [(layer.groups, layer.width) for layer in layers for _ in range(2)]
 
     def forward(

@@ -20,7 +20,7 @@ from triptych.decoding.fused import (
     unsupported_precision,
 )
 from triptych.models import EncoderDecoder
-from triptych.models.blocks import DecoderBlock, NewTokens
+from triptych.models.blocks import Block, NewTokens
 
 # The vocabulary is looked through in groups of so many tokens: first the best of each group, then
 # only the groups that can hold one of the best.
@@ -71,9 +71,7 @@ class Engine:
         self.dtype = maps.dtype
         self.model = cast(EncoderDecoder, fused(model, maps))
         self._fill_up(model, maps, never)
-        cross = [
-            cast(FusedAttention, cast(DecoderBlock, block).cross_attention) for block in self.model.decoder
-        ]
+        cross = [cast(FusedAttention, cast(Block, block).cross_attention) for block in self.model.decoder]
         weights, biases = zip(*(layer.memory_rows for layer in cross), strict=True)
         self.memory_map = maps.linear(torch.cat(weights), torch.cat(biases))
         self._memory_shapes = [(layer.groups, layer.width) for layer in cross]

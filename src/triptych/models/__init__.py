@@ -1,14 +1,16 @@
-"""Configuration, blocks, the encoder-decoder, and its files."""
+"""Configuration, blocks, the models made of them, and their files."""
 
 from triptych.models.configuration import (
     PRESETS,
     AttentionConfig,
     DecoderConfig,
     EncoderConfig,
+    LanguageModelConfig,
     ModelConfig,
     PositionsConfig,
 )
 from triptych.models.encoder_decoder import AttentionMaps, EncoderDecoder
+from triptych.models.language_model import LanguageModel, LanguageModelOutput
 from triptych.models.sites import AttentionSite, attention_sites, attention_weights, with_attention
 from triptych.models.storage import read_model, write_model
 
@@ -20,6 +22,9 @@ __all__ = [
     "DecoderConfig",
     "EncoderConfig",
     "EncoderDecoder",
+    "LanguageModel",
+    "LanguageModelConfig",
+    "LanguageModelOutput",
     "ModelConfig",
     "PositionsConfig",
     "attention_sites",

@@ -1,6 +1,7 @@
-"""The blocks of encoder and decoder: attention and feed-forward, each in a residual sub-layer."""
+"""The blocks of every model: attention and feed-forward layers, each in a residual frame."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
@@ -8,11 +9,35 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from triptych.attention import AttentionCache, AttentionPositions, MultiHeadAttention, PositionIds
-from triptych.models.configuration import AttentionConfig, ModelConfig
+from triptych.attention import AttentionCache, MultiHeadAttention, PositionIds
+from triptych.models.architecture import (
+    Activation,
+    BlockConfig,
+    FeedForwardConfig,
+    NormConfig,
+    SublayerConfig,
+)
 from triptych.models.dropout import Dropout
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": F.gelu, "swish": F.silu}
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
+
+
+def _gelu_sigmoid(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_sigmoid": _gelu_sigmoid,
+    "swish": F.silu,
+    "relu_squared": _relu_squared,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+}
 
 
 class NewTokens(NamedTuple):
@@ -37,38 +62,74 @@ class BlockOutput(NamedTuple):
 
 
 @final
-class FeedForward(nn.Module):
-    """`f(x W_1 + b_1) W_2 + b_2`; the paper's equation 2 where f is "relu", `max(0, ·)`."""
+class OffsetNorm(nn.Module):
+    """A norm whose weights are stored relative to a number: `normal(x) ⊙ (offset + weight) + bias`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: NormConfig, d_model: int) -> None:
         super().__init__()
-        self.inner = nn.Linear(config.d_model, config.d_ff)
-        self.outer = nn.Linear(config.d_ff, config.d_model)
-        self.activation = _ACTIVATIONS[config.activation]
-        self.dropout = Dropout(config.activation_dropout)
-        for linear in (self.inner, self.outer):
-            nn.init.xavier_uniform_(linear.weight)
-            nn.init.zeros_(linear.bias)
+        self.kind, self.eps, self.offset = config.kind, config.eps, config.offset
+        self.weight = nn.Parameter(torch.full((d_model,), 1 - config.offset))
+        has_bias = config.bias and config.kind == "layer"
+        self.bias = nn.Parameter(torch.zeros(d_model)) if has_bias else None
+
+    def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
+        shape, weight = x.shape[-1:], self.offset + self.weight
+        if self.kind == "layer":
+            return F.layer_norm(x, shape, weight, self.bias, self.eps)
+        return F.rms_norm(x, shape, weight, self.eps)
+
+
+def make_norm(config: NormConfig | None, d_model: int) -> nn.Module:
+    """The norm, with weights that change nothing yet; the identity for None."""
+    if config is None:
+        return nn.Identity()
+    if config.offset:
+        return OffsetNorm(config, d_model)
+    if config.kind == "rms":
+        return nn.RMSNorm(d_model, config.eps, elementwise_affine=config.weight)
+    return nn.LayerNorm(d_model, config.eps, elementwise_affine=config.weight, bias=config.bias)
+
+
+@final
+class FeedForward(nn.Module):
+    """See `FeedForwardConfig`; without a gate and with "relu", the paper's equation 2."""
+
+    def __init__(self, config: FeedForwardConfig, d_model: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(d_model, config.d_ff, bias=config.bias)
+        self.gate = nn.Linear(d_model, config.d_ff, bias=config.bias) if config.gated else None
+        self.outer = nn.Linear(config.d_ff, d_model, bias=config.out_bias)
+        self.activation = ACTIVATIONS[config.activation]
+        self.dropout = Dropout(config.dropout)
+        for linear in (self.inner, self.gate, self.outer):
+            if linear is not None:
+                nn.init.xavier_uniform_(linear.weight)
+                if linear.bias is not None:
+                    nn.init.zeros_(linear.bias)
 
     def forward(self, x: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
         """Apply to every position alike."""
-        hidden = self.activation(self.inner(x))
+        if self.gate is None:
+            hidden = self.activation(self.inner(x))
+        else:
+            hidden = self.activation(self.gate(x)) * self.inner(x)
         return self.outer(self.dropout(hidden) if self.training else hidden)  # type: ignore[no-any-return]
 
 
 @final
 class Residual(nn.Module):
-    """The frame around a sub-layer: where its norm stands, its dropout, and the sum.
+    """The frame around a sub-layer: its norms, its dropout, and the sum.
 
     Post-norm, the paper's: `norm(x + dropout(f(x)))`. Pre-norm: `x + dropout(f(norm(x)))`.
     A sub-layer is called between `enter` and `leave`.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: SublayerConfig, d_model: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.d_model)
+        self.norm = make_norm(config.norm, d_model)
+        self.out_norm = None if config.out_norm is None else make_norm(config.out_norm, d_model)
         self.dropout = Dropout(config.dropout)
-        self.pre = config.norm == "pre"
+        self.pre, self.scale, self.from_norm = config.place == "pre", config.scale, config.from_norm
 
     def enter(self, x: Tensor) -> Tensor:
         """What the sub-layer reads."""
@@ -76,92 +137,96 @@ class Residual(nn.Module):
 
     def leave(self, x: Tensor, change: Tensor) -> Tensor:
         """The stream after the sub-layer, from the stream before it and its output."""
-        total = x + (self.dropout(change) if self.training else change)
+        total = (self.norm(x) if self.from_norm else x) + self.added(change)
         return total if self.pre else self.norm(total)
 
-
-def _attention(
-    config: ModelConfig, site: AttentionConfig, positions: AttentionPositions | None
-) -> MultiHeadAttention:
-    return MultiHeadAttention(
-        config.d_model,
-        site.num_heads or config.num_heads,
-        site.parameterisation(),
-        dropout=site.dropout,
-        positions=positions,
-    )
+    def added(self, change: Tensor) -> Tensor:
+        """What a sub-layer's output adds to the stream."""
+        if self.out_norm is not None:
+            change = self.out_norm(change)
+        if self.scale != 1.0:
+            change = change * self.scale
+        return self.dropout(change) if self.training else change
 
 
 @final
-class EncoderBlock(nn.Module):
-    """Self-attention, then feed-forward."""
+class Block(nn.Module):
+    """Self-attention, cross-attention if there is any, then feed-forward.
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    Args:
+        config: the frames and the feed-forward layer.
+        d_model: width of the stream.
+        self_attention: the attention layer.
+        cross_attention: to the output of an encoder; None without.
+    """
+
+    def __init__(
+        self,
+        config: BlockConfig,
+        d_model: int,
+        self_attention: MultiHeadAttention,
+        cross_attention: MultiHeadAttention | None = None,
+    ) -> None:
         super().__init__()
-        site = config.encoder_sites()[layer]
-        self.self_attention = _attention(config, site, config.positions.in_attention())
-        self.self_residual = Residual(config)
-        self.feed_forward = FeedForward(config)
-        self.feed_forward_residual = Residual(config)
+        self.self_attention = self_attention
+        self.self_residual = Residual(config.attention, d_model)
+        if cross_attention is not None and config.cross is not None:
+            self.cross_attention = cross_attention
+            self.cross_residual = Residual(config.cross, d_model)
+        self.has_cross = cross_attention is not None
+        self.feed_forward = FeedForward(config.feed_forward, d_model)
+        self.feed_forward_residual = Residual(config.feed_forward_frame, d_model)
+        self.parallel = config.parallel
+        self.shares_norm = config.parallel and config.feed_forward_frame.norm is None
 
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | None,
-        need_weights: bool = False,
-        positions: PositionIds | None = None,
-    ) -> BlockOutput:
-        """Read and write `[batch, src_len, d_model]`."""
-        attended = self.self_attention(
-            self.self_residual.enter(x), mask=mask, need_weights=need_weights, positions=positions
-        )
-        x = self.self_residual.leave(x, attended.output)
-        x = self.feed_forward_residual.leave(x, self.feed_forward(self.feed_forward_residual.enter(x)))
-        return BlockOutput(x, attended.weights)
-
-
-@final
-class DecoderBlock(nn.Module):
-    """Causal self-attention, cross-attention to the memory, then feed-forward."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        own, cross = config.decoder_sites()[layer], config.cross_sites()[layer]
-        self.self_attention = _attention(config, own, config.positions.in_attention())
-        self.self_residual = Residual(config)
-        self.cross_attention = _attention(config, cross, None)
-        self.cross_residual = Residual(config)
-        self.feed_forward = FeedForward(config)
-        self.feed_forward_residual = Residual(config)
-
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None,
-        memory_mask: Tensor | None,
+        mask: Tensor | None = None,
+        *,
+        causal: bool = False,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
         cache: AttentionCache | None = None,
         memory_cache: AttentionCache | None = None,
         need_weights: bool = False,
-        new: NewTokens | None = None,
+        positions: PositionIds | None = None,
     ) -> BlockOutput:
-        """Read and write `[batch, tgt_len, d_model]`.
+        """Read and write `[batch, length, d_model]`.
 
         While decoding, several hypotheses may share a sentence's memory: `x` then has a multiple of
         the memory's rows, those of one sentence side by side, and each sentence's hypotheses read
         the memory as one longer row of queries. Without a memory, `memory_cache` holds it.
+
+        Args:
+            x: the stream.
+            mask: of the self-attention; see `MultiHeadAttention`.
+            causal: whether tokens see only what stands before them.
+            memory: the encoder's output.
+            memory_mask: True where the memory holds a token.
+            cache: of the self-attention.
+            memory_cache: of the cross-attention.
+            need_weights: whether to return attention weights.
+            positions: of the tokens of `x`; the next ones if None.
         """
         read = self.self_residual.enter(x)
-        if new is None:
-            own = self.self_attention(read, causal=True, cache=cache, need_weights=need_weights)
-        else:
-            own = self.self_attention(read, mask=new.mask, cache=cache, positions=new.positions)
-        x = self.self_residual.leave(x, own.output)
-        queries = self.cross_residual.enter(x)
-        if memory is not None:
-            queries = queries.reshape(memory.shape[0], -1, queries.shape[-1])
-        cross = self.cross_attention(
-            queries, memory=memory, mask=memory_mask, cache=memory_cache, need_weights=need_weights
+        own = self.self_attention(
+            read, mask=mask, causal=causal, cache=cache, need_weights=need_weights, positions=positions
         )
-        x = self.cross_residual.leave(x, cross.output if memory is None else cross.output.view(x.shape))
+        if self.parallel:
+            fed = self.feed_forward(read if self.shares_norm else self.feed_forward_residual.enter(x))
+            x = self.self_residual.leave(x, own.output) + self.feed_forward_residual.added(fed)
+            return BlockOutput(x, own.weights)
+        x = self.self_residual.leave(x, own.output)
+        cross_weights = None
+        if self.has_cross:
+            queries = self.cross_residual.enter(x)
+            if memory is not None:
+                queries = queries.reshape(memory.shape[0], -1, queries.shape[-1])
+            cross = self.cross_attention(
+                queries, memory=memory, mask=memory_mask, cache=memory_cache, need_weights=need_weights
+            )
+            x = self.cross_residual.leave(x, cross.output if memory is None else cross.output.view(x.shape))
+            cross_weights = cross.weights
         x = self.feed_forward_residual.leave(x, self.feed_forward(self.feed_forward_residual.enter(x)))
-        return BlockOutput(x, own.weights, cross.weights)
+        return BlockOutput(x, own.weights, cross_weights)

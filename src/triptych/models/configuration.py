@@ -10,10 +10,20 @@ from pydantic_core import PydanticCustomError
 from triptych.attention import (
     AlibiPositions,
     AttentionPositions,
+    MultiHeadAttention,
     Parameterisation,
     RotaryPositions,
     check_sizes,
     parameterisation,
+)
+from triptych.models.architecture import (
+    BlockConfig,
+    EmbeddingsConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    LanguageModelArchitecture,
+    NormConfig,
+    SublayerConfig,
 )
 
 Width = int | None
@@ -75,6 +85,24 @@ class AttentionConfig(BaseModel):
     def parameterisation(self) -> Parameterisation:
         """The projections to build."""
         return parameterisation(self.projections, **self.options)
+
+    def layer(
+        self, d_model: int, num_heads: int, positions: AttentionPositions | None = None
+    ) -> MultiHeadAttention:
+        """A layer with fresh weights.
+
+        Args:
+            d_model: width of its input and output.
+            num_heads: if the site names no number of its own.
+            positions: how the layer tells positions apart.
+        """
+        return MultiHeadAttention(
+            d_model,
+            self.num_heads or num_heads,
+            self.parameterisation(),
+            dropout=self.dropout,
+            positions=positions,
+        )
 
 
 def _option_fields(projections: str) -> tuple[dataclasses.Field[object], ...]:
@@ -252,10 +280,125 @@ class ModelConfig(BaseModel):
 
     def site(self, attention: AttentionConfig) -> AttentionConfig:
         """An attention site with the sizes it left out filled in, as far as it has such sizes."""
-        model = {"num_heads": self.num_heads, "d_k": self.d_k, "d_v": self.d_v}
-        own = ("num_heads", *(field.name for field in _option_fields(attention.projections)))
-        filled = {name: size for name, size in model.items() if name in own and size is not None}
-        return AttentionConfig.model_validate({**filled, **attention.model_dump(exclude_none=True)})
+        return _filled_in(attention, num_heads=self.num_heads, d_k=self.d_k, d_v=self.d_v)
+
+    def block(self, *, cross: bool) -> BlockConfig:
+        """What the blocks of the encoder are made of, or with `cross` those of the decoder."""
+        frame = SublayerConfig(NormConfig(), self.norm, dropout=self.dropout)
+        feed_forward = FeedForwardConfig(self.d_ff, self.activation, dropout=self.activation_dropout)
+        return BlockConfig(frame, feed_forward, frame, frame if cross else None)
+
+
+class LanguageModelConfig(BaseModel):
+    """A decoder-only model that predicts the next token, or an encoder-only one that predicts masked tokens.
+
+    Attributes:
+        num_layers: blocks, one on the other.
+        d_model: width of the residual stream.
+        d_ff: inner width of the feed-forward layers; 4 · d_model if None, or 8/3 of it with a gate, rounded
+            up to a multiple of 8.
+        num_heads: heads of every attention layer that names no number of its own.
+        d_k: width of queries and keys; d_model / num_heads if None.
+        d_v: width of values; likewise.
+        dropout: on the output of every sub-layer and on the embeddings.
+        activation_dropout: inside the feed-forward layers.
+        activation: of the feed-forward layers.
+        gated: whether the feed-forward layers have a gate ("swish" with a gate is SwiGLU).
+        norm: "pre" normalises before each sub-layer and after the last block, "post" after the residual sums.
+        norm_kind: LayerNorm or RMSNorm.
+        norm_eps: added below the root.
+        bias: whether feed-forward layers and LayerNorms have biases. Those of the attention are options of
+            its parameterisation.
+        tie_embeddings: whether the output table is that of the embeddings.
+        context: longest text in tokens that the model is trained on, and for "learned" positions the longest
+            that it can read.
+        positions: how positions are told apart.
+        attention: every layer not named in `attention_in_layer`.
+        attention_in_layer: layers (from 0) that differ.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_layers: int = Field(6, ge=1, le=_MOST_LAYERS)
+    d_model: int = Field(384, ge=2)
+    d_ff: int | None = Field(None, ge=1)
+    num_heads: int = Field(6, ge=1)
+    d_k: Width = Field(None, ge=1, strict=True)
+    d_v: Width = Field(None, ge=1, strict=True)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    activation_dropout: float = Field(0.0, ge=0, lt=1)
+    activation: Literal["relu", "gelu", "gelu_tanh", "swish", "relu_squared"] = "gelu"
+    gated: bool = False
+    norm: Literal["post", "pre"] = "pre"
+    norm_kind: Literal["layer", "rms"] = "layer"
+    norm_eps: float = Field(1e-5, gt=0)
+    bias: bool = True
+    tie_embeddings: bool = True
+    context: int = Field(256, ge=1)
+    positions: PositionsConfig = PositionsConfig(scheme="rotary")
+    attention: AttentionConfig = AttentionConfig()
+    attention_in_layer: dict[int, AttentionConfig] = {}
+
+    @model_validator(mode="after")
+    def _sites_fit(self) -> "LanguageModelConfig":
+        _check_layers("attention_in_layer", self.attention_in_layer, self.num_layers)
+        for site in self.sites():
+            check_sizes(
+                self.d_model,
+                site.num_heads or self.num_heads,
+                site.parameterisation(),
+                self.positions.in_attention(),
+            )
+        if self.positions.scheme == "learned" and self.positions.max_tokens < self.context:
+            raise ValueError(
+                f"positions.max_tokens is {self.positions.max_tokens}: a context of {self.context} "
+                "tokens needs as many"
+            )
+        return self
+
+    def sites(self) -> list[AttentionConfig]:
+        """The attention of every layer, sizes filled in."""
+        return [
+            _filled_in(
+                self.attention_in_layer.get(i, self.attention),
+                num_heads=self.num_heads,
+                d_k=self.d_k,
+                d_v=self.d_v,
+            )
+            for i in range(self.num_layers)
+        ]
+
+    def architecture(self, kind: Literal["decoder", "encoder"], vocab_size: int) -> LanguageModelArchitecture:
+        """What the model is made of, for a vocabulary of this size."""
+        norm = NormConfig(self.norm_kind, self.norm_eps, bias=self.bias)
+        frame = SublayerConfig(norm, self.norm, dropout=self.dropout)
+        d_ff = self.d_ff or (-(-8 * self.d_model // 24) * 8 if self.gated else 4 * self.d_model)
+        feed_forward = FeedForwardConfig(
+            d_ff, self.activation, self.gated, self.bias, self.bias, self.activation_dropout
+        )
+        scheme = self.positions.scheme
+        embeddings = EmbeddingsConfig(
+            vocab_size,
+            positions=scheme if scheme in ("learned", "sinusoidal") else "none",
+            num_positions=self.positions.max_tokens if scheme == "learned" else 0,
+            sinusoidal_layout=self.positions.sinusoidal_layout,
+            norm=norm if self.norm == "post" else None,
+            dropout=self.dropout,
+        )
+        return LanguageModelArchitecture(
+            kind,
+            self.d_model,
+            embeddings,
+            (BlockConfig(frame, feed_forward, frame),) * self.num_layers,
+            norm if self.norm == "pre" else None,
+            HeadConfig(tied=self.tie_embeddings),
+        )
+
+
+def _filled_in(attention: AttentionConfig, **model: int | None) -> AttentionConfig:
+    own = ("num_heads", *(field.name for field in _option_fields(attention.projections)))
+    filled = {name: size for name, size in model.items() if name in own and size is not None}
+    return AttentionConfig.model_validate({**filled, **attention.model_dump(exclude_none=True)})
 
 
 def _check_layers(field: str, sites: dict[int, AttentionConfig], num_layers: int) -> None:

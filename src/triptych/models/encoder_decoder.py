@@ -16,7 +16,7 @@ from triptych.attention import (
     SinusoidalPositions,
     padding_mask,
 )
-from triptych.models.blocks import DecoderBlock, EncoderBlock, NewTokens
+from triptych.models.blocks import Block, NewTokens
 from triptych.models.configuration import ModelConfig
 from triptych.models.dropout import Dropout
 
@@ -69,8 +69,20 @@ class EncoderDecoder(nn.Module):
         self.embedding_dropout = Dropout(config.dropout)
         self.embedding_scale = math.sqrt(config.d_model)
         self.stream_dtype: torch.dtype | None = None  # of the blocks, where it is not the tables' dtype
-        self.encoder = nn.ModuleList(EncoderBlock(config, i) for i in range(config.encoder.num_layers))
-        self.decoder = nn.ModuleList(DecoderBlock(config, i) for i in range(config.decoder.num_layers))
+        own, d_model = config.positions.in_attention(), config.d_model
+        self.encoder = nn.ModuleList(
+            Block(config.block(cross=False), d_model, site.layer(d_model, config.num_heads, own))
+            for site in config.encoder_sites()
+        )
+        self.decoder = nn.ModuleList(
+            Block(
+                config.block(cross=True),
+                d_model,
+                site.layer(d_model, config.num_heads, own),
+                cross.layer(d_model, config.num_heads),
+            )
+            for site, cross in zip(config.decoder_sites(), config.cross_sites(), strict=True)
+        )
         # Pre-norm leaves the stream itself unnormalised, so each stack ends with a norm of its own.
         final_norm = config.norm == "pre"
         self.encoder_norm = nn.LayerNorm(config.d_model) if final_norm else nn.Identity()
@@ -141,7 +153,16 @@ class EncoderDecoder(nn.Module):
         x = self._embed(self.tgt_embedding, self.tgt_positions, tgt_in, start)
         for i, block in enumerate(self.decoder):
             own, of_memory = (None, None) if cache is None else (cache.own[i], cache.memory[i])
-            x = block(x, memory, memory_mask, own, of_memory, new=new).x
+            x = block(
+                x,
+                None if new is None else new.mask,
+                causal=new is None,
+                memory=memory,
+                memory_mask=memory_mask,
+                cache=own,
+                memory_cache=of_memory,
+                positions=None if new is None else new.positions,
+            ).x
         return self.decoder_norm(x)  # type: ignore[no-any-return]
 
     def logits(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows tgt_vocab_size"]:
@@ -161,7 +182,7 @@ class EncoderDecoder(nn.Module):
         memory = self.encoder_norm(x)
         y = self._embed(self.tgt_embedding, self.tgt_positions, tgt_in, 0)
         for block in self.decoder:
-            y, own, cross = block(y, memory, mask, need_weights=True)
+            y, own, cross = block(y, causal=True, memory=memory, memory_mask=mask, need_weights=True)
             of_decoder.append(own)
             of_cross.append(cross)
         return AttentionMaps(tuple(of_encoder), tuple(of_decoder), tuple(of_cross))

@@ -11,7 +11,7 @@ from torch import nn
 from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import AttentionWeights, Norm
 from triptych.attention import MultiHeadAttention
-from triptych.models.blocks import DecoderBlock, EncoderBlock, Residual
+from triptych.models.blocks import Block, Residual
 from triptych.models.configuration import AttentionConfig, ModelConfig
 from triptych.models.encoder_decoder import EncoderDecoder
 
@@ -48,10 +48,10 @@ def attention_sites(model: EncoderDecoder) -> list[AttentionSite]:
     """Every attention layer: the encoder's, then each decoder block's own and the one to the memory."""
     sites: list[AttentionSite] = []
     for i, block in enumerate(model.encoder):
-        assert isinstance(block, EncoderBlock)  # a ModuleList does not tell
+        assert isinstance(block, Block)  # a ModuleList does not tell
         sites.append(AttentionSite("encoder", i, block.self_attention, block.self_residual))
     for i, block in enumerate(model.decoder):
-        assert isinstance(block, DecoderBlock)
+        assert isinstance(block, Block)
         sites.append(AttentionSite("decoder", i, block.self_attention, block.self_residual))
         sites.append(AttentionSite("cross", i, block.cross_attention, block.cross_residual))
     return sites

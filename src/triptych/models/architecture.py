@@ -1,0 +1,187 @@
+"""What the blocks of a Transformer are made of, as data.
+
+Recipes and checkpoints both end here: `configuration` turns what a recipe asks for into these records,
+`checkpoints` what a configuration of Hugging Face says. `blocks` and the models are built from them, and know
+neither recipes nor families.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, final
+
+Activation = Literal["relu", "gelu", "gelu_tanh", "gelu_sigmoid", "swish", "relu_squared", "tanh", "sigmoid"]
+
+
+@final
+@dataclass(frozen=True)
+class NormConfig:
+    """A normalisation over the width of the model.
+
+    Attributes:
+        kind: LayerNorm, `(x − mean) / √(var + eps)`, or RMSNorm, `x / √(mean(x²) + eps)`.
+        eps: added below the root.
+        weight: whether there is a weight for each channel.
+        bias: whether there is a bias for each channel; LayerNorm only.
+        offset: channels are multiplied by `offset + weight`, so 1 where weights are stored relative to 1.
+
+    Source: Ba et al. 2016, arXiv 1607.06450; Zhang and Sennrich 2019, arXiv 1910.07467.
+    """
+
+    kind: Literal["layer", "rms"] = "layer"
+    eps: float = 1e-5
+    weight: bool = True
+    bias: bool = True
+    offset: float = 0.0
+
+
+@final
+@dataclass(frozen=True)
+class FeedForwardConfig:
+    """A feed-forward layer.
+
+    `f(x W_1 + b_1) W_2 + b_2`, or with a gate `(f(x W_g + b_g) ⊙ (x W_1 + b_1)) W_2 + b_2`.
+
+    Attributes:
+        d_ff: inner width.
+        activation: f. "gelu" is `x Φ(x)`, "gelu_tanh" its approximation by tanh, "gelu_sigmoid"
+            `x σ(1.702 x)`, "swish" `x σ(x)`, "relu_squared" `max(0, x)²`.
+        gated: whether there is a gate.
+        bias: whether the inner maps have biases; `out_bias` likewise for W_2.
+        dropout: on the inner activations, while training.
+
+    Source: gates: Shazeer 2020, arXiv 2002.05202.
+    """
+
+    d_ff: int
+    activation: Activation = "relu"
+    gated: bool = False
+    bias: bool = True
+    out_bias: bool = True
+    dropout: float = 0.0
+
+
+@final
+@dataclass(frozen=True)
+class SublayerConfig:
+    """The frame around attention or a feed-forward layer f.
+
+    Attributes:
+        norm: "pre": `x + f(norm(x))`; "post": `norm(x + f(x))`; None without.
+        place: where `norm` stands.
+        out_norm: of what f adds, before the sum; with a pre-norm, both together are a sandwich.
+        scale: what f adds is multiplied by this.
+        dropout: on what f adds, while training.
+        from_norm: whether the sum is taken with the normalised input instead of the input.
+    """
+
+    norm: NormConfig | None = NormConfig()
+    place: Literal["pre", "post"] = "pre"
+    out_norm: NormConfig | None = None
+    scale: float = 1.0
+    dropout: float = 0.0
+    from_norm: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class BlockConfig:
+    """A block: self-attention, cross-attention if there is any, and a feed-forward layer.
+
+    Attributes:
+        attention: the frame of the self-attention.
+        feed_forward: the feed-forward layer.
+        feed_forward_frame: its frame.
+        cross: the frame of the cross-attention; None without.
+        parallel: whether attention and feed-forward layer read the same stream, and what both add is added at
+            once. Without a norm in `feed_forward_frame`, the feed-forward layer reads what the attention
+            reads.
+    """
+
+    attention: SublayerConfig
+    feed_forward: FeedForwardConfig
+    feed_forward_frame: SublayerConfig
+    cross: SublayerConfig | None = None
+    parallel: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class EmbeddingsConfig:
+    """From token ids to the stream.
+
+    Attributes:
+        vocab_size: rows of the table.
+        width: of the table; d_model if None, else a map without bias leads from it to d_model (with one if
+            `map_bias`).
+        scale: the rows are multiplied by this.
+        positions: what is added for the position of a token.
+        num_positions: rows of learned positions.
+        position_offset: position p is row `p + position_offset` of the learned or sinusoidal table.
+        sinusoidal_layout: see `attention.sinusoidal`.
+        num_types: rows of a table for the segments of a text; 0 without.
+        norm: of the sum; None without.
+        dropout: while training.
+    """
+
+    vocab_size: int
+    width: int | None = None
+    map_bias: bool = False
+    scale: float = 1.0
+    positions: Literal["none", "learned", "sinusoidal"] = "none"
+    num_positions: int = 0
+    position_offset: int = 0
+    sinusoidal_layout: Literal["halves", "interleaved"] = "interleaved"
+    num_types: int = 0
+    norm: NormConfig | None = None
+    dropout: float = 0.0
+
+
+@final
+@dataclass(frozen=True)
+class HeadConfig:
+    """From the stream to logits.
+
+    Attributes:
+        tied: whether the output table is that of the embeddings.
+        bias: whether every token has a bias.
+        width: of what the output table reads; d_model if None. A map with `map_bias` leads to it, followed by
+            `activation` and `norm`, which BERT and its like have.
+        transform: whether there is that map.
+        scale: logits are multiplied by this.
+        soft_cap: c where logits s become `c · tanh(s / c)`; None if they do not.
+    """
+
+    tied: bool = True
+    bias: bool = False
+    width: int | None = None
+    transform: bool = False
+    map_bias: bool = True
+    activation: Activation | None = None
+    norm: NormConfig | None = None
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+
+@final
+@dataclass(frozen=True)
+class LanguageModelArchitecture:
+    """A decoder without encoder, or an encoder without decoder.
+
+    Attributes:
+        kind: "decoder" sees a text causally and predicts the next token; "encoder" sees all of it and
+            predicts the tokens themselves.
+        d_model: width of the stream.
+        embeddings: of the tokens.
+        blocks: each with weights of its own.
+        order: numbers of the blocks in the order of their application, where one serves several times; from
+            the first to the last if empty.
+        final_norm: after the last block; None without.
+        head: to logits; None where the model ends with the stream.
+    """
+
+    kind: Literal["decoder", "encoder"]
+    d_model: int
+    embeddings: EmbeddingsConfig
+    blocks: tuple[BlockConfig, ...]
+    final_norm: NormConfig | None = None
+    head: HeadConfig | None = HeadConfig()
+    order: tuple[int, ...] = ()

@@ -1,0 +1,243 @@
+"""Models of one stack: decoder-only language models and encoder-only ones, over the blocks of `blocks`."""
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from triptych.attention import (
+    DecoderCache,
+    LearnedPositions,
+    MultiHeadAttention,
+    NoPositions,
+    PositionIds,
+    SinusoidalPositions,
+)
+from triptych.models.architecture import EmbeddingsConfig, HeadConfig, LanguageModelArchitecture
+from triptych.models.blocks import ACTIVATIONS, Block, make_norm
+from triptych.models.configuration import LanguageModelConfig
+from triptych.models.dropout import Dropout
+
+
+class LanguageModelOutput(NamedTuple):
+    """What a pass gives back.
+
+    Attributes:
+        logits: `[batch, length, vocab]`; for a model without head, `hidden`.
+        hidden: `[batch, length, d_model]`, after the last norm.
+        weights: of every layer, `[batch, num_heads, length, key_len]`; empty unless asked for.
+    """
+
+    logits: Float[Tensor, "batch length vocab"]
+    hidden: Float[Tensor, "batch length d_model"]
+    weights: tuple[Tensor, ...]
+
+
+@final
+class Embeddings(nn.Module):
+    """From token ids to the stream: the table, positions, segments, a norm."""
+
+    def __init__(self, config: EmbeddingsConfig, d_model: int) -> None:
+        super().__init__()
+        width = config.width or d_model
+        self.config = config
+        self.table = nn.Embedding(config.vocab_size, width)
+        nn.init.normal_(self.table.weight, std=0.02)
+        rows = config.num_positions + config.position_offset
+        match config.positions:
+            case "learned":
+                self.positions: nn.Module = LearnedPositions(rows, width)
+                nn.init.normal_(self.positions.weight, std=0.02)
+            case "sinusoidal":
+                self.positions = SinusoidalPositions(width, config.sinusoidal_layout)
+            case _:
+                self.positions = NoPositions()
+        self.types = nn.Embedding(config.num_types, width) if config.num_types else None
+        self.norm = make_norm(config.norm, width)
+        self.map = None if width == d_model else nn.Linear(width, d_model, bias=config.map_bias)
+        self.dropout = Dropout(config.dropout)
+        self.stream_dtype: torch.dtype | None = None  # of the blocks, where it is not the tables' dtype
+
+    def forward(
+        self,
+        ids: Int[Tensor, "batch length"],
+        start: int | PositionIds = 0,
+        types: Int[Tensor, "batch length"] | None = None,
+    ) -> Float[Tensor, "batch length d_model"]:
+        """Embed tokens whose positions begin at `start`, or are given."""
+        x, config = self.table(ids), self.config
+        if config.scale != 1.0:
+            x = x * config.scale
+        if config.position_offset:
+            if isinstance(start, PositionIds):
+                start = start._replace(
+                    ids=start.ids + config.position_offset, end=start.end + config.position_offset
+                )
+            else:
+                start = start + config.position_offset
+        x = self.positions(x, start)
+        if self.types is not None:
+            x = x + self.types(torch.zeros_like(ids) if types is None else types)
+        x = self.norm(x)
+        if self.stream_dtype is not None:
+            x = x.to(self.stream_dtype)
+        x = self.dropout(x) if self.training else x
+        return x if self.map is None else self.map(x)  # type: ignore[no-any-return]
+
+
+@final
+class Head(nn.Module):
+    """From the stream to logits: a map with activation and norm if there is one, and the output table."""
+
+    def __init__(self, config: HeadConfig, d_model: int, table: nn.Embedding) -> None:
+        super().__init__()
+        width = config.width or d_model
+        self.config = config
+        self.map = nn.Linear(d_model, width, bias=config.map_bias) if config.transform else None
+        self.activation = None if config.activation is None else ACTIVATIONS[config.activation]
+        self.norm = make_norm(config.norm, width)
+        self.output = nn.Linear(width, table.num_embeddings, bias=config.bias)
+        if config.bias:
+            nn.init.zeros_(self.output.bias)
+        if config.tied:
+            self.output.weight = table.weight
+        else:
+            nn.init.normal_(self.output.weight, std=0.02)
+
+    def features(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows width"]:
+        """What the output table reads."""
+        if self.map is not None:
+            x = self.map(x)
+        if self.activation is not None:
+            x = self.activation(x)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
+        """The logits."""
+        logits: Tensor = self.output(self.features(x))
+        if self.config.scale != 1.0:
+            logits = logits * self.config.scale
+        cap = self.config.soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+@final
+class LanguageModel(nn.Module):
+    """A stack of blocks between embeddings and a head.
+
+    Attributes:
+        architecture: what it is made of.
+        config: of the recipe; None for a model that was read from another library's checkpoint.
+    """
+
+    def __init__(
+        self,
+        architecture: LanguageModelArchitecture,
+        attention: Iterable[MultiHeadAttention],
+        config: LanguageModelConfig | None = None,
+    ) -> None:
+        """Make a model with fresh weights around attention layers.
+
+        Args:
+            architecture: what it is made of.
+            attention: a layer for every block.
+            config: kept beside it.
+        """
+        super().__init__()
+        self.architecture, self.config = architecture, config
+        d_model = architecture.d_model
+        self.embeddings = Embeddings(architecture.embeddings, d_model)
+        self.blocks = nn.ModuleList(
+            Block(block, d_model, layer) for block, layer in zip(architecture.blocks, attention, strict=True)
+        )
+        self.final_norm = make_norm(architecture.final_norm, d_model)
+        head = architecture.head
+        self.head = None if head is None else Head(head, d_model, self.embeddings.table)
+        self.causal = architecture.kind == "decoder"
+        self._order = architecture.order or tuple(range(len(architecture.blocks)))
+
+    @classmethod
+    def of(
+        cls, config: LanguageModelConfig, kind: Literal["decoder", "encoder"], vocab_size: int
+    ) -> "LanguageModel":
+        """A model of a recipe, with fresh weights."""
+        positions = config.positions.in_attention()
+        layers = [site.layer(config.d_model, config.num_heads, positions) for site in config.sites()]
+        return cls(config.architecture(kind, vocab_size), layers, config)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        return self.embeddings.table.num_embeddings
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Longest text that there are positions for; None if there is no limit."""
+        config = self.architecture.embeddings
+        return config.num_positions if config.positions == "learned" else None
+
+    def new_cache(self) -> DecoderCache:
+        """An empty cache for `forward`."""
+        return DecoderCache(len(self._order))
+
+    def forward(
+        self,
+        ids: Int[Tensor, "batch length"],
+        *,
+        mask: Bool[Tensor, "..."] | None = None,
+        positions: PositionIds | None = None,
+        types: Int[Tensor, "batch length"] | None = None,
+        cache: DecoderCache | None = None,
+        need_weights: bool = False,
+    ) -> LanguageModelOutput:
+        """Logits of the next token at every position, or of an encoder those of the token itself.
+
+        Args:
+            ids: tokens; with a cache, only those not yet in it.
+            mask: True = may attend, broadcasts to `[batch, num_heads, length, key_len]`; causality is added
+                by the model.
+            positions: of the tokens, where they do not simply follow those of the cache; ids `[length]`, or
+                `[batch, length]` where rows differ (left padding).
+            types: the segment of every token; all 0 if None.
+            cache: holds the tokens before `ids`, and gets those of `ids`.
+            need_weights: whether to return attention weights.
+        """
+        x, weights = self._run(ids, mask, positions, types, cache, need_weights)
+        return LanguageModelOutput(x if self.head is None else self.head(x), x, weights)
+
+    def hidden(
+        self,
+        ids: Int[Tensor, "batch length"],
+        *,
+        mask: Bool[Tensor, "..."] | None = None,
+        positions: PositionIds | None = None,
+        types: Int[Tensor, "batch length"] | None = None,
+        cache: DecoderCache | None = None,
+    ) -> Float[Tensor, "batch length d_model"]:
+        """The stream after the last norm; arguments as those of `forward`."""
+        return self._run(ids, mask, positions, types, cache, False)[0]
+
+    def _run(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        positions: PositionIds | None,
+        types: Tensor | None,
+        cache: DecoderCache | None,
+        need_weights: bool,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        start: int | PositionIds = positions or (0 if cache is None else cache.length)
+        x, found = self.embeddings(ids, start, types), []
+        for place, number in enumerate(self._order):
+            x, weights, _ = self.blocks[number](
+                x,
+                mask,
+                causal=self.causal,
+                cache=None if cache is None else cache.own[place],
+                need_weights=need_weights,
+                positions=positions,
+            )
+            found.append(weights)
+        return self.final_norm(x), tuple(found) if need_weights else ()

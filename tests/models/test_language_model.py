@@ -1,0 +1,75 @@
+"""Models of one stack: what they see, what they keep, and what they are made of."""
+
+import pytest
+import torch
+from tests.tolerances import assert_same
+
+from triptych.attention import PositionIds
+from triptych.models import AttentionConfig, LanguageModel, LanguageModelConfig, PositionsConfig
+
+VOCAB = 23
+
+
+def make(kind: str = "decoder", **options: object) -> LanguageModel:
+    torch.manual_seed(0)
+    config = LanguageModelConfig.model_validate(
+        {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 24, "context": 12, **options}
+    )
+    return LanguageModel.of(config, kind, VOCAB).double().eval()  # type: ignore[arg-type]
+
+
+def text(length: int = 9) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (3, length), generator=torch.Generator().manual_seed(1))
+
+
+SCHEMES = ["none", "learned", "sinusoidal", "rotary", "alibi"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_text_read_token_by_token_gives_the_logits_of_the_whole(scheme: str) -> None:
+    model, ids = make(positions=PositionsConfig(scheme=scheme)), text()  # type: ignore[arg-type]
+    whole, cache = model(ids).logits, model.new_cache()
+    parts = [model(ids[:, :4], cache=cache).logits]
+    parts += [model(ids[:, i : i + 1], cache=cache).logits for i in range(4, 9)]
+    assert_same(torch.cat(parts, dim=1), whole, kind="output")
+
+
+def test_a_decoder_does_not_see_later_tokens_and_an_encoder_does() -> None:
+    ids = text()
+    changed = ids.clone()
+    changed[:, -1] = (ids[:, -1] + 1) % VOCAB
+    for kind, same in (("decoder", True), ("encoder", False)):
+        model = make(kind)
+        one, other = model(ids).logits[:, :-1], model(changed).logits[:, :-1]
+        assert torch.equal(one, other) == same
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_model_learns_a_text_by_heart(norm: str, gated: bool) -> None:
+    model, ids = make(norm=norm, gated=gated, norm_kind="rms", activation="swish").train(), text(12)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        loss = torch.nn.functional.cross_entropy(
+            model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten()
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.3
+
+
+def test_without_biases_there_are_none() -> None:
+    model = make(bias=False, attention=AttentionConfig(projections="grouped", num_kv_heads=1))
+    assert not [
+        name for name, _ in model.named_parameters() if name.endswith("bias") and "attention" not in name
+    ]
+
+
+def test_given_positions_choose_the_rows_of_learned_ones() -> None:
+    model, ids = make(positions=PositionsConfig(scheme="learned")), text(5)
+    moved = model(ids, positions=PositionIds(torch.arange(3, 8), 8)).logits
+    assert not torch.allclose(moved, model(ids).logits)
+    assert_same(
+        model(ids, positions=PositionIds(torch.arange(5), 5)).logits, model(ids).logits, kind="output"
+    )
