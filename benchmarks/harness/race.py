@@ -12,7 +12,7 @@ from typing import Any, final
 from benchmarks.harness.figures import Summary, ratio, summarise
 from benchmarks.harness.machine import available_memory_mb
 from benchmarks.harness.turns import Answer, Worker, WorkerError, take_turns
-from triptych.cli.process import ASLEEP
+from triptych.cli.process import SPIN_BRIEFLY
 
 Options = Mapping[str, Any]
 
@@ -39,12 +39,12 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     },
     **_others(),
 }
-# How OpenMP's threads wait: as the runtime has it, asleep (as `triptych.cli.process` sets it), or spinning
-# for about a thirtieth of the usual time before they sleep.
+# How OpenMP's threads wait: as the runtime has it, asleep, or spinning for about a thirtieth of the
+# usual time before they sleep (as `triptych.cli.process` sets it).
 WAITING: dict[str, dict[str, str]] = {
     "waiting: spinning": {},
-    "waiting: asleep": dict(ASLEEP),
-    "waiting: spinning briefly": {"GOMP_SPINCOUNT": "10000"},
+    "waiting: asleep": {"OMP_WAIT_POLICY": "PASSIVE"},
+    "waiting: spinning briefly": dict(SPIN_BRIEFLY),
 }
 # Closer than this, screening cannot tell two settings apart: both go on.
 _TOO_CLOSE = 0.04

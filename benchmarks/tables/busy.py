@@ -1,7 +1,7 @@
 """A busy machine: training, decoding and inspection beside processes that compute, and how threads wait.
 
 Neighbours are single threads that never pause. Every contender runs with OpenMP threads that spin while
-they wait and with threads that sleep. How much sleeping costs on a quiet machine is the figure that decides
+they wait, with threads that sleep, and with threads that spin briefly. What the last costs on a quiet machine is the figure that decides
 whether `triptych.cli.process` may set it: at most 3 %.
 """
 
@@ -22,7 +22,7 @@ from benchmarks.harness.workload import prepare_training
 from benchmarks.tables.inspection import write_checkpoint
 
 NEIGHBOURS = (0, 1, 2, 4)
-SPINNING, ASLEEP, BRIEFLY = WAITING
+SPINNING, *_ = WAITING
 # Rounds without neighbours are short, and what is looked for there is small.
 _QUIET_ROUNDS = 3
 _LAYERS = 2
@@ -107,7 +107,7 @@ def _jobs(command: Command) -> list[Job]:
         return wanted
 
 
-def _settings(contender: Contender, waiting: Sequence[str] = (SPINNING, ASLEEP)) -> list[Any]:
+def _settings(contender: Contender, waiting: Sequence[str] = tuple(WAITING)) -> list[Any]:
     return [(contender, {**contender.base, "waiting": way}) for way in waiting]
 
 
@@ -124,7 +124,7 @@ def _training(command: Command) -> Job:
         ("tokens", 1.0),
         {"text": text.path, "threads": command.threads},
         [
-            *_settings(Contender("triptych", "training_triptych", {"precision": "fp32"}), tuple(WAITING)),
+            *_settings(Contender("triptych", "training_triptych", {"precision": "fp32"})),
             *_settings(Contender("triptych, bf16", "training_triptych", {"precision": "bf16"})),
             *_settings(theirs),
         ],

@@ -7,7 +7,7 @@ from importlib.metadata import version as installed_version
 
 import typer
 
-from triptych.cli.process import let_waiting_threads_sleep
+from triptych.cli.process import limit_spinning
 from triptych.cli.verbose import print_error, warnings_as_lines
 from triptych.errors import TriptychError
 
@@ -71,7 +71,7 @@ def _not_named() -> None:
 
 def run() -> None:
     """Entry point: errors a user can put right become one line and an exit code."""
-    let_waiting_threads_sleep()  # nothing has imported torch yet
+    limit_spinning()  # nothing has imported torch yet
     try:
         with warnings_as_lines():
             application(sys.argv[1:])()
