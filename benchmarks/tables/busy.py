@@ -1,8 +1,8 @@
 """A busy machine: training, decoding and inspection beside processes that compute, and how threads wait.
 
-Neighbours are single threads that never pause. Every contender runs with OpenMP threads that spin while
-they wait, with threads that sleep, and with threads that spin briefly. What the last costs on a quiet machine is the figure that decides
-whether `triptych.cli.process` may set it: at most 3 %.
+Neighbours are single threads that never pause. Every contender runs with OpenMP threads that spin while they
+wait, with threads that sleep, and with threads that spin briefly. What the last cost on a quiet machine is
+the figure that decides whether `triptych.cli.process` may set it: at most 3 %.
 """
 
 import shutil

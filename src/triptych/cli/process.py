@@ -19,11 +19,11 @@ _NEVER_TRIMMED, _LARGEST_KEPT = (1 << 31) - 1, 1 << 30
 def limit_spinning() -> None:
     """Let OpenMP's threads spin only briefly before they sleep; must be called before torch is imported.
 
-    A waiting thread spins so that the next parallel region begins at once. By default it spins for milliseconds.
-    Next to another busy process it then occupies the processor that the thread it waits for needs, and
-    training falls to a twentieth of its speed. 10,000 rounds cost nothing measurable on a quiet machine.
-    Sleeping at once (`OMP_WAIT_POLICY=PASSIVE`) is better next to busy processes and costs 5 to 35 % on a quiet
-    machine (docs/log.md). Other OpenMP runtimes than GNU's ignore the variable.
+    A waiting thread spins so that the next parallel region begins at once, by default for milliseconds. Next
+    to another busy process it then occupies the processor that the thread it waits for needs, and training
+    falls to a twentieth of its speed. 10,000 rounds cost nothing measurable on a quiet machine. Sleeping at
+    once (`OMP_WAIT_POLICY=PASSIVE`) is better next to busy processes and costs 5 to 35 % on a quiet machine
+    (docs/log.md). OpenMP runtimes other than GNU's ignore the variable.
     """
     if not any(name in os.environ for name in _DECIDED_BY):
         os.environ.update(SPIN_BRIEFLY)
