@@ -1,0 +1,322 @@
+"""Continuations of texts by a language model, in token ids."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych import thresholds
+from triptych.decoding.hypotheses import length_penalty
+from triptych.decoding.sampling import Sampler, SamplingOptions
+from triptych.decoding.text_engine import TextEngine
+from triptych.errors import UsageError
+from triptych.models import LanguageModel
+
+Finish = Literal["token", "text", "length", "positions"]
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How texts are continued.
+
+    Attributes:
+        max_new_tokens: a continuation ends at this many tokens.
+        sampling: how each token is chosen.
+        seed: of what is drawn.
+        num_samples: continuations of each prompt; with a beam the best so many.
+        beam_size: 1, or the hypotheses of a beam search, which draws nothing.
+        alpha: exponent of the beam's length penalty, `((5 + length) / 6)^alpha`; 0 for none.
+        stop_ids: a continuation ends before any of these tokens.
+        stop_texts: a continuation ends before any of these strings.
+
+    Raises:
+        ValueError: values out of range, or that do not go together.
+    """
+
+    max_new_tokens: int = 128
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    seed: int = 0
+    num_samples: int = 1
+    beam_size: int = 1
+    alpha: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "num_samples", "beam_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.alpha < 0:
+            raise ValueError(f"alpha is {self.alpha}: it must be at least 0")
+        if "" in self.stop_texts:
+            raise ValueError("a stop string is empty: it would end every text before it begins")
+        if self.beam_size > 1:
+            if self.sampling != SamplingOptions():
+                raise ValueError("beam search takes the most probable texts: give no sampling option with it")
+            if self.num_samples > self.beam_size:
+                raise ValueError(
+                    f"num_samples is {self.num_samples}, but a beam of {self.beam_size} holds fewer texts"
+                )
+        elif self.sampling.is_greedy and self.num_samples > 1:
+            raise ValueError("the samples of temperature 0 are all alike: give a temperature above 0")
+
+
+class NewToken(NamedTuple):
+    """A token that a continuation grew by.
+
+    Attributes:
+        row: the number of the prompt times `num_samples`, plus that of the sample.
+        token: its id.
+        log_prob: natural logarithm of the probability that the model gave it, before temperature, penalty and
+            filters.
+        finish: why the continuation ends here: a stop "token", which is this one and no part of it, a stop
+            "text", the "length" asked for, or the model's "positions"; None where it goes on.
+    """
+
+    row: int
+    token: int
+    log_prob: float
+    finish: Finish | None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A continuation.
+
+    Attributes:
+        ids: its tokens, without prompt and stop token.
+        log_probs: of every token, as in `NewToken`, and of the stop token if there is one.
+        finish: why it ended.
+        score: of beam search, the sum of `log_probs` over the length penalty; otherwise their sum.
+    """
+
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish: Finish
+    score: float
+
+
+def _never(row: int, token: int) -> bool:
+    del row, token
+    return False
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int | None) -> None:
+    """Every prompt can be continued.
+
+    Raises:
+        UsageError: one has no tokens, or more than the model has positions for.
+    """
+    for number, ids in enumerate(prompts, start=1):
+        which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+        if not ids:
+            raise UsageError(f"{which} is empty: give it some text")
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise UsageError(
+                f"{which} has {len(ids):,} tokens, but the model has positions for {max_tokens:,}: shorten it"
+            )
+
+
+def generate_stream(
+    engine: TextEngine,
+    prompts: Sequence[Sequence[int]],
+    options: GenerationOptions,
+    ends: Callable[[int, int], bool] = _never,
+) -> Iterator[NewToken]:
+    """Continue prompts together, token by token.
+
+    Args:
+        engine: the model.
+        prompts: token ids, at least one each.
+        options: how; without a beam.
+        ends: told of every row and its new token; whether a stop string is complete.
+
+    Raises:
+        UsageError: see `check_prompts`.
+    """
+    check_prompts(prompts, engine.max_tokens)
+    texts = [ids for ids in prompts for _ in range(options.num_samples)]
+    limits = [_limit(len(ids), options.max_new_tokens, engine.max_tokens) for ids in texts]
+    sampler = Sampler(options.sampling, options.seed, [*range(options.num_samples)] * len(prompts))
+    sampler.read(texts, engine.vocab_size, engine.device)
+    opened, logits = engine.read(prompts, room=max(limits))
+    if options.num_samples > 1:
+        each = torch.arange(len(prompts), device=engine.device).repeat_interleave(options.num_samples)
+        opened.select(each)
+        logits = logits[each]
+    rows, is_open = [*range(len(texts))], [True] * len(texts)
+    length = 0
+    while True:
+        length += 1
+        tokens = sampler.choose(logits)
+        log_probs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
+        for place, (token, log_prob) in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):
+            if not is_open[place]:
+                continue
+            row = rows[place]
+            finish: Finish | None = None
+            if token in options.stop_ids:
+                finish = "token"
+            elif ends(row, token):
+                finish = "text"
+            elif length == limits[row]:
+                finish = "length" if length == options.max_new_tokens else "positions"
+            is_open[place] = finish is None
+            yield NewToken(row, token, log_prob, finish)
+        num_open = sum(is_open)
+        if not num_open:
+            return
+        if len(is_open) - num_open >= max(1, thresholds.SHARE_DONE * len(is_open)):
+            kept = [place for place, still in enumerate(is_open) if still]
+            rows, is_open = [rows[place] for place in kept], [True] * len(kept)
+            sampler.select(kept)
+            places = torch.tensor(kept, device=engine.device)
+            opened.select(places)
+            tokens = tokens[places]
+        logits = engine.step(tokens, opened)
+
+
+def _limit(prompt: int, max_new_tokens: int, max_tokens: int | None) -> int:
+    """Tokens that a prompt may grow by: the last one needs no position."""
+    return max_new_tokens if max_tokens is None else min(max_new_tokens, max_tokens - prompt + 1)
+
+
+def generate_tokens(
+    engine: TextEngine,
+    prompts: Sequence[Sequence[int]],
+    options: GenerationOptions,
+    *,
+    ends: Callable[[int, int], bool] = _never,
+    batch_rows: int = 32,
+) -> list[list[Generated]]:
+    """Continue prompts, those of like length together.
+
+    Args:
+        engine: the model.
+        prompts: token ids, at least one each.
+        options: how.
+        ends: as in `generate_stream`; with a beam not asked.
+        batch_rows: continuations at a time.
+
+    Returns:
+        For every prompt its `num_samples` continuations, of a beam the best first.
+
+    Raises:
+        UsageError: see `check_prompts`.
+    """
+    check_prompts(prompts, engine.max_tokens)
+    if options.beam_size > 1:
+        return [beam_search(engine, ids, options) for ids in prompts]
+    found: list[list[Generated]] = [[] for _ in prompts]
+    for batch in batches_of(prompts, max(1, batch_rows // options.num_samples), pads=engine.pads):
+        # Rows are numbered within the batch; a caller knows them by the prompts' own numbers.
+        numbers = [i * options.num_samples + s for i in batch for s in range(options.num_samples)]
+
+        def ends_here(row: int, token: int, numbers: list[int] = numbers) -> bool:
+            return ends(numbers[row], token)
+
+        grown: list[list[NewToken]] = [[] for _ in numbers]
+        for new in generate_stream(engine, [prompts[i] for i in batch], options, ends_here):
+            grown[new.row].append(new)
+        for number, tokens in zip(numbers, grown, strict=True):
+            found[number // options.num_samples].append(collected(tokens))
+    return found
+
+
+def collected(tokens: Sequence[NewToken]) -> Generated:
+    """A continuation of its tokens."""
+    finish = tokens[-1].finish
+    assert finish is not None
+    own = tokens[:-1] if finish == "token" else tokens
+    log_probs = tuple(new.log_prob for new in tokens)
+    return Generated(tuple(new.token for new in own), log_probs, finish, sum(log_probs))
+
+
+def batches_of(prompts: Sequence[Sequence[int]], most: int, *, pads: bool) -> Iterator[list[int]]:
+    """The numbers of prompts of like length, or without `pads` of one length, longest first."""
+    batch: list[int] = []
+    for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
+        if batch and (len(batch) == most or not (pads or len(prompts[batch[0]]) == len(prompts[i]))):
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+class _Open(NamedTuple):
+    """A hypothesis that goes on: its tokens, their log-probabilities and the sum of these."""
+
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    total: float
+
+
+def beam_search(engine: TextEngine, prompt: Sequence[int], options: GenerationOptions) -> list[Generated]:
+    """The most probable continuations of a prompt that a beam finds, best first.
+
+    Each step keeps the `beam_size` most probable of all one-token extensions. Those that end, by a stop
+    token, leave the beam; the search is over when `beam_size` have ended or at the limit, where the open ones
+    count as they are.
+
+    Args:
+        engine: the model.
+        prompt: token ids.
+        options: how.
+    """
+    k, limit = options.beam_size, _limit(len(prompt), options.max_new_tokens, engine.max_tokens)
+    at_limit: Finish = "length" if limit == options.max_new_tokens else "positions"
+    opened, logits = engine.read([prompt], room=limit)
+    beams, ended = [_Open((), (), 0.0)], list[Generated]()
+
+    def closed(ids: tuple[int, ...], log_probs: tuple[float, ...], finish: Finish) -> Generated:
+        score = sum(log_probs) / length_penalty(len(log_probs), options.alpha)
+        return Generated(ids, log_probs, finish, score)
+
+    for length in range(1, limit + 1):
+        log_probs = logits.log_softmax(dim=-1).double()
+        totals = log_probs + log_probs.new_tensor([beam.total for beam in beams])[:, None]
+        # Half of twice the beam may end here, and a full beam still goes on.
+        best = totals.flatten().topk(min(k * (1 + len(options.stop_ids)), totals.numel()))
+        going: list[tuple[int, _Open]] = []
+        for rank, (total, place) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+            parent, token = divmod(place, totals.shape[1])
+            if total == -torch.inf or len(going) == k:
+                break
+            beam = beams[parent]
+            probs = (*beam.log_probs, float(log_probs[parent, token]))
+            if token not in options.stop_ids:
+                going.append((parent, _Open((*beam.ids, token), probs, total)))
+            elif rank < k:
+                ended.append(closed(beam.ids, probs, "token"))
+        beams = [beam for _, beam in going]
+        if not beams or len(ended) >= k or length == limit:
+            break
+        opened.select(torch.tensor([parent for parent, _ in going], device=engine.device))
+        logits = engine.step(torch.tensor([beam.ids[-1] for beam in beams], device=engine.device), opened)
+    if len(ended) < k:
+        ended += [closed(beam.ids, beam.log_probs, at_limit) for beam in beams]
+    return sorted(ended, key=lambda found: -found.score)[: options.num_samples]
+
+
+@torch.inference_mode()
+def generated_attention(
+    model: LanguageModel, prompt: Sequence[int], ids: Sequence[int]
+) -> list[Float[Tensor, "num_heads new length"]]:
+    """Attention weights of the tokens of a continuation, layer by layer, from one pass over the whole text.
+
+    Args:
+        model: the model.
+        prompt: token ids.
+        ids: the continuation, at least one token.
+
+    Returns:
+        Row i is the weights with which the model read the text before token i of the continuation; columns
+        are the tokens of the prompt and of the continuation but its last.
+    """
+    whole = torch.tensor([[*prompt, *ids][:-1]], device=model.embeddings.table.weight.device)
+    weights = model.eval()(whole, need_weights=True).weights
+    return [layer[0, :, len(prompt) - 1 :] for layer in weights]

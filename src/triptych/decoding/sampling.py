@@ -1,0 +1,157 @@
+"""The next token, chosen from logits: greedy, or drawn after filters.
+
+Each filter takes logits `[rows, vocab]` and sets those of the tokens that it removes to −inf; the best token
+of a row always stays.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the next token is chosen. The filters apply in this order.
+
+    Attributes:
+        repetition_penalty: p where the logits of tokens that are in the text already, its prompt included,
+            are divided by p if positive and multiplied by p if not; 1 for none. It also acts on greedy
+            choices. Source: Keskar et al. 2019, arXiv 1909.05858, section 4.1.
+        temperature: logits are divided by it; 0 takes the most probable token.
+        top_k: only the k most probable tokens; None for all.
+        top_p: only the fewest most probable tokens whose probabilities sum to p or more. Source: Holtzman et
+            al. 2020, arXiv 1904.09751.
+        min_p: only tokens whose probability is p times that of the most probable one, or more. Source:
+            Nguyen et al. 2024, arXiv 2407.01082.
+
+    Raises:
+        ValueError: a value out of its range.
+    """
+
+    repetition_penalty: float = 1.0
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature is {self.temperature}: it must be at least 0")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: it must be above 0")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}: it must be at least 1")
+        for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name} is {value}: it must be above 0 and at most 1")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def penalise_repeats(
+    logits: Float[Tensor, "rows vocab"], seen: Bool[Tensor, "rows vocab"], penalty: float
+) -> Float[Tensor, "rows vocab"]:
+    """See `SamplingOptions.repetition_penalty`; `seen` marks the tokens that are in the text."""
+    penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, penalised, logits)
+
+
+def keep_top_k(logits: Float[Tensor, "rows vocab"], k: int) -> Float[Tensor, "rows vocab"]:
+    """The k most probable tokens, and those that are as probable as the last of them."""
+    least = logits.topk(min(k, logits.shape[-1]), dim=-1).values[:, -1:]
+    return logits.masked_fill(logits < least, -math.inf)
+
+
+def keep_top_p(logits: Float[Tensor, "rows vocab"], p: float) -> Float[Tensor, "rows vocab"]:
+    """The fewest most probable tokens whose probabilities sum to p or more."""
+    probabilities, order = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    removed = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, before >= p)
+    return logits.masked_fill(removed, -math.inf)
+
+
+def keep_min_p(logits: Float[Tensor, "rows vocab"], p: float) -> Float[Tensor, "rows vocab"]:
+    """The tokens that are at least p times as probable as the most probable one."""
+    return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + math.log(p), -math.inf)
+
+
+def filtered(logits: Float[Tensor, "rows vocab"], options: SamplingOptions) -> Float[Tensor, "rows vocab"]:
+    """Logits over the temperature, after top-k, top-p and min-p."""
+    logits = logits / options.temperature
+    if options.top_k is not None:
+        logits = keep_top_k(logits, options.top_k)
+    if options.top_p is not None and options.top_p < 1:
+        logits = keep_top_p(logits, options.top_p)
+    if options.min_p is not None:
+        logits = keep_min_p(logits, options.min_p)
+    return logits
+
+
+def draw(logits: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+    """A token of every row: the first at which the sum of the probabilities exceeds the row's number.
+
+    Args:
+        logits: −inf for tokens that must not be drawn.
+        uniforms: in [0, 1), float64.
+    """
+    sums = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    return torch.searchsorted(sums, (uniforms * sums[:, -1])[:, None], right=True)[:, 0]
+
+
+@final
+class Sampler:
+    """Chooses the tokens of the rows of a batch, each with random numbers of its own.
+
+    The numbers of a row follow from the seed and the number of its sample alone: what is drawn for a prompt
+    depends neither on the other prompts of the batch nor on the prompt's place in it.
+    """
+
+    def __init__(self, options: SamplingOptions, seed: int, samples: Sequence[int]) -> None:
+        """Begin.
+
+        Args:
+            options: how to choose.
+            seed: of all rows.
+            samples: the number of each row's sample.
+        """
+        self.options = options
+        self._numbers = [random.Random(f"triptych {seed} {sample}") for sample in samples]
+        self._seen: Tensor | None = None
+
+    def read(self, texts: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> None:
+        """The tokens that each row's text has already."""
+        if self.options.repetition_penalty == 1:
+            return
+        self._seen = torch.zeros(len(texts), vocab_size, dtype=torch.bool, device=device)
+        for row, ids in zip(self._seen, texts, strict=True):
+            row[list(ids)] = True
+
+    def choose(self, logits: Float[Tensor, "rows vocab"]) -> Int[Tensor, " rows"]:
+        """A token of every row."""
+        if self._seen is not None:
+            logits = penalise_repeats(logits, self._seen, self.options.repetition_penalty)
+        if self.options.is_greedy:
+            tokens = logits.argmax(dim=-1)
+        else:
+            uniforms = [numbers.getrandbits(32) / 2**32 for numbers in self._numbers]
+            tokens = draw(
+                filtered(logits, self.options),
+                torch.tensor(uniforms, dtype=torch.float64).to(logits.device),
+            )
+        if self._seen is not None:
+            self._seen.scatter_(1, tokens[:, None], True)
+        return tokens
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows only."""
+        self._numbers = [self._numbers[row] for row in rows]
+        if self._seen is not None:
+            self._seen = self._seen[list(rows)]

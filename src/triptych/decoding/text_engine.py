@@ -1,0 +1,134 @@
+"""A language model made ready to continue texts, and what is kept of the texts of a batch."""
+
+import copy
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from triptych.attention import DecoderCache, LayerCache, PositionIds
+from triptych.decoding.fused import Precision, unsupported_precision
+from triptych.models import LanguageModel
+
+
+@final
+class OpenTexts:
+    """The texts of a batch: the cache of their tokens, aligned on the right.
+
+    Attributes:
+        length: slots a row: tokens, and the padding on the left of shorter texts.
+        cache: keys and values.
+        padding: slots on the left of each row that hold no token, `[rows]`; None if there are none.
+    """
+
+    def __init__(self, cache: DecoderCache, padding: Tensor | None) -> None:
+        self.cache, self.padding, self.length = cache, padding, 0
+
+    def mask(self, slots: int, queries: int) -> Tensor | None:
+        """Which slots the last tokens see, `[rows, 1, queries, slots]`; None for all.
+
+        A slot without token sees itself: a row of scores with nothing to see would have no softmax.
+        """
+        if self.padding is None:
+            return None
+        places = torch.arange(slots, device=self.padding.device)
+        real = (places >= self.padding[:, None])[:, None, None, :]
+        if queries == 1:
+            return real
+        return real | (places[:, None] == places)[None, None, slots - queries :]
+
+    def positions(self, slots: int, queries: int) -> PositionIds | None:
+        """Of the last tokens; None if they are those of the slots."""
+        if self.padding is None:
+            return None
+        places = torch.arange(slots - queries, slots, device=self.padding.device)
+        return PositionIds((places - self.padding[:, None]).clamp_min(0), slots)
+
+    def select(self, rows: Int[Tensor, " kept"]) -> None:
+        """Keep these rows, in this order; a row may be named more than once."""
+        self.cache.select(rows)
+        if self.padding is not None:
+            self.padding = self.padding.index_select(0, rows)
+
+
+@final
+class TextEngine:
+    """A decoder-only model as generation wants it. It may share memory with the model.
+
+    Attributes:
+        device: where it runs.
+        max_tokens: longest text that the model has positions for; None if there is no limit.
+        vocab_size: number of tokens.
+        pads: whether texts of different lengths can be continued together.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: LanguageModel, precision: Precision = "fp32") -> None:
+        """Prepare a model.
+
+        Args:
+            model: left as it is, but for its evaluation mode.
+            precision: of its maps: "fp32" (a float64 model stays float64), "bf16" or "int8".
+
+        Raises:
+            ValueError: `unsupported_precision` has a reason, or the model is an encoder.
+        """
+        table = model.embeddings.table.weight
+        self.device, self.precision = table.device, precision
+        if not model.causal:
+            raise ValueError("an encoder predicts masked tokens and continues no text")
+        if model.head is None:
+            raise ValueError("the model has no output table: it predicts no tokens")
+        if reason := unsupported_precision(precision, self.device):
+            raise ValueError(reason)
+        if precision == "int8":
+            raise ValueError("language models are not run in int8 yet")
+        self.max_tokens, self.vocab_size = model.max_tokens, model.head.output.out_features
+        # Positions inside attention depend on distances, which padding on the left does not change.
+        self.pads = model.architecture.embeddings.positions == "none"
+        self._model = model.eval() if precision == "fp32" else copy.deepcopy(model).eval().bfloat16()
+        self._head = self._model.head
+
+    @torch.inference_mode()
+    def read(
+        self, texts: Sequence[Sequence[int]], room: int = 0
+    ) -> tuple[OpenTexts, Float[Tensor, "rows vocab"]]:
+        """Read texts whole: what continuing them needs, and the logits of the token after each.
+
+        Args:
+            texts: tokens, at least one each; of one length unless `pads`.
+            room: tokens to make room for.
+        """
+        longest = max(map(len, texts))
+        padding = torch.tensor([longest - len(ids) for ids in texts], device=self.device)
+        opened = OpenTexts(
+            DecoderCache(self._num_layers, lambda: LayerCache(longest + room)),
+            padding if bool(padding.any()) else None,
+        )
+        ids = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in texts], device=self.device)
+        return opened, self._logits(ids, opened)
+
+    @torch.inference_mode()
+    def step(self, tokens: Int[Tensor, " rows"], opened: OpenTexts) -> Float[Tensor, "rows vocab"]:
+        """Logits of the token after each of `tokens`, one a row; the texts take the tokens in."""
+        return self._logits(tokens[:, None], opened)
+
+    @property
+    def _num_layers(self) -> int:
+        return len(self._model.new_cache().own)
+
+    def _logits(self, ids: Tensor, opened: OpenTexts) -> Tensor:
+        queries = ids.shape[1]
+        slots = opened.length + queries
+        hidden = self._model.hidden(
+            ids,
+            mask=opened.mask(slots, queries),
+            positions=None if self.pads else opened.positions(slots, queries),
+            cache=opened.cache,
+        )
+        opened.length = slots
+        assert self._head is not None
+        logits: Tensor = self._head(hidden[:, -1])
+        return logits.float() if logits.dtype == torch.bfloat16 else logits

@@ -1,0 +1,237 @@
+"""Continuations: the same whatever the batch, the padding and the cache."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from triptych.decoding.generation import (
+    Generated,
+    GenerationOptions,
+    generate_stream,
+    generate_tokens,
+    generated_attention,
+)
+from triptych.decoding.sampling import SamplingOptions
+from triptych.decoding.text_engine import TextEngine
+from triptych.errors import UsageError
+from triptych.models import LanguageModel, LanguageModelConfig, PositionsConfig
+
+VOCAB = 29
+SCHEMES = ["none", "learned", "sinusoidal", "rotary", "alibi"]
+PROMPTS = [[1, 2, 3, 4, 5], [7], [8, 9, 3], [4, 4], [11, 2, 7, 7, 1, 0, 3]]
+
+
+def make(scheme: str = "rotary", kind: str = "decoder", **options: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    config = LanguageModelConfig.model_validate(
+        {
+            **{"num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 24, "context": 12},
+            "positions": PositionsConfig(scheme=scheme, max_tokens=24),  # type: ignore[arg-type]
+            **options,
+        }
+    )
+    model = LanguageModel.of(config, kind, VOCAB).double().eval()  # type: ignore[arg-type]
+    with torch.no_grad():  # sharper than fresh weights are: no two tokens are as probable
+        model.embeddings.table.weight.mul_(40)
+    return model
+
+
+def plain(model: LanguageModel, prompt: list[int], count: int) -> list[int]:
+    """Greedy, by the whole text anew for every token."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def ids_of(found: list[list[Generated]]) -> list[list[tuple[int, ...]]]:
+    return [[one.ids for one in of_prompt] for of_prompt in found]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_greedy_text_depends_neither_on_batch_nor_padding_nor_cache(scheme: str) -> None:
+    model = make(scheme)
+    engine, options = TextEngine(model), GenerationOptions(max_new_tokens=8)
+    together = generate_tokens(engine, PROMPTS, options)
+    for prompt, (found,) in zip(PROMPTS, together, strict=True):
+        assert list(found.ids) == plain(model, prompt, 8)
+        assert found.finish == "length"
+        (alone,) = generate_tokens(engine, [prompt], options)[0]
+        assert alone.ids == found.ids
+        assert alone.log_probs == pytest.approx(found.log_probs, rel=1e-9)
+    assert ids_of(generate_tokens(engine, PROMPTS, options, batch_rows=2)) == ids_of(together)
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    model = make()
+    (found,) = generate_tokens(
+        TextEngine(model),
+        [PROMPTS[0]],
+        GenerationOptions(6, SamplingOptions(temperature=2.0, top_k=5, repetition_penalty=1.5)),
+    )[0]
+    whole = torch.tensor([[*PROMPTS[0], *found.ids]])
+    log_probs = model(whole).logits.log_softmax(dim=-1)[0, len(PROMPTS[0]) - 1 : -1]
+    expected = log_probs.gather(1, torch.tensor(found.ids)[:, None])[:, 0]
+    assert found.log_probs == pytest.approx(expected.tolist(), rel=1e-9)
+    assert found.score == pytest.approx(sum(found.log_probs))
+
+
+def test_the_same_seed_gives_the_same_text_in_any_batch_and_another_seed_another() -> None:
+    engine = TextEngine(make("rotary"))
+    sampling = SamplingOptions(temperature=3.0)
+    options = GenerationOptions(10, sampling, seed=5, num_samples=3)
+    together = ids_of(generate_tokens(engine, PROMPTS, options))
+    alone = [ids_of(generate_tokens(engine, [prompt], options))[0] for prompt in PROMPTS]
+    assert together == alone
+    assert len(set(together[0])) == 3
+    assert together != ids_of(generate_tokens(engine, PROMPTS, GenerationOptions(10, sampling, 6, 3)))
+
+
+def test_fewer_samples_are_the_first_of_more() -> None:
+    engine, sampling = TextEngine(make()), SamplingOptions(temperature=3.0)
+    more = ids_of(generate_tokens(engine, PROMPTS[:1], GenerationOptions(8, sampling, 1, 4)))
+    fewer = ids_of(generate_tokens(engine, PROMPTS[:1], GenerationOptions(8, sampling, 1, 2)))
+    assert more[0][:2] == fewer[0]
+
+
+def test_a_low_temperature_comes_to_greedy() -> None:
+    engine = TextEngine(make())
+    greedy = ids_of(generate_tokens(engine, PROMPTS, GenerationOptions(8)))
+    cold = GenerationOptions(8, SamplingOptions(temperature=1e-4))
+    assert ids_of(generate_tokens(engine, PROMPTS, cold)) == greedy
+    only = GenerationOptions(8, SamplingOptions(temperature=1.0, top_k=1))
+    assert ids_of(generate_tokens(engine, PROMPTS, only)) == greedy
+
+
+def test_a_stop_token_ends_a_text_and_is_no_part_of_it_while_others_go_on() -> None:
+    engine = TextEngine(make())
+    free = generate_tokens(engine, PROMPTS, GenerationOptions(10))
+    stop = free[0][0].ids[3]
+    for (before,), (after,) in zip(
+        free, generate_tokens(engine, PROMPTS, GenerationOptions(10, stop_ids=(stop,))), strict=True
+    ):
+        place = before.ids.index(stop) if stop in before.ids else None
+        assert after.ids == before.ids[:place]
+        assert after.finish == ("length" if place is None else "token")
+        assert len(after.log_probs) == len(after.ids) + (after.finish == "token")
+
+
+def test_a_caller_can_end_rows_one_by_one() -> None:
+    engine, free = TextEngine(make()), GenerationOptions(10)
+    whole = generate_tokens(engine, PROMPTS, free)
+    told: dict[int, list[int]] = {}
+
+    def ends(row: int, token: int) -> bool:
+        told.setdefault(row, []).append(token)
+        return len(told[row]) == row + 2
+
+    for row, ((before,), (after,)) in enumerate(
+        zip(whole, generate_tokens(engine, PROMPTS, free, ends=ends, batch_rows=3), strict=True)
+    ):
+        assert after.ids == before.ids[: row + 2] == tuple(told[row])
+        assert after.finish == "text"
+
+
+def test_a_text_ends_at_the_last_position_and_longer_prompts_are_refused_with_the_limit() -> None:
+    engine = TextEngine(make("learned"))  # 24 positions
+    (found,) = generate_tokens(engine, [[1] * 20], GenerationOptions(50))[0]
+    assert (len(found.ids), found.finish) == (5, "positions")
+    assert len(generate_tokens(engine, [[1] * 24], GenerationOptions(50))[0][0].ids) == 1
+    with pytest.raises(UsageError, match=r"prompt 2 has 25 tokens.* positions for 24"):
+        generate_tokens(engine, [[1], [1] * 25], GenerationOptions(50))
+    with pytest.raises(UsageError, match="empty"):
+        list(generate_stream(engine, [[]], GenerationOptions(5)))
+
+
+def test_tokens_are_there_as_they_come() -> None:
+    engine = TextEngine(make())
+    stream = generate_stream(engine, [PROMPTS[0]], GenerationOptions(5))
+    first = next(stream)
+    assert (first.row, first.token, first.finish) == (0, plain(make(), PROMPTS[0], 1)[0], None)
+    assert [new.finish for new in stream] == [None, None, None, "length"]
+
+
+def best_of_all(
+    model: LanguageModel, prompt: list[int], length: int, stop: int
+) -> dict[tuple[int, ...], float]:
+    """The log-probability of every text of at most `length` tokens, by looking at all of them."""
+    found: dict[tuple[int, ...], float] = {}
+
+    def grow(ids: tuple[int, ...], total: float) -> None:
+        if len(ids) == length:
+            found[ids] = total
+            return
+        log_probs = model(torch.tensor([[*prompt, *ids]])).logits[0, -1].log_softmax(dim=-1).tolist()
+        for token, log_prob in enumerate(log_probs):
+            if token == stop:
+                found[(*ids, stop)] = total + log_prob
+            else:
+                grow((*ids, token), total + log_prob)
+
+    grow((), 0.0)
+    return found
+
+
+def test_a_beam_as_wide_as_there_are_texts_finds_the_best_of_all() -> None:
+    torch.manual_seed(1)
+    config = LanguageModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8)
+    model = LanguageModel.of(config, "decoder", 4).double().eval()
+    with torch.no_grad():
+        model.embeddings.table.weight.mul_(60)
+    expected = sorted(best_of_all(model, [1, 2], 3, 3).items(), key=lambda pair: -pair[1])
+    options = GenerationOptions(3, beam_size=64, num_samples=5, stop_ids=(3,))
+    found = generate_tokens(TextEngine(model), [[1, 2]], options)[0]
+    ended = [(*one.ids, 3) if one.finish == "token" else one.ids for one in found]
+    assert ended == [ids for ids, _ in expected[:5]]
+    assert [one.score for one in found] == pytest.approx([total for _, total in expected[:5]])
+
+
+def test_a_beam_finds_what_is_at_least_as_probable_as_greedy() -> None:
+    engine = TextEngine(make())
+    greedy = generate_tokens(engine, PROMPTS, GenerationOptions(6))
+    beams = generate_tokens(engine, PROMPTS, GenerationOptions(6, beam_size=8))
+    gains = [beam[0].score - one[0].score for beam, one in zip(beams, greedy, strict=True)]
+    assert min(gains) > -1e-9
+    assert max(gains) > 0
+    for prompt, (beam,) in zip(PROMPTS, beams, strict=True):
+        logits = make()(torch.tensor([[*prompt, *beam.ids]])).logits
+        log_probs = logits.log_softmax(dim=-1)[0, len(prompt) - 1 : -1]
+        assert beam.log_probs == pytest.approx(
+            log_probs.gather(1, torch.tensor(beam.ids)[:, None])[:, 0].tolist(), rel=1e-8
+        )
+
+
+def test_attention_of_the_new_tokens_is_what_the_model_read_before_each() -> None:
+    model = make()
+    (found,) = generate_tokens(TextEngine(model), [PROMPTS[0]], GenerationOptions(4))[0]
+    layers = generated_attention(model, PROMPTS[0], found.ids)
+    assert [tuple(layer.shape) for layer in layers] == [(2, 4, 8)] * 2
+    for i in range(4):
+        text = [*PROMPTS[0], *found.ids[:i]]
+        one = model(torch.tensor([text]), need_weights=True).weights
+        for layer, expected in zip(layers, one, strict=True):
+            torch.testing.assert_close(layer[:, i, : len(text)], expected[0, :, -1])
+            assert float(layer[:, i, len(text) :].abs().sum()) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"num_samples": 2}, "all alike"),
+        ({"beam_size": 2, "num_samples": 3}, "beam of 2"),
+        ({"beam_size": 2, "sampling": SamplingOptions(temperature=1.0)}, "no sampling option"),
+        ({"alpha": -math.inf}, "alpha"),
+        ({"stop_texts": ("",)}, "stop string is empty"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GenerationOptions(**options)
+
+
+def test_an_encoder_continues_nothing() -> None:
+    with pytest.raises(ValueError, match="encoder"):
+        TextEngine(make(kind="encoder"))
