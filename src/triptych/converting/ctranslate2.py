@@ -28,7 +28,8 @@ from triptych.converting.plain_heads import plain_model
 from triptych.errors import DataError
 from triptych.extras import require_extra
 from triptych.models import EncoderDecoder
-from triptych.models.blocks import Block, FeedForward, Residual
+from triptych.models.blocks import Block, Residual
+from triptych.models.feed_forward import FeedForward
 from triptych.runs import Run
 from triptych.text import SentencePieceTokenizer
 

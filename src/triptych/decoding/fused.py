@@ -30,7 +30,8 @@ from triptych.attention import (
     PositionIds,
     causal_mask,
 )
-from triptych.models.blocks import FeedForward
+from triptych.models.experts import Experts
+from triptych.models.feed_forward import FeedForward
 
 Precision = Literal["fp32", "bf16", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
@@ -65,6 +66,14 @@ class Maps(ABC):
         """Replace the maps of a feed-forward layer."""
         layer.inner = self.linear(layer.inner.weight, layer.inner.bias)  # type: ignore[assignment]
         layer.outer = self.linear(layer.outer.weight, layer.outer.bias)  # type: ignore[assignment]
+
+    def experts(self, layer: Experts) -> None:
+        """Cast the maps of a mixture of experts; their dtype is never less than floating."""
+        for stacked in (layer.inner, layer.gate, layer.outer):
+            if stacked is not None:
+                stacked.weight = _constant(stacked.weight, self.dtype)
+                if stacked.bias is not None:
+                    stacked.bias = _constant(stacked.bias, self.dtype)
 
     @staticmethod
     def of(precision: Precision, dtype: torch.dtype) -> "Maps":
@@ -263,6 +272,8 @@ def fused(model: nn.Module, maps: Maps) -> nn.Module:
     for parent in list(copied.modules()):
         if isinstance(parent, FeedForward):
             maps.feed_forward(parent)
+        elif isinstance(parent, Experts):
+            maps.experts(parent)
         for name, layer in parent.named_children():
             if isinstance(layer, MultiHeadAttention):
                 setattr(parent, name, FusedAttention(layer, maps, is_cross=name == "cross_attention"))

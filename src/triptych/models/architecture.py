@@ -38,17 +38,23 @@ class NormConfig:
 class FeedForwardConfig:
     """A feed-forward layer.
 
-    `f(x W_1 + b_1) W_2 + b_2`, or with a gate `(f(x W_g + b_g) ⊙ (x W_1 + b_1)) W_2 + b_2`.
+    `f(x W_1 + b_1) W_2 + b_2`, or with a gate `(f(g) ⊙ (u + offset)) W_2 + b_2`, where `g = x W_g + b_g` and
+    `u = x W_1 + b_1`.
 
     Attributes:
         d_ff: inner width.
         activation: f. "gelu" is `x Φ(x)`, "gelu_tanh" its approximation by tanh, "gelu_sigmoid"
-            `x σ(1.702 x)`, "swish" `x σ(x)`, "relu_squared" `max(0, x)²`.
+            `x σ(1.702 x)`, "swish" `x σ(beta x)`, "relu_squared" `max(0, x)²`.
         gated: whether there is a gate.
         bias: whether the inner maps have biases; `out_bias` likewise for W_2.
         dropout: on the inner activations, while training.
+        beta: of "swish".
+        offset: added to u, for layers with a gate.
+        limit: c where g is at most c and u between −c and c, for layers with a gate; None if they have no
+            limit.
 
-    Source: gates: Shazeer 2020, arXiv 2002.05202.
+    Source: gates: Shazeer 2020, arXiv 2002.05202; beta: Ramachandran et al. 2017, arXiv 1710.05941; offset
+    and limit: gpt-oss, github.com/openai/gpt-oss.
     """
 
     d_ff: int
@@ -57,6 +63,69 @@ class FeedForwardConfig:
     bias: bool = True
     out_bias: bool = True
     dropout: float = 0.0
+    beta: float = 1.0
+    offset: float = 0.0
+    limit: float | None = None
+
+
+@final
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts: feed-forward layers of which every token passes the few that a router chooses.
+
+    The router gives every expert a score, the map `x W_r + b_r` after `scores`. The experts of the highest
+    scores are chosen, and their outputs are summed with the scores as weights.
+
+    Attributes:
+        expert: every one of them.
+        num_experts: how many there are.
+        top_k: how many a token passes.
+        scores: "softmax" over all experts, "sigmoid" of each, or "sparsemixer": the experts are chosen one
+            after the other, each by a softmax over those not yet chosen and near the best of them. While
+            training, "sparsemixer" chooses as in evaluation, without noise.
+        normalised: whether the weights of the chosen are divided by their sum; with "softmax", the same as a
+            softmax over the chosen alone.
+        min_sum: the least that they are divided by.
+        scale: the weights are multiplied by this.
+        scale_input: whether the weights multiply what the experts read, not what they give.
+        router_bias: whether there is b_r.
+        correction: whether every expert has a number that is added to its score for the choice, and not for
+            the weight.
+        groups: experts are in this many groups of one size, the first ones in the first group.
+        top_groups: how many of the groups a token may choose from.
+        group_score: what groups are chosen by: their best score, or the sum of their two best.
+        threshold: for "sparsemixer"; experts of score s with `best − s > threshold · max(|s|, best)` are out.
+        shared: a layer that every token passes besides; None without.
+
+    Source: Shazeer et al. 2017, arXiv 1701.06538; shared experts: Dai et al. 2024, arXiv 2401.06066; groups:
+    DeepSeek-AI 2024, arXiv 2405.04434, section 2.2.2; correction: DeepSeek-AI 2024, arXiv 2412.19437,
+    section 2.1.2; sparsemixer: Liu et al. 2024, arXiv 2409.12136.
+    """
+
+    expert: FeedForwardConfig
+    num_experts: int
+    top_k: int
+    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    normalised: bool = False
+    min_sum: float = 0.0
+    scale: float = 1.0
+    scale_input: bool = False
+    router_bias: bool = False
+    correction: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["best", "two_best"] = "best"
+    threshold: float = 0.0
+    shared: FeedForwardConfig | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"top_k is {self.top_k}: there are {self.num_experts} experts, choose 1 to all")
+        if self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise ValueError(
+                f"{self.num_experts} experts cannot be in {self.groups} groups of one size, of which "
+                f"{self.top_groups} are chosen"
+            )
 
 
 @final
@@ -88,7 +157,7 @@ class BlockConfig:
 
     Attributes:
         attention: the frame of the self-attention.
-        feed_forward: the feed-forward layer.
+        feed_forward: the feed-forward layer, or a mixture of them.
         feed_forward_frame: its frame.
         cross: the frame of the cross-attention; None without.
         parallel: whether attention and feed-forward layer read the same stream, and what both add is added at
@@ -97,7 +166,7 @@ class BlockConfig:
     """
 
     attention: SublayerConfig
-    feed_forward: FeedForwardConfig
+    feed_forward: FeedForwardConfig | ExpertsConfig
     feed_forward_frame: SublayerConfig
     cross: SublayerConfig | None = None
     parallel: bool = False

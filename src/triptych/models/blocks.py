@@ -1,7 +1,5 @@
 """The blocks of every model: attention and feed-forward layers, each in a residual frame."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple, final
 
 import torch
@@ -10,34 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.attention import AttentionCache, MultiHeadAttention, PositionIds
-from triptych.models.architecture import (
-    Activation,
-    BlockConfig,
-    FeedForwardConfig,
-    NormConfig,
-    SublayerConfig,
-)
+from triptych.models.architecture import BlockConfig, NormConfig, SublayerConfig
 from triptych.models.dropout import Dropout
-
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return torch.relu(x).square()
-
-
-def _gelu_sigmoid(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu_sigmoid": _gelu_sigmoid,
-    "swish": F.silu,
-    "relu_squared": _relu_squared,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-}
+from triptych.models.experts import make_feed_forward
 
 
 class NewTokens(NamedTuple):
@@ -88,32 +61,6 @@ def make_norm(config: NormConfig | None, d_model: int) -> nn.Module:
     if config.kind == "rms":
         return nn.RMSNorm(d_model, config.eps, elementwise_affine=config.weight)
     return nn.LayerNorm(d_model, config.eps, elementwise_affine=config.weight, bias=config.bias)
-
-
-@final
-class FeedForward(nn.Module):
-    """See `FeedForwardConfig`; without a gate and with "relu", the paper's equation 2."""
-
-    def __init__(self, config: FeedForwardConfig, d_model: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(d_model, config.d_ff, bias=config.bias)
-        self.gate = nn.Linear(d_model, config.d_ff, bias=config.bias) if config.gated else None
-        self.outer = nn.Linear(config.d_ff, d_model, bias=config.out_bias)
-        self.activation = ACTIVATIONS[config.activation]
-        self.dropout = Dropout(config.dropout)
-        for linear in (self.inner, self.gate, self.outer):
-            if linear is not None:
-                nn.init.xavier_uniform_(linear.weight)
-                if linear.bias is not None:
-                    nn.init.zeros_(linear.bias)
-
-    def forward(self, x: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
-        """Apply to every position alike."""
-        if self.gate is None:
-            hidden = self.activation(self.inner(x))
-        else:
-            hidden = self.activation(self.gate(x)) * self.inner(x)
-        return self.outer(self.dropout(hidden) if self.training else hidden)  # type: ignore[no-any-return]
 
 
 @final
@@ -174,7 +121,7 @@ class Block(nn.Module):
             self.cross_attention = cross_attention
             self.cross_residual = Residual(config.cross, d_model)
         self.has_cross = cross_attention is not None
-        self.feed_forward = FeedForward(config.feed_forward, d_model)
+        self.feed_forward = make_feed_forward(config.feed_forward, d_model)
         self.feed_forward_residual = Residual(config.feed_forward_frame, d_model)
         self.parallel = config.parallel
         self.shares_norm = config.parallel and config.feed_forward_frame.norm is None

@@ -16,9 +16,10 @@ from triptych.attention import (
     SinusoidalPositions,
 )
 from triptych.models.architecture import EmbeddingsConfig, HeadConfig, LanguageModelArchitecture
-from triptych.models.blocks import ACTIVATIONS, Block, make_norm
+from triptych.models.blocks import Block, make_norm
 from triptych.models.configuration import LanguageModelConfig
 from triptych.models.dropout import Dropout
+from triptych.models.feed_forward import ACTIVATIONS
 
 
 class LanguageModelOutput(NamedTuple):
