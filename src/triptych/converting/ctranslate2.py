@@ -123,7 +123,8 @@ def _set_self_attention(spec: Any, attention: MultiHeadAttention, residual: Resi
     _set_norm(spec.layer_norm, residual.norm)
 
 
-def _set_feed_forward(spec: Any, feed_forward: FeedForward, residual: Residual) -> None:
+def _set_feed_forward(spec: Any, feed_forward: torch.nn.Module, residual: Residual) -> None:
+    assert isinstance(feed_forward, FeedForward)  # recipes have no other
     _set_linear(spec.linear_0, [feed_forward.inner])
     _set_linear(spec.linear_1, [feed_forward.outer])
     _set_norm(spec.layer_norm, residual.norm)

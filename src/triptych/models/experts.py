@@ -27,6 +27,8 @@ class Choice(NamedTuple):
 class Router(nn.Module):
     """Chooses experts; see `ExpertsConfig`. Scores are computed in float32 at least."""
 
+    correction: Tensor | None
+
     def __init__(self, config: ExpertsConfig, d_model: int) -> None:
         super().__init__()
         self.config = config
@@ -58,7 +60,7 @@ class Router(nn.Module):
             scores = scores + self.correction.to(scores.dtype)
         if config.top_groups == config.groups:
             return scores
-        grouped = scores.unflatten(-1, (config.groups, -1))
+        grouped = scores.view(-1, config.groups, config.num_experts // config.groups)
         best = 1 if config.group_score == "best" else min(2, grouped.shape[-1])
         chosen = grouped.topk(best, dim=-1).values.sum(dim=-1).topk(config.top_groups, dim=-1).indices
         others = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=scores.device)
@@ -126,7 +128,7 @@ class Experts(nn.Module):
         if self.config.scale_input:
             gathered = gathered * of_rows
         counts = chosen.flatten().bincount(minlength=self.config.num_experts).tolist()
-        parts = gathered.split(counts)
+        parts = torch.split(gathered, counts)
         given = torch.cat([self._expert(part, number) for number, part in enumerate(parts) if len(part)])
         if not self.config.scale_input:
             given = given * of_rows
