@@ -11,6 +11,7 @@ import torch
 from triptych.models import PRESETS, EncoderDecoder
 from triptych.text import Batch, EncodedCorpus, TokenBatches, TokenSequences
 from triptych.training import Trainer, TrainingConfig, ValidationConfig
+from triptych.training.objectives import Translation
 from triptych.training.plan import describe_plan
 from triptych.training.progress import LineDisplay
 from triptych.training.state import Counters
@@ -32,16 +33,11 @@ def make_batches(num_pairs: int) -> TokenBatches:
 
 def make_trainer(folder: Path, **training: object) -> Trainer:
     config = PRESETS["tiny"].model_copy(update={"d_model": 8, "d_ff": 8, "num_heads": 2})
-    return Trainer(
-        TrainingConfig.model_validate({"accumulate_batches": 3, "warmup_steps": 2, **training}),
-        ValidationConfig(every_steps=1000, bleu=False, metric="loss"),
-        EncoderDecoder(config, _VOCAB_SIZE, _VOCAB_SIZE, 0),
-        make_batches(60),
-        make_batches(4),
-        None,
-        folder,
-        Counters(),
-    )
+    chosen = TrainingConfig.model_validate({"accumulate_batches": 3, "warmup_steps": 2, **training})
+    validation = ValidationConfig(every_steps=1000, bleu=False, metric="loss")
+    model = EncoderDecoder(config, _VOCAB_SIZE, _VOCAB_SIZE, 0)
+    objective = Translation(model, make_batches(60), make_batches(4), chosen, validation, None)
+    return Trainer(chosen, validation, objective, folder, Counters())
 
 
 def test_in_bfloat16_a_run_learns_what_it_does_in_float32(tmp_path: Path) -> None:
@@ -72,7 +68,7 @@ def makers() -> list[threading.Thread]:
 
 def test_the_counters_stand_where_the_batches_used_end_not_those_made(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_epochs=3)
-    sizes = [len(trainer.train_batches.plan(epoch)) for epoch in range(3)]
+    sizes = [len(trainer.objective.train.plan(epoch)) for epoch in range(3)]
     assert sizes[0] % 3 != 0, "the last update of an epoch must be a smaller one"
     found = []
     for update in trainer._updates():
@@ -164,7 +160,7 @@ def test_measuring_leaves_weights_gradients_and_random_numbers_alone(precision: 
     trainer = make_trainer(tmp_path, precision=precision)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     random = torch.get_rng_state()
-    batch = trainer.train_batches.collate(trainer.train_batches.plan(0)[0])
+    batch = trainer.objective.train.collate(trainer.objective.train.plan(0)[0])
     assert trainer.measure_seconds(batch) > 0
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())

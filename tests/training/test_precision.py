@@ -121,7 +121,8 @@ if {narrow}:
     for twin in twins:
         twin.follow()
     models = [twin.model for twin in twins]
-compile_blocks(models[1], backend="aot_eager")  # traced and differentiated, but no code generated
+# Traced and differentiated, but no code generated.
+compile_blocks([*models[1].encoder, *models[1].decoder], torch.device("cpu"), backend="aot_eager")
 losses = [loss_of(model) for model in models]
 weights = [model.encoder[0].feed_forward.inner.weight for model in models]
 gradients = [torch.autograd.grad(*pair)[0].float() for pair in zip(losses, weights)]

@@ -1,20 +1,26 @@
 """A model on the disk: `config.json` and `model.safetensors` in one folder."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pydantic
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
+from torch import nn
 
 from triptych.errors import DataError
 from triptych.files import write_bytes, write_text
-from triptych.models.configuration import ModelConfig
+from triptych.models.configuration import LanguageModelConfig, ModelConfig
 from triptych.models.encoder_decoder import EncoderDecoder
+from triptych.models.language_model import LanguageModel
+
+OwnModel = EncoderDecoder | LanguageModel
 
 _FORMAT = 1
+_ENCODER_DECODER = "encoder-decoder"
 _WEIGHTS = "model.safetensors"
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -22,22 +28,34 @@ _DTYPES = {
 }
 
 
-def model_tensors(model: EncoderDecoder) -> dict[str, torch.Tensor]:
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The weights by name, tied ones once."""
     return {name: value.detach().contiguous() for name, value in model.named_parameters()}
 
 
-def write_config(model: EncoderDecoder, folder: Path) -> None:
-    """Write `config.json`."""
-    record = {
-        "format": _FORMAT,
-        "architecture": "encoder-decoder",
-        "src_vocab_size": model.src_vocab_size,
-        "tgt_vocab_size": model.tgt_vocab_size,
-        "pad_id": model.pad_id,
-        "dtype": str(model.tgt_embedding.weight.dtype).removeprefix("torch."),
-        "model": model.config.model_dump(),
-    }
+def write_config(model: OwnModel, folder: Path) -> None:
+    """Write `config.json`.
+
+    Raises:
+        ValueError: a language model of another library's checkpoint, which no recipe describes.
+    """
+    record: dict[str, Any] = {"format": _FORMAT}
+    match model:
+        case EncoderDecoder():
+            record |= {
+                "architecture": _ENCODER_DECODER,
+                "src_vocab_size": model.src_vocab_size,
+                "tgt_vocab_size": model.tgt_vocab_size,
+                "pad_id": model.pad_id,
+            }
+            table, config = model.tgt_embedding.weight, model.config.model_dump()
+        case LanguageModel():
+            if model.config is None:
+                raise ValueError("the model is of another library's checkpoint: no recipe describes it")
+            kind = model.architecture.kind
+            record |= {"model_type": "triptych", "kind": kind, "vocab_size": model.vocab_size}
+            table, config = model.embeddings.table.weight, model.config.model_dump()
+    record |= {"dtype": str(table.dtype).removeprefix("torch."), "model": config}
     write_text(folder / "config.json", json.dumps(record, indent=2) + "\n")
 
 
@@ -46,13 +64,13 @@ def write_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
     write_bytes(path, save({name: tensor.cpu() for name, tensor in tensors.items()}, {"format": "pt"}))
 
 
-def write_model(model: EncoderDecoder, folder: Path) -> None:
+def write_model(model: OwnModel, folder: Path) -> None:
     """Write configuration and weights."""
     write_config(model, folder)
     write_weights(model_tensors(model), folder / _WEIGHTS)
 
 
-def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -> EncoderDecoder:
+def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -> OwnModel:
     """A model of the folder's architecture and dtype (float32 if it names none), with fresh weights.
 
     Args:
@@ -71,19 +89,12 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
                 f"{path} has format {record['format']}, this triptych reads {_FORMAT}: "
                 "use the release that wrote it"
             )
-        src_size, tgt_size = record["src_vocab_size"], record["tgt_vocab_size"]
-        if not (0 <= record["pad_id"] < min(src_size, tgt_size)):
-            raise DataError(
-                f"{path}: pad_id {record['pad_id']} is outside the vocabularies of {src_size} and {tgt_size}"
-            )
+        kind = record.get("kind", _ENCODER_DECODER)
+        make = _encoder_decoder if kind == _ENCODER_DECODER else _language_model
         dtype = record.get("dtype", "float32")
         if dtype not in _DTYPES:
             raise DataError(f"{path}: dtype is {dtype!r}: known are {', '.join(_DTYPES)}")
-        config = ModelConfig.model_validate(record["model"])
-        if held is not None:
-            _require_sizes(config, (src_size, tgt_size, record["pad_id"]), held, path)
-        model = EncoderDecoder(config, src_size, tgt_size, record["pad_id"])
-        return model.to(_DTYPES[dtype])
+        return make(record, held, path).to(_DTYPES[dtype])
     except FileNotFoundError:
         raise DataError(f"{folder} holds no config.json: give the folder of a finished run") from None
     except KeyError as error:
@@ -96,23 +107,60 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
         raise DataError(f"{path} is not a triptych configuration: {_one_line(error)}") from None
 
 
+def _encoder_decoder(
+    record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path: Path
+) -> EncoderDecoder:
+    src_size, tgt_size, pad_id = record["src_vocab_size"], record["tgt_vocab_size"], record["pad_id"]
+    if not (0 <= pad_id < min(src_size, tgt_size)):
+        raise DataError(f"{path}: pad_id {pad_id} is outside the vocabularies of {src_size} and {tgt_size}")
+    config = ModelConfig.model_validate(record["model"])
+
+    def make() -> EncoderDecoder:
+        return EncoderDecoder(config, src_size, tgt_size, pad_id)
+
+    layers = {"encoder": config.encoder.num_layers, "decoder": config.decoder.num_layers}
+    _require_sizes(make, layers, held, path)
+    return make()
+
+
+def _language_model(
+    record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path: Path
+) -> LanguageModel:
+    kind, vocab_size = record["kind"], record["vocab_size"]
+    if kind not in ("decoder", "encoder"):
+        raise DataError(f"{path}: kind is {kind!r}: known are decoder, encoder, {_ENCODER_DECODER}")
+    config = LanguageModelConfig.model_validate(record["model"])
+
+    def make() -> LanguageModel:
+        return LanguageModel.of(config, kind, vocab_size)
+
+    _require_sizes(make, {"blocks": config.num_layers}, held, path)
+    return make()
+
+
 def _require_sizes(
-    config: ModelConfig, vocabularies: tuple[int, int, int], held: Mapping[str, Sequence[int]], path: Path
+    make: Callable[[], nn.Module],
+    stacks: Mapping[str, int],
+    held: Mapping[str, Sequence[int]] | None,
+    path: Path,
 ) -> None:
     """What a configuration calls for is what there is.
 
     Raises:
         DataError: there is too little for so many layers, or a tensor of another shape.
     """
-    for name, layers in (("encoder", config.encoder.num_layers), ("decoder", config.decoder.num_layers)):
+    if held is None:
+        return
+    for name, layers in stacks.items():
         found = {weight.split(".")[1] for weight in held if weight.startswith(f"{name}.")}
         if layers > len(found):
+            of_stack = "" if name == "blocks" else f" of the {name}"
             raise DataError(
-                f"{path.parent / _WEIGHTS} does not fit its config.json: {len(found)} layers of the {name}, "
+                f"{path.parent / _WEIGHTS} does not fit its config.json: {len(found)} layers{of_stack}, "
                 f"and there {layers}"
             )
     with torch.device("meta"):
-        wanted = dict(EncoderDecoder(config, *vocabularies).named_parameters())
+        wanted = dict(make().named_parameters())
     _require_fit(_shapes(wanted), held, str(path.parent / _WEIGHTS))
 
 
@@ -142,7 +190,7 @@ def _one_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
-def read_weights(model: EncoderDecoder, path: Path) -> None:
+def read_weights(model: nn.Module, path: Path) -> None:
     """Put the weights of a file into a model.
 
     Raises:
@@ -160,7 +208,7 @@ def _loaded(path: Path) -> dict[str, torch.Tensor]:
         raise DataError(f"{path} cannot be read as safetensors ({error}): copy or train it again") from None
 
 
-def load_tensors(model: EncoderDecoder, tensors: dict[str, torch.Tensor], origin: str) -> None:
+def load_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], origin: str) -> None:
     """Copy named tensors into a model, every one of them and nothing else.
 
     Raises:
@@ -180,7 +228,19 @@ def load_tensors(model: EncoderDecoder, tensors: dict[str, torch.Tensor], origin
 
 
 def read_model(folder: Path) -> EncoderDecoder:
-    """Read what `write_model` wrote; in evaluation mode.
+    """Read a model for translation that `write_model` wrote; in evaluation mode.
+
+    Raises:
+        DataError: files missing, damaged or not belonging together, or a language model's.
+    """
+    model = read_own_model(folder)
+    if not isinstance(model, EncoderDecoder):
+        raise DataError(f"{folder} holds a language model, which does not translate: see triptych generate")
+    return model
+
+
+def read_own_model(folder: Path) -> OwnModel:
+    """Read what `write_model` wrote, of either kind; in evaluation mode.
 
     Raises:
         DataError: files missing, damaged or not belonging together.

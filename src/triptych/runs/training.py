@@ -33,7 +33,7 @@ from triptych.threads import torch_threads
 from triptych.training import Recipe, Trainer, TrainingResult, read_recipe
 from triptych.training.fitting import choices, fit_tokenizer, fit_training
 from triptych.training.judging import Bleu
-from triptych.training.loop import Scorer
+from triptych.training.objectives import Scorer, Translation
 from triptych.training.plan import describe_plan
 from triptych.training.progress import Display, LineDisplay
 from triptych.training.state import Counters, own_files, read_counters
@@ -226,21 +226,20 @@ def _trainer(recipe: Recipe, folder: Path, base: Path, tokenizers: TokenizerPair
     ).to(device)
     fingerprints = _fingerprints(recipe, texts.train, texts.translated, tokenizers, model)
     counters = Counters(fingerprints=fingerprints, started_in=str(base))
-    return Trainer(
-        recipe.training,
-        recipe.validation,
+    objective = Translation(
         model,
         _batches(recipe, texts.train, tokenizers, shuffle=True),
         _batches(recipe, texts.valid, tokenizers, shuffle=False),
+        recipe.training,
+        recipe.validation,
         _scorer(recipe, tokenizers, texts.translated) if recipe.validation.bleu else None,
-        folder,
-        counters,
     )
+    return Trainer(recipe.training, recipe.validation, objective, folder, counters)
 
 
 def _run(recipe: Recipe, trainer: Trainer, display: Display) -> Summary:
     num_parameters = sum(p.numel() for p in trainer.model.parameters())
-    waste = trainer.train_batches.padding_waste(0)
+    waste = trainer.objective.padding_waste()
     display.say(
         f"model: {num_parameters:,} parameters; padding {waste:.1%} of the batches; "
         f"{torch.get_num_threads()} threads, {recipe.training.precision}, {trainer.device}"

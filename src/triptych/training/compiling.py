@@ -6,28 +6,30 @@ launching small kernels costs most, it is meant to.
 """
 
 import shutil
+from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from triptych.errors import UsageError
-from triptych.models import EncoderDecoder
 
 
-def compile_blocks(model: EncoderDecoder, backend: str = "inductor") -> None:
-    """Compile each block of encoder and decoder in place; weights and their names stay.
+def compile_blocks(blocks: Iterable[nn.Module], device: torch.device, backend: str = "inductor") -> None:
+    """Compile each block in place; weights and their names stay.
 
     Args:
-        model: computes as before, within rounding, from its next call on.
+        blocks: of a model, which computes as before, within rounding, from its next call on.
+        device: that they are on.
         backend: of `torch.compile`.
 
     Raises:
         UsageError: code for this device needs a C++ compiler, and there is none.
     """
-    on_cpu = next(model.parameters()).device.type == "cpu"
+    on_cpu = device.type == "cpu"
     if backend == "inductor" and on_cpu and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise UsageError(
             "training.compile needs a C++ compiler on a CPU (g++ or clang++): install one or leave it"
         )
-    for block in (*model.encoder, *model.decoder):
+    for block in blocks:
         block.compile(dynamic=True, backend=backend)
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)

@@ -3,29 +3,26 @@
 import json
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 
 from triptych.errors import TriptychError
 from triptych.files import remove_leftovers, write_text
-from triptych.models import EncoderDecoder
-from triptych.models.storage import load_tensors, model_tensors, read_weights
-from triptych.text import Batch, TokenBatches
+from triptych.models.storage import OwnModel, load_tensors, model_tensors, read_weights
 from triptych.training.ahead import ahead
 from triptych.training.compiling import compile_blocks
 from triptych.training.interruption import StopRequest
-from triptych.training.judging import Bleu, Score, judge
+from triptych.training.judging import Score
 from triptych.training.metrics import MetricsLog
-from triptych.training.objective import Loss, output_loss
+from triptych.training.objectives import Objective, TrainingBatch
 from triptych.training.precision import NarrowTwin
 from triptych.training.progress import Display, Moment
-from triptych.training.rdrop import rdrop_loss
 from triptych.training.recipe import TrainingConfig, ValidationConfig
 from triptych.training.schedule import learning_rate
 from triptych.training.state import (
@@ -39,9 +36,6 @@ from triptych.training.state import (
     save_or_explain,
     write_state,
 )
-
-# Translates the validation text with a model and measures its BLEU.
-Scorer = Callable[[EncoderDecoder], Bleu]
 
 
 @dataclass(frozen=True)
@@ -73,10 +67,7 @@ class Trainer:
         self,
         config: TrainingConfig,
         validation: ValidationConfig,
-        model: EncoderDecoder,
-        train: TokenBatches,
-        valid: TokenBatches,
-        score: Scorer | None,
+        objective: Objective[Any, Any],
         folder: Path,
         counters: Counters,
     ) -> None:
@@ -85,35 +76,30 @@ class Trainer:
         Args:
             config: the optimisation.
             validation: how the run is judged.
-            model: with fresh weights, on its device.
-            train: the text to learn from.
-            valid: the text to be judged by.
-            score: measures BLEU; None where the recipe does not want it.
+            objective: what is learned; holds model and text.
             folder: the run folder; must exist when the run begins.
             counters: of a new run, with fingerprints and folder filled in.
         """
         self.config = config
         self.validation = validation
-        self.model = model
-        self.train_batches = train
-        self.steps_per_epoch = -(-len(train.plan(0)) // config.accumulate_batches)
-        self.valid_batches = valid
-        self.score = score
+        self.objective = objective
+        self.model: OwnModel = objective.model
+        self.steps_per_epoch = -(-len(objective.train.plan(0)) // config.accumulate_batches)
         self.folder = folder
         self.state_folder = folder / "state"
         self.counters = counters
-        self.device = next(model.parameters()).device
+        self.device = next(self.model.parameters()).device
         self.optimizer = torch.optim.Adam(
-            model.parameters(),
+            self.model.parameters(),
             lr=0.0,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             fused=True,
         )
         self.metrics = MetricsLog(folder)
-        self._twin = NarrowTwin(model) if config.precision == "bf16" else None
+        self._twin = NarrowTwin(self.model) if config.precision == "bf16" else None
         if config.compile:
-            compile_blocks(self._computing)
+            compile_blocks(list(objective.blocks(self._computing)), self.device)
         self._saved_step = -1
 
     def resume(self) -> None:
@@ -138,7 +124,7 @@ class Trainer:
         """Updates to the end of the recipe; early stopping may end it before."""
         return max(self._last_step() - self.counters.step, 0)
 
-    def measure_seconds(self, batch: Batch) -> float:
+    def measure_seconds(self, batch: TrainingBatch) -> float:
         """Seconds of forward and backward pass of a batch, the second time.
 
         Weights, gradients and random numbers are left as they were.
@@ -148,7 +134,7 @@ class Trainer:
         self._set_mode(training=True)
         for _ in range(2):
             started = time.monotonic()
-            loss = self._training_loss(batch, self.config.rdrop).smoothed
+            loss = self.objective.training_loss(self._computing, batch, self.config.max_steps).smoothed
             loss.backward()  # type: ignore[no-untyped-call]
             if self._twin is not None:
                 self._twin.hand_over_gradients()
@@ -197,7 +183,7 @@ class Trainer:
             self.metrics.close()
             return outcome
 
-    def _updates(self) -> Generator[Sequence[Batch], None, None]:
+    def _updates(self) -> Generator[Sequence[TrainingBatch], None, None]:
         """The batches of each update from where the counters stand to the end of the run."""
         counters, config = self.counters, self.config
         with closing(ahead(self._batches_from(counters.epoch, counters.batch))) as made:
@@ -210,21 +196,21 @@ class Trainer:
         if config.max_epochs is not None and counters.epoch < config.max_epochs:
             counters.epoch, counters.batch = config.max_epochs, 0
 
-    def _batches_from(self, epoch: int, used: int) -> Iterator[tuple[int, int, Sequence[Batch]]]:
+    def _batches_from(self, epoch: int, used: int) -> Iterator[tuple[int, int, Sequence[TrainingBatch]]]:
         """Each update's batches, with its epoch and the batches of the plan used up when it is made."""
         limit = self.config.max_epochs
         for later in count(epoch) if limit is None else range(epoch, limit):
-            plan = self.train_batches.plan(later)
+            plan = self.objective.train.plan(later)
             for start in range(used, len(plan), self.config.accumulate_batches):
                 chosen = plan[start : start + self.config.accumulate_batches]
-                batches = [self.train_batches.collate(indices) for indices in chosen]
+                batches = [self.objective.train.collate(indices) for indices in chosen]
                 if self.device.type == "cuda":
                     batches = [batch.pinned() for batch in batches]
                 yield later, start + len(chosen), batches
             used = 0
 
     @property
-    def _computing(self) -> EncoderDecoder:
+    def _computing(self) -> OwnModel:
         return self.model if self._twin is None else self._twin.model
 
     def _set_mode(self, *, training: bool) -> None:
@@ -233,18 +219,17 @@ class Trainer:
             self._twin.model.train(training)
             self._twin.follow()
 
-    def _update(self, batches: Sequence[Batch]) -> tuple[float, int]:
+    def _update(self, batches: Sequence[TrainingBatch]) -> tuple[float, int]:
         """One step of the optimizer; returns the loss summed over tokens, and the tokens."""
         step = self.counters.step + 1
-        rate = learning_rate(step, self.config, self.model.config.d_model)
+        rate = learning_rate(step, self.config, self.objective.d_model)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         tokens = sum(batch.num_target_tokens for batch in batches)
         self.optimizer.zero_grad()
         total = 0.0
-        rdrop = self.config.rdrop if step > self.config.rdrop_after else 0.0
         for batch in batches:
-            loss = self._training_loss(batch, rdrop).smoothed
+            loss = self.objective.training_loss(self._computing, batch, step).smoothed
             (loss / tokens).backward()  # type: ignore[no-untyped-call]
             if self._twin is not None:
                 self._twin.hand_over_gradients()
@@ -259,34 +244,6 @@ class Trainer:
         self.counters.step = step
         self.counters.tokens += tokens
         return total, tokens
-
-    def _training_loss(self, batch: Batch, rdrop: float) -> Loss:
-        label_smoothing = self.config.label_smoothing
-        if not rdrop:
-            return self._loss(batch, label_smoothing)
-        src, tgt_in, tgt_out = self._sides(batch)
-        real = tgt_out != self.model.pad_id
-        # Both passes as one batch: dropout draws for every row.
-        first, second = self._decode(src.repeat(2, 1), tgt_in.repeat(2, 1)).chunk(2)
-        weight = self._computing.output.weight
-        return rdrop_loss(first[real], second[real], weight, tgt_out[real], label_smoothing, rdrop)
-
-    def _loss(self, batch: Batch, label_smoothing: float) -> Loss:
-        src, tgt_in, tgt_out = self._sides(batch)
-        real = tgt_out != self.model.pad_id
-        x = self._decode(src, tgt_in)[real]
-        return output_loss(x, self._computing.output.weight, tgt_out[real], label_smoothing)
-
-    def _sides(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Source, target read and target said, on the device."""
-        src, tgt_in, tgt_out = (
-            side.to(self.device, non_blocking=True) for side in (batch.src, batch.tgt_in, batch.tgt_out)
-        )
-        return src, tgt_in, tgt_out
-
-    def _decode(self, src: torch.Tensor, tgt_in: torch.Tensor) -> torch.Tensor:
-        model = self._computing
-        return model.decode(tgt_in, model.encode(src), model.memory_mask(src))
 
     def _record(self, display: Display, loss: float, tokens: int, rate: float) -> None:
         counters = self.counters
@@ -321,7 +278,7 @@ class Trainer:
         counters = self.counters
         figures = self._measure()
         self.metrics.add({"step": counters.step, **figures})
-        judged, best = judge(figures, self.validation.metric), self._best()
+        judged, best = self.objective.judge(figures), self._best()
         better = best is None or judged.better_than(best)
         if better:
             (counters.best_by, counters.best_score), counters.best_step = judged, counters.step
@@ -331,7 +288,7 @@ class Trainer:
         else:
             counters.validations_since_best += 1
         mark = f"  (best by {judged.by})" if better else ""
-        display.say(f"validation at step {counters.step:,}: {_describe(figures)}{mark}")
+        display.say(f"validation at step {counters.step:,}: {self.objective.describe(figures)}{mark}")
         self._keep_checkpoint()
         self._saved_step = -1  # what was saved at this step knows nothing of its validation
         self._save()
@@ -341,14 +298,10 @@ class Trainer:
         try:
             with torch.no_grad():
                 loss = tokens = 0.0
-                for indices in self.valid_batches.plan(0):
-                    batch = self.valid_batches.collate(indices)
-                    loss += self._loss(batch, 0.0).likelihood.item()
+                for batch in self.objective.validation_batches():
+                    loss += self.objective.loss(self._computing, batch).likelihood.item()
                     tokens += batch.num_target_tokens
-                figures = {"valid_loss": loss / tokens}
-                if self.score is not None:
-                    bleu = self.score(self.model)
-                    figures |= {"valid_bleu": bleu.value, "valid_bleu_low": bleu.low}
+                figures = self.objective.figures(loss / tokens)
         finally:
             self._set_mode(training=True)
         return figures
@@ -387,18 +340,20 @@ class Trainer:
         average = average_checkpoints(paths)
         load_tensors(self.model, average, "the average of the last checkpoints")
         figures = self._measure()
-        judged, best = judge(figures, self.validation.metric), self._best()
+        judged, best = self.objective.judge(figures), self._best()
         chosen = "best" if best is not None and best.better_than(judged) else "average"
         self.metrics.add({"step": counters.step, **{f"average_{k}": v for k, v in figures.items()}})
-        display.say(f"average of the last {len(paths)} checkpoints: {_describe(figures)}")
+        display.say(f"average of the last {len(paths)} checkpoints: {self.objective.describe(figures)}")
         if chosen == "best":
             read_weights(self.model, self.state_folder / "best.safetensors")
         self._write_model(self.folder / "model.safetensors")
         self.model.eval()
         return TrainingResult(None, counters, chosen, figures)
 
-    def _diverged(self, step: int, rate: float, loss: float, norm: float, batches: Sequence[Batch]) -> str:
-        lines = sorted(line for batch in batches for line in batch.line_numbers)
+    def _diverged(
+        self, step: int, rate: float, loss: float, norm: float, batches: Sequence[TrainingBatch]
+    ) -> str:
+        lines = sorted(line for batch in batches for line in self.objective.places(batch))
         path = self.state_folder / "diverged.json"
         write_text(path, json.dumps({"step": step, "learning_rate": rate, "lines": lines}) + "\n")
         shown = ", ".join(map(str, lines[:20])) + (", …" if len(lines) > 20 else "")
@@ -408,13 +363,3 @@ class Trainer:
             f"text (all in {path}); the state of step {self._saved_step} is kept. Lower "
             "training.learning_rate, lengthen training.warmup_steps or set training.clip_norm"
         )
-
-
-def _describe(figures: dict[str, float]) -> str:
-    parts = [
-        f"loss {figures['valid_loss']:.4f}",
-        f"perplexity {math.exp(min(figures['valid_loss'], 50)):.2f}",
-    ]
-    if "valid_bleu" in figures:
-        parts.append(f"BLEU {figures['valid_bleu']:.2f}")
-    return "  ".join(parts)

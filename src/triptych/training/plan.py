@@ -17,13 +17,12 @@ def describe_plan(trainer: Trainer) -> str:
     steps = trainer.steps_left
     if not steps:
         return ""
-    text = trainer.train_batches
+    text = trainer.objective.train
     passes = steps / trainer.steps_per_epoch
     indices = text.plan(0)[0]
-    batch = text.collate(indices)
     if trainer.device.type == "cpu":
-        longest = max(batch.src.shape[1], batch.tgt_out.shape[1])
-        batch = text.collate(indices[: max(_TIMED_TOKENS // longest, 1)])
+        indices = trainer.objective.timed_part(indices, _TIMED_TOKENS)
+    batch = text.collate(indices)
     seconds = passes * text.num_target_tokens * trainer.measure_seconds(batch) / batch.num_target_tokens
     told = f"plan: {steps:,} steps, {passes:.1f} passes over the text, about {_duration(seconds)}"
     if seconds <= _DAY:

@@ -7,12 +7,15 @@ section 3.1.
 """
 
 import copy
+from collections.abc import Iterator
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from triptych.models import EncoderDecoder
+from triptych.models.language_model import Embeddings, LanguageModel
+from triptych.models.storage import OwnModel
 
 
 @final
@@ -23,17 +26,18 @@ class NarrowTwin:
     gradients a batch, which bfloat16 could not add up, and a lookup costs the same in any dtype.
     """
 
-    def __init__(self, model: EncoderDecoder) -> None:
+    def __init__(self, model: OwnModel) -> None:
         """Make the twin; `follow` gives it the model's weights."""
         shared = {
-            id(weight): weight
-            for module in model.modules()
-            if isinstance(module, nn.Embedding)
-            for weight in module.parameters()
+            id(weight): weight for module in _embedding_modules(model) for weight in module.parameters()
         }
         # What deepcopy finds in its memo it takes as it is.
         self.model = copy.deepcopy(model, dict(shared))
-        self.model.stream_dtype = torch.bfloat16
+        match self.model:
+            case EncoderDecoder() as twin:
+                twin.stream_dtype = torch.bfloat16
+            case LanguageModel() as twin:
+                twin.embeddings.stream_dtype = torch.bfloat16
         self._wide: list[Tensor] = []
         self._narrow: list[Tensor] = []
         for own, master in zip(self.model.parameters(), model.parameters(), strict=True):
@@ -57,3 +61,12 @@ class NarrowTwin:
             else:
                 wide.grad += narrow.grad
             narrow.grad = None
+
+
+def _embedding_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """What makes the stream of token ids, in float32."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            yield module
+        elif isinstance(module, Embeddings):
+            yield from (module.positions, module.norm)

@@ -15,11 +15,10 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from triptych.errors import DataError, TriptychError
 from triptych.files import write_bytes
-from triptych.models import EncoderDecoder
 from triptych.models.storage import load_tensors, model_tensors
 
 _LAST = "last.safetensors"
@@ -92,9 +91,7 @@ def own_files(folder: Path) -> list[Path]:
 _COUNTERS = TypeAdapter(Counters)
 
 
-def write_state(
-    folder: Path, counters: Counters, model: EncoderDecoder, optimizer: torch.optim.Optimizer
-) -> None:
+def write_state(folder: Path, counters: Counters, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Save the state, whole or not at all.
 
     Raises:
@@ -152,7 +149,7 @@ def read_counters(folder: Path) -> Counters:
         raise DataError(f"{path} is damaged ({error}): train again") from None
 
 
-def read_state(folder: Path, model: EncoderDecoder, optimizer: torch.optim.Optimizer) -> Counters:
+def read_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Counters:
     """Put a saved state into model, optimizer and random-number generators.
 
     Raises:

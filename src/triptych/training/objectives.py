@@ -1,0 +1,211 @@
+"""What a run learns: the batches, the call of the model, the loss, and the figures that judge it."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Generic, Protocol, TypeVar, final, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import nn
+
+from triptych.models import EncoderDecoder, LanguageModel
+from triptych.text import Batch, TokenBatches
+from triptych.training.judging import Bleu, Score, judge
+from triptych.training.objective import Loss, output_loss
+from triptych.training.rdrop import rdrop_loss
+from triptych.training.recipe import TrainingConfig, ValidationConfig
+
+
+@runtime_checkable
+class TrainingBatch(Protocol):
+    """Some of the text, as tensors.
+
+    Attributes:
+        num_target_tokens: tokens that the loss is summed over.
+    """
+
+    @property
+    def num_target_tokens(self) -> int: ...
+
+    def pinned(self) -> "TrainingBatch":
+        """A copy in page-locked memory, from which a GPU takes it while the CPU goes on."""
+
+
+ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel)
+BatchT = TypeVar("BatchT", bound=TrainingBatch)
+MadeT_co = TypeVar("MadeT_co", bound=TrainingBatch, covariant=True)
+
+
+@runtime_checkable
+class Batches(Protocol[MadeT_co]):
+    """A text dealt out in batches."""
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Tokens of one pass that are learned from."""
+
+    def plan(self, epoch: int) -> list[Int64[np.ndarray, "batch"]]:
+        """What makes up each batch of an epoch: a function of text, seed and epoch alone."""
+
+    def collate(self, indices: Int64[np.ndarray, "batch"]) -> MadeT_co:
+        """Make the tensors of one batch of a plan."""
+
+
+class Objective(ABC, Generic[ModelT, BatchT]):
+    """What is learned, from which text, and how it is judged.
+
+    Attributes:
+        model: with fresh weights, on its device: what is trained and saved.
+        train: the text to learn from.
+        valid: the text to be judged by.
+    """
+
+    def __init__(self, model: ModelT, train: Batches[BatchT], valid: Batches[BatchT]) -> None:
+        self.model: ModelT = model
+        self.train, self.valid = train, valid
+
+    @property
+    @abstractmethod
+    def d_model(self) -> int:
+        """Width of the model's stream."""
+
+    @abstractmethod
+    def blocks(self, model: ModelT) -> Iterator[nn.Module]:
+        """The parts of a model that repeat, which are compiled each."""
+
+    @abstractmethod
+    def training_loss(self, model: ModelT, batch: BatchT, step: int) -> Loss:
+        """What update number `step` minimises, of the model or of its twin in bfloat16."""
+
+    @abstractmethod
+    def loss(self, model: ModelT, batch: BatchT) -> Loss:
+        """What a validation sums up."""
+
+    @abstractmethod
+    def timed_part(self, indices: Int64[np.ndarray, "batch"], tokens: int) -> Int64[np.ndarray, "part"]:
+        """As much of a batch of the plan as has about so many tokens, 1 item or more."""
+
+    @abstractmethod
+    def places(self, batch: BatchT) -> tuple[int, ...]:
+        """Where in the training text a batch is from."""
+
+    def padding_waste(self) -> float:
+        """Share of padding in the training batches."""
+        return 0.0
+
+    def validation_batches(self) -> Iterator[BatchT]:
+        """The batches of a validation, the same every time."""
+        for indices in self.valid.plan(0):
+            yield self.valid.collate(indices)
+
+    def figures(self, loss: float) -> dict[str, float]:
+        """The figures of a validation with a loss in nats a token, "valid_loss" among them."""
+        return {"valid_loss": loss}
+
+    def judge(self, figures: Mapping[str, float]) -> Score:
+        """How good a validation is."""
+        return judge(figures, "loss")
+
+    def describe(self, figures: Mapping[str, float]) -> str:
+        """The figures in words."""
+        loss = figures["valid_loss"]
+        return f"loss {loss:.4f}  perplexity {math.exp(min(loss, 50)):.2f}"
+
+
+# Translates the validation text with a model and measures its BLEU.
+Scorer = Callable[[EncoderDecoder], Bleu]
+
+
+@final
+class Translation(Objective[EncoderDecoder, Batch]):
+    """The target sentence token by token, given the source sentence.
+
+    Args:
+        model: as in `Objective`, and likewise the texts.
+        train: the text to learn from.
+        valid: the text to be judged by.
+        config: label smoothing and R-Drop.
+        validation: what decides which model is best.
+        score: measures BLEU; None where the recipe does not want it.
+    """
+
+    train: TokenBatches
+
+    def __init__(
+        self,
+        model: EncoderDecoder,
+        train: TokenBatches,
+        valid: TokenBatches,
+        config: TrainingConfig,
+        validation: ValidationConfig,
+        score: Scorer | None,
+    ) -> None:
+        super().__init__(model, train, valid)
+        self.config, self.validation, self.score = config, validation, score
+
+    @property
+    def d_model(self) -> int:
+        return self.model.config.d_model
+
+    def blocks(self, model: EncoderDecoder) -> Iterator[nn.Module]:
+        yield from (*model.encoder, *model.decoder)
+
+    def training_loss(self, model: EncoderDecoder, batch: Batch, step: int) -> Loss:
+        label_smoothing = self.config.label_smoothing
+        if not self.config.rdrop or step <= self.config.rdrop_after:
+            return self._loss(model, batch, label_smoothing)
+        src, tgt_in, tgt_out = _sides(model, batch)
+        real = tgt_out != model.pad_id
+        # Both passes as one batch: dropout draws for every row.
+        first, second = _decode(model, src.repeat(2, 1), tgt_in.repeat(2, 1)).chunk(2)
+        return rdrop_loss(
+            first[real], second[real], model.output.weight, tgt_out[real], label_smoothing, self.config.rdrop
+        )
+
+    def loss(self, model: EncoderDecoder, batch: Batch) -> Loss:
+        return self._loss(model, batch, 0.0)
+
+    def _loss(self, model: EncoderDecoder, batch: Batch, label_smoothing: float) -> Loss:
+        src, tgt_in, tgt_out = _sides(model, batch)
+        real = tgt_out != model.pad_id
+        x = _decode(model, src, tgt_in)[real]
+        return output_loss(x, model.output.weight, tgt_out[real], label_smoothing)
+
+    def timed_part(self, indices: Int64[np.ndarray, "batch"], tokens: int) -> Int64[np.ndarray, "part"]:
+        batch = self.train.collate(indices)
+        longest = max(batch.src.shape[1], batch.tgt_out.shape[1])
+        return indices[: max(tokens // longest, 1)]
+
+    def places(self, batch: Batch) -> tuple[int, ...]:
+        return batch.line_numbers
+
+    def padding_waste(self) -> float:
+        return self.train.padding_waste(0)
+
+    def figures(self, loss: float) -> dict[str, float]:
+        if self.score is None:
+            return {"valid_loss": loss}
+        bleu = self.score(self.model)
+        return {"valid_loss": loss, "valid_bleu": bleu.value, "valid_bleu_low": bleu.low}
+
+    def judge(self, figures: Mapping[str, float]) -> Score:
+        return judge(figures, self.validation.metric)
+
+    def describe(self, figures: Mapping[str, float]) -> str:
+        bleu = f"  BLEU {figures['valid_bleu']:.2f}" if "valid_bleu" in figures else ""
+        return super().describe(figures) + bleu
+
+
+def _sides(model: EncoderDecoder, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Source, target read and target said, on the model's device."""
+    device = model.tgt_embedding.weight.device
+    src, tgt_in, tgt_out = (
+        side.to(device, non_blocking=True) for side in (batch.src, batch.tgt_in, batch.tgt_out)
+    )
+    return src, tgt_in, tgt_out
+
+
+def _decode(model: EncoderDecoder, src: torch.Tensor, tgt_in: torch.Tensor) -> torch.Tensor:
+    return model.decode(tgt_in, model.encode(src), model.memory_mask(src))
