@@ -33,6 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runs": {"checkpoints", "decoding", "models", "storage", "text", "training"},
     "rewriting": {"algebra", "attention", "checkpoints", "models", "runs", "storage"},
     "converting": {"algebra", "attention", "checkpoints", "decoding", "models", "rewriting", "runs", "text"},
+    # a model by the library that is to run it
+    "engines": {"checkpoints", "converting", "decoding", "models", "runs"},
     "reports": set(),
     "inspection": {"algebra", "checkpoints", "reports"},
     "costing": {"algebra", "attention", "reports"},

@@ -23,6 +23,7 @@ from triptych.costing import CostSpec as CostSpec
 from triptych.costing import cost as cost
 from triptych.costing import measure_times as measure_times
 from triptych.demonstration import demo as demo
+from triptych.engines import load as load
 from triptych.errors import DataError as DataError
 from triptych.errors import TriptychError as TriptychError
 from triptych.errors import UsageError as UsageError
@@ -49,7 +50,6 @@ from triptych.rewriting.recipe import read_rewrite_recipe as read_rewrite_recipe
 from triptych.rewriting.verification import verify as verify
 from triptych.runs import Run as Run
 from triptych.runs import evaluate as evaluate
-from triptych.runs import load as load
 from triptych.runs import resume as resume
 from triptych.runs import train as train
 from triptych.training import Recipe as Recipe

@@ -251,3 +251,30 @@ def test_a_line_typed_is_answered_before_the_next_one_comes(small_run: Path) -> 
         process.stdin.close()
         process.stdout.close()
         process.wait(timeout=30)
+
+
+def test_another_engine_takes_the_same_options(
+    triptych: Command, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ctranslate2", reason="needs CTranslate2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = ("\n".join(SENTENCES) + "\n").encode()
+    options = ("--beam", 3, "--n-best", 2, "--alpha", 1, "--max-extra-tokens", 3, "--json", "--workers", 1)
+    ours = triptych("translate", small_run, *options, "--stop", "full", stdin=text)
+    theirs = triptych("translate", small_run, *options, "--engine", "ctranslate2", stdin=text)
+    assert (theirs.code, theirs.err) == (0, "")
+    for expected, found in zip(ours.out.splitlines(), theirs.out.splitlines(), strict=True):
+        one, other = json.loads(expected), json.loads(found)
+        assert [c["tokens"] for c in other["candidates"]] == [c["tokens"] for c in one["candidates"]]
+        assert other["candidates"][0]["score"] == pytest.approx(one["candidates"][0]["score"], abs=1e-4)
+
+
+def test_another_engine_has_no_attention_and_no_certain_end(triptych: Command, small_run: Path) -> None:
+    engine = ("translate", small_run, "--engine", "ctranslate2")
+    answer = triptych(*engine, "--json", "--attention", "cross:0:0", stdin=b"Vier.\n")
+    assert answer.code == 2
+    assert "--attention goes with --engine triptych: ctranslate2 gives no attention weights" in answer.err
+    pytest.importorskip("ctranslate2", reason="needs CTranslate2")
+    answer = triptych(*engine, "--beam", 3, "--stop", "certain", stdin=b"Vier.\n")
+    assert answer.code == 2
+    assert 'stop must be "full"' in answer.err

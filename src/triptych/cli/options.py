@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from triptych.decoding import Precision
+from triptych.engines import EngineName
 
 PrecisionOption = Annotated[
     Precision,
@@ -13,6 +14,14 @@ PrecisionOption = Annotated[
         "--precision",
         help="Type of the weights. bf16 and int8 (CPU only) are faster; some translations differ from those "
         "in fp32.",
+    ),
+]
+EngineOption = Annotated[
+    EngineName,
+    typer.Option(
+        "--engine",
+        help="The library that computes: triptych, or ctranslate2 (pip install 'triptych[ctranslate2]'; "
+        "faster in int8 on CPUs; the model is converted first).",
     ),
 ]
 StopOption = Annotated[

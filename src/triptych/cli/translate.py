@@ -11,7 +11,13 @@ from typing import Annotated, Any
 import typer
 
 import triptych
-from triptych.cli.options import PrecisionOption, StopOption, WorkersOption, number_of_workers
+from triptych.cli.options import (
+    EngineOption,
+    PrecisionOption,
+    StopOption,
+    WorkersOption,
+    number_of_workers,
+)
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.decoding import SentenceAttention, Translation, Translator
 from triptych.decoding.ahead import Ahead
@@ -52,6 +58,7 @@ def translate(
     stop: StopOption = None,
     precision: PrecisionOption = "fp32",
     workers: WorkersOption = None,
+    engine: EngineOption = "triptych",
     device: Annotated[
         str, typer.Option("--device", help="auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.")
     ] = "auto",
@@ -72,6 +79,8 @@ def translate(
     An empty line gives an empty line, and with --n-best one empty translation. A line longer than the
     model's limit is translated in pieces, and standard error says so.
     """
+    if attention and engine != "triptych":
+        raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
     require_free([Output(out, unmarked)], (run, *([] if file is None else [file])), force=force)
     translator = triptych.load(
         run,
@@ -83,6 +92,7 @@ def translate(
         stop=stop,
         precision=precision,
         workers=number_of_workers(workers),
+        engine=engine,
     )
     config = translator.model.config
     wanted = [_parse_selection(text, config) for text in attention or []]

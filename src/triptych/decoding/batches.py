@@ -1,6 +1,6 @@
 """A batch of sentences, searched."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import torch
@@ -35,6 +35,29 @@ def batch_searcher(
 def _padded(sentences: Sequence[Sequence[int]], eos_id: int, pad_id: int) -> Tensor:
     rows = [torch.tensor([*ids, eos_id]) for ids in sentences]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
+
+
+def batches_of_like_length(
+    sentences: Sequence[Sequence[int]], batch_tokens: int, batch_sentences: int | None = None
+) -> Iterator[list[int]]:
+    """Places of sentences of like length, the longest first.
+
+    Args:
+        sentences: token ids without the end of sentence.
+        batch_tokens: padded tokens in a batch, ends of sentences included; a longer sentence is alone.
+        batch_sentences: sentences in a batch, at most; no limit of their own if None.
+    """
+    order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)
+    batch: list[int] = []
+    for i in order:
+        longest = len(sentences[batch[0]] if batch else sentences[i]) + 1
+        full = longest * (len(batch) + 1) > batch_tokens or len(batch) == batch_sentences
+        if batch and full:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
 
 
 @final

@@ -82,9 +82,14 @@ def output_limits(
 ) -> list[int]:
     """The most tokens that the output of each sentence may have, without its end of sentence."""
     source_tokens = (src != pad_id).sum(dim=1) - 1  # the end of sentence does not count
+    return [limit_of(n, max_extra_tokens, max_target_tokens) for n in source_tokens.tolist()]
+
+
+def limit_of(num_source_tokens: int, max_extra_tokens: int, max_target_tokens: int | None) -> int:
+    """The most tokens that an output may have, without its end of sentence."""
     # The first token takes a position too.
     longest = math.inf if max_target_tokens is None else max_target_tokens - 1
-    return [int(min(n + max_extra_tokens, longest)) for n in source_tokens.tolist()]
+    return int(min(num_source_tokens + max_extra_tokens, longest))
 
 
 def best_first(found: Sequence[Hypothesis]) -> list[Hypothesis]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from triptych import thresholds
 from triptych.decoding.ahead import Ahead
-from triptych.decoding.batches import EvaluationMode, batch_searcher
+from triptych.decoding.batches import EvaluationMode, batch_searcher, batches_of_like_length
 from triptych.decoding.fused import Precision, unsupported_precision
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions
 from triptych.decoding.pieces import split_line
@@ -99,6 +99,7 @@ class Translator:
         batch_sentences: int | None = None,
         precision: Precision = "fp32",
         workers: int = 1,
+        searcher: Searcher | None = None,
     ) -> None:
         """Put a translator together.
 
@@ -113,6 +114,9 @@ class Translator:
             workers: processes of one thread each that translate side by side on a CPU, this one
                 included. With more than one, a script must guard its main part with
                 `if __name__ == "__main__"`, and torch's number of threads becomes 1 while translating.
+            searcher: searches in the place of our own engine, for all sentences of a batch of lines at
+                once. How it batches them, in what precision and with how many workers is its own matter.
+                The weights of the model must stay as they are.
 
         Raises:
             UsageError: a precision that the model or the device cannot have.
@@ -124,7 +128,8 @@ class Translator:
         self.batch_sentences = batch_sentences
         self.precision: Precision = precision
         device = next(model.parameters()).device
-        self.workers = workers if device.type == "cpu" else 1
+        self.workers = workers if device.type == "cpu" and searcher is None else 1
+        self._other_searcher = searcher
         self._pool: WorkerPool | None = None
         self._searcher: Searcher | None = None
         self._made_of: object = None
@@ -316,6 +321,8 @@ class Translator:
 
     def _search(self, sentences: Sequence[list[int]]) -> list[list[Hypothesis]]:
         """Search for every sentence, those of like length together, and restore the order."""
+        if self._other_searcher is not None:
+            return self._other_searcher(sentences) if sentences else []
         searcher = self._ready_searcher()
         results: list[list[Hypothesis]] = [[] for _ in sentences]
         for batch in self._batches(sentences):
@@ -324,18 +331,7 @@ class Translator:
         return results
 
     def _batches(self, sentences: Sequence[list[int]]) -> Iterator[list[int]]:
-        """Sentences of like length together, the longest first."""
-        order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)
-        batch: list[int] = []
-        for i in order:
-            longest = len(sentences[batch[0]] if batch else sentences[i]) + 1
-            full = longest * (len(batch) + 1) > self.batch_tokens or len(batch) == self.batch_sentences
-            if batch and full:
-                yield batch
-                batch = []
-            batch.append(i)
-        if batch:
-            yield batch
+        return batches_of_like_length(sentences, self.batch_tokens, self.batch_sentences)
 
     def _assemble(self, line: str, found: list[list[Hypothesis]]) -> Translation:
         # The n-th best of a line cut in pieces is the n-th best of every piece; of no piece, there is one.

@@ -8,7 +8,7 @@ from typing import Any
 
 from triptych.decoding import Precision, Score, SearchOptions, Stop, score_translations
 from triptych.errors import DataError
-from triptych.runs.folder import load
+from triptych.runs.folder import Run
 
 _LINES_AT_A_TIME = 256
 
@@ -89,9 +89,9 @@ def evaluate(
         raise DataError(f"{len(sources):,} lines to translate but {len(references):,} references")
     if not sources:
         raise DataError("there is nothing to evaluate")
-    with load(
-        run, device, beam_size=beam_size, alpha=alpha, stop=stop, precision=precision, workers=workers
-    ) as translator:
+    opened = Run.open(Path(run), device)
+    options = opened.search_options(beam_size, alpha, stop=stop)
+    with opened.translator(options, precision=precision, workers=workers) as translator:
         started = time.monotonic()
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
         chunks = [order[i : i + _LINES_AT_A_TIME] for i in range(0, len(order), _LINES_AT_A_TIME)]
@@ -101,6 +101,5 @@ def evaluate(
             texts[i] = translation.text
             progress(done, len(order))
         seconds = time.monotonic() - started
-        searched = translator.options
     scores = tuple(score_translations(texts, references))
-    return Evaluation(tuple(texts), scores, seconds, searched, precision, workers)
+    return Evaluation(tuple(texts), scores, seconds, options, precision, workers)

@@ -181,40 +181,6 @@ class Run:
         return Translator(self.model, self.tokenizers, options, precision=precision, workers=workers)
 
 
-def load(
-    folder: str | Path,
-    device: str = "auto",
-    *,
-    beam_size: int | None = None,
-    alpha: float | None = None,
-    num_best: int = 1,
-    max_extra_tokens: int | None = None,
-    stop: Stop | None = None,
-    precision: Precision = "fp32",
-    workers: int = 1,
-) -> Translator:
-    """The translator of a run folder: `load("runs/demo").translate(["Guten Tag."])`.
-
-    Args:
-        folder: of a run, of a converted model, or of a Marian checkpoint.
-        device: where the model goes; "auto" takes a GPU if there is one.
-        beam_size: hypotheses kept; the recipe's or the checkpoint's if None, and likewise below.
-        alpha: exponent of the length penalty.
-        num_best: translations of each line.
-        max_extra_tokens: an output ends at the length of its input plus this.
-        stop: when a sentence is done, as in `SearchOptions`.
-        precision: of the model's maps, as in `Translator`.
-        workers: processes that translate side by side on a CPU, as in `Translator`.
-
-    Raises:
-        UsageError: no such folder or device, or options that do not go together.
-        DataError: files missing or damaged.
-    """
-    run = Run.open(Path(folder), device)
-    options = run.search_options(beam_size, alpha, num_best, max_extra_tokens, stop)
-    return run.translator(options, precision=precision, workers=workers)
-
-
 def _read_decoding(path: Path) -> DecodingConfig:
     """How a converted model is searched.
 

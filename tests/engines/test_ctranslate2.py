@@ -1,0 +1,161 @@
+"""CTranslate2 in the place of our own search: the same hypotheses, scores and options."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from triptych import load
+from triptych.decoding import SearchOptions, Translation, Translator
+from triptych.engines import converted as cache
+from triptych.engines.ctranslate2 import CTranslate2Searcher
+from triptych.errors import DataError, UsageError
+from triptych.models import EncoderDecoder, ModelConfig
+from triptych.runs import Run
+from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers
+from triptych.training import DecodingConfig
+
+SHARED = Path(__file__).parents[3] / "shared"
+MARIAN, MULTI30K = SHARED / "checkpoints" / "marian-multi30k", SHARED / "data" / "multi30k"
+GERMAN = [
+    "Der Hund schläft.",
+    "Ein Mann liest ein Buch.",
+    "Zwei Kinder spielen im Park.",
+    "Das Haus ist rot.",
+]
+ENGLISH = ["The dog sleeps.", "A man reads a book.", "Two children play in the park.", "The house is red."]
+LINES = [*GERMAN, "", "Ein Hund spielt.", "Das Buch ist rot, und das Haus ist rot.", "Kinder"]
+
+ctranslate2 = pytest.importorskip("ctranslate2", reason="needs CTranslate2")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> TokenizerPair:
+    return train_tokenizers(TokenizerSpec(vocab_size=330, joint=False), GERMAN * 4, ENGLISH * 4)
+
+
+@pytest.fixture
+def run(tokenizers: TokenizerPair, tmp_path: Path) -> Run:
+    """A model of random weights that pays attention to its source and mostly ends soon."""
+    torch.manual_seed(3)
+    site = {"projections": "grouped", "num_kv_heads": 1}
+    tree = {
+        "d_model": 16,
+        "d_ff": 32,
+        "num_heads": 2,
+        "tie_embeddings": "none",
+        "max_source_tokens": 30,
+        "encoder": {"num_layers": 1, "attention": site},
+        "decoder": {"num_layers": 2, "attention": site, "cross_attention": {}},
+    }
+    source, target = tokenizers.source, tokenizers.target
+    model = EncoderDecoder(ModelConfig.model_validate(tree), source.vocab_size, target.vocab_size, 0)
+    with torch.no_grad():
+        model.output.weight.mul_(3)
+        end = model.output.weight[target.eos_id]
+        model.decoder[-1].feed_forward_residual.norm.bias.copy_(5 * end / end.square().sum())
+        for block in model.decoder:
+            block.cross_attention.projections.v_proj.weight.mul_(6)
+    decoding = DecodingConfig(beam_size=3, alpha=0.6, max_extra_tokens=12)
+    return Run(tmp_path / "run", model.eval(), tokenizers, None, decoding)
+
+
+def both(run: Run, options: SearchOptions) -> tuple[list[Translation], list[Translation]]:
+    searcher = CTranslate2Searcher(run, options, "fp32", 1, "cpu")
+    theirs = Translator(run.model, run.tokenizers, options, searcher=searcher)
+    return run.translator(options).translate(LINES), theirs.translate(LINES)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SearchOptions(beam_size=1),
+        SearchOptions(beam_size=4, alpha=0.0, stop="full"),
+        SearchOptions(beam_size=4, alpha=1.5, num_best=3, stop="full"),
+        SearchOptions(beam_size=3, max_extra_tokens=1, stop="full"),
+    ],
+    ids=["greedy", "beam", "n-best, longer outputs preferred", "at the limit"],
+)
+def test_hypotheses_and_scores_are_those_of_our_own_search(run: Run, options: SearchOptions) -> None:
+    ours, theirs = both(run, options)
+    assert len({translation.text for translation in ours}) > 3
+    for expected, found in zip(ours, theirs, strict=True):
+        assert [c.pieces for c in found.candidates] == [c.pieces for c in expected.candidates]
+        for one, other in zip(found.candidates, expected.candidates, strict=True):
+            assert one.score == pytest.approx(other.score, abs=1e-4)
+            assert one.log_prob == pytest.approx(other.log_prob, abs=1e-4)
+
+
+def test_a_model_is_converted_once_and_another_one_apart(run: Run) -> None:
+    options = SearchOptions(beam_size=1)
+    both(run, options)
+    (first,) = cache.cache_folder().iterdir()
+    changed = first.stat().st_mtime_ns
+    both(run, options)
+    assert [*cache.cache_folder().iterdir()] == [first]
+    assert first.stat().st_mtime_ns == changed
+    with torch.no_grad():
+        run.model.output.weight[7] += 1
+    both(run, options)
+    both(run, SearchOptions(beam_size=1, max_extra_tokens=9))  # other positions
+    assert len([*cache.cache_folder().iterdir()]) == 3
+
+
+def test_without_a_place_for_the_cache_nothing_is_left_behind(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    ours, theirs = both(run, SearchOptions(beam_size=1))
+    assert [t.text for t in ours] == [t.text for t in theirs]
+    assert not [*(tmp_path / "temporary").iterdir()]
+
+
+def test_a_damaged_cache_is_one_line_that_names_it(run: Run) -> None:
+    options = SearchOptions(beam_size=1)
+    both(run, options)
+    (folder,) = cache.cache_folder().iterdir()
+    (folder / "model.bin").write_bytes(b"half")
+    with pytest.raises(DataError, match=f"{folder} cannot be read by CTranslate2"):
+        CTranslate2Searcher(run, options, "fp32", 1, "cpu")
+
+
+def test_what_ctranslate2_cannot_do_is_refused_by_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SearchOptions(beam_size=3, stop="certain")
+    with pytest.raises(UsageError, match='stop must be "full", and it is "certain"'):
+        CTranslate2Searcher(run, options, "fp32", 1, "cpu")
+    monkeypatch.setattr(ctranslate2, "get_supported_compute_types", lambda device: {"float32", "int8"})
+    with pytest.raises(UsageError, match="CTranslate2 cannot compute in bf16 on this cpu: it can in fp32"):
+        CTranslate2Searcher(run, SearchOptions(beam_size=1), "bf16", 1, "cpu")
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    with pytest.raises(UsageError, match=r"--engine ctranslate2 needs .*'triptych\[ctranslate2\]'"):
+        load("no folder", engine="ctranslate2")
+
+
+def test_a_model_that_does_not_fit_is_refused_with_its_reason(tokenizers: TokenizerPair) -> None:
+    tree = {"d_model": 16, "d_ff": 8, "num_heads": 2, "tie_embeddings": "none"}
+    tree |= {"positions": {"scheme": "alibi"}, "encoder": {"num_layers": 1}, "decoder": {"num_layers": 1}}
+    sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+    model = EncoderDecoder(ModelConfig.model_validate(tree), *sizes, 0)
+    run = Run(Path("a run"), model, tokenizers, None, DecodingConfig())
+    with pytest.raises(UsageError, match="'alibi', and CTranslate2 has no positions inside attention"):
+        CTranslate2Searcher(run, SearchOptions(beam_size=1), "fp32", 1, "cpu")
+    assert not cache.cache_folder().exists() or not [*cache.cache_folder().iterdir()]
+
+
+@pytest.mark.skipif(not MARIAN.is_dir(), reason="needs ../shared/checkpoints/marian-multi30k")
+def test_a_trained_checkpoint_translates_as_our_own_engine_does() -> None:
+    lines = (MULTI30K / "test_2016_flickr.en").read_text(encoding="utf-8").splitlines()[:20]
+    ours = load(MARIAN, "cpu", stop="full").translate(lines)
+    exact = load(MARIAN, "cpu", engine="ctranslate2").translate(lines)
+    rounded = load(MARIAN, "cpu", engine="ctranslate2", precision="int8").translate(lines)
+    assert sum(one.text == other.text for one, other in zip(ours, exact, strict=True)) >= 19
+    assert sum(one.text == other.text for one, other in zip(ours, rounded, strict=True)) >= 14
