@@ -263,7 +263,9 @@ class Checkpoint(AttentionSource):
         return tuple(others)
 
 
-def open_checkpoint(path: Path | str, family: Family | None = None) -> AttentionSource:
+def open_checkpoint(
+    path: Path | str, family: Family | None = None, *, mapped: bool = False
+) -> AttentionSource:
     """Open a checkpoint: a folder, a tensor file beside its `config.json`, a run of ours, or one of the Hub.
 
     Args:
@@ -271,6 +273,7 @@ def open_checkpoint(path: Path | str, family: Family | None = None) -> Attention
             with `@revision` or without, of which only what is asked for is fetched; runs of ours whole.
         family: how it is written; if None the one that knows its `model_type`, or else what names and shapes
             leave as the only way.
+        mapped: whether tensors of local files are mapped into memory instead of read.
 
     Raises:
         DataError: it cannot be read, its family is not known, or its tensors are not what that has. The notes
@@ -278,13 +281,13 @@ def open_checkpoint(path: Path | str, family: Family | None = None) -> Attention
 
     A `ConfigurationWarning` says which fields of the configuration are set and not followed.
     """
-    opened = _opened(path, family)
+    opened = _opened(path, family, mapped)
     for said in opened.warnings:
         warnings.warn(said, ConfigurationWarning, stacklevel=2)
     return opened
 
 
-def _opened(path: Path | str, family: Family | None) -> AttentionSource:
+def _opened(path: Path | str, family: Family | None, mapped: bool) -> AttentionSource:
     if not Path(path).exists() and is_hub_id(str(path)):
         record, where, tensors = open_hub(str(path))
         if is_own(record):
@@ -297,7 +300,7 @@ def _opened(path: Path | str, family: Family | None) -> AttentionSource:
             raise DataError(
                 f"{path}: config.json is missing: the tensors alone do not tell the number of heads"
             )
-        tensors = open_tensors(path)
+        tensors = open_tensors(path, mapped=mapped)
         record, where = read_json(config), str(config)
         if is_own(record):
             _require_no_family(path, family)

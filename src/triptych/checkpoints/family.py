@@ -25,6 +25,8 @@ _EXPRESSIONS = (
     "buckets", "shared_maps", "image", "patch", "before", "rank", "q_rank", "plain", "turned",
     "both_ways", "needs", "layers", "inner", "more_layers", "uses", "size", "heads", "value_width",
     "scale", "soft_cap", "clip", "field", "borrowing", "value_norm", "factor", "strength", "every",
+    "rows", "offset_rows", "activation", "bias", "out_bias", "tied", "root_scale", "residual_scale",
+    "parallel", "from_norm", "embedding_scale",
 )  # fmt: skip
 
 
@@ -79,6 +81,8 @@ class NormSpec(_Spec):
         place: "pre"; "post" where it follows the residual sum; "sandwich" where there is one on both sides.
         offset: what the stored gain is relative to.
         when: on what condition it is there.
+        eps: an expression; that of the model (`ModelSpec.eps`) if empty.
+        weight: whether it has weights.
         memory: of cross-attention, the norm of the same kind whose output keys and values read; "{last}" is
             the last layer of `memory_layers`, the number of layers of the stack that makes it.
     """
@@ -88,6 +92,8 @@ class NormSpec(_Spec):
     place: Literal["pre", "post", "sandwich"] = "pre"
     offset: float = 0.0
     when: str = ""
+    eps: str = ""
+    weight: bool = True
     memory: str = ""
     memory_layers: str = ""
 
@@ -388,6 +394,128 @@ class AttentionSpec(_Spec):
 
 
 @final
+class EmbeddedPositionsSpec(_Spec):
+    """Positions that are added to the embeddings.
+
+    Attributes:
+        kind: learned rows, or sines and cosines.
+        when: on what condition they are there.
+        table: module of the learned rows.
+        rows: how many positions there are.
+        offset_rows: rows of the table before that of position 0.
+        layout: see `attention.sinusoidal`.
+    """
+
+    kind: Literal["learned", "sinusoidal"] = "learned"
+    when: str = ""
+    table: str = ""
+    rows: str = "max_position_embeddings"
+    offset_rows: str = "0"
+    layout: Literal["halves", "interleaved"] = "interleaved"
+
+
+@final
+class FeedForwardSpec(_Spec):
+    """The feed-forward layer of a block.
+
+    Attributes:
+        when: on what condition of the configuration it is written so.
+        at: its module.
+        inner: map to the inner width; likewise `gate`, "" without one, and `outer` back.
+        fused: what the rows of `inner` are where the gate is in the same tensor, one half after the other.
+        transposed: whether maps are stored `[in, out]`.
+        size: the inner width.
+        activation: its name in `transformers`.
+        bias: on what condition the inner maps have biases; likewise `out_bias`, as `bias` if empty.
+    """
+
+    when: str = ""
+    at: str = "layers.{layer}.mlp"
+    inner: str = "up_proj"
+    gate: str = ""
+    outer: str = "down_proj"
+    fused: Literal["", "gate inner", "inner gate"] = ""
+    transposed: bool = False
+    size: str = "intermediate_size"
+    activation: str = "hidden_act"
+    bias: str = "false"
+    out_bias: str = ""
+
+
+@final
+class HeadSpec(_Spec):
+    """From the stream to logits.
+
+    Attributes:
+        at: the output map, below the names of the attention or above them.
+        tied: on what condition its weight is the table of the embeddings.
+        bias: on what condition it has a bias.
+        scale: of the logits.
+        soft_cap: of the logits.
+    """
+
+    at: str = "lm_head"
+    tied: str = "tie_word_embeddings"
+    bias: str = "false"
+    scale: str = ""
+    soft_cap: str = ""
+
+
+@final
+class ModelSpec(_Spec):
+    """What of a model its attention layers do not say: embeddings, frames, feed-forward layers, head.
+
+    Names of modules may hold {layer}, as those of the attention, below the same prefix.
+
+    Attributes:
+        kind: "decoder" without an encoder, or "encoder" without a decoder.
+        stack: of the attention layers that make up its blocks.
+        refused: why it cannot be run, on conditions of the configuration.
+        eps: of norms that do not say another.
+        embedding: module of the table.
+        embedding_scale: what its rows are multiplied by; `root_scale`: by the root of this.
+        positions: what is added for positions, the first whose condition holds.
+        embedding_norm: of the sum.
+        parallel: on what condition attention and feed-forward layer read the same stream.
+        from_norm: on what condition sums are taken with the normalised stream.
+        residual_scale: what every sub-layer's output is multiplied by.
+        attention_norm: that the attention reads, or after its sum ("post"); if not given, the pre-norm that
+            the attention entry says.
+        attention_out_norm: of what the attention adds, before the sum.
+        feed_forward_norm: likewise of the feed-forward layer; where blocks are parallel and it has none,
+            it reads the attention's.
+        feed_forward_out_norm: likewise.
+        feed_forward: the first whose condition holds.
+        final_norm: after the last block.
+        head: to logits.
+        rest: tensors that change nothing, as patterns.
+        harmless: fields of the configuration that change nothing of this family's models.
+    """
+
+    kind: Literal["decoder", "encoder"] = "decoder"
+    stack: str = "decoder"
+    refused: tuple[Choice, ...] = ()
+    eps: str = "rms_norm_eps | 1e-6"
+    embedding: str = "embed_tokens"
+    embedding_scale: str = ""
+    root_scale: str = ""
+    positions: tuple[EmbeddedPositionsSpec, ...] = ()
+    embedding_norm: tuple[NormSpec, ...] = ()
+    parallel: str = "false"
+    from_norm: str = "false"
+    residual_scale: str = ""
+    attention_norm: tuple[NormSpec, ...] = ()
+    attention_out_norm: tuple[NormSpec, ...] = ()
+    feed_forward_norm: tuple[NormSpec, ...] = ()
+    feed_forward_out_norm: tuple[NormSpec, ...] = ()
+    feed_forward: tuple[FeedForwardSpec, ...] = Field(min_length=1)
+    final_norm: tuple[NormSpec, ...] = ()
+    head: HeadSpec = HeadSpec()
+    rest: tuple[str, ...] = ()
+    harmless: tuple[str, ...] = ()
+
+
+@final
 class Unread(_Spec):
     """Attention that is known and not read.
 
@@ -409,6 +537,7 @@ class Family(_Spec):
         model_types: of configurations.
         refused: why its checkpoints cannot be read, on conditions of the configuration.
         attention: its kinds of attention layers; none where all are refused.
+        model: what its models are made of besides; None where they can be read, and not run.
         rest: tensors that look like attention by their names and are not, as patterns.
         unread: attention that is reported, and not read.
     """
@@ -417,6 +546,7 @@ class Family(_Spec):
     model_types: tuple[str, ...] = ()
     refused: tuple[Choice, ...] = ()
     attention: tuple[AttentionSpec, ...] = ()
+    model: ModelSpec | None = None
     rest: tuple[str, ...] = ()
     unread: tuple[Unread, ...] = ()
 
@@ -444,7 +574,8 @@ def half_of(family: Family, half: str) -> Family:
         return held
 
     record = family.model_dump(exclude_unset=True)
-    return Family.model_validate({**record, "attention": below(record["attention"])})
+    below_half = {part: below(record[part]) for part in ("attention", "model") if part in record}
+    return Family.model_validate({**record, **below_half})
 
 
 def family_of(model_type: str) -> Family | None:
@@ -515,21 +646,42 @@ def _try_names(spec: AttentionSpec) -> None:
 
 
 def _expanded(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """A record with `like = "NAME"` in its attention entries replaced by the first entry of that family."""
-    entries = record.get("attention")
+    """A record with `like = "NAME"` in attention entries replaced by the first entry of that family.
+
+    In `[model]`, by the `[model]` of that family.
+    """
+    entries, model = record.get("attention"), record.get("model")
+    if isinstance(model, dict) and "like" in model:
+        record = {**record, "model": _model_laid_over(model, where)}
     if not isinstance(entries, list):
         return record
     return {**record, "attention": [_laid_over(entry, where) for entry in entries]}
+
+
+def _model_laid_over(model: dict[str, Any], where: str) -> dict[str, Any]:
+    """The tables of a `[model]` over those of another, one key at a time."""
+    other = _family_record(str(model["like"]), where).get("model")
+    if not isinstance(other, dict):
+        raise DataError(f"{where}: {model['like']} has no [model] for `like`")
+    own = {key: value for key, value in model.items() if key != "like"}
+    for key, value in own.items():
+        if isinstance(value, dict) and isinstance(other.get(key), dict):
+            own[key] = {**other[key], **value}
+    return {**other, **own}
+
+
+def _family_record(name: str, where: str) -> dict[str, Any]:
+    path = _FOLDER / f"{name}.toml"
+    if not re.fullmatch(r"\w+", name) or not path.is_file():
+        raise DataError(f"{where}: there is no family {name} for `like`")
+    return _expanded(tomllib.loads(path.read_text(encoding="utf-8")), name)
 
 
 def _laid_over(entry: Any, where: str) -> Any:
     if not isinstance(entry, dict) or "like" not in entry:
         return entry
     name, _, number = str(entry["like"]).partition("#")
-    path = _FOLDER / f"{name}.toml"
-    if not re.fullmatch(r"\w+", name) or not path.is_file():
-        raise DataError(f"{where}: there is no family {name} for `like`")
-    others = _expanded(tomllib.loads(path.read_text(encoding="utf-8")), name)["attention"]
+    others = _family_record(name, where)["attention"]
     if not (number or "0").isdecimal() or int(number or 0) >= len(others):
         raise DataError(f"{where}: {name} has attention 0 to {len(others) - 1}, and not {number}")
     other = others[int(number or 0)]

@@ -95,6 +95,23 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
         yield f"{settings.where}: {family.name} does not say what {listed(strange)} does: not followed"
 
 
+def not_understood_of_model(family: Family, settings: Settings) -> list[str]:
+    """The fields that are set and may change what a model computes, and that its family does not read.
+
+    Those that change attention alone are read or spoken of where it is read (`not_followed`).
+    """
+    harmless = {*_NAMES["harmless"], *_NAMES["harmless_to_models"]} - _NAMES["of_models"]
+    if family.model is not None:
+        harmless |= {*family.model.harmless}
+    return [
+        path
+        for path in overlooked(settings.record, fields_read(family))
+        if (name := path.rpartition(".")[2]) not in harmless
+        and not _HARMLESS_ENDS.search(name)
+        and settings.value(path) not in _AS_USUAL.get(name, ())
+    ]
+
+
 def require_known_kinds(spec: AttentionSpec, settings: Settings, layers: int) -> None:
     """Every layer is of a kind that the family knows, where a list such as `layer_types` has a word for each.
 

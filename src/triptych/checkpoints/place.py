@@ -4,12 +4,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, final
 
-from triptych.checkpoints.family import AttentionSpec, Choice, HeadNormSpec, NormSpec, PositionSpec
+from triptych.checkpoints.family import (
+    AttentionSpec,
+    Choice,
+    EmbeddedPositionsSpec,
+    FeedForwardSpec,
+    HeadNormSpec,
+    NormSpec,
+    PositionSpec,
+)
 from triptych.checkpoints.layer import Site
 from triptych.errors import DataError
 from triptych.storage.settings import Settings
 
-_Conditional = TypeVar("_Conditional", Choice, NormSpec, PositionSpec)
+_Conditional = TypeVar("_Conditional", Choice, NormSpec, PositionSpec, EmbeddedPositionsSpec, FeedForwardSpec)
 
 
 @final

@@ -325,7 +325,7 @@ class LayerReader:
             raise DataError(f"{self.tensors.name}: there is no tensor {name}")
         tensor = self.tensors.read(name)
         if shape is not None:
-            _require_shape(self._of(name), [*tensor.shape], [*shape])
+            require_shape(self._of(name), [*tensor.shape], [*shape])
         if not tensor.is_floating_point():
             raise DataError(f"{self._of(name)}: its dtype {tensor.dtype} is an unknown quantisation")
         self._read_names.append(name)
@@ -354,7 +354,12 @@ def _chains(parts: Mapping[str, Tensor]) -> tuple[Chain, Chain, Chain, Chain]:
     return q, k, v, (Link(parts["o"]),)
 
 
-def _require_shape(of: str, found: list[int], wanted: list[int | None]) -> None:
+def require_shape(of: str, found: list[int], wanted: list[int | None]) -> None:
+    """Refuse a shape that is not the one wanted; None for a size that is free.
+
+    Raises:
+        DataError: it is another.
+    """
     if len(wanted) == 2 != len(found):
         raise DataError(f"{of}: shape {found} is not a matrix")
     if len(found) != len(wanted):

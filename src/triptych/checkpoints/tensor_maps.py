@@ -88,6 +88,17 @@ class Transposed(TensorMap):
 
 
 @final
+class Halves(TensorMap):
+    """The rows of one tensor as those of two of the same size, one after the other."""
+
+    def read(self, parts: Parts) -> Parts:
+        return parts[0].chunk(2)
+
+    def write(self, parts: Parts) -> Parts:
+        return [torch.cat([*parts])]
+
+
+@final
 @dataclass(frozen=True)
 class Split(TensorMap):
     """The rows of one tensor as those of queries, of keys and of values, which lie there in some order."""

@@ -8,6 +8,7 @@ Source: the format at github.com/huggingface/safetensors.
 """
 
 import json
+import mmap
 import pickle
 import struct
 import warnings
@@ -48,6 +49,8 @@ DTYPES: dict[str, torch.dtype] = {
 # As the format's own reader has it.
 _LONGEST_HEADER = 100_000_000
 _LONGEST_JSON = 64 << 20
+# Below so many bytes a part of a file is read, not mapped; so are tensors that begin at odd places.
+_LEAST_MAPPED, _ALIGNMENT = 1 << 16, 8
 # What torch can hold, and more than any checkpoint has.
 _MOST_DIMENSIONS, _LONGEST_SIDE = 16, 1 << 48
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -86,8 +89,8 @@ class Bytes(ABC):
     size: int
 
     @abstractmethod
-    def read(self, start: int, length: int) -> bytearray:
-        """`length` bytes from `start`.
+    def read(self, start: int, length: int) -> bytearray | memoryview:
+        """`length` bytes from `start`, to be changed at will.
 
         Raises:
             DataError: it cannot be read, or there are fewer.
@@ -108,7 +111,7 @@ class LocalBytes(Bytes):
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}") from None
 
-    def read(self, start: int, length: int) -> bytearray:
+    def read(self, start: int, length: int) -> bytearray | memoryview:
         found = bytearray(length)
         try:
             with self._path.open("rb", buffering=0) as file:
@@ -121,6 +124,31 @@ class LocalBytes(Bytes):
         if done < length:
             raise DataError(f"{self.name} ends after {start + done:,} bytes: it is truncated; fetch it again")
         return found
+
+
+@final
+class MappedBytes(Bytes):
+    """A file on a disk whose parts are mapped into memory: a page is read when it is first looked at.
+
+    Changes stay in memory (copy on write). The file must not become shorter while parts are in use.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._whole = LocalBytes(path)
+        self.name, self.size, self._path = self._whole.name, self._whole.size, path
+
+    def read(self, start: int, length: int) -> bytearray | memoryview:
+        first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        if length < _LEAST_MAPPED or start % _ALIGNMENT:
+            return self._whole.read(start, length)
+        try:
+            with self._path.open("rb", buffering=0) as file:
+                mapped = mmap.mmap(
+                    file.fileno(), start - first + length, access=mmap.ACCESS_COPY, offset=first
+                )
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.name}: {error}: it cannot be mapped; fetch it again") from None
+        return memoryview(mapped)[start - first :]
 
 
 class TensorFile(ABC):
@@ -349,27 +377,32 @@ class Tensors:
         return self._files[name].name
 
 
-def open_tensors(path: Path) -> Tensors:
+def open_tensors(path: Path, *, mapped: bool = False) -> Tensors:
     """The tensors of a folder in Hugging Face's layout, or of one file.
 
     Args:
         path: a folder with `model.safetensors` or `pytorch_model.bin`, whole or in shards with an index;
             or a `.safetensors`, `.bin`, `.pt` or `.pth` file.
+        mapped: whether tensors of safetensors files are mapped into memory instead of read; see
+            `MappedBytes`.
 
     Raises:
         DataError: none of these, a shard that is missing, or a file that is damaged.
     """
     if path.is_file():
-        return of_one(_open_file(path))
+        return of_one(_open_file(path, mapped))
     if not path.is_dir():
         raise DataError(f"{path}: there is no such file or folder")
     # In the order in which Hugging Face's library looks.
     for index, whole in ((SAFETENSORS_INDEX, SAFETENSORS), (PICKLED_INDEX, PICKLED)):
         if (path / whole).is_file():
-            return of_one(_open_file(path / whole))
+            return of_one(_open_file(path / whole, mapped))
         if (path / index).is_file():
             return from_index(
-                read_json(path / index), str(path / index), str(path), lambda shard: _open_file(path / shard)
+                read_json(path / index),
+                str(path / index),
+                str(path),
+                lambda shard: _open_file(path / shard, mapped),
             )
     raise DataError(
         f"{path}: no {SAFETENSORS}, {SAFETENSORS_INDEX}, {PICKLED} or {PICKLED_INDEX} in it: "
@@ -422,7 +455,7 @@ def read_json(path: Path) -> dict[str, Any]:
     source = LocalBytes(path)
     if source.size > _LONGEST_JSON:
         raise DataError(f"{source.name}: {source.size:,} bytes are too many for a file of settings")
-    return _parsed(source.read(0, source.size), source.name)
+    return _parsed(bytes(source.read(0, source.size)), source.name)
 
 
 def _parsed(content: bytes | bytearray, where: str) -> dict[str, Any]:
@@ -457,13 +490,15 @@ def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
         )
     if length > _LONGEST_HEADER:
         raise DataError(f"{source.name}: a header of {length:,} bytes is past {_LONGEST_HEADER:,}")
-    return 8 + length, _parsed(source.read(8, length), source.name)
+    return 8 + length, _parsed(bytes(source.read(8, length)), source.name)
 
 
-def _open_file(path: Path) -> TensorFile:
+def _open_file(path: Path, mapped: bool) -> TensorFile:
     if not path.is_file():
         raise DataError(f"{path} is missing: fetch it again")
-    return Safetensors(LocalBytes(path)) if path.suffix == ".safetensors" else Pickled(path)
+    if path.suffix != ".safetensors":
+        return Pickled(path)
+    return Safetensors(MappedBytes(path) if mapped else LocalBytes(path))
 
 
 def of_one(file: TensorFile) -> Tensors:

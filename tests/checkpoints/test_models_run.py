@@ -1,0 +1,267 @@
+"""Models of every family that is run, against those that `transformers` makes of the same files."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoints.tiny_models import TINY
+from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.family import families, family_of
+from triptych.checkpoints.fields import not_understood_of_model
+from triptych.checkpoints.model_map import model_map
+from triptych.checkpoints.models import load_language_model
+from triptych.errors import DataError, UsageError
+from triptych.models.language_model import LanguageModel
+from triptych.storage.settings import Settings
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+IN_EVERY_RUN = ("gpt2", "llama")
+
+
+def type_of(name: str) -> str:
+    """The `model_type` of a tiny model."""
+    return str(getattr(transformers, TINY[name].config).model_type)
+
+
+def can_be_run(name: str) -> bool:
+    family = family_of(type_of(name))
+    if family is None or family.model is None:
+        return False
+    config = Settings(getattr(transformers, TINY[name].config)(**TINY[name].settings).to_dict(), name)
+    return not any(config.holds(choice.when) for choice in family.model.refused)
+
+
+RUN = [name for name in TINY if can_be_run(name)]
+MOST = [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in RUN]
+
+
+class _Wide:
+    """`torch`, but that its float32 is float64: models raise some numbers to float32, whatever theirs are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Everything that `transformers` computes, rotary angles and norms too."""
+    before = torch.get_default_dtype()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in [*sys.modules.items()]:
+            if name.startswith(("transformers.models.", "transformers.modeling_")) and "torch" in vars(
+                module
+            ):
+                patch.setattr(module, "torch", _Wide())
+        patch.setattr(Tensor, "float", Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def made(name: str, folder: Path, changes: dict[str, Any] | None = None) -> Any:
+    """A tiny model with random numbers everywhere, in float64, saved in a folder."""
+    tiny = TINY[name]
+    model_class = getattr(transformers, tiny.model)  # imports its module
+    with in_float64():
+        torch.manual_seed(0)
+        config = getattr(transformers, tiny.config)(**{**tiny.settings, **(changes or {})})
+        # Falcon's "eager" adds the bias of ALiBi twice (transformers 5.23).
+        config._attn_implementation = "sdpa" if name.startswith("falcon") else "eager"
+        if hasattr(config, "num_local_experts") or hasattr(config, "n_routed_experts"):
+            config._experts_implementation = "eager"
+        model = model_class(config).eval()
+        with torch.no_grad():  # what begins as 0 or 1 would hide what is done with it
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        model.save_pretrained(folder)
+    return model
+
+
+Pair = tuple[Any, LanguageModel]
+
+
+@pytest.fixture(scope="module")
+def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """A tiny model of `transformers`, and ours of its files; made once."""
+    pairs: dict[str, Pair] = {}
+
+    def pair(name: str) -> Pair:
+        if name not in pairs:
+            folder = tmp_path_factory.mktemp("tiny")
+            pairs[name] = made(name, folder), load_language_model(folder).model
+        return pairs[name]
+
+    return pair
+
+
+def theirs(model: Any, ids: Tensor, **given: Any) -> Any:
+    with in_float64(), torch.no_grad():
+        return model(input_ids=ids, **given)
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    assert one.shape == other.shape
+    return float((one - other).abs().max())
+
+
+def some_ids(batch: int = 2, length: int = 11) -> Tensor:
+    return torch.randint(3, 40, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", MOST)
+@torch.no_grad()
+def test_logits_and_attention_weights_are_those_of_transformers(
+    name: str, pair_of: Callable[[str], Pair]
+) -> None:
+    other, model = pair_of(name)
+    ids = some_ids()
+    gives_weights = other.config._attn_implementation == "eager"
+    expected = theirs(other, ids, output_attentions=gives_weights)
+    found = model(ids, need_weights=True)
+    assert found.logits.dtype == torch.float64
+    assert apart(found.logits, expected.logits) < 1e-10
+    if gives_weights:
+        assert len(found.weights) == len(expected.attentions)
+        for one, layer in zip(found.weights, expected.attentions, strict=True):
+            assert apart(one, layer) < 1e-10
+
+
+@pytest.mark.parametrize("name", MOST)
+@torch.no_grad()
+def test_float32_models_agree_to_five_digits(name: str, tmp_path: Path) -> None:
+    other = made(name, tmp_path).float()
+    model = load_language_model(tmp_path, dtype=torch.float32).model
+    ids = some_ids()
+    found, expected = model(ids).logits, other(input_ids=ids).logits
+    assert found.dtype == torch.float32
+    assert apart(found, expected) < 1e-5 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", MOST)
+@torch.no_grad()
+def test_padding_on_the_right_changes_nothing(name: str, pair_of: Callable[[str], Pair]) -> None:
+    other, model = pair_of(name)
+    ids, there = some_ids(), torch.ones(2, 11, dtype=torch.bool)
+    there[1, 7:] = False
+    expected = theirs(other, ids, attention_mask=there.long()).logits
+    found = model(ids, mask=there[:, None, None]).logits
+    assert apart(found[there], expected[there]) < 1e-10
+    assert apart(found[1:, :7], model(ids[1:, :7]).logits) < 1e-10
+
+
+@pytest.mark.parametrize("name", MOST)
+@torch.no_grad()
+def test_token_by_token_is_the_whole_prompt_at_once(name: str, pair_of: Callable[[str], Pair]) -> None:
+    _, model = pair_of(name)
+    ids, cache = some_ids(), model.new_cache()
+    steps = [model(ids[:, :4], cache=cache).logits]
+    steps += [model(ids[:, place : place + 1], cache=cache).logits for place in range(4, ids.shape[1])]
+    assert cache.length == ids.shape[1]
+    assert apart(torch.cat(steps, dim=1), model(ids).logits) < 1e-10
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_the_tensors_beside_attention_are_written_as_they_were_read(name: str, tmp_path: Path) -> None:
+    made(name, tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    assert isinstance(checkpoint, Checkpoint)
+    stored = model_map(checkpoint).tensors
+    ours = stored.read(lambda name, shape: checkpoint.tensors.read(name))
+    written = dict(stored.write(ours))
+    assert written.keys() == stored.names
+    assert all(torch.equal(tensor, checkpoint.tensors.read(name)) for name, tensor in written.items())
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_every_field_of_its_class_in_transformers_is_understood(name: str) -> None:
+    family = family_of(type_of(name))
+    assert family is not None
+    record = getattr(transformers, TINY[name].config)(**TINY[name].settings).to_dict()
+    assert not_understood_of_model(family, Settings(record, "config.json")) == []
+
+
+def test_every_family_that_is_run_has_a_tiny_model() -> None:
+    run = {type_of(name) for name in RUN}
+    for family in families():
+        assert family.model is None or run & {*family.model_types}, family.name
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> Path:
+    made("gpt2", tmp_path)
+    return tmp_path
+
+
+def changed(folder: Path, tensors: dict[str, Tensor | None], fields: dict[str, Any] | None = None) -> None:
+    """Change a checkpoint; None takes a tensor out."""
+    path = folder / "model.safetensors"
+    held = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    kept = {name: tensor for name, tensor in {**held, **tensors}.items() if tensor is not None}
+    save_file(kept, path)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **(fields or {})}))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fields", "said"),
+    [
+        (
+            {"transformer.h.0.mlp.gate.weight": torch.ones(2)},
+            {},
+            "tensor transformer.h.0.mlp.gate.weight",
+        ),
+        ({"transformer.h.1.mlp.c_fc.bias": None}, {}, "there is no tensor transformer.h.1.mlp.c_fc.bias"),
+        ({"transformer.ln_f.weight": torch.ones(3)}, {}, "ln_f.weight: shape"),
+        ({"lm_head.weight": torch.ones(40, 24)}, {}, "lm_head.weight is not transformer.wte.weight"),
+        ({}, {"n_inner": 90}, "c_fc.weight: shape"),
+        ({}, {"residual_multiplier": 0.5}, "what residual_multiplier changes"),
+        ({}, {"activation_function": "mish"}, "activation 'mish' is not one of"),
+        ({}, {"tie_word_embeddings": False}, "there is no tensor lm_head.weight"),
+    ],
+)
+def test_what_is_not_understood_or_missing_is_refused_by_name(
+    tensors: dict[str, Any], fields: dict[str, Any], said: str, gpt2: Path
+) -> None:
+    changed(gpt2, tensors, fields)
+    with pytest.raises(DataError, match=said) as raised:
+        load_language_model(gpt2)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_tied_map_that_is_in_the_file_as_well_must_be_the_table(gpt2: Path) -> None:
+    table = load_file(gpt2 / "model.safetensors")["transformer.wte.weight"]
+    changed(gpt2, {"lm_head.weight": table.clone()})
+    assert load_language_model(gpt2).model.head.output.weight.shape == (40, 24)  # type: ignore[union-attr]
+
+
+def test_no_dtype_of_whole_numbers(gpt2: Path) -> None:
+    with pytest.raises(UsageError, match="int8 cannot be run in: give float32"):
+        load_language_model(gpt2, dtype=torch.int8)
+
+
+def test_a_folder_tells_where_its_tokenizer_lies(gpt2: Path) -> None:
+    loaded = load_language_model(gpt2)
+    assert (loaded.folder, loaded.family, loaded.config["n_embd"]) == (gpt2, "GPT-2", 24)
+    assert not loaded.model.training
+    assert loaded.model.max_tokens == 64
+
+
+def test_weights_that_are_mapped_can_be_changed_and_the_file_stays(tmp_path: Path) -> None:
+    made("llama", tmp_path, {"vocab_size": 400})
+    before = (tmp_path / "model.safetensors").read_bytes()
+    loaded = load_language_model(tmp_path)
+    with torch.no_grad():
+        loaded.model.embeddings.table.weight.zero_()
+    assert (tmp_path / "model.safetensors").read_bytes() == before
