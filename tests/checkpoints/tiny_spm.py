@@ -72,6 +72,7 @@ def spm(
     *,
     byte_fallback: bool = False,
     whitespace_as_suffix: bool = False,
+    unk_id: int = 0,
     **normalizer: bool,
 ) -> bytes:
     """A model file; `normalizer` are flags of the NormalizerSpec."""
@@ -81,6 +82,8 @@ def spm(
         for text, score, own in pieces
     )
     trainer = number(3, KINDS[kind]) + number(24, whitespace_as_suffix) + number(35, byte_fallback)
+    if unk_id:
+        trainer += number(40, unk_id)
     spec = block(1, b"test") + b"".join(number(flags[name], value) for name, value in normalizer.items())
     if rules:
         spec += block(2, charsmap(rules))

@@ -17,7 +17,7 @@ from tokenizers import processors
 from triptych.checkpoints.marian_settings import MarianSettings, read_tokenizer_settings
 from triptych.errors import DataError, UsageError
 from triptych.storage.tensors import read_json
-from triptych.text import SentencePieceRecord, SentencePieceTokenizer, Tokenizer, TokenizerPair
+from triptych.text import SentencePieceRecord, SentencePieceTokenizer, SentenceTokenizer, TokenizerPair
 from triptych.text.sentencepiece import load_sentencepiece
 from triptych.text.tokenizers import SPECIAL_TOKENS, ByteLevelTokenizer
 
@@ -104,9 +104,9 @@ def _of_ours(folder: Path, settings: MarianSettings) -> TokenizerPair:
     Raises:
         DataError: damaged, of another make, or not those of `config.json`.
     """
-    source = target = Tokenizer.load(folder / "tokenizer.json")
+    source = target = SentenceTokenizer.load(folder / "tokenizer.json")
     if (folder / TARGET_FOLDER).is_dir():
-        target = Tokenizer.load(folder / TARGET_FOLDER / "tokenizer.json")
+        target = SentenceTokenizer.load(folder / TARGET_FOLDER / "tokenizer.json")
     for name, found, wanted in (
         ("vocab_size", source.vocab_size, settings.vocab_size),
         ("decoder_vocab_size", target.vocab_size, settings.tgt_vocab_size),
@@ -184,7 +184,7 @@ def write_tokenizers(pair: TokenizerPair, max_tokens: int, folder: Path) -> None
         )
 
 
-def _write_fast(tokenizer: Tokenizer, max_tokens: int, folder: Path) -> None:
+def _write_fast(tokenizer: SentenceTokenizer, max_tokens: int, folder: Path) -> None:
     pad, bos, eos = SPECIAL_TOKENS
     inner = hf.Tokenizer.from_str(tokenizer.to_json())
     inner.post_processor = processors.TemplateProcessing(

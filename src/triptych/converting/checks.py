@@ -9,7 +9,7 @@ from torch import Tensor
 
 from triptych.errors import DataError
 from triptych.models import EncoderDecoder
-from triptych.text import SentencePieceTokenizer, Tokenizer
+from triptych.text import SentencePieceTokenizer, SentenceTokenizer
 
 # How far logits may be from the model's, relative to the largest of them if that is above 1.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -126,7 +126,7 @@ def compare_logits(
 
 def compare_tokenizers(
     what: str,
-    tokenizer: Tokenizer,
+    tokenizer: SentenceTokenizer,
     encode: Callable[[str], list[int]],
     decode: Callable[[list[int]], str] | None = None,
 ) -> ConversionCheck:

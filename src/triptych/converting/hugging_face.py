@@ -24,7 +24,7 @@ from triptych.converting.plain_heads import plain_model
 from triptych.errors import DataError
 from triptych.extras import is_installed
 from triptych.runs import Run
-from triptych.text import SentencePieceTokenizer, Tokenizer
+from triptych.text import SentencePieceTokenizer, SentenceTokenizer
 
 _LOGITS = "logits of the folder, read by transformers, and of the model"
 _IDS = "token ids of AutoTokenizer and ours"
@@ -70,7 +70,7 @@ def _check_read_again(run: Run, folder: Path) -> ConversionCheck:
     )
 
 
-def _with_end(tokenizer: Tokenizer, text: str) -> list[int]:
+def _with_end(tokenizer: SentenceTokenizer, text: str) -> list[int]:
     return [*tokenizer.encode([text])[0], tokenizer.eos_id]
 
 

@@ -10,9 +10,12 @@ from triptych.text.corpora import CorpusCounts, CorpusSpec, ParallelCorpus, read
 from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
 from triptych.text.generated import generate_pairs
 from triptych.text.lines import as_lines, iterate_file, iterate_lines, read_lines
+from triptych.text.pretrained import PretrainedTokenizer, load_tokenizer, read_tokenizer
+from triptych.text.streaming import StreamDecoder
 from triptych.text.tokenizers import (
     SentencePieceRecord,
     SentencePieceTokenizer,
+    SentenceTokenizer,
     Tokenizer,
     TokenizerPair,
     TokenizerSpec,
@@ -25,8 +28,11 @@ __all__ = [
     "CorpusSpec",
     "EncodedCorpus",
     "ParallelCorpus",
+    "PretrainedTokenizer",
     "SentencePieceRecord",
     "SentencePieceTokenizer",
+    "SentenceTokenizer",
+    "StreamDecoder",
     "TokenBatches",
     "TokenSequences",
     "Tokenizer",
@@ -37,7 +43,9 @@ __all__ = [
     "generate_pairs",
     "iterate_file",
     "iterate_lines",
+    "load_tokenizer",
     "read_lines",
     "read_parallel",
+    "read_tokenizer",
     "train_tokenizers",
 ]

@@ -1,7 +1,8 @@
 """SentencePiece models, read by their own library, which the extra `sentencepiece` installs."""
 
 import re
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, final
 
 from triptych.errors import UsageError
 from triptych.extras import require_extra
@@ -13,6 +14,12 @@ SPACE_MARK = "▁"
 
 # The first release that refused every damaged model we made; see docs/decisions/010.
 _OLDEST = (0, 2, 3)
+
+# Numbers of fields, types and kinds in github.com/google/sentencepiece, src/sentencepiece_model.proto.
+_PIECE, _TRAINER, _NORMALIZER = 1, 2, 3
+_TYPE, _MODEL_TYPE, _BYTE_FALLBACK, _CHARSMAP = 3, 3, 35, 2
+_CONTROL, _USER_DEFINED = 3, 4
+_KINDS: dict[int, Literal["unigram", "bpe"]] = {1: "unigram", 2: "bpe"}
 
 
 def load_sentencepiece(model: bytes) -> "SentencePieceProcessor":
@@ -37,3 +44,120 @@ def load_sentencepiece(model: bytes) -> "SentencePieceProcessor":
     except RuntimeError as error:
         raise ValueError(str(error)) from None
     return processor
+
+
+@final
+@dataclass(frozen=True)
+class SentencePieceModel:
+    """What a SentencePiece model file says.
+
+    Attributes:
+        pieces: every piece by id with its score, the logarithm of its probability or minus its rank.
+        control: ids of the pieces that no text has, such as `<s>`.
+        user_defined: ids of the pieces that are always cut out whole.
+        kind: how text is cut.
+        charsmap: the rules of normalization, in SentencePiece's own format; empty for none.
+        unk_id: stands for what no piece covers.
+        bos_piece: begins a text; None where the model has none.
+        eos_piece: ends a text; None where the model has none.
+        byte_fallback: whether what no piece covers is spelled in bytes.
+    """
+
+    pieces: tuple[tuple[str, float], ...]
+    control: frozenset[int]
+    user_defined: frozenset[int]
+    kind: Literal["unigram", "bpe"]
+    charsmap: bytes
+    unk_id: int
+    bos_piece: str | None
+    eos_piece: str | None
+    byte_fallback: bool
+
+
+def read_model(model: bytes) -> SentencePieceModel:
+    """What a model file's content says; the file need not be trusted.
+
+    Raises:
+        UsageError: the library is not installed, or too old for files that may be damaged.
+        ValueError: damaged, no SentencePiece model, or one that cuts text in another way.
+    """
+    processor = load_sentencepiece(model)
+    fields = _fields(model)
+    (trainer,) = fields.get(_TRAINER, [b""])[-1:]
+    (normalizer,) = fields.get(_NORMALIZER, [b""])[-1:]
+    settings, rules = _fields(_as_bytes(trainer)), _fields(_as_bytes(normalizer))
+    kind = _KINDS.get(_as_int(settings.get(_MODEL_TYPE, [1])[-1]))
+    if kind is None:
+        raise ValueError("it cuts text into words or characters, not by unigram or bpe")
+    ids = list(range(len(processor)))
+    types = [_as_int(_fields(_as_bytes(piece)).get(_TYPE, [1])[-1]) for piece in fields.get(_PIECE, [])]
+    names = processor.id_to_piece(ids)
+
+    def piece_of(token: int) -> str | None:
+        return names[token] if token >= 0 else None
+
+    return SentencePieceModel(
+        pieces=tuple(zip(names, processor.get_score(ids), strict=True)),
+        control=frozenset(token for token in ids if types[token] == _CONTROL),
+        user_defined=frozenset(token for token in ids if types[token] == _USER_DEFINED),
+        kind=kind,
+        charsmap=_as_bytes(rules.get(_CHARSMAP, [b""])[-1]),
+        unk_id=processor.unk_id(),
+        bos_piece=piece_of(processor.bos_id()),
+        eos_piece=piece_of(processor.eos_id()),
+        byte_fallback=bool(settings.get(_BYTE_FALLBACK, [0])[-1]),
+    )
+
+
+def _fields(message: bytes) -> dict[int, list[int | bytes]]:
+    """The fields of a protocol buffers message, each with all its values in order.
+
+    Source: protobuf.dev/programming-guides/encoding.
+    """
+    found: dict[int, list[int | bytes]] = {}
+    place = 0
+    while place < len(message):
+        key, place = _varint(message, place)
+        value: int | bytes
+        match key & 7:
+            case 0:
+                value, place = _varint(message, place)
+            case 1:
+                value, place = message[place : place + 8], place + 8
+            case 2:
+                length, place = _varint(message, place)
+                value, place = message[place : place + length], place + length
+            case 5:
+                value, place = message[place : place + 4], place + 4
+            case other:
+                raise ValueError(f"a field of the unknown type {other}")
+        if place > len(message):
+            raise ValueError("it ends inside a field")
+        found.setdefault(key >> 3, []).append(value)
+    return found
+
+
+def _varint(message: bytes, place: int) -> tuple[int, int]:
+    """A number of seven bits a byte, the lowest first, and the place behind it."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if place >= len(message):
+            raise ValueError("it ends inside a number")
+        byte = message[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, place
+    raise ValueError("a number of more than ten bytes")
+
+
+def _as_bytes(value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        raise ValueError("a number where a record is wanted")
+    return value
+
+
+def _as_int(value: int | bytes) -> int:
+    if isinstance(value, bytes):
+        raise ValueError("a record where a number is wanted")
+    return value

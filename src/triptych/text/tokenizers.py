@@ -6,10 +6,11 @@ are SentencePiece models.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from threading import Lock
 from typing import Literal, final
 
 import tokenizers
@@ -26,6 +27,9 @@ BOS_ID = 1
 EOS_ID = 2
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 BYTE_ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
+
+# What `parse_special` sets in the library's object must stay until the texts are encoded.
+_ENCODING = Lock()
 
 _SOURCE_FILE = "tokenizer.json"
 _TARGET_FILE = "tokenizer.target.json"
@@ -69,7 +73,93 @@ class TokenizerSpec(BaseModel):
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    `<eos>` and its like in a text are text: only the ids below are special.
+    Unless `parse_special` is set, `<eos>` and its like in a text are text.
+
+    Attributes:
+        pad_id: fills rows up; None where there is none, as with all of these.
+        bos_id: begins a text.
+        eos_id: ends a text.
+        unk_id: stands for what is not in the vocabulary.
+        mask_id: stands for a hidden token.
+    """
+
+    pad_id: int | None
+    bos_id: int | None
+    eos_id: int | None
+    unk_id: int | None = None
+    mask_id: int | None = None
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of tokens, specials included; every id is below it."""
+
+    @property
+    @abstractmethod
+    def special_ids(self) -> frozenset[int]:
+        """The ids of all special tokens, which `decode` skips."""
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every token by id, as its file has it; no two are the same."""
+
+    @abstractmethod
+    def encode(
+        self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
+    ) -> list[list[int]]:
+        """Token ids of each text.
+
+        Args:
+            texts: a string is one text.
+            add_special: put the special tokens around a text that the checkpoint's files say (`[CLS]` and
+                `[SEP]`, `<s>`); tokenizers that are trained here put none.
+            parse_special: read special tokens that a text spells out (`[MASK]`, `<|im_end|>`) as such.
+        """
+
+    @abstractmethod
+    def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+        """Text of each sequence of ids; broken UTF-8 becomes U+FFFD.
+
+        Args:
+            ids: a sequence for each text.
+            skip_special: leave out special tokens; else they are written as the vocabulary has them.
+        """
+
+    @abstractmethod
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token in readable form, for pictures; spaces are shown as "▁"."""
+
+    def opening(self, text: str) -> str:
+        """What every part of a text has to begin with when it is translated in parts; "" for nothing."""
+        return ""
+
+    def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, as the checkpoint's chat template writes it.
+
+        Encode it with `parse_special`, and without `add_special`: the template writes them itself.
+
+        Args:
+            messages: each with a "role" and a "content".
+            add_generation_prompt: end with the beginning of an answer.
+
+        Raises:
+            UsageError: there is no chat template, or it refuses the messages.
+            DataError: the template is damaged, runs for too long or writes too much.
+        """
+        raise UsageError("the tokenizer has no chat template; give a prompt without --chat")
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """The tokenizer as text, whole."""
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer, atomically, as JSON."""
+        write_text(path, self.to_json())
+
+
+class SentenceTokenizer(Tokenizer):
+    """A tokenizer of translators: sentences have a beginning, an end and padding.
 
     Attributes:
         pad_id: fills rows up; no text has it.
@@ -81,60 +171,35 @@ class Tokenizer(ABC):
     bos_id: int
     eos_id: int
 
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Number of tokens, specials included."""
-
-    @property
-    @abstractmethod
-    def vocabulary(self) -> tuple[str, ...]:
-        """Every token by id, as its file has it; no two are the same."""
-
-    @abstractmethod
-    def encode(self, texts: str | Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without beginning and end; a string is one text."""
-
-    @abstractmethod
-    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
-        """Text of each sequence of ids; special ids are skipped, broken UTF-8 becomes U+FFFD."""
-
-    @abstractmethod
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token in readable form, for pictures; spaces are shown as "▁"."""
-
-    def opening(self, text: str) -> str:
-        """What every part of a text has to begin with when it is translated in parts; "" for nothing."""
-        return ""
-
-    @abstractmethod
-    def to_json(self) -> str:
-        """The tokenizer as text, whole."""
-
-    def save(self, path: Path) -> None:
-        """Write the tokenizer, atomically, as JSON."""
-        write_text(path, self.to_json())
-
     @staticmethod
-    def load(path: Path) -> "Tokenizer":
+    def load(path: Path) -> "SentenceTokenizer":
         """Read what `save` wrote.
 
         Raises:
             DataError: no such file, damaged, or a tokenizer of another make.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError as error:
-            raise DataError(f"{path} does not exist; a run folder holds its tokenizer") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
+        text = read_saved(path)
         if text.startswith(_SENTENCE_PIECE_START):
             return SentencePieceTokenizer.from_json(text, str(path))
         return ByteLevelTokenizer.from_json(text, str(path))
 
 
+def read_saved(path: Path) -> str:
+    """The text that `Tokenizer.save` wrote.
+
+    Raises:
+        DataError: no such file, or not text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist; a run folder holds its tokenizer") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
 @final
-class ByteLevelTokenizer(Tokenizer):
+class ByteLevelTokenizer(SentenceTokenizer):
     """What `train_tokenizers` makes: `decode(encode(x)) == NFC(x)` for every text x.
 
     A space is put in front of the text before it is cut into words, each with the space before it, numbers
@@ -153,8 +218,11 @@ class ByteLevelTokenizer(Tokenizer):
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
-        # Not stored in the file: without it, special tokens spelled out in a text would turn special.
-        self._inner.encode_special_tokens = True
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of `<pad>`, `<bos>` and `<eos>`."""
+        return frozenset((PAD_ID, BOS_ID, EOS_ID))
 
     @property
     def vocab_size(self) -> int:
@@ -166,14 +234,17 @@ class ByteLevelTokenizer(Tokenizer):
         """Every token by id, its bytes in the characters that stand for them."""
         return tuple(str(self._inner.id_to_token(token)) for token in range(self.vocab_size))
 
-    def encode(self, texts: str | Sequence[str]) -> list[list[int]]:
+    def encode(
+        self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
+    ) -> list[list[int]]:
         """Token ids of each text, without `<bos>` and `<eos>`; a string is one text."""
-        encodings = self._inner.encode_batch_fast(list(as_lines(texts)), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return encode_batch(self._inner, texts, add_special=add_special, parse_special=parse_special)
 
-    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
-        """Text of each sequence of ids; special ids are skipped, broken UTF-8 becomes U+FFFD."""
-        texts: list[str] = self._inner.decode_batch([list(some) for some in ids], skip_special_tokens=True)
+    def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+        """Text of each sequence of ids; broken UTF-8 becomes U+FFFD."""
+        texts: list[str] = self._inner.decode_batch(
+            [list(some) for some in ids], skip_special_tokens=skip_special
+        )
         return texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -276,12 +347,13 @@ class SentencePieceRecord(BaseModel):
 
 
 @final
-class SentencePieceTokenizer(Tokenizer):
+class SentencePieceTokenizer(SentenceTokenizer):
     """A SentencePiece model over a vocabulary of its own, as Marian models have.
 
     A text is normalised first, so decoding does not give back every text as it was, and what is not in
     the vocabulary is unknown. A text that begins with a code such as `>>de<<` has it as its first token:
-    models with several target languages are told the language so.
+    models with several target languages are told the language so. Special tokens that a text spells out
+    are always text.
 
     Raises:
         UsageError: sentencepiece is not installed.
@@ -292,7 +364,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._record = record
         self._processor = load_sentencepiece(record.model)
         self.pad_id, self.bos_id, self.eos_id = record.pad_id, record.bos_id, record.eos_id
-        self._special = {record.pad_id, record.bos_id, record.eos_id, record.unk_id}
+        self.unk_id = record.unk_id
+        self._special = frozenset((record.pad_id, record.bos_id, record.eos_id, record.unk_id))
         # No text may have these, not even one whose unknown characters spell them.
         never = {record.vocab[token] for token in (record.pad_id, record.eos_id, record.unk_id)}
         ids = list(range(len(self._processor)))
@@ -311,31 +384,34 @@ class SentencePieceTokenizer(Tokenizer):
         return len(self._record.vocab)
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of padding, beginning, end and the unknown piece."""
+        return self._special
+
+    @property
     def vocabulary(self) -> tuple[str, ...]:
         """The pieces by id."""
         return self._record.vocab
 
-    def encode(self, texts: str | Sequence[str]) -> list[list[int]]:
+    def encode(
+        self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
+    ) -> list[list[int]]:
         """Token ids of each text, without beginning and end; a string is one text."""
         return [
             [self._ids.get(piece, self._record.unk_id) for piece in self._cut(text)]
             for text in as_lines(texts)
         ]
 
-    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
-        """Text of each sequence of ids; special ids and unknown tokens are skipped."""
-        vocab = self._record.vocab
+    def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+        """Text of each sequence of ids; unknown tokens are special."""
+        vocab, skipped = self._record.vocab, self._special if skip_special else frozenset()
         texts = [
-            self._processor.decode([vocab[token] for token in some if token not in self._special])
+            self._processor.decode([vocab[token] for token in some if token not in skipped])
             .replace(SPACE_MARK, " ")
             .strip()
             for some in ids
         ]
-        if not self._record.joins_punctuation:
-            return texts
-        for parts in _PARTED:
-            texts = [text.replace(parts, parts.strip()) for text in texts]
-        return texts
+        return [join_punctuation(text) for text in texts] if self._record.joins_punctuation else texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary has it."""
@@ -375,13 +451,31 @@ class SentencePieceTokenizer(Tokenizer):
         return [code, *pieces] if code else pieces
 
 
+def encode_batch(
+    inner: tokenizers.Tokenizer, texts: str | Sequence[str], *, add_special: bool, parse_special: bool
+) -> list[list[int]]:
+    """`Tokenizer.encode` of a tokenizer of the tokenizers library."""
+    with _ENCODING:
+        # Not stored in the file: without it, special tokens spelled out in a text turn special.
+        inner.encode_special_tokens = not parse_special
+        encodings = inner.encode_batch_fast(list(as_lines(texts)), add_special_tokens=add_special)
+    return [encoding.ids for encoding in encodings]
+
+
+def join_punctuation(text: str) -> str:
+    """Take out the space before punctuation and English contractions, as Hugging Face's clean-up does."""
+    for parts in _PARTED:
+        text = text.replace(parts, parts.strip())
+    return text
+
+
 @final
 @dataclass(frozen=True)
 class TokenizerPair:
     """The tokenizers of the two sides; the same object twice where the vocabulary is joint."""
 
-    source: Tokenizer
-    target: Tokenizer
+    source: SentenceTokenizer
+    target: SentenceTokenizer
 
     @property
     def joint(self) -> bool:
@@ -404,10 +498,10 @@ class TokenizerPair:
         Raises:
             DataError: a file is missing, damaged, or of another make.
         """
-        source = Tokenizer.load(folder / _SOURCE_FILE)
+        source = SentenceTokenizer.load(folder / _SOURCE_FILE)
         if not (folder / _TARGET_FILE).exists():
             return cls(source, source)
-        return cls(source, Tokenizer.load(folder / _TARGET_FILE))
+        return cls(source, SentenceTokenizer.load(folder / _TARGET_FILE))
 
 
 def train_tokenizers(
@@ -439,7 +533,7 @@ def train_tokenizers(
     return TokenizerPair(train(spec, source_texts), train(spec, target_texts))
 
 
-def _train_bpe(spec: TokenizerSpec, texts: Iterable[str]) -> Tokenizer:
+def _train_bpe(spec: TokenizerSpec, texts: Iterable[str]) -> ByteLevelTokenizer:
     inner = _assemble(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=spec.vocab_size,
@@ -452,7 +546,7 @@ def _train_bpe(spec: TokenizerSpec, texts: Iterable[str]) -> Tokenizer:
     return ByteLevelTokenizer(inner)
 
 
-def _train_unigram(spec: TokenizerSpec, texts: Iterable[str]) -> Tokenizer:
+def _train_unigram(spec: TokenizerSpec, texts: Iterable[str]) -> ByteLevelTokenizer:
     inner = _assemble(models.Unigram())
     trainer = trainers.UnigramTrainer(
         vocab_size=spec.vocab_size,

@@ -1,0 +1,395 @@
+"""Tokenizers of others' checkpoints: `tokenizer.json`, or the older files of vocabularies."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, final
+
+import tokenizers
+from pydantic import BaseModel, ConfigDict, ValidationError
+from tokenizers import AddedToken
+
+from triptych.errors import DataError
+from triptych.text.tokenizers import (
+    SentenceTokenizer,
+    Tokenizer,
+    encode_batch,
+    join_punctuation,
+    read_saved,
+)
+from triptych.text.vocabularies import (
+    NAMED_TOKENS,
+    VOCABULARY_FILES,
+    TokenizerSettings,
+    build_tokenizer,
+    surround,
+)
+
+_Made = TypeVar("_Made")
+
+_FORMAT_START = '{"format":"triptych pretrained'
+# The largest published vocabularies have 262,144 tokens; the library takes memory for every id below the
+# largest one.
+_LARGEST_ID = 1 << 22
+_MAX_BYTES = 1 << 28
+
+
+@final
+class PretrainedRecord(BaseModel):
+    """All that a `PretrainedTokenizer` is made of, as its file has it.
+
+    Attributes:
+        format: what tells the file from others; it stands first.
+        tokens: the named special tokens, such as `eos_token`.
+        joins_punctuation: after decoding, the space before punctuation and English contractions is taken out.
+        chat_templates: by name; "default" where a checkpoint has one.
+        inner: the tokenizer in the format of the tokenizers library.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["triptych pretrained tokenizer 1"] = "triptych pretrained tokenizer 1"
+    tokens: dict[str, str]
+    joins_punctuation: bool = False
+    chat_templates: dict[str, str]
+    inner: str
+
+
+@final
+class PretrainedTokenizer(Tokenizer):
+    """The tokenizer of a checkpoint of another library, as `load_tokenizer` reads it.
+
+    Args:
+        record: all that it is made of.
+        origin: what errors call it.
+
+    Raises:
+        DataError: the record's tokenizer is damaged.
+    """
+
+    def __init__(self, record: PretrainedRecord, origin: str) -> None:
+        self._record, self._origin = record, origin
+        self._inner = _made(lambda: tokenizers.Tokenizer.from_str(record.inner), origin)
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        added = self._inner.get_added_tokens_decoder()
+        self._special = frozenset(token for token, content in added.items() if content.special)
+        ids = {name: self._inner.token_to_id(token) for name, token in record.tokens.items()}
+        self.pad_id, self.bos_id, self.eos_id = (ids.get(f"{name}_token") for name in ("pad", "bos", "eos"))
+        self.unk_id, self.mask_id = ids.get("unk_token"), ids.get("mask_token")
+        self._token_of = {
+            token: text for text, token in self._inner.get_vocab(with_added_tokens=True).items()
+        }
+
+    def __reduce__(self) -> tuple[type["PretrainedTokenizer"], tuple[PretrainedRecord, str]]:
+        return type(self), (self._record, self._origin)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self._token_of, default=-1) + 1
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of all special tokens, which `decode` skips."""
+        return self._special
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every token by id, as its file has it; `<unused 7>` where no token has the id 7."""
+        return tuple(self._token_of.get(token, f"<unused {token}>") for token in range(self.vocab_size))
+
+    def encode(
+        self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
+    ) -> list[list[int]]:
+        """Token ids of each text, as `transformers` gives them where both options are set."""
+
+        def encode() -> list[list[int]]:
+            return encode_batch(self._inner, texts, add_special=add_special, parse_special=parse_special)
+
+        return _made(encode, self._origin)
+
+    def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+        """Text of each sequence of ids, as `transformers` gives it; broken UTF-8 becomes U+FFFD."""
+        sequences = [[int(token) for token in some] for some in ids]
+        texts: list[str] = _made(
+            lambda: self._inner.decode_batch(sequences, skip_special_tokens=skip_special), self._origin
+        )
+        return [join_punctuation(text) for text in texts] if self._record.joins_punctuation else texts
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary has it."""
+        vocabulary = self._token_of
+        return [vocabulary.get(int(token), f"<unused {int(token)}>") for token in ids]
+
+    def to_json(self) -> str:
+        """The tokenizer in a format of its own."""
+        return self._record.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str, origin: str) -> "PretrainedTokenizer":
+        """The inverse of `to_json`.
+
+        Raises:
+            DataError: a text that is damaged; `origin` says where it came from.
+        """
+        try:
+            record = PretrainedRecord.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise DataError(f"{origin} is damaged or not a tokenizer: {where}: {first['msg']}") from None
+        _require_moderate_ids(record.inner, origin)
+        return cls(record, origin)
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read what `Tokenizer.save` wrote, whichever tokenizer it was.
+
+    Raises:
+        DataError: no such file, damaged, or a tokenizer of another make.
+    """
+    text = read_saved(path)
+    if text.startswith(_FORMAT_START):
+        return PretrainedTokenizer.from_json(text, str(path))
+    return SentenceTokenizer.load(path)
+
+
+def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> PretrainedTokenizer:
+    """The tokenizer of a checkpoint in Hugging Face's format.
+
+    It is made of `tokenizer.json`, or else of GPT-2's `vocab.json` and `merges.txt`, BERT's `vocab.txt` or a
+    SentencePiece model (`tokenizer.model`, `spiece.model`, `spm.model`, `sentencepiece.bpe.model`), with the
+    special tokens of `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`. It gives the
+    ids that `transformers` gives.
+
+    Args:
+        folder: of the checkpoint.
+        vocab_size: rows of the model's embedding, which must hold every id.
+
+    Raises:
+        UsageError: a SentencePiece model without the extra `sentencepiece`.
+        DataError: a file is missing, damaged or does not fit the others or the embedding; with its name.
+    """
+    settings = _read_settings(folder)
+    path = folder / "tokenizer.json"
+    if path.exists():
+        text = _read_text(path)
+        _require_moderate_ids(text, str(path))
+        inner = _made(lambda: tokenizers.Tokenizer.from_str(text), str(path))
+        # The defaults of a class are not added where a whole tokenizer does without them.
+        present = inner.get_vocab(with_added_tokens=True)
+        named = [token for token in settings.tokens.values() if token.content in present]
+        _add_tokens(inner, settings, [*settings.given.values(), *named, *settings.extra])
+    else:
+        path = _vocabulary_file(folder)
+        merges = folder / "merges.txt"
+        content = _read_bytes(path)
+        try:
+            further = _read_bytes(merges) if path.name == "vocab.json" else b""
+            inner, more = _made(lambda: build_tokenizer(settings, path.name, content, further), str(path))
+        except ValueError as error:
+            raise DataError(f"{path} is damaged or cannot be read: {error}") from None
+        _add_tokens(inner, settings, [*settings.tokens.values(), *settings.extra, *more])
+        _require_stated_ids(inner, settings)
+        _made(lambda: surround(inner, settings), str(path))
+    joins = bool(settings.record.get("clean_up_tokenization_spaces"))
+    record = PretrainedRecord(
+        tokens={
+            name: token.content
+            for name, token in settings.tokens.items()
+            if inner.token_to_id(token.content) is not None
+        },
+        joins_punctuation=joins and not isinstance(inner.model, tokenizers.models.BPE),
+        chat_templates=_chat_templates(folder, settings),
+        inner=inner.to_str(),
+    )
+    tokenizer = PretrainedTokenizer(record, str(path))
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        last = tokenizer.vocab_size - 1
+        token = tokenizer.pieces([last])[0]
+        raise DataError(
+            f"{path} does not fit the model: token {token!r} has the id {last}, and the embedding "
+            f" has {vocab_size} rows; give the tokenizer that belongs to the checkpoint"
+        )
+    return tokenizer
+
+
+def _vocabulary_file(folder: Path) -> Path:
+    for name in VOCABULARY_FILES:
+        if (folder / name).exists() and (name != "vocab.json" or (folder / "merges.txt").exists()):
+            return folder / name
+    raise DataError(
+        f"{folder} has no tokenizer: none of tokenizer.json, vocab.json with merges.txt, "
+        f"{', '.join(VOCABULARY_FILES[1:])}; copy it from where the checkpoint comes from"
+    )
+
+
+def _read_settings(folder: Path) -> TokenizerSettings:
+    """What `tokenizer_config.json` and the files beside it say of special tokens."""
+    path = folder / "tokenizer_config.json"
+    record = _read_record(path) if path.exists() else {}
+    config = folder / "config.json"
+    model_type = _read_record(config).get("model_type") if config.exists() else None
+    where = str(path)
+    added: dict[int, AddedToken] = {}
+    if "added_tokens_decoder" in record:
+        for number, entry in _record_at(record, "added_tokens_decoder", where).items():
+            added[_id_of(number, where)] = _token(entry, where)
+    else:
+        path = folder / "special_tokens_map.json"
+        record = {**record, **(_read_record(path) if path.exists() else {})}
+        path = folder / "added_tokens.json"
+        named = {_content(record[name], where) for name in NAMED_TOKENS if record.get(name)}
+        for content, number in (_read_record(path) if path.exists() else {}).items():
+            special = content in named
+            added[_id_of(number, str(path))] = AddedToken(content, normalized=not special, special=special)
+    made = {token.content: token for token in added.values()}
+
+    def known(value: object) -> AddedToken:
+        token = _token(value, where, special=True)
+        return made.get(token.content, token)
+
+    tokens = {name: known(record[name]) for name in NAMED_TOKENS if record.get(name)}
+    extra = record.get("extra_special_tokens") or record.get("additional_special_tokens") or []
+    values = list(extra.values()) if isinstance(extra, dict) else extra
+    if not isinstance(values, list):
+        raise DataError(f"{where}: additional_special_tokens is not a list; correct it")
+    name = record.get("tokenizer_class")
+    return TokenizerSettings(
+        record=record,
+        tokenizer_class=name.removesuffix("Fast") if isinstance(name, str) else None,
+        model_type=model_type if isinstance(model_type, str) else None,
+        given=tokens,
+        extra=tuple(known(value) for value in values),
+        added=dict(sorted(added.items())),
+        where=where,
+    )
+
+
+def _add_tokens(
+    inner: tokenizers.Tokenizer, settings: TokenizerSettings, tokens: Iterable[AddedToken]
+) -> None:
+    """Make special tokens special; those that the vocabulary lacks get the ids behind it, in order."""
+    present = {token.content for token in inner.get_added_tokens_decoder().values()}
+    named = {token.content for token in settings.tokens.values()}
+    for token in [*settings.added.values(), *tokens]:
+        if token.content not in present:
+            token.special = token.special or token.content in named
+            inner.add_tokens([token])
+            present.add(token.content)
+
+
+def _require_stated_ids(inner: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
+    for number, token in settings.added.items():
+        if (found := inner.token_to_id(token.content)) != number:
+            raise DataError(
+                f"{settings.where}: added token {token.content!r} has the id {number} there and {found} in "
+                "the vocabulary; give the files of one tokenizer"
+            )
+
+
+def _chat_templates(folder: Path, settings: TokenizerSettings) -> dict[str, str]:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return {"default": _read_text(path)}
+    found = settings.record.get("chat_template")
+    if found is None:
+        return {}
+    if isinstance(found, str):
+        return {"default": found}
+    try:
+        templates = found if isinstance(found, dict) else {one["name"]: one["template"] for one in found}
+        if all(isinstance(text, str) for pair in templates.items() for text in pair):
+            return dict(templates)
+    except (TypeError, KeyError):
+        pass
+    raise DataError(f"{settings.where}: chat_template is neither text nor a list of named texts; correct it")
+
+
+def _require_moderate_ids(text: str, origin: str) -> None:
+    try:
+        record = json.loads(text)
+        vocab = record["model"]["vocab"]
+        ids = [token["id"] for token in record.get("added_tokens") or []]
+        ids += vocab.values() if isinstance(vocab, dict) else [len(vocab)]
+        too_large = [number for number in ids if number > _LARGEST_ID]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{origin} is damaged or not a tokenizer: {what}; fetch it again") from None
+    if too_large:
+        raise DataError(f"{origin} is damaged: a token has the id {too_large[0]}; fetch it again")
+
+
+def _made(make: Callable[[], _Made], origin: str) -> _Made:
+    """What the tokenizers library makes; its errors in one line."""
+    try:
+        return make()
+    except (DataError, ValueError):
+        raise
+    # The library raises bare Exception for whatever is wrong, and PanicException, which is not one.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{origin} is damaged or not a tokenizer: {first}; fetch it again") from None
+
+
+def _record_at(record: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    found = record[name]
+    if not isinstance(found, dict):
+        raise DataError(f"{where}: {name} is not a record; correct it")
+    return found
+
+
+def _id_of(number: object, where: str) -> int:
+    if isinstance(number, str | int) and str(number).isascii() and str(number).isdigit():
+        return int(number)
+    raise DataError(f"{where}: {number!r} is no id of a token; correct it")
+
+
+def _content(value: object, where: str) -> str:
+    content = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(content, str):
+        raise DataError(f"{where}: a special token is neither text nor a record with content; correct it")
+    return content
+
+
+def _token(value: object, where: str, *, special: bool | None = None) -> AddedToken:
+    content = _content(value, where)
+    flags = {
+        name: bool(value[name])
+        for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+        if isinstance(value, dict) and name in value
+    }
+    if special is not None:
+        flags["special"] = special
+    return AddedToken(content, **flags)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {error}; fetch it again") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{path} is not a JSON object; fetch it again")
+    return record
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return _read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start + 1} is not UTF-8; fetch it again") from None
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise DataError(
+                f"{path} has more than {_MAX_BYTES >> 20} MiB, which no tokenizer has; fetch it again"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None

@@ -1,0 +1,405 @@
+"""Tokenizers of others' checkpoints: the same ids and texts as transformers, and what is refused."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
+
+from checkpoints.tiny_spm import BYTE_PIECES, PIECES, RULES, Piece, charsmap, spm
+from triptych.errors import DataError
+from triptych.text import PretrainedTokenizer, StreamDecoder, load_tokenizer, read_tokenizer
+
+SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
+END = "<|endoftext|>"
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. Don't you? I'm here; they've gone, we're not .",
+    "Straße, Äpfel und Öl: 12345 naïve cafés. 日本語のテキスト, 中文文本 und русский текст 🙂.",
+    "def f(x):\n    return {'a': x ** 2}  # a comment\n\n\tend",
+] * 3
+TEXTS = [
+    "",
+    " ",
+    "   two  spaces   ",
+    "The quick brown fox.",
+    "Don't you 've it ? yes , no !",
+    "tabs\tand\nnew\r\nlines\n\n\nmany",
+    "Straße ÄÖÜ naïve e\u0301 \u0041\u030a",
+    "中文 and 日本語のテキスト",
+    "🙂👩‍👩‍👧 \U0001f600 zero\u200bwidth \u00a0nbsp \ufeffbom",
+    "ﬁne ｅ… \u1100\u1161",
+    "1234567890 3.14 -1e-9 ０１２",
+    "a" * 60,
+    "The end<|endoftext|>The start",
+    "I [MASK] you <mask> and <s> or </s> [SEP] <unk> <pad>",
+    "ababa aabaab b c <x> ab...",
+    "\x01\x7f control \ufffd",
+    "CAPITALS Türkçe İstanbul ǅ",
+]
+
+
+def byte_level(folder: Path, **options: Any) -> None:
+    """GPT-2's two files."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>", END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(CORPUS, trainer)
+    inner.model.save(str(folder))
+    configure(folder, **options)
+
+
+def configure(folder: Path, model_type: str | None = None, **options: Any) -> None:
+    if options:
+        (folder / "tokenizer_config.json").write_text(json.dumps(options))
+    if model_type:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+
+
+def gpt2(folder: Path) -> None:
+    byte_level(folder, model_type="gpt2", tokenizer_class="GPT2Tokenizer")
+
+
+def gpt2_without_words_about_it(folder: Path) -> None:
+    byte_level(folder, model_type="gpt2")
+
+
+def opt(folder: Path) -> None:
+    byte_level(
+        folder,
+        model_type="opt",
+        tokenizer_class="GPT2Tokenizer",
+        add_bos_token=True,
+        **{"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"},
+    )
+
+
+def roberta(folder: Path) -> None:
+    mask = {"__type": "AddedToken", "content": "<mask>", "lstrip": True, "normalized": False}
+    byte_level(folder, model_type="roberta", tokenizer_class="RobertaTokenizer", mask_token=mask)
+
+
+def qwen2(folder: Path) -> None:
+    added = {"content": "<|im_start|>", "special": True, "normalized": False}
+    byte_level(
+        folder,
+        model_type="qwen2",
+        tokenizer_class="Qwen2Tokenizer",
+        bos_token=None,
+        added_tokens_decoder={"420": added},
+        additional_special_tokens=["<|im_start|>"],
+    )
+
+
+def neox_with_a_map(folder: Path) -> None:
+    byte_level(folder, model_type="gpt_neox", tokenizer_class="GPTNeoXTokenizer", pad_token="<pad>")
+    tokens = {"bos_token": END, "eos_token": {"content": "</s>", "lstrip": False}, "unk_token": END}
+    (folder / "special_tokens_map.json").write_text(json.dumps(tokens))
+
+
+def word_pieces(folder: Path, **options: Any) -> None:
+    inner = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    inner.normalizer = normalizers.BertNormalizer(lowercase=False)
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=250, special_tokens=special, show_progress=False)
+    inner.train_from_iterator(CORPUS + [text.lower() for text in CORPUS], trainer)
+    inner.model.save(str(folder))
+    configure(folder, **options)
+
+
+def bert(folder: Path) -> None:
+    word_pieces(folder, model_type="bert")
+
+
+def cased_bert(folder: Path) -> None:
+    word_pieces(
+        folder, model_type="bert", tokenizer_class="BertTokenizer", do_lower_case=False, strip_accents=False
+    )
+
+
+def sentence_pieces(folder: Path, name: str, kind: str, *more: Piece, **options: Any) -> None:
+    rules = RULES if kind == "unigram" else {}
+    bytes_too = BYTE_PIECES if kind == "bpe" else []
+    letters: list[Piece] = [(letter, -5.0, "normal") for letter in "dghjklmnopqrstuvwxyzTI"]
+    pieces = [*PIECES[:3], *more, *bytes_too, *PIECES[3:], *letters]
+    (folder / name).write_bytes(spm(pieces, kind, rules, byte_fallback=kind == "bpe"))
+    configure(folder, **options)
+
+
+def llama(folder: Path) -> None:
+    sentence_pieces(
+        folder,
+        "tokenizer.model",
+        "bpe",
+        model_type="llama",
+        tokenizer_class="LlamaTokenizer",
+        **{"add_bos_token": True, "add_eos_token": False, "legacy": False},
+        **{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None},
+    )
+
+
+def llama_of_old(folder: Path) -> None:
+    sentence_pieces(
+        folder,
+        "tokenizer.model",
+        "bpe",
+        model_type="llama",
+        tokenizer_class="LlamaTokenizer",
+        **{"add_bos_token": True, "add_eos_token": True, "legacy": True},
+    )
+
+
+def gemma(folder: Path) -> None:
+    sentence_pieces(
+        folder,
+        "tokenizer.model",
+        "bpe",
+        ("<pad>", 0.0, "control"),
+        model_type="gemma",
+        tokenizer_class="GemmaTokenizer",
+        **{"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>", "mask_token": None},
+    )
+
+
+def t5(folder: Path) -> None:
+    special: list[Piece] = [("<pad>", 0.0, "control"), ("</s>", 0.0, "control"), ("<unk>", 0.0, "unknown")]
+    (folder / "spiece.model").write_bytes(spm([*special, *PIECES[3:]], "unigram", RULES, unk_id=2))
+    configure(folder, model_type="t5", tokenizer_class="T5Tokenizer", extra_ids=0)
+
+
+def albert(folder: Path) -> None:
+    more: list[Piece] = [("[CLS]", 0.0, "control"), ("[SEP]", 0.0, "control"), ("[MASK]", 0.0, "control")]
+    pieces = [("<pad>", 0.0, "control"), ("<unk>", 0.0, "unknown"), *more, *PIECES[3:]]
+    (folder / "spiece.model").write_bytes(spm(pieces, "unigram", RULES, unk_id=1))
+    configure(folder, model_type="albert", tokenizer_class="AlbertTokenizer")
+
+
+def xlm_roberta(folder: Path) -> None:
+    sentence_pieces(
+        folder,
+        "sentencepiece.bpe.model",
+        "unigram",
+        model_type="xlm-roberta",
+        tokenizer_class="XLMRobertaTokenizer",
+    )
+
+
+def deberta(folder: Path) -> None:
+    more: list[Piece] = [("[CLS]", 0.0, "control"), ("[SEP]", 0.0, "control"), ("[UNK]", 0.0, "unknown")]
+    pieces = [("[PAD]", 0.0, "control"), *more, *PIECES[3:]]
+    (folder / "spm.model").write_bytes(spm(pieces, "unigram", RULES, unk_id=3))
+    configure(folder, model_type="deberta-v2", tokenizer_class="DebertaV2Tokenizer", do_lower_case=True)
+
+
+def whole(folder: Path) -> None:
+    """A tokenizer.json whose special tokens are partly in tokenizer_config.json alone."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    inner.train_from_iterator(CORPUS, trainer)
+    inner.add_special_tokens([AddedToken(END, normalized=False)])
+    inner.add_tokens([AddedToken("brown fox")])
+    inner.enable_truncation(8)
+    inner.enable_padding()
+    inner.save(str(folder / "tokenizer.json"))
+    configure(
+        folder,
+        tokenizer_class="PreTrainedTokenizerFast",
+        **{"eos_token": END, "pad_token": "[PAD]", "additional_special_tokens": ["<s>"]},
+        clean_up_tokenization_spaces=True,
+    )
+
+
+def whole_word_pieces(folder: Path) -> None:
+    """A tokenizer.json of words, whose decoded text is cleaned up."""
+    inner = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, ".": 2, "n't": 3, "b": 4}, "[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.save(str(folder / "tokenizer.json"))
+    options = {"unk_token": "[UNK]", "clean_up_tokenization_spaces": True}
+    configure(folder, tokenizer_class="PreTrainedTokenizerFast", **options)
+
+
+MAKERS: list[Callable[[Path], None]] = [
+    *(gpt2, gpt2_without_words_about_it, opt, roberta, qwen2, neox_with_a_map, bert, cased_bert),
+    *(llama, llama_of_old, gemma, t5, albert, xlm_roberta, deberta, whole, whole_word_pieces),
+]
+
+
+def oracle(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def compare(folder: Path) -> None:
+    ours, theirs = load_tokenizer(folder), oracle(folder)
+    for text in TEXTS:
+        ids = theirs.encode(text, add_special_tokens=False, truncation=False)
+        assert ours.encode(text, parse_special=True) == [ids], text
+        around = theirs.encode(text, truncation=False)
+        assert ours.encode(text, add_special=True, parse_special=True) == [around], text
+        for skip in (True, False):
+            assert ours.decode([around], skip_special=skip)[0] == theirs.decode(
+                around, skip_special_tokens=skip
+            ), text
+    for name in ("bos", "eos", "pad", "unk", "mask"):
+        assert getattr(ours, f"{name}_id") == getattr(theirs, f"{name}_token_id"), name
+    added = theirs.added_tokens_decoder.items()
+    assert ours.special_ids == {token for token, content in added if content.special}
+    assert len(set(ours.vocabulary)) == ours.vocab_size == max(theirs.get_vocab().values()) + 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_tokenizer_gives_the_ids_and_texts_of_transformers(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    make(tmp_path)
+    compare(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+def test_shared_checkpoints_give_the_ids_and_texts_of_transformers(name: str) -> None:
+    if not (SHARED / name).exists():
+        pytest.skip("the shared checkpoints are not here")
+    compare(SHARED / name)
+
+
+def test_special_tokens_of_a_text_are_text_unless_asked_for(tmp_path: Path) -> None:
+    gpt2(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos_id in tokenizer.encode(f"a{END}", parse_special=True)[0]
+    (ids,) = tokenizer.encode(f"a{END}")
+    assert tokenizer.eos_id not in ids
+    assert tokenizer.decode([ids]) == [f"a{END}"]
+
+
+@pytest.mark.parametrize("make", [whole, llama])
+def test_a_tokenizer_survives_saving_and_pickling(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.save(tmp_path / "saved.json")
+    for again in (read_tokenizer(tmp_path / "saved.json"), pickle.loads(pickle.dumps(tokenizer))):
+        assert isinstance(again, PretrainedTokenizer)
+        assert again.to_json() == tokenizer.to_json()
+        assert again.encode(TEXTS, add_special=True) == tokenizer.encode(TEXTS, add_special=True)
+        assert (again.eos_id, again.bos_id) == (tokenizer.eos_id, tokenizer.bos_id)
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> list[PretrainedTokenizer]:
+    found = []
+    for make in (gpt2, llama, bert, xlm_roberta):
+        folder = tmp_path_factory.mktemp(make.__name__)
+        make(folder)
+        found.append(load_tokenizer(folder))
+    return found
+
+
+@given(st.text(max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_a_text_that_is_streamed_is_the_text(streamed: list[PretrainedTokenizer], text: str) -> None:
+    for tokenizer in streamed:
+        (ids,) = tokenizer.encode(text, add_special=True)
+        for skip in (True, False):
+            stream = StreamDecoder(tokenizer, skip_special=skip)
+            parts = [stream.push(token) for token in ids]
+            assert "".join(parts) + stream.finish() == tokenizer.decode([ids], skip_special=skip)[0]
+            if "\ufffd" not in text:
+                assert not any("\ufffd" in part for part in parts)
+
+
+@given(st.lists(st.integers(0, 419), max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_tokens_that_are_no_text_are_streamed_as_they_are_decoded(
+    streamed: list[PretrainedTokenizer], ids: list[int]
+) -> None:
+    stream = StreamDecoder(streamed[0])
+    parts = [stream.push(token) for token in ids]
+    assert "".join(parts) + stream.finish() == streamed[0].decode([ids])[0]
+
+
+def test_broken_bytes_are_not_held_back_for_ever(streamed: list[PretrainedTokenizer]) -> None:
+    tokenizer = streamed[0]
+    token = tokenizer.vocabulary.index("Ģ")  # the byte 0x80, which begins no character
+    stream = StreamDecoder(tokenizer)
+    assert sum(len(stream.push(token)) for _ in range(40)) >= 37
+
+
+def test_a_tokenizer_that_does_not_fit_the_embedding_is_refused(tmp_path: Path) -> None:
+    gpt2(tmp_path)
+    assert load_tokenizer(tmp_path, vocab_size=420).vocab_size == 420
+    with pytest.raises(DataError, match=r"^\S+ does not fit the model: token .* has the id 419, .* 419 rows"):
+        load_tokenizer(tmp_path, vocab_size=419)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has no tokenizer: none of tokenizer\.json, vocab\.json with"):
+        load_tokenizer(tmp_path)
+    gpt2(tmp_path)
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(DataError, match="has no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str, bytes]] = {
+    "no JSON": (whole, "tokenizer.json", b"{"),
+    "no tokenizer": (whole, "tokenizer.json", b"{}"),
+    "a list": (whole, "tokenizer_config.json", b"[]"),
+    "brackets": (whole, "tokenizer_config.json", b"[" * 100_000),
+    "no UTF-8": (whole, "tokenizer_config.json", b'"\xff"'),
+    "an id far away": (
+        whole,
+        "tokenizer.json",
+        b'{"model": {"type": "BPE", "vocab": {"a": 99999999999}, "merges": []}}',
+    ),
+    "a token that is a number": (whole, "tokenizer_config.json", b'{"eos_token": 7}'),
+    "an id that is a word": (gpt2, "tokenizer_config.json", b'{"added_tokens_decoder": {"x": "a"}}'),
+    "an id of another token": (gpt2, "tokenizer_config.json", b'{"added_tokens_decoder": {"7": "zzz"}}'),
+    "ids that are words": (gpt2, "vocab.json", b'{"a": "b"}'),
+    "merges of nothing": (gpt2, "merges.txt", b"#version: 0.2\nzz qq\n"),
+    "merges of three": (gpt2, "merges.txt", b"a b c\n"),
+    "no unknown word": (bert, "vocab.txt", b"a\nb\n"),
+    "vocabulary that is not text": (bert, "vocab.txt", b"\xff\xfe"),
+    "no model": (llama, "tokenizer.model", b"\x00\x01\x02"),
+    "an empty model": (llama, "tokenizer.model", b""),
+    "a model of another kind": (llama, "tokenizer.model", spm(PIECES, "unigram", RULES)),
+    "a class nobody knows": (llama, "tokenizer_config.json", b'{"tokenizer_class": "FooTokenizer"}'),
+    "templates that are numbers": (gpt2, "tokenizer_config.json", b'{"chat_template": [1]}'),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_file_is_refused_in_one_line_that_names_it(case: str, tmp_path: Path) -> None:
+    make, name, content = DAMAGE[case]
+    make(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as refused:
+        load_tokenizer(tmp_path)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert str(tmp_path) in message
+
+
+def test_rules_of_normalization_are_read_from_a_model() -> None:
+    from triptych.text.sentencepiece import read_model
+
+    model = read_model(spm(PIECES, "unigram", RULES))
+    assert model.charsmap == charsmap(RULES)
+    assert [piece for piece, _ in model.pieces] == [piece for piece, *_ in PIECES]
+    assert (model.bos_piece, model.eos_piece, model.unk_id) == ("<s>", "</s>", 0)
