@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "extras": {"errors"},
+    "progress": set(),
     "threads": set(),
     "thresholds": set(),
     "algebra": set(),
@@ -43,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("algebra", "decoding", "models", "recipes", "reports", "rewriting", "runs", "text", "training"),
     },
 }
-FOUNDATION = {"errors", "extras", "files", "threads", "thresholds"}
+FOUNDATION = {"errors", "extras", "files", "progress", "threads", "thresholds"}
 ABOVE_ALL = {"cli", "triptych"}  # the command and the face of the package
 OPTIONAL = {
     "ctranslate2",

@@ -24,9 +24,9 @@ from triptych.runs import Run
 
 _NAIVE = "each matrix by itself"
 _WAYS = (_NAIVE, "free", "uncentred", "centred")
-_Form = Literal["qk", "qk planes", "ov"]
+_Form = Literal["qk", "qk pairs", "ov"]
 _SHARES = (0.75, 0.5, 0.25, 0.125)
-_NAMES = {"qk": "W_QK", "qk planes": "W_QK, planes", "ov": "W_OV"}
+_NAMES = {"qk": "W_QK", "qk pairs": "W_QK, rotary pairs", "ov": "W_OV"}
 _BATCH = 32
 _PAIRS = 400
 _CALIBRATION_CHARACTERS = 50_000  # some 16,000 tokens
@@ -71,9 +71,9 @@ def measure(command: Command) -> Page:
         rows=list(_rows(record)),
         notes=(
             "All layers at one rank, the other form whole. Rotary W_QK is that of the maps before they are "
-            "turned, or as many channels in whole planes; a mean is taken off where the softmax or an output "
-            f"bias lets it. Calibrated on {_CALIBRATION_CHARACTERS:,} characters of tinyshakespeare, or "
-            f"{_PAIRS} pairs of Multi30k's; judged on the held-out part (as the checkpoints' own scores), or "
+            "turned, or as many channels in whole rotary pairs; means are taken off where the softmax or an "
+            f"output bias lets it. Calibrated on {_CALIBRATION_CHARACTERS:,} characters of tinyshakespeare, "
+            f"or {_PAIRS} Multi30k pairs; judged on the held-out part (as the checkpoints' own scores), or "
             "on test_2016_flickr, greedy.",
         ),
         record={"rows": record},
@@ -127,11 +127,11 @@ def _settings(folder: Path, quick: bool) -> Iterator[tuple[_Form, str, int, int]
     d_k, d_v = (layer.weights.chain(side)[-1].d_out for side in ("q", "v"))
     forms: list[tuple[_Form, int]] = [("qk", d_k), ("ov", d_v)]
     if layer.weights.semantics.rotary is not None:
-        forms.insert(1, ("qk planes", d_k))
+        forms.insert(1, ("qk pairs", d_k))
     for form, full in forms:
         for share in _SHARES[1::2] if quick else _SHARES:
             for way in _WAYS:
-                if form == "qk planes" and way == _NAIVE:
+                if form == "qk pairs" and way == _NAIVE:
                     continue
                 if not (way == "centred" and _stays_uncentred(layer, form)):
                     yield form, way, max(2, int(full * share) // 2 * 2), full
@@ -150,7 +150,7 @@ def _judged(command: Command, folder: Path, model: Model, form: _Form, way: str,
         EachMatrix.model_validate(cut)
         if way == _NAIVE
         else Truncate.model_validate(
-            {**cut, "criterion": way, "rotary": "planes" if form == "qk planes" else "maps"}
+            {**cut, "criterion": way, "rotary": "pairs" if form == "qk pairs" else "maps"}
         )
     )
     recipe = RewriteRecipe.model_construct(

@@ -70,7 +70,7 @@ def test_a_norm_over_all_heads_side_by_side(centred: bool) -> None:
 @pytest.mark.parametrize("pairing", ["halves", "interleaved"])
 @pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize("in_picture", [False, True])
-def test_planes_are_turned_by_their_angle(pairing: Any, start: int, in_picture: bool) -> None:
+def test_rotary_pairs_are_turned_by_their_angle(pairing: Any, start: int, in_picture: bool) -> None:
     frequencies = torch.tensor([1.0, 0.3], dtype=torch.float64)
     places = torch.tensor([[0, 0], [1, 3], [2, 5], [4, 1], [7, 2]]).double() if in_picture else None
     x = drawn(B, H, N, W)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.algebra.measures import HeadMeasures, Planes, measure_heads
+from triptych.algebra.measures import HeadMeasures, RotaryPairs, measure_heads
 from triptych.algebra.semantics import Semantics
 from triptych.algebra.similarity import map_similarity
 from triptych.algebra.weights import AttentionWeights, Link
@@ -123,14 +123,14 @@ def test_a_head_that_is_not_finite_is_left_out_and_the_others_are_not(value: flo
     assert not bool(found.symmetry[:3].isnan().any())
 
 
-def mean_square_scores(weights: AttentionWeights, planes: Planes, frequencies: Tensor) -> np.ndarray:
-    """‖W_Q R(m) W_Kᵀ‖² averaged over distances m, R turning every plane: the slow reference."""
+def mean_square_scores(weights: AttentionWeights, pairs: RotaryPairs, frequencies: Tensor) -> np.ndarray:
+    """‖W_Q R(m) W_Kᵀ‖² averaged over distances m, R turning every pair: the slow reference."""
     total = np.zeros(HEADS)
     distances = np.arange(0, 20_000, 7)
     W_Q, W_K = weights.W_Q.double(), weights.W_K.double()
     for m in distances:
         R = torch.eye(WIDTH, dtype=torch.float64)
-        for a, b, slow, theta in zip(planes.first, planes.second, planes.slow, frequencies, strict=True):
+        for a, b, slow, theta in zip(pairs.first, pairs.second, pairs.slow, frequencies, strict=True):
             if not slow:
                 cos, sin = math.cos(m * float(theta)), math.sin(m * float(theta))
                 R[a, a], R[a, b], R[b, a], R[b, b] = cos, -sin, sin, cos
@@ -139,21 +139,21 @@ def mean_square_scores(weights: AttentionWeights, planes: Planes, frequencies: T
 
 
 @pytest.mark.parametrize("slow", [(False, False), (False, True)])
-def test_planes_have_the_energy_of_scores_over_distances(slow: tuple[bool, bool]) -> None:
+def test_rotary_pairs_have_the_energy_of_scores_over_distances(slow: tuple[bool, bool]) -> None:
     weights = layer()
-    planes = Planes(first=(1, 2), second=(3, 4), slow=slow)
-    found = measure_heads(weights, planes)
+    pairs = RotaryPairs(first=(1, 2), second=(3, 4), slow=slow)
+    found = measure_heads(weights, pairs)
     energy = found.qk.values.square().sum(-1)
-    expected = mean_square_scores(weights, planes, torch.tensor([1.0, 0.37]))
+    expected = mean_square_scores(weights, pairs, torch.tensor([1.0, 0.37]))
     np.testing.assert_allclose(energy.numpy(), expected, rtol=0.02)
     assert found.qk.values.shape[-1] == WIDTH - slow.count(False)
     assert found.symmetry is None
     assert bool((found.qk.values.diff() <= 0).all())
 
 
-def test_planes_that_are_all_slow_are_no_planes() -> None:
+def test_rotary_pairs_that_are_all_slow_are_no_pairs() -> None:
     weights = layer()
-    slow = measure_heads(weights, Planes(first=(0, 2), second=(1, 3), slow=(True, True)))
+    slow = measure_heads(weights, RotaryPairs(first=(0, 2), second=(1, 3), slow=(True, True)))
     assert_near(slow.qk.values, measure_heads(weights).qk.values, 1e-12)
 
 
@@ -188,10 +188,10 @@ def test_what_turned_channels_are_multiplied_by_counts() -> None:
     times = torch.ones(WIDTH, dtype=torch.float64)
     times[turned] = 1.3
     wide = replace(weights, q=(Link(weights.q[0].weight * times),), k=(Link(weights.k[0].weight * times),))
-    planes = Planes(first=(0, 2), second=(1, 3), slow=(False, True))
-    expected = measure_heads(wide, planes).qk.values
-    assert_near(measure_heads(weights, replace(planes, factor=1.3)).qk.values, expected, 1e-12)
-    assert not torch.allclose(measure_heads(weights, planes).qk.values, expected)
+    pairs = RotaryPairs(first=(0, 2), second=(1, 3), slow=(False, True))
+    expected = measure_heads(wide, pairs).qk.values
+    assert_near(measure_heads(weights, replace(pairs, factor=1.3)).qk.values, expected, 1e-12)
+    assert not torch.allclose(measure_heads(weights, pairs).qk.values, expected)
 
 
 def test_queries_of_cross_attention_are_not_compared() -> None:

@@ -217,7 +217,7 @@ def test_a_picture_is_measured_on_as_many_probes_as_it_has_tokens(name: str, tmp
 
 
 @pytest.mark.parametrize("energy", [None, 0.8])
-def test_planes_that_turn_by_rows_and_columns_are_not_counted_as_those_of_texts(
+def test_rotary_pairs_that_turn_by_rows_and_columns_are_not_counted_as_those_of_texts(
     energy: float | None, tmp_path: Path
 ) -> None:
     made("dinov3", tmp_path / "source")
@@ -225,7 +225,7 @@ def test_planes_that_turn_by_rows_and_columns_are_not_counted_as_those_of_texts(
     recipe = RewriteRecipe.model_construct(step=(step,), skip_refused=True, calibration=None)
     found = rewrite_checkpoint(str(tmp_path / "source"), tmp_path / "out", recipe, compare=False)
     for layer in found.layers:
-        assert any("planes turn by rows and columns of patches" in step.refused for step in layer.steps)
+        assert any("rotary pairs turn by rows and columns of patches" in step.refused for step in layer.steps)
 
 
 @pytest.mark.parametrize("name", ["dinov3", "beit, tables"])

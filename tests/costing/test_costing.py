@@ -305,7 +305,7 @@ def test_a_decode_step_always_sees_the_context_and_copies_none_of_it(calls: list
 def test_times_have_quartiles_rounds_and_a_prediction() -> None:
     shares: list[float] = []
     report = cost(TIMED)
-    timed = measure_times(report, seconds=0.0, progress=lambda what, share: shares.append(share))
+    timed = measure_times(report, seconds=0.0, progress=lambda what, done, total: shares.append(done / total))
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     machine = timed.machine

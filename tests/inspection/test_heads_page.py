@@ -24,7 +24,7 @@ def inspected_layer(**given: Any) -> InspectedLayer:
         **dict.fromkeys(("stack", "kind", "module", "positions"), "decoder"),
         **{key: {} for key in ("maps", "subspaces", "cut", "foldable", "broken", "spectra", "angles")},
         **dict.fromkeys(("layer", "num_key_heads", "d_model", "d_k", "d_v", "parameters", "num_bytes"), 0),
-        **{"turns": False, "planes": None, "caveats": ()},
+        **{"turns": False, "rotary_pairs": None, "caveats": ()},
     }
     return InspectedLayer(**{**plain, **given})
 
@@ -150,11 +150,13 @@ def test_figures_of_another_kind_have_a_scale_of_their_own(tmp_path: Path) -> No
     if node is None:
         pytest.skip("node is not on the PATH")
 
-    def layer(planes: tuple[int, int] | None, *values: float) -> InspectedLayer:
+    def layer(pairs: tuple[int, int] | None, *values: float) -> InspectedLayer:
         figures = {"qk_effective_rank": [*values], "ov_effective_rank": [*values]}
         heads = tuple(range(len(values)))
-        turns = planes is not None
-        return inspected_layer(heads=heads, num_heads=len(heads), figures=figures, turns=turns, planes=planes)
+        turns = pairs is not None
+        return inspected_layer(
+            heads=heads, num_heads=len(heads), figures=figures, turns=turns, rotary_pairs=pairs
+        )
 
     def shown(name: str) -> dict[str, list[str]]:
         page = render_heads(
@@ -171,7 +173,7 @@ def test_figures_of_another_kind_have_a_scale_of_their_own(tmp_path: Path) -> No
         return json.loads(done.stdout)  # type: ignore[no-any-return]
 
     apart, together = shown("qk_effective_rank"), shown("ov_effective_rank")
-    assert [scale.split("median")[0] for scale in apart["scales"]] == ["form:832", "planes:1121"]
+    assert [scale.split("median")[0] for scale in apart["scales"]] == ["form:832", "rotary pairs:1121"]
     assert apart["cells"] == ["rgb(0,0,0)", "rgb(0,0,255)"] * 2
     assert [scale.split("median")[0] for scale in together["scales"]] == ["832"]
     assert together["cells"] == ["rgb(0,0,0)", "rgb(0,0,255)", "rgb(0,0,32)", "rgb(0,0,138)"]

@@ -106,13 +106,13 @@ def test_layers_and_heads_may_be_chosen(tmp_path: Path) -> None:
         inspected(tmp_path, heads=[7])
 
 
-def test_rotary_heads_are_measured_by_planes_unless_asked_otherwise(tmp_path: Path) -> None:
+def test_rotary_heads_are_measured_by_rotary_pairs_unless_asked_otherwise(tmp_path: Path) -> None:
     found, raw = inspected(llama(tmp_path)), inspected(tmp_path, ignore_rotary=True)
     layer, ignored = found.layers[0], raw.layers[0]
     assert layer.positions == "rotary"
-    # θ of the four planes: 1, 0.1, 0.01, 0.001; within 64 positions the last two stay below a radian.
-    assert layer.planes == (2, 2)
-    assert ignored.planes is None
+    # θ of the four pairs: 1, 0.1, 0.01, 0.001; within 64 positions the last two stay below a radian.
+    assert layer.rotary_pairs == (2, 2)
+    assert ignored.rotary_pairs is None
     assert len(layer.spectra["qk"][0]) == 2 + 4
     assert len(ignored.spectra["qk"][0]) == WIDTH
     assert layer.figures["qk_symmetry"] == [None] * HEADS
@@ -167,14 +167,14 @@ def test_a_norm_of_queries_that_is_not_finite_is_reported_too(tmp_path: Path) ->
     ]
 
 
-def test_a_window_shorter_than_the_text_decides_which_planes_are_slow(tmp_path: Path) -> None:
+def test_a_window_shorter_than_the_text_decides_which_pairs_are_slow(tmp_path: Path) -> None:
     llama(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "mistral", "max_position_embeddings": 10**6, "rope_theta": 10**5}
     turning = []
     for window in (None, 100):
         (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": window}))
-        turning.append([layer.planes for layer in inspected(tmp_path).layers])
+        turning.append([layer.rotary_pairs for layer in inspected(tmp_path).layers])
     # Frequencies 10^(-5 f / 4): 1, 0.056, 0.0032, 0.00018.
     assert turning == [[(4, 0)] * LAYERS, [(2, 2)] * LAYERS]
 
@@ -187,10 +187,10 @@ def test_nothing_chosen_is_refused(tmp_path: Path) -> None:
         inspected(tmp_path, heads=[])
 
 
-def test_figures_of_planes_are_not_set_beside_those_of_forms(tmp_path: Path) -> None:
+def test_figures_of_rotary_pairs_are_not_set_beside_those_of_forms(tmp_path: Path) -> None:
     one, other = inspected(gpt2(tmp_path / "gpt2")), inspected(llama(tmp_path / "llama"))
     rows = {row[0]: row[1:] for row in side_by_side(one, other).rows}
-    assert rows["figures of W_QK are those of the"] == ("form", "planes", "not to be compared")
+    assert rows["figures of W_QK are those of the"] == ("form", "rotary pairs", "not to be compared")
     assert "effective rank of W_QK" not in rows
     assert "effective rank of W_OV" in rows
     assert "effective rank of W_QK" in {row[0] for row in side_by_side(one, one).rows}
@@ -210,7 +210,7 @@ def test_a_stack_that_is_not_in_the_file_is_said_to_be_missing(tmp_path: Path) -
 
 def test_what_stands_between_maps_and_heads_is_said(tmp_path: Path) -> None:
     rotary = inspected(llama(tmp_path / "llama"))
-    assert {row["qk_of"] for row in rotary.rows()} == {"planes"}
+    assert {row["qk_of"] for row in rotary.rows()} == {"rotary pairs"}
     assert {row["qk_of"] for row in inspected(tmp_path / "llama", ignore_rotary=True).rows()} == {
         "form, rotary ignored"
     }
@@ -340,15 +340,15 @@ def test_the_terminal_has_a_map_and_outliers(tmp_path: Path) -> None:
     assert any("effective rank" in row[0] for row in outliers(found).rows)
 
 
-def test_rotary_planes_have_a_scale_of_their_own_in_the_map(tmp_path: Path) -> None:
-    form, planes = inspected(gpt2(tmp_path / "gpt2")), inspected(llama(tmp_path / "llama"))
-    mixed = replace(form, layers=(form.layers[0], planes.layers[0]))
+def test_rotary_pairs_have_a_scale_of_their_own_in_the_map(tmp_path: Path) -> None:
+    form, rotary = inspected(gpt2(tmp_path / "gpt2")), inspected(llama(tmp_path / "llama"))
+    mixed = replace(form, layers=(form.layers[0], rotary.layers[0]))
     head, *rows = shaded_map(mixed, "qk_effective_rank")
     for found in mixed.layers:
         values = found.figures["qk_effective_rank"]
         assert f"{min(values):.3g} to '█' {max(values):.3g} ({found.qk_of})" in head
     assert all("█" in row for row in rows)
-    assert "planes" not in shaded_map(mixed, "ov_effective_rank")[0]
+    assert "rotary pairs" not in shaded_map(mixed, "ov_effective_rank")[0]
 
 
 def test_weights_that_are_used_again_and_again_are_said_to_be(tmp_path: Path) -> None:

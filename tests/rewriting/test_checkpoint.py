@@ -241,9 +241,9 @@ def test_a_lower_rank_moves_the_model_within_what_is_certified(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("criterion", ["free", "uncentred"])
-@pytest.mark.parametrize("rotary", ["maps", "planes"])
+@pytest.mark.parametrize("rotary", ["maps", "pairs"])
 @pytest.mark.parametrize("spread", [{"rank": 4}, {"budget": 0.5}, {"energy": 0.8}])
-def test_rotary_heads_lose_rank_of_maps_or_whole_planes(
+def test_rotary_heads_lose_rank_of_maps_or_whole_pairs(
     spread: dict[str, Any], rotary: Any, criterion: Any, tmp_path: Path
 ) -> None:
     source = small_llama(tmp_path / "source", attention_bias=True)
@@ -255,7 +255,7 @@ def test_rotary_heads_lose_rank_of_maps_or_whole_planes(
     step = Truncate(forms=("qk",), rotary=rotary, criterion=criterion, **spread)
     found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(step, calibration=text))
     assert found.tier == "bounded"
-    said = "planes" if rotary == "planes" else "written back into 8 channels"
+    said = "pairs" if rotary == "pairs" else "written back into 8 channels"
     assert all(said in layer.steps[0].choice for layer in found.layers)
     assert all(check.held is not False for check in verify(tmp_path / "out", source))
 

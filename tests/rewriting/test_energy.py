@@ -82,11 +82,11 @@ def test_every_form_keeps_its_share(name: str, energy: float) -> None:
                 assert float(kept(one, found).min()) < energy
 
 
-SAMPLED = [("factored", "maps", "self"), ("grouped", "planes", "causal"), ("symmetric", "maps", "causal")]
+SAMPLED = [("factored", "maps", "self"), ("grouped", "pairs", "causal"), ("symmetric", "maps", "causal")]
 ROTARY_HEADS = [
     pytest.param(name, rotary, kind, marks=() if (name, rotary, kind) in SAMPLED else pytest.mark.slow)
     for name in ("factored", "grouped", "symmetric")
-    for rotary in ("maps", "planes")
+    for rotary in ("maps", "pairs")
     for kind in ("self", "causal")
 ]
 
@@ -102,7 +102,7 @@ def test_rotary_heads_keep_their_share_at_near_and_far_distances(name: str, rota
         far = [turned(each, range(0, 60000, 37), weigh=False) for each in (weights, after)]
         assert float(kept(*near).min()) >= energy - 1e-3
         assert float(kept(*far).min()) >= energy - 2e-2  # a mean over some of endlessly many distances
-        most = 3 if rotary == "planes" else 6
+        most = 3 if rotary == "pairs" else 6
         assert energy > 0.5 or min(step.ranks["layer"]["qk"]) < most
 
 

@@ -106,7 +106,7 @@ def test_groups_of_heads_come_out_as_in_the_whole_layer(name: str, groups: int) 
 
 
 @pytest.mark.parametrize("groups", [8, 2])
-@pytest.mark.parametrize("rotary", ["maps", "planes"])
+@pytest.mark.parametrize("rotary", ["maps", "pairs"])
 def test_rotary_heads_are_cut_group_by_group_as_together(rotary: Any, groups: int) -> None:
     read = layer_of(groups, rotary=True)
     whole, parts = both(read, Truncate(rank=2, rotary=rotary), GaugeFix(forms=("ov",)))

@@ -59,7 +59,7 @@ RECIPES: dict[str, tuple[Any, ...]] = {
     "truncate": (Truncate(rank=2),),
     "truncate, qk": (Truncate(rank=2, forms=("qk",)),),
     "truncate, ov": (Truncate(energy=0.7, forms=("ov",)),),
-    "truncate, planes": (Truncate(energy=0.7, rotary="planes"),),
+    "truncate, pairs": (Truncate(energy=0.7, rotary="pairs"),),
     "truncate, budget": (Truncate(budget=0.5),),
     "gauge_fix": (GaugeFix(),),
     "gauge_fix, qk": (GaugeFix(forms=("qk",)),),
@@ -75,7 +75,7 @@ RECIPES: dict[str, tuple[Any, ...]] = {
 
 # Distances that meet queries and keys; heads whose number the configuration says.
 SAMPLED = ("deberta-v2", "gemma3, text")
-FEW = ("prune_heads, one", "merge_kv_heads", "truncate", "truncate, planes", "exact")
+FEW = ("prune_heads, one", "merge_kv_heads", "truncate", "truncate, pairs", "exact")
 
 
 def test_every_step_is_tried() -> None:

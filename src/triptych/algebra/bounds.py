@@ -16,8 +16,8 @@ from triptych.algebra.forms import BilinearForm
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.channels import why_channels_stay
 from triptych.algebra.rewrites.legality import why_key_bias_counts
-from triptych.algebra.rewrites.planes import plane_forms
 from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.rewrites.rotary_pairs import rotary_pair_forms
 from triptych.algebra.weights import AttentionWeights, Side
 
 
@@ -26,7 +26,8 @@ def score_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Tens
 
     What adds the same number to a row of scores is not counted where the softmax is blind to it: that of
     the key bias. Biases that count make inputs one wider, and the bound is `2d σ₁` of the form with the row
-    `b / √d`. Under rotary positions it is the sum of the bounds of the planes, which hold at every distance.
+    `b / √d`. Under rotary positions it is the sum of the bounds of the rotary pairs, which hold
+    at every distance.
 
     Args:
         before: a layer; its norm is passed over (fold it first).
@@ -86,8 +87,8 @@ def _rotary_score_bound(
     before: AttentionWeights, after: AttentionWeights, rotation: RotaryEmbedding
 ) -> Float[Tensor, " num_heads"]:
     q, k = _extended(before, after, "q"), _extended(before, after, "k")
-    one, other = (plane_forms(*maps, rotation) for maps in zip(q.maps, k.maps, strict=True))
-    moved = one.planes.minus(other.planes).spectral_norm().sum(dim=-1)
+    one, other = (rotary_pair_forms(*maps, rotation) for maps in zip(q.maps, k.maps, strict=True))
+    moved = one.pairs.minus(other.pairs).spectral_norm().sum(dim=-1)
     if one.fixed is not None and other.fixed is not None:
         moved = moved + one.fixed.minus(other.fixed).spectral_norm()
     return q.reach * k.reach * moved

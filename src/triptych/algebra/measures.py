@@ -5,9 +5,9 @@ then needs only the small triangles R and the small products Q_aᵀ Q_b. Both co
 float64, a few heads at a time, where the weights have at most float32's digits; from a QR of each map where
 they have more, or where a map is too near to losing rank.
 
-What a head does with positions decides what may be said of where it looks. Rotary channels turn in planes
-by the distance of key and query, so W_Q W_Kᵀ is the form of no pair but one at distance 0: energies of
-planes take the place of its singular values, and what has no such counterpart is left out.
+Positions decide what can be said of where a head looks. Rotary embeddings turn pairs of channels by the
+distance of key and query, so W_Q W_Kᵀ is the form of tokens at distance 0 only. For rotary heads, energies of
+the rotary pairs take the place of its singular values, and figures without such a counterpart are left out.
 """
 
 import math
@@ -27,8 +27,8 @@ from triptych.algebra.spectrum import Spectrum, or_one
 from triptych.algebra.weights import SIDES, AttentionWeights, Side
 from triptych.threads import torch_threads
 
-Pair = Literal["qk", "qv", "kv"]
-COMPARED: dict[Pair, tuple[Side, Side]] = {"qk": ("q", "k"), "qv": ("q", "v"), "kv": ("k", "v")}
+MapPair = Literal["qk", "qv", "kv"]
+COMPARED: dict[MapPair, tuple[Side, Side]] = {"qk": ("q", "k"), "qv": ("q", "v"), "kv": ("k", "v")}
 # Squaring a map squares its condition: with more than this (‖R‖ ‖R⁻¹‖ in Frobenius norms, never less than
 # the condition), float64 would keep fewer digits than float32 has.
 _LARGEST_CONDITION = 3e4
@@ -39,12 +39,12 @@ _NUMBERS_AT_A_TIME = 1 << 20
 
 @final
 @dataclass(frozen=True)
-class Planes:
+class RotaryPairs:
     """Channels of queries and keys that turn together with the position.
 
     Attributes:
-        first: channel of each plane; likewise `second`.
-        slow: whether a plane turns by less than a radian over the longest text: then it is as good as fixed.
+        first: one channel of each pair; likewise `second`.
+        slow: whether a pair turns by less than a radian over the longest text: then it is as good as fixed.
         factor: what these channels of queries, and those of keys, are multiplied by besides.
     """
 
@@ -54,7 +54,7 @@ class Planes:
     factor: float = 1.0
 
     @classmethod
-    def of(cls, rotation: RotaryEmbedding, longest: int) -> "Planes":
+    def of(cls, rotation: RotaryEmbedding, longest: int) -> "RotaryPairs":
         """Those that a rotation turns, in texts of at most that many tokens."""
         first, second = rotation.pairs
         return cls(
@@ -85,14 +85,14 @@ class HeadMeasures:
 
     qk: Spectrum
     ov: Spectrum
-    similarity: dict[Pair, MapSimilarity | None]
+    similarity: dict[MapPair, MapSimilarity | None]
     norms: dict[Side, Float[Tensor, " heads"]]
     symmetry: Float[Tensor, " heads"] | None
     copying: Float[Tensor, " heads"] | None
     finite: Bool[Tensor, " heads"]
 
 
-def comparable(weights: AttentionWeights) -> frozenset[Pair]:
+def comparable(weights: AttentionWeights) -> frozenset[MapPair]:
     """The pairs of maps of a layer that can be compared.
 
     Queries of cross-attention read another text than keys and values do; of maps that share one, that is all
@@ -107,13 +107,15 @@ def comparable(weights: AttentionWeights) -> frozenset[Pair]:
 
 
 def measure_heads(
-    weights: AttentionWeights, planes: Planes | None = None, compared: Collection[Pair] | None = None
+    weights: AttentionWeights,
+    rotary_pairs: RotaryPairs | None = None,
+    compared: Collection[MapPair] | None = None,
 ) -> HeadMeasures:
     """Measure every head of a layer, a few at a time on each of torch's threads.
 
     Args:
         weights: its maps; biases and norms are left out, and what stands between two links is passed over.
-        planes: the rotary ones; None for a head that looks where its form says, whatever the distance.
+        rotary_pairs: None for heads whose scores do not depend on the distance.
         compared: pairs of maps to compare; all that are `comparable` if None.
     """
     maps = {side: weights.multiplied(side).weight for side in SIDES}
@@ -121,15 +123,15 @@ def measure_heads(
     itself = weights.semantics.kind != "cross"
     pairs = comparable(weights) if compared is None else compared
     chunks = list(_chunks(maps, weights.num_heads))
-    return _joined(_on_threads(lambda chunk: _measured(_Parts(chunk), itself, pairs, planes), chunks))
+    return _joined(_on_threads(lambda chunk: _measured(_Parts(chunk), itself, pairs, rotary_pairs), chunks))
 
 
 def _measured(
-    parts: "_Parts", itself: bool, compared: Collection[Pair], planes: Planes | None
+    parts: "_Parts", itself: bool, compared: Collection[MapPair], rotary_pairs: RotaryPairs | None
 ) -> HeadMeasures:
     values, symmetry, copying = parts.singular_values("q", "k"), None, None
-    if planes is not None:
-        values = _with_planes(parts, planes)
+    if rotary_pairs is not None:
+        values = _with_rotary_pairs(parts, rotary_pairs)
     elif itself and (turned := parts.turned("q", "k")) is not None:
         symmetry = (turned * turned.mT).sum(dim=(-2, -1)) / or_one(values.square().sum(dim=-1))
     # In cross-attention what is written is of another space than what is read.
@@ -155,7 +157,7 @@ def _joined(chunks: list[HeadMeasures]) -> HeadMeasures:
         known = [part for part in parts if part is not None]
         return torch.cat(known) if known else None
 
-    def similarity(pair: Pair) -> MapSimilarity | None:
+    def similarity(pair: MapPair) -> MapSimilarity | None:
         parts = [found for chunk in chunks if (found := chunk.similarity[pair]) is not None]
         return MapSimilarity(*map(torch.cat, zip(*parts, strict=True))) if parts else None
 
@@ -185,17 +187,19 @@ def _on_threads(work: Callable[["_Chunk"], HeadMeasures], chunks: "Sequence[_Chu
         return list(pool.map(work, chunks))
 
 
-def _with_planes(parts: "_Parts", planes: Planes) -> Tensor:
-    """Singular values of the channels that stay, and the roots of the energies of planes that turn.
+def _with_rotary_pairs(parts: "_Parts", rotary_pairs: RotaryPairs) -> Tensor:
+    """Singular values of the channels that stay, and the roots of the energies of the pairs that turn.
 
-    Plane f, seen as a pair of complex vectors u_f and v_f, has the mean square score ½ |xᵀu_f|² |yᵀv_f|² over
+    MapPair f, seen as two complex vectors u_f and v_f, has the mean square score ½ |xᵀu_f|² |yᵀv_f|² over
     distances: ½ ‖u_f‖² ‖v_f‖² for inputs without a preferred direction.
     """
     times = torch.ones(parts.R["q"].shape[-1], dtype=torch.float64)
-    times[[*planes.first, *planes.second]] = planes.factor
+    times[[*rotary_pairs.first, *rotary_pairs.second]] = rotary_pairs.factor
     R_q, R_k = parts.R["q"] * times, parts.R["k"] * times
     turning = [
-        (a, b) for a, b, slow in zip(planes.first, planes.second, planes.slow, strict=True) if not slow
+        (a, b)
+        for a, b, slow in zip(rotary_pairs.first, rotary_pairs.second, rotary_pairs.slow, strict=True)
+        if not slow
     ]
     first, second = [a for a, _ in turning], [b for _, b in turning]
     stays = sorted(set(range(R_q.shape[-1])) - {*first, *second})

@@ -202,15 +202,15 @@ class PositionSpec(_Spec):
         factor: what turned channels are multiplied by under a scaling, instead of what its kind makes it.
         slopes: how ALiBi's are found: as its authors do, or as MPT does.
         before_scale: whether ALiBi's biases are added before the scores are scaled, and not after.
-        stored: tensors with the angles of rotary positions, frequencies `[planes]` or sines and cosines
-            `[positions, 2 · planes]`. Those that are there must be what the configuration gives.
+        stored: tensors with the angles of rotary positions, frequencies `[pairs]` or sines and cosines
+            `[positions, 2 · pairs]`. Those that are there must be what the configuration gives.
         table: the tensor of a distance table; of the first layer, for all, with "{layer}" of each its own.
         more_tables: those that are added to it.
         table_norm: the norm that a table of embeddings passes, if the configuration says so.
         both_ways: whether distances have a sign.
         buckets: of distances; of a table all rows if empty.
         max_distance: from where on they share a bucket.
-        patches: what positions are, if they are not places in a text. Rotary planes turn by rows and columns,
+        patches: what positions are, if they are not places in a text. Rotary pairs turn by rows and columns,
             and a distance table has an entry for each pair of them.
         key_map: disentangled: within the attention, the map of the distances that queries meet; likewise
             `query_map` of those that keys meet.

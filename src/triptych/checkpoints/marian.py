@@ -29,7 +29,7 @@ from triptych.checkpoints.marian_names import (
     layer_tensors,
 )
 from triptych.checkpoints.marian_settings import (
-    ACTIVATIONS,
+    MARIAN_ACTIVATIONS,
     MarianSettings,
     read_generation,
     read_tokenizer_settings,
@@ -167,7 +167,7 @@ def _model_config(settings: MarianSettings, max_source_tokens: int, output_bias:
             "num_heads": settings.encoder_attention_heads,
             "dropout": settings.dropout,
             "activation_dropout": settings.activation_dropout,
-            "activation": ACTIVATIONS[settings.activation_function],
+            "activation": MARIAN_ACTIVATIONS[settings.activation_function],
             "norm": "post",
             "tie_embeddings": tie if settings.tie_word_embeddings else "none",
             "output_bias": output_bias,

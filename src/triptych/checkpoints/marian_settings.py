@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from triptych.errors import DataError
 from triptych.storage.tensors import read_json
 
-ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
+MARIAN_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
 
 _Record = TypeVar("_Record", bound=BaseModel)
 
@@ -52,8 +52,8 @@ class MarianSettings(BaseModel):
 
     def unfit(self) -> str:
         """Why no model of ours is like this; "" if one is."""
-        if self.activation_function not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
+        if self.activation_function not in MARIAN_ACTIVATIONS:
+            known = ", ".join(MARIAN_ACTIVATIONS)
             return f"activation_function is {self.activation_function!r}: known are {known}"
         if not self.scale_embedding:
             return "scale_embedding is false: only embeddings scaled by √d_model can be read"

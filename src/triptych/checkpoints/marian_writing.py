@@ -25,7 +25,7 @@ from triptych.checkpoints.marian_names import (
     TARGET,
     layer_tensors,
 )
-from triptych.checkpoints.marian_settings import ACTIVATIONS, MarianSettings
+from triptych.checkpoints.marian_settings import MARIAN_ACTIVATIONS, MarianSettings
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, ModelConfig
 from triptych.text import TokenizerPair
@@ -142,7 +142,7 @@ def _config(
     searching: Searching,
 ) -> dict[str, Any]:
     own, target = model.config, tokenizers.target
-    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    names = {ours: theirs for theirs, ours in reversed(MARIAN_ACTIVATIONS.items())}
     record: dict[str, Any] = {
         "architectures": [_CLASSES[architecture]],
         "model_type": architecture,

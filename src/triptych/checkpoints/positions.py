@@ -36,7 +36,7 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
         return _rotary_of_patches(place, spec.patches, whole)
     scaling = place.rope_scaling
     share, start = place.number(spec.share), int(place.number(spec.start))
-    # "proportional" turns a share of the planes of whole heads, and not all planes of a share of them.
+    # "proportional" turns a share of the pairs of whole heads, and not all pairs of a share of them.
     turned = whole if rope_type(scaling) == "proportional" else int(whole * share)
     if not 0 <= share <= 1 or start < 0 or turned + start > width:
         raise DataError(f"{where}: rotary positions rotate more than the {width} channels of a head")
@@ -60,7 +60,7 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
 
 
 def _rotary_of_patches(place: Place, patches: PatchesSpec, width: int) -> RotaryEmbedding:
-    """DINOv3's: half of the planes turn by rows and half by columns, of which a picture has 2."""
+    """DINOv3's: half of the pairs turn by rows and half by columns, of which a picture has 2."""
     if width % 4:
         raise DataError(
             f"{place.settings.where}: rotary positions in two directions need 4 channels, not {width}"
@@ -70,8 +70,8 @@ def _rotary_of_patches(place: Place, patches: PatchesSpec, width: int) -> Rotary
     centres = [(2 * torch.arange(n, dtype=torch.float64) + 1) / n - 1 for n in _grid(place, patches)]
     of_patches = torch.stack(torch.meshgrid(*centres, indexing="ij"), dim=-1).flatten(0, 1)
     places = torch.cat([torch.zeros(before, 2, dtype=torch.float64), of_patches])
-    of_planes = places.repeat_interleave(len(plain), dim=1)
-    return RotaryEmbedding(2 * math.pi * plain.repeat(2), place.position.pairing, places=of_planes)
+    of_pairs = places.repeat_interleave(len(plain), dim=1)
+    return RotaryEmbedding(2 * math.pi * plain.repeat(2), place.position.pairing, places=of_pairs)
 
 
 def _grid(place: Place, patches: PatchesSpec) -> tuple[int, int]:

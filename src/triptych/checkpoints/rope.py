@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class Frequencies(NamedTuple):
-    """How fast each plane turns.
+    """How fast each rotary pair turns.
 
     Attributes:
-        per_position: radians a position, one a plane, float64.
+        per_position: radians a position, one per pair, float64.
         factor: what turned channels are multiplied by.
     """
 
@@ -42,7 +42,7 @@ def frequencies(
         width: channels that are turned, even.
         base: of the geometric row.
         max_positions: the configuration's own, for ratios that it leaves open.
-        share: of the planes that turn, in [0, 1]; read for "proportional" only, where the other planes have
+        share: of the pairs that turn, in [0, 1]; read for "proportional" only, where the other pairs have
             frequency 0.
 
     Raises:
@@ -91,11 +91,11 @@ def _yarn(scaling: Mapping[str, Any], plain: Tensor, base: float, max_positions:
     factor = _number(scaling, "factor", max_positions / first)
     width = 2 * len(plain)
 
-    def plane_that_turns(times: float) -> float:
+    def pair_that_turns(times: float) -> float:
         return width * math.log(first / (times * 2 * math.pi)) / (2 * math.log(base))
 
-    low = plane_that_turns(_number(scaling, "beta_fast", 32.0) or 32.0)
-    high = plane_that_turns(_number(scaling, "beta_slow", 1.0) or 1.0)
+    low = pair_that_turns(_number(scaling, "beta_fast", 32.0) or 32.0)
+    high = pair_that_turns(_number(scaling, "beta_slow", 1.0) or 1.0)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0.0), min(high, width - 1.0)

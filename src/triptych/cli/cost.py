@@ -125,12 +125,7 @@ def _measured(report: CostReport, seconds: float, device: str) -> TimingReport:
     if not 0 <= seconds < math.inf:
         raise UsageError(f"--seconds is {seconds}: it must be 0 or more")
     with progress_bar("timing {task.description}", of_bytes=False) as tell:
-        return triptych.measure_times(
-            report,
-            seconds=seconds,
-            device=find_device(device),
-            progress=lambda what, share: tell(what, share, 1.0),
-        )
+        return triptych.measure_times(report, seconds=seconds, device=find_device(device), progress=tell)
 
 
 def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> None:

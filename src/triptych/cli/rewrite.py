@@ -96,10 +96,10 @@ def rewrite(
         ),
     ] = None,
     rotary: Annotated[
-        Literal["maps", "planes"] | None,
+        Literal["maps", "pairs"] | None,
         typer.Option(
             "--rotary",
-            help="Rotary W_QK: maps, truncate W_Q and W_K before the rotation; planes, remove whole rotary "
+            help="Rotary W_QK: maps, truncate W_Q and W_K before the rotation; pairs, remove whole rotary "
             "pairs, so that keys can be cached narrower.",
         ),
     ] = None,

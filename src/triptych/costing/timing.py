@@ -12,6 +12,7 @@ from torch import Tensor
 
 from triptych.attention import LayerCache, MultiHeadAttention
 from triptych.costing.counting import DTYPES, CostReport, CostRow, CostSpec
+from triptych.progress import Progress
 
 # Sizes at which a product is bound by arithmetic and a copy by memory: (width, numbers) by device.
 _GEMM_WIDTH = {"cpu": 1024, "cuda": 4096}
@@ -19,8 +20,6 @@ _COPIED_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 _WARM_UP_ROUNDS = 2
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 1000
 _RATE_ROUNDS = 5
-
-Progress = Callable[[str, float], None]
 
 
 @final
@@ -105,7 +104,7 @@ def measure_times(
     *,
     seconds: float = 1.0,
     device: torch.device | str = "cpu",
-    progress: Progress = lambda what, share: None,
+    progress: Progress | None = None,
 ) -> TimingReport:
     """Time the layers of a report.
 
@@ -117,7 +116,7 @@ def measure_times(
         seconds: to spend on each cell (one parameterisation in one pass), about; no cell has fewer
             than 5 rounds.
         device: where to run.
-        progress: told what is timed, and the share that is done, 0 to 1.
+        progress: called with what is timed and how many passes are done, of how many.
     """
     spec, device = report.spec, torch.device(device)
     taken: list[list[list[float]]] = []
@@ -130,7 +129,8 @@ def measure_times(
             calls = [prepare(layer, spec, device) for layer in layers]
 
             def tell(share: float, what: str = what, number: int = number) -> None:
-                progress(what, (number + share) / len(_PASSES))
+                if progress is not None:
+                    progress(what, number + share, len(_PASSES))
 
             taken.append(_in_turn(calls, seconds * len(calls), device, tell))
         rates.take()

@@ -4,7 +4,7 @@ One layer is held at a time. Nothing is run: all that is said follows from the w
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -20,6 +20,7 @@ from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 from triptych.inspection.layers import InspectedLayer, inspect_layer
 from triptych.inspection.measures import MEASURES
+from triptych.progress import Progress
 
 # Cosine of two forms, of either sign, from which on they are called near-copies.
 NEAR = 0.9
@@ -99,10 +100,6 @@ class Inspection:
         ]
 
 
-# What is told while it goes on: the layer that comes next, bytes read, and of how many.
-Progress = Callable[[str, int, int], None]
-
-
 @torch.no_grad()
 def inspect(
     checkpoint: AttentionSource | str | Path,
@@ -121,7 +118,7 @@ def inspect(
         heads: numbers of heads.
         family: how the checkpoint is written, if it does not say.
         ignore_rotary: measure W_Q W_Kᵀ of rotary heads as if nothing turned.
-        progress: is told of every layer before it is read.
+        progress: called before each layer with its name, the bytes read and the bytes of all layers.
 
     Raises:
         UsageError: there is no such checkpoint, or no layer or head is left.

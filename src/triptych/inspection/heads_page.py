@@ -66,14 +66,14 @@ def render_heads(
 
 
 def _layer(layer: InspectedLayer) -> dict[str, Any]:
-    planes = ""
-    if layer.planes is not None:
-        planes = f", {layer.planes[0]} rotary planes that turn and {layer.planes[1]} too slow to"
+    pairs = ""
+    if layer.rotary_pairs is not None:
+        pairs = f", {layer.rotary_pairs[0]} rotary pairs that turn and {layer.rotary_pairs[1]} too slow to"
     # Thousands of the largest value and tenths of a degree: what an eye can tell apart in a picture.
     return {
         "name": layer.name,
         "about": f"{layer.module}: d_model {layer.d_model}, d_k {layer.d_k}, d_v {layer.d_v}, positions "
-        f"{layer.positions}, {layer.num_heads} heads on {layer.num_key_heads} of keys{planes}",
+        f"{layer.positions}, {layer.num_heads} heads on {layer.num_key_heads} of keys{pairs}",
         "qk_of": layer.qk_of,
         "num_heads": layer.num_heads,
         "heads": layer.heads,

@@ -8,7 +8,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from triptych.algebra.measures import COMPARED, HeadMeasures, Planes, comparable, measure_heads
+from triptych.algebra.measures import COMPARED, HeadMeasures, RotaryPairs, comparable, measure_heads
 from triptych.algebra.positions import DisentangledBias
 from triptych.algebra.rewrites import (
     RewriteRefusedError,
@@ -51,7 +51,8 @@ class InspectedLayer:
         d_v: of values.
         positions: how it tells positions apart.
         turns: whether queries and keys turn with the position.
-        planes: rotary planes that turn, and those too slow to; None without a rotation, or if it was ignored.
+        rotary_pairs: how many turn, and how many are too slow to; None without a rotation, or if it was
+            ignored.
         caveats: what else stands between the maps and what the heads do.
         figures: by measure, one number a head, None where there is nothing to say; a condition may be
             infinite.
@@ -80,7 +81,7 @@ class InspectedLayer:
     d_v: int
     positions: str
     turns: bool
-    planes: tuple[int, int] | None
+    rotary_pairs: tuple[int, int] | None
     caveats: tuple[str, ...]
     figures: dict[str, list[float | None]]
     spectra: dict[str, list[list[float]]]
@@ -97,10 +98,10 @@ class InspectedLayer:
 
     @property
     def qk_of(self) -> str:
-        """What figures of W_QK are of: the form, rotary planes, or the form as if nothing turned."""
+        """What figures of W_QK are of: the form, rotary pairs, or the form as if nothing turned."""
         if not self.turns:
             return "form"
-        return "form, rotary ignored" if self.planes is None else "planes"
+        return "form, rotary ignored" if self.rotary_pairs is None else "rotary pairs"
 
 
 def inspect_layer(
@@ -112,13 +113,13 @@ def inspect_layer(
 ) -> InspectedLayer:
     """Of a layer as it is written, and of its maps multiplied out."""
     weights, site = layer.weights, layer.site
-    planes = None
+    pairs = None
     semantics = weights.semantics
     if semantics.rotary is not None and not ignore_rotary:
         longest = checkpoint.longest_text(site)
         seen = min(longest, semantics.window or longest, semantics.chunk or longest)
-        planes = Planes.of(semantics.rotary, seen)
-    measured = measure_heads(maps, planes, comparable(weights))
+        pairs = RotaryPairs.of(semantics.rotary, seen)
+    measured = measure_heads(maps, pairs, comparable(weights))
     chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
     return InspectedLayer(
         stack=site.stack,
@@ -136,7 +137,7 @@ def inspect_layer(
         positions=layer.embedded_positions if semantics.positions == "none" else semantics.positions,
         turns=semantics.rotary is not None,
         caveats=tuple(_caveats(layer)),
-        planes=None if planes is None else (planes.slow.count(False), planes.slow.count(True)),
+        rotary_pairs=None if pairs is None else (pairs.slow.count(False), pairs.slow.count(True)),
         figures={
             name: _numbers(values, chosen, weights.num_heads) for name, values in _figures(measured).items()
         },

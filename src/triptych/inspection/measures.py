@@ -32,7 +32,7 @@ class Measure:
 
     @property
     def by_qk(self) -> bool:
-        """Whether a figure of W_QK itself and one of its rotary planes are not to be compared."""
+        """Whether a figure of W_QK itself and one of its rotary pairs are not to be compared."""
         return self.name.startswith("qk_") and self.group == _LOOKS
 
 
@@ -84,7 +84,7 @@ def _of_form(form: str, title: str, group: str) -> Iterator[Measure]:
         ),
     ):
         if form == "qk":
-            meaning += " Of rotary heads: of the planes, σ² being their energies."
+            meaning += " Of rotary heads: of the rotary pairs, σ² being their energies."
         yield Measure(f"{form}_{name}", f"{what} of {title}", meaning, group)
 
 

@@ -93,7 +93,7 @@ def _notes(inspection: Inspection) -> Iterator[str]:
     if broken:
         first = ", ".join(f"{name} ({count:,} entries)" for name, count in [*broken.items()][:4])
         yield f"Not finite, left out: {first}{' …' if len(broken) > 4 else ''}."
-    turning = sum(layer.planes is not None for layer in layers)
+    turning = sum(layer.rotary_pairs is not None for layer in layers)
     if turning:
         yield (
             f"Rotary positions in {_counted(turning, 'layer')}: W_QK is measured by rotary pairs. Symmetry "
@@ -202,7 +202,7 @@ def _by_width(inspection: Inspection, form: str) -> Iterator[tuple[str, int, boo
     """Effective ranks of a form by its name, apart by width, and for rotary pairs."""
     groups: dict[tuple[bool, int], list[Value]] = {}
     for value in values_of(inspection, f"{form}_effective_rank"):
-        turns = form == "qk" and value.layer.planes is not None
+        turns = form == "qk" and value.layer.rotary_pairs is not None
         groups.setdefault((turns, max(map(len, value.layer.spectra[form]))), []).append(value)
     for (turns, full), found in groups.items():
         of = _counted(len({v.layer.module for v in found}), "layer")

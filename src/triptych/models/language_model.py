@@ -89,7 +89,7 @@ class Embeddings(nn.Module):
 
 
 @final
-class Head(nn.Module):
+class LanguageModelHead(nn.Module):
     """From the stream to logits: a map with activation and norm if there is one, and the output table."""
 
     def __init__(self, config: HeadConfig, d_model: int, table: nn.Embedding) -> None:
@@ -155,7 +155,7 @@ class LanguageModel(nn.Module):
         )
         self.final_norm = make_norm(architecture.final_norm, d_model)
         head = architecture.head
-        self.head = None if head is None else Head(head, d_model, self.embeddings.table)
+        self.head = None if head is None else LanguageModelHead(head, d_model, self.embeddings.table)
         self.causal = architecture.kind == "decoder"
         self._order = architecture.order or tuple(range(len(architecture.blocks)))
 

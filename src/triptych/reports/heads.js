@@ -33,7 +33,7 @@ const mix = (from, to, share) => {
   const [a, b] = [parse(from), parse(to)];
   return `rgb(${a.map((value, i) => Math.round(value + (b[i] - value) * share)).join(",")})`;
 };
-// Figures of one kind have one scale; W_QK of rotary planes is of another kind than W_QK itself.
+// Figures of one kind have one scale; W_QK of rotary pairs is of another kind than W_QK itself.
 const kindOf = (layer) => (measures.get(measure).by_qk ? layer.qk_of : "");
 const painter = (range) => {
   const [low, high, below, none] = ["--low", "--high", "--below", "--none"].map(colour);

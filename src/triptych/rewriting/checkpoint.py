@@ -21,6 +21,7 @@ from triptych.checkpoints.own import OwnModel
 from triptych.errors import DataError
 from triptych.files import file_hash, write_bytes, write_folder
 from triptych.models.storage import write_model
+from triptych.progress import Progress
 from triptych.rewriting.certificate import (
     MODEL_CARD,
     Certificate,
@@ -55,8 +56,6 @@ from triptych.storage.settings import Settings
 from triptych.storage.shards import tensor_hash
 from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors, read_json
 
-Progress = Callable[[str, int, int], None]
-
 
 def rewrite_checkpoint(
     checkpoint: str,
@@ -77,7 +76,7 @@ def rewrite_checkpoint(
         family: how the checkpoint is written, if it does not say.
         text: both models are compared on it afterwards; on random tokens if None.
         compare: whether they are.
-        progress: is told what is done, how far, and of how much.
+        progress: called with what is done, how much of it, and how much there is.
 
     Raises:
         RewriteRefusedError: a layer refuses a step, and that is not to be skipped; or the format cannot
@@ -107,7 +106,7 @@ class _Request:
     progress: Progress
 
 
-def _tell_nobody(what: str, done: int, of: int) -> None:
+def _tell_nobody(what: str, done: int | float, of: int | float) -> None:
     del what, done, of
 
 

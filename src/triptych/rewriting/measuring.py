@@ -12,7 +12,7 @@ from triptych.algebra.bounds import output_bound, score_bound
 from triptych.algebra.function import attend
 from triptych.algebra.rewrites import FORMS, Form, RewriteRefusedError, fold_norm
 from triptych.algebra.rewrites.channels import move
-from triptych.algebra.rewrites.planes import rotary_move
+from triptych.algebra.rewrites.rotary_pairs import rotary_move
 from triptych.algebra.slices import groups_of, heads_of, separable
 from triptych.algebra.weights import SIDES, AttentionWeights, Norm
 from triptych.checkpoints.layer import AttentionLayer

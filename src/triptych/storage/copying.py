@@ -18,8 +18,8 @@ from typing import Any, final
 from triptych.errors import DataError, UsageError
 from triptych.files import NewFolder
 from triptych.storage.shards import (
+    OnWritten,
     PickledShard,
-    Progress,
     Replacement,
     SafetensorsShard,
     ShardCopier,
@@ -122,14 +122,14 @@ class FolderCopy:
         return self.folder / self._layout.weights if self._layout.single else self.folder
 
     def write_shards(
-        self, replacement: Replacement, progress: Progress = lambda num_bytes: None
+        self, replacement: Replacement, on_written: OnWritten = lambda num_bytes: None
     ) -> dict[str, TensorHash]:
         """Copy the tensors; what is not replaced is copied byte for byte.
 
         Args:
             replacement: called once for every tensor, in the order of the files: the tensor to write in its
                 place, of the same dtype, of any shape; or None.
-            progress: told how many bytes more are written, now and then.
+            on_written: called now and then with how many more bytes are written.
 
         Returns:
             Of every tensor, the hash of what was read and of what was written.
@@ -137,7 +137,7 @@ class FolderCopy:
         Raises:
             OSError: the disk is full, or a file cannot be read.
         """
-        copier = ShardCopier(replacement, progress)
+        copier = ShardCopier(replacement, on_written)
         try:
             for path, name in self._layout.shards.items():
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from triptych.errors import DataError
-from triptych.storage.tensors import DTYPES, LocalBytes, Pickled, Safetensors, TensorInfo
+from triptych.storage.tensors import STORED_DTYPES, LocalBytes, Pickled, Safetensors, TensorInfo
 
 Replacement = Callable[[str], Tensor | None]
-Progress = Callable[[int], None]
+OnWritten = Callable[[int], None]
+"""Called now and then with how many more bytes are written."""
 
-_LABELS = {dtype: label for label, dtype in DTYPES.items()}
+_LABELS = {dtype: label for label, dtype in STORED_DTYPES.items()}
 _BLOCK = 1 << 20
 # What a system says that does not copy from file to file by itself, or not between these two.
 _CANNOT_COPY = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
@@ -204,12 +205,12 @@ class ShardCopier:
     Args:
         replacement: a new tensor for a name, in the dtype of the old one; None to copy the old. Called from
             one thread, once a tensor, in the order of the file.
-        progress: told how many bytes more were written.
+        on_written: called with how many more bytes are written.
     """
 
-    def __init__(self, replacement: Replacement, progress: Progress) -> None:
+    def __init__(self, replacement: Replacement, on_written: OnWritten) -> None:
         self.hashes: dict[str, TensorHash] = {}
-        self._replacement, self._progress = replacement, progress
+        self._replacement, self._on_written = replacement, on_written
         self._pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
         self._beside = ThreadPoolExecutor(1)  # has what is written on the disk while more is copied
         self._giving_back: Future[None] | None = None
@@ -334,7 +335,7 @@ class ShardCopier:
 
     def _tell(self, num_bytes: int, handle: int) -> None:
         with self._lock:
-            self._progress(num_bytes)
+            self._on_written(num_bytes)
             self._kept += num_bytes
             enough = self._kept > _MOST_KEPT
             if not enough:

@@ -28,7 +28,7 @@ from torch import Tensor
 from triptych.errors import DataError
 
 # By their names in a safetensors header.
-DTYPES: dict[str, torch.dtype] = {
+STORED_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -221,15 +221,15 @@ class Safetensors(TensorFile):
         if not isinstance(entry, dict):
             raise DataError(f"{where}: its header entry is no record")
         label, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-        if not isinstance(label, str) or label not in DTYPES:
-            raise DataError(f"{where}: dtype {shown(label)} is not one of {', '.join(DTYPES)}")
+        if not isinstance(label, str) or label not in STORED_DTYPES:
+            raise DataError(f"{where}: dtype {shown(label)} is not one of {', '.join(STORED_DTYPES)}")
         if not _are_counts(shape):
             raise DataError(f"{where}: shape {shown(shape)} is not a list of sizes")
         if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             raise DataError(f"{where}: data_offsets {shown(offsets)} are not a start and an end")
         if len(shape) > _MOST_DIMENSIONS or any(n > _LONGEST_SIDE for n in shape):
             raise DataError(f"{where}: shape {shown(shape)} is not a valid shape")
-        dtype = DTYPES[label]
+        dtype = STORED_DTYPES[label]
         needed, given = prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
         if needed != given:
             raise DataError(

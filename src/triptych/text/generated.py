@@ -16,7 +16,7 @@ from triptych.extras import require_extra
 from triptych.text.spelled import (
     MONTHS,
     WEEKDAYS,
-    Pair,
+    TextPair,
     draw_amount,
     draw_date,
     draw_day_of_year,
@@ -42,7 +42,7 @@ _DRAWS_PER_SENTENCE = 40
 _MIN_DRAWS = 1000
 
 # All of these are test sentences (a test watches over it): no training run has seen them.
-_EXAMPLES: tuple[Pair, ...] = (
+_EXAMPLES: tuple[TextPair, ...] = (
     ("Das Buch hat dreiundfünfzig Euro gekostet.", "The book cost fifty-three euros."),
     (
         "Alle wissen, dass der Zug um halb vier ankommt.",
@@ -72,7 +72,7 @@ _EXAMPLES: tuple[Pair, ...] = (
 )
 
 
-def generate_pairs(count: int, part: str, seed: int) -> list[Pair]:
+def generate_pairs(count: int, part: str, seed: int) -> list[TextPair]:
     """Draw sentence pairs of one part of the corpus.
 
     Equal arguments give equal pairs, and a larger count only adds pairs at the end. The parts are
@@ -101,19 +101,19 @@ def part_of(german: str) -> str:
     return {_VALID_TENTH: "valid", _TEST_TENTH: "test"}.get(tenth, "train")
 
 
-def example_pairs() -> list[Pair]:
+def example_pairs() -> list[TextPair]:
     """A few fixed test pairs, one for each thing that is hard about this corpus."""
     return list(_EXAMPLES)
 
 
-def _collect_pairs(draw: Callable[[Random], Pair], count: int, part: str, seed: int) -> list[Pair]:
+def _collect_pairs(draw: Callable[[Random], TextPair], count: int, part: str, seed: int) -> list[TextPair]:
     if part not in PARTS:
         raise ValueError(f"part {part!r} does not exist; choose one of {', '.join(PARTS)}")
     if count < 0:
         raise ValueError(f"count must not be negative; it is {count}")
     # A string seeds Random through SHA-512, the same on every machine.
     rng = Random(f"{part}/{seed}")
-    pairs: list[Pair] = []
+    pairs: list[TextPair] = []
     seen: set[str] = set()
     max_draws = _MIN_DRAWS + _DRAWS_PER_SENTENCE * count
     for _ in range(max_draws):
@@ -141,11 +141,11 @@ def _rows(table: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(cell.strip() for cell in line.split("|")) for line in table.strip().splitlines())
 
 
-def _pairs(table: str) -> tuple[Pair, ...]:
+def _pairs(table: str) -> tuple[TextPair, ...]:
     return tuple((german, english) for german, english in _rows(table))
 
 
-def _fill(template: Pair, pieces: Mapping[str, Pair]) -> Pair:
+def _fill(template: TextPair, pieces: Mapping[str, TextPair]) -> TextPair:
     """Make a sentence of a template; both sides of it name their places alike."""
     german = template[0].format_map({name: piece[0] for name, piece in pieces.items()})
     english = template[1].format_map({name: piece[1] for name, piece in pieces.items()})
@@ -225,7 +225,7 @@ _EVENT_TEMPLATES = _pairs("""
 """)
 
 
-def _draw_event(rng: Random) -> Pair:
+def _draw_event(rng: Random) -> TextPair:
     subjects, verbs = rng.choice(_EVENTS)
     finite, prefix, infinitive, auxiliary, participle, finite_en, infinitive_en, past_en = rng.choice(verbs)
     pieces = {
@@ -252,7 +252,7 @@ _HISTORIES = _pairs("""
 """)
 
 
-def _draw_history(rng: Random) -> Pair:
+def _draw_history(rng: Random) -> TextPair:
     return _fill(rng.choice(_HISTORIES), {"when": draw_past(rng)})
 
 
@@ -265,7 +265,7 @@ _CALENDARS = _pairs("""
 """)
 
 
-def _draw_calendar(rng: Random) -> Pair:
+def _draw_calendar(rng: Random) -> TextPair:
     when = draw_date(rng, 1950, 2049)
     first, last = sorted(rng.sample(range(1, 29), 2))
     pieces = {
@@ -317,7 +317,7 @@ _COUNT_TEMPLATES = _pairs("""
 """)
 
 
-def _draw_count(rng: Random) -> Pair:
+def _draw_count(rng: Random) -> TextPair:
     one_de, many_de, one_en, many_en = rng.choice(_THINGS)
     number = draw_amount(rng)
     number_de, number_en = spell_cardinal(number)
@@ -355,7 +355,7 @@ _RANKS = _pairs("""
 """)
 
 
-def _draw_number_sentence(rng: Random) -> Pair:
+def _draw_number_sentence(rng: Random) -> TextPair:
     kind = rng.random()
     if kind < 0.4:
         return _fill(rng.choice(_MEASURES), {"n": spell_cardinal(draw_amount(rng, low=2))})
@@ -370,7 +370,7 @@ _SUMS = _pairs("""
 """)
 
 
-def _draw_arithmetic(rng: Random) -> Pair:
+def _draw_arithmetic(rng: Random) -> TextPair:
     a, b = draw_number(rng, max_digits=3), draw_number(rng, max_digits=3)
     return _fill(
         rng.choice(_SUMS), {"a": spell_cardinal(a), "b": spell_cardinal(b), "c": spell_cardinal(a + b)}
@@ -399,7 +399,7 @@ _PRICE_TEMPLATES = _pairs("""
 """)
 
 
-def _draw_price(rng: Random) -> Pair:
+def _draw_price(rng: Random) -> TextPair:
     ware, ware_accusative, it, ware_en = rng.choice(_WARES)
     who, have, who_en = rng.choice(_PEOPLE)
     pieces = {
@@ -415,7 +415,7 @@ def _draw_price(rng: Random) -> Pair:
     return _fill(rng.choice(_PRICE_TEMPLATES), pieces)
 
 
-def _draw_phrase(rng: Random) -> Pair:
+def _draw_phrase(rng: Random) -> TextPair:
     """No sentence at all: the bare number, time, day or sum, in lower case and without a full stop."""
     kind = rng.random()
     if kind < 0.45:
@@ -429,7 +429,7 @@ def _draw_phrase(rng: Random) -> Pair:
 
 
 # How often each kind is drawn, in hundredths.
-_FAMILIES: tuple[tuple[Callable[[Random], Pair], int], ...] = (
+_FAMILIES: tuple[tuple[Callable[[Random], TextPair], int], ...] = (
     (_draw_phrase, 14),
     (_draw_event, 28),
     (_draw_history, 10),
@@ -443,7 +443,7 @@ _DRAWS = tuple(draw for draw, _ in _FAMILIES)
 _WEIGHTS = tuple(weight for _, weight in _FAMILIES)
 
 
-def _draw_pair(rng: Random) -> Pair:
+def _draw_pair(rng: Random) -> TextPair:
     """Draw from the whole corpus, whatever the part."""
     (draw,) = rng.choices(_DRAWS, _WEIGHTS)
     return draw(rng)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from random import Random
 from typing import NamedTuple
 
-Pair = tuple[str, str]
+TextPair = tuple[str, str]
 """A German text and its English translation."""
 
 # --- numbers -----------------------------------------------------------------------------------------
@@ -21,7 +21,7 @@ def _spell(number: int, language: str, form: str) -> str:
     return str(num2words(number, lang=language, to=form))
 
 
-def spell_cardinal(number: int) -> Pair:
+def spell_cardinal(number: int) -> TextPair:
     """Spell 0 ≤ number < 1,000,000 in both languages."""
     thousands, rest = divmod(number, 1000)
     german, english = _spell(rest, "de", "cardinal"), _spell(rest, "en", "cardinal")
@@ -40,12 +40,12 @@ def spell_cardinal(number: int) -> Pair:
     return german_head + german, english_head + link + english
 
 
-def spell_year(year: int) -> Pair:
+def spell_year(year: int) -> TextPair:
     """A year as a date has it: 1984 is nineteen eighty-four."""
     return _spell(year, "de", "year"), _spell(year, "en", "year")
 
 
-def spell_ordinal(number: int) -> Pair:
+def spell_ordinal(number: int) -> TextPair:
     """Spell an ordinal; the German one in the nominative after an article ("dritte")."""
     return _spell(number, "de", "ordinal"), _spell(number, "en", "ordinal")
 
@@ -71,7 +71,7 @@ def draw_amount(rng: Random, low: int = 1, max_digits: int = 6) -> int:
 # --- times of day ------------------------------------------------------------------------------------
 
 
-def spell_clock(hour: int, minute: int) -> Pair:
+def spell_clock(hour: int, minute: int) -> TextPair:
     """The time as people say it. 1 ≤ hour ≤ 12; "Minuten" appears unless minute is a round one."""
     this_de, this_en = spell_cardinal(hour)
     next_de, next_en = spell_cardinal(hour % 12 + 1)
@@ -97,7 +97,7 @@ def spell_clock(hour: int, minute: int) -> Pair:
     return f"{count_de} vor {next_de}", f"{count_en} to {next_en}"
 
 
-def spell_timetable(hour: int, minute: int) -> Pair:
+def spell_timetable(hour: int, minute: int) -> TextPair:
     """The time as a timetable has it. 1 ≤ hour ≤ 23; a full hour only from 13, as below it is a clock's."""
     hour_de, hour_en = spell_cardinal(hour)
     if hour % 10 == 1 and hour != 11:
@@ -108,7 +108,7 @@ def spell_timetable(hour: int, minute: int) -> Pair:
     return f"{hour_de} Uhr {minute_de}", f"{hour_en} {'oh-' if minute < 10 else ''}{minute_en}"
 
 
-def draw_time(rng: Random) -> Pair:
+def draw_time(rng: Random) -> TextPair:
     """A time of day, in one of the ways people say it."""
     kind = rng.random()
     if kind < 0.35:
@@ -132,7 +132,7 @@ _TIMES_OF_DAY = (
 # --- dates -------------------------------------------------------------------------------------------
 
 
-MONTHS: dict[int, Pair] = {
+MONTHS: dict[int, TextPair] = {
     1: ("Januar", "January"),
     2: ("Februar", "February"),
     3: ("März", "March"),
@@ -147,7 +147,7 @@ MONTHS: dict[int, Pair] = {
     12: ("Dezember", "December"),
 }
 # As in `date.weekday()`.
-WEEKDAYS: tuple[Pair, ...] = (
+WEEKDAYS: tuple[TextPair, ...] = (
     ("Montag", "Monday"),
     ("Dienstag", "Tuesday"),
     ("Mittwoch", "Wednesday"),
@@ -159,7 +159,7 @@ WEEKDAYS: tuple[Pair, ...] = (
 _LEAP_YEAR = 2024
 
 
-def spell_day(when: date, case: str) -> Pair:
+def spell_day(when: date, case: str) -> TextPair:
     """Day and month: ("dritte Mai", "third of May"); the German ordinal takes -n unless nominative."""
     ordinal_de, ordinal_en = spell_ordinal(when.day)
     month_de, month_en = MONTHS[when.month]
@@ -167,7 +167,7 @@ def spell_day(when: date, case: str) -> Pair:
     return f"{ordinal_de}{ending} {month_de}", f"{ordinal_en} of {month_en}"
 
 
-def spell_on_day(when: date, *, weekday: int | None = None, year: bool = False) -> Pair:
+def spell_on_day(when: date, *, weekday: int | None = None, year: bool = False) -> TextPair:
     """A day after its preposition; with a weekday an apposition, whose closing comma `_tidy` may drop."""
     day_de, day_en = spell_day(when, "dative")
     if year:
@@ -191,7 +191,7 @@ def draw_date(rng: Random, first_year: int = 1700, last_year: int = 2025) -> dat
     )
 
 
-def draw_past(rng: Random) -> Pair:
+def draw_past(rng: Random) -> TextPair:
     """A date with its year; the weekday, if any, is the true one."""
     when = draw_date(rng)
     kind = rng.random()
@@ -204,7 +204,7 @@ def draw_past(rng: Random) -> Pair:
     return f"im Jahr {year_de}", f"in {year_en}"
 
 
-def draw_when(rng: Random) -> Pair:
+def draw_when(rng: Random) -> TextPair:
     """A time, a day, or both: the German day comes first, the English one last."""
     time_de, time_en = draw_time(rng)
     day = draw_day_of_year(rng)
@@ -245,7 +245,7 @@ FRANC = (Currency("ein Franken", "einen Franken", "Franken", "franc", "francs"),
 _CURRENCIES = (EURO, DOLLAR, POUND, FRANC)
 
 
-def _coins(number: int, unit: Currency, case: str) -> Pair:
+def _coins(number: int, unit: Currency, case: str) -> TextPair:
     if number == 1:
         return unit.one_de if case == "nominative" else unit.one_de_accusative, f"one {unit.one_en}"
     german, english = spell_cardinal(number)
@@ -254,7 +254,7 @@ def _coins(number: int, unit: Currency, case: str) -> Pair:
 
 def spell_money(
     whole: int, hundredths: int, currency: tuple[Currency, Currency], case: str, *, short: bool = False
-) -> Pair:
+) -> TextPair:
     """Spell an amount; `short` gives "drei Euro fünfzig" (for 10 hundredths and more)."""
     whole_pair, rest_pair = _coins(whole, currency[0], case), _coins(hundredths, currency[1], case)
     if not hundredths:
@@ -267,7 +267,7 @@ def spell_money(
     return f"{whole_pair[0]} und {rest_pair[0]}", english
 
 
-def draw_money(rng: Random, case: str) -> Pair:
+def draw_money(rng: Random, case: str) -> TextPair:
     """A sum of money, in the German case given: nominative or accusative."""
     currency = rng.choice(_CURRENCIES) if rng.random() < 0.6 else EURO
     kind = rng.random()

@@ -31,7 +31,7 @@ from triptych.algebra.rewrites import (
     to_latent,
     truncate,
     truncate_on_data,
-    truncate_planes,
+    truncate_rotary_pairs,
 )
 from triptych.algebra.weights import AttentionWeights
 
@@ -132,14 +132,14 @@ def test_what_moves_channels_or_biases_is_refused_because_the_output_would_move(
     assert (output(moved, x) - output(weights, x)).abs().max() > 1e-3
 
 
-def test_what_looks_at_a_text_or_at_planes_is_refused_as_well() -> None:
+def test_what_looks_at_a_text_or_at_rotary_pairs_is_refused_as_well() -> None:
     weights, gatherer = clipped("factored"), MomentsGatherer()
     gatherer.add(weights, random_input(LENGTH))
     with pytest.raises(RewriteRefusedError, match="clipped"):
         truncate_on_data(weights, gatherer.result(), ov_rank=3)
     turned = with_semantics(weights, rotary=RotaryEmbedding(torch.tensor([1.0, 0.1, 0.01])))
     with pytest.raises(RewriteRefusedError, match="clipped"):
-        truncate_planes(turned, planes=2)
+        truncate_rotary_pairs(turned, pairs=2)
 
 
 def test_no_bound_of_scores_or_outputs_is_claimed() -> None:

@@ -291,7 +291,7 @@ def test_half_precision_is_computed_in_single() -> None:
         (
             "factored",
             {"positions": "rotary"},
-            'qk: .*one non-zero complex scalar per rotation plane.*; forms=."ov",. leaves qk alone',
+            'qk: .*one non-zero complex scalar per rotary pair.*; forms=."ov",. leaves qk alone',
         ),
         ("factored", {"qk_norm": True}, r"qk: queries and keys are normalised \(QK-norm\)"),
         ("factored", {"clip": 2.0}, "qk: queries, keys and values are clipped at ±2"),

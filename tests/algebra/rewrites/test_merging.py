@@ -297,8 +297,8 @@ def test_something_between_the_maps_of_a_chain_is_refused() -> None:
 # Merging what positions turn.
 
 
-def rotation_of(pairing: Literal["halves", "interleaved"], planes: int, start: int = 0) -> RotaryEmbedding:
-    return RotaryEmbedding(torch.logspace(0, -2, planes, dtype=torch.float64), pairing, start)
+def rotation_of(pairing: Literal["halves", "interleaved"], num_pairs: int, start: int = 0) -> RotaryEmbedding:
+    return RotaryEmbedding(torch.logspace(0, -2, num_pairs, dtype=torch.float64), pairing, start)
 
 
 def rotary_layer(groups: int, width: int, *, biased: bool, kind: str = "self") -> AttentionWeights:
@@ -307,7 +307,7 @@ def rotary_layer(groups: int, width: int, *, biased: bool, kind: str = "self") -
 
 
 def turned_apart(weights: AttentionWeights, rotation: RotaryEmbedding) -> AttentionWeights:
-    """Every head with keys of its own, each plane in a random gauge of its own: the same function."""
+    """Every head with keys of its own, each pair in a random gauge of its own: the same function."""
     heads, width = weights.num_heads, weights.W_Q.shape[-1]
     of_q, of_k = (torch.zeros(heads, width, width, dtype=torch.float64) for _ in range(2))
     first, second = rotation.pairs
@@ -331,7 +331,7 @@ def turned_apart(weights: AttentionWeights, rotation: RotaryEmbedding) -> Attent
 @pytest.mark.parametrize(("start", "width"), [(0, 6), (1, 9)])
 @pytest.mark.parametrize("pairing", ["halves", "interleaved"])
 @pytest.mark.parametrize("to", [1, 2])
-def test_heads_equal_up_to_the_gauge_of_planes_are_merged(
+def test_heads_equal_up_to_the_gauge_of_pairs_are_merged(
     to: int, pairing: Any, start: int, width: int, biased: bool
 ) -> None:
     rotation = rotation_of(pairing, 3, start)
@@ -388,7 +388,7 @@ def test_the_bound_is_the_move_over_distances(start: int, width: int, biased: bo
 
 
 @pytest.mark.parametrize("loudness", [(1.0, 1.0, 1.0, 1.0), (0.1, 3.0, 1.0, 0.3)])
-def test_no_other_common_key_plane_moves_less(loudness: tuple[float, ...]) -> None:
+def test_no_other_common_key_of_a_pair_moves_less(loudness: tuple[float, ...]) -> None:
     rotation = rotation_of("halves", 2)
     weights = rotary_layer(4, 4, biased=False)
     (q,) = weights.q  # heads whose queries are long count for more
@@ -396,26 +396,26 @@ def test_no_other_common_key_plane_moves_less(loudness: tuple[float, ...]) -> No
     weights = replace(weights, q=(replace(q, weight=louder),))
     merged = merge_rotary_kv_heads(with_semantics(weights, rotary=rotation), 1, bounded=True).weights
 
-    def planes(one: AttentionWeights) -> tuple[Tensor, Tensor]:
+    def pairs(one: AttentionWeights) -> tuple[Tensor, Tensor]:
         q, k = (torch.complex(maps[..., :2], maps[..., 2:]) for maps in (one.W_Q, one.W_K))
         return q, k
 
     def moved(q: Tensor, k: Tensor) -> float:
-        was_q, was_k = planes(weights)
+        was_q, was_k = pairs(weights)
         forms = torch.einsum("hdf,hef->hfde", was_q, was_k.conj()) - torch.einsum(
             "hdf,hef->hfde", q, k.conj()
         )
         return float(forms.abs().square().sum())
 
-    was_q, was_k = planes(weights)
-    # Of a plane, Σ ‖u‖² v vᴴ has the energy as its trace; one line keeps its largest eigenvalue at most.
+    was_q, was_k = pairs(weights)
+    # Of a pair, Σ ‖u‖² v vᴴ has the energy as its trace; one line keeps its largest eigenvalue at most.
     seen = torch.einsum("hdf,hef,hgf->feg", was_q.abs().square() + 0j, was_k, was_k.conj())
     kept = torch.linalg.eigvalsh(seen)[:, -1]
     least = float((seen.diagonal(dim1=-2, dim2=-1).real.sum(-1) - kept).sum())
-    assert moved(*planes(merged)) == pytest.approx(least, rel=1e-10)
+    assert moved(*pairs(merged)) == pytest.approx(least, rel=1e-10)
 
 
-def test_planes_are_merged_only_where_there_are_any() -> None:
+def test_rotary_pairs_are_merged_only_where_there_are_any() -> None:
     rotation = rotation_of("halves", 2)
     with pytest.raises(RewriteRefusedError, match="its positions are none, not rotary"):
         merge_rotary_kv_heads(make("grouped"), 1)

@@ -11,9 +11,9 @@ from heads import D_MODEL, NUM_HEADS, Untouched, make_layer, turned_by, with_sem
 from triptych.algebra.function import channels, of_heads
 from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.positions import ALiBi, RotaryEmbedding
-from triptych.algebra.rewrites import RewriteRefusedError, truncate_planes
-from triptych.algebra.rewrites.planes import rotary_move
+from triptych.algebra.rewrites import RewriteRefusedError, truncate_rotary_pairs
 from triptych.algebra.rewrites.rotary_maps import measure_rotary_energies, truncate_rotary_maps
+from triptych.algebra.rewrites.rotary_pairs import rotary_move
 from triptych.algebra.weights import AttentionWeights, Link
 
 TOKENS = 9
@@ -160,7 +160,7 @@ def test_keys_alone_lose_no_more_than_their_energies_when_queries_cannot_be_cut(
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("on_text", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_no_more_is_lost_than_by_each_matrix_or_by_planes(groups: int, on_text: bool, biased: bool) -> None:
+def test_no_more_is_lost_than_by_each_matrix_or_by_pairs(groups: int, on_text: bool, biased: bool) -> None:
     weights, rotation = rotary(groups=groups, biased=biased), rotation_of()
     # Without a text, inputs have no direction, and √d times the rows of an orthogonal matrix are such a text.
     both_signs = torch.cat([torch.eye(D_MODEL), -torch.eye(D_MODEL)]).double() * D_MODEL**0.5
@@ -173,9 +173,9 @@ def test_no_more_is_lost_than_by_each_matrix_or_by_planes(groups: int, on_text: 
             ).weights,
             (
                 each_by_itself(weights, rank),
-                truncate_planes(
+                truncate_rotary_pairs(
                     with_semantics(weights, rotary=rotation),
-                    planes=rank // 2,
+                    pairs=rank // 2,
                     moments=moments,
                     longest=TOKENS,
                 ).weights,
@@ -190,7 +190,7 @@ def test_keys_that_no_query_sees_are_left_out_though_they_are_large() -> None:
     weights, rotation, x = rotary(biased=False, groups=4), rotation_of(), some_text()
     (q,), (k,) = weights.q, weights.k
     W_Q, W_K = q.weight.clone(), k.weight.clone()
-    W_Q[..., [1, 4]] = 0.0  # plane 1
+    W_Q[..., [1, 4]] = 0.0  # pair 1
     W_K[..., [1, 4]] *= 100.0
     weights = replace(weights, q=(Link(W_Q),), k=(Link(W_K),))
     result, record = truncate_rotary_maps(with_semantics(weights, rotary=rotation), qk_rank=4)
@@ -220,7 +220,7 @@ def test_all_channels_are_the_layer_itself(on_text: bool) -> None:
 @pytest.mark.parametrize("longest", [None, TOKENS])
 def test_the_gauge_makes_no_difference(longest: int | None, on_text: bool) -> None:
     weights, rotation, x = rotary(7, groups=4, biased=False), rotation_of(), some_text()
-    # One complex number c a plane: keys by c, queries by 1 / c*.
+    # One complex number c per pair: keys by c, queries by 1 / c*.
     to_q, to_k = (torch.eye(7, dtype=torch.float64).repeat(NUM_HEADS, 1, 1) for _ in range(2))
     for a, b in zip(*rotation.pairs, strict=True):
         c = torch.randn(NUM_HEADS, dtype=torch.complex128)
@@ -274,7 +274,7 @@ def test_what_all_tokens_have_in_common_takes_no_rank_where_there_are_biases() -
         ),
         (
             {"traits": {"rotary": None, "bias": ALiBi.of_count(4)}},
-            "the layer has no planes: its positions are alibi, not rotary",
+            "the layer has no rotary pairs: its positions are alibi, not rotary",
         ),
         ({"traits": {"qk_norm": True}}, "queries and keys are normalised"),
     ],

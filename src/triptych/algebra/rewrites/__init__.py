@@ -34,11 +34,11 @@ from triptych.algebra.rewrites.norm_folding import (
     fold_norm_into_map,
     require_readers_foldable,
 )
-from triptych.algebra.rewrites.planes import truncate_planes
 from triptych.algebra.rewrites.rank import ToLatent, to_latent, truncate
 from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten, of_groups
 from triptych.algebra.rewrites.registry import EXACT, REWRITES, read_rewrite, require_order
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, OtherReaders, Rewrite
+from triptych.algebra.rewrites.rotary_pairs import truncate_rotary_pairs
 from triptych.algebra.rewrites.truncation import Truncate
 
 __all__ = [
@@ -89,5 +89,5 @@ __all__ = [
     "to_latent",
     "truncate",
     "truncate_on_data",
-    "truncate_planes",
+    "truncate_rotary_pairs",
 ]

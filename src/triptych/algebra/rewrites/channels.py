@@ -117,7 +117,7 @@ def why_channels_stay(semantics: Semantics, form: Form) -> str:
         return ""
     if semantics.positions == "rotary":
         return (
-            "under rotary positions only one non-zero complex scalar per rotation plane commutes with the "
+            "under rotary positions only one non-zero complex scalar per rotary pair commutes with the "
             "rotation, so key channels cannot be mixed"
         )
     if semantics.positions == "disentangled":

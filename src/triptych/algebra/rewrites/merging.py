@@ -33,15 +33,20 @@ from triptych.algebra.rewrites.legality import (
     why_key_bias_counts,
     with_chains,
 )
-from triptych.algebra.rewrites.planes import merge_planes, require_rotary, rotary_move, rotary_size
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
+from triptych.algebra.rewrites.rotary_pairs import (
+    merge_rotary_pairs,
+    require_rotary,
+    rotary_move,
+    rotary_size,
+)
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 
 
 @final
 class MergeKVHeads(LayerRewrite):
-    """Merge key-value heads, so that several query heads read one; rotary ones plane by plane."""
+    """Merge key-value heads, so that several query heads read one; rotary ones pair by pair."""
 
     name = "merge_kv_heads"
     tier = "bounded unless they are equal"
@@ -104,9 +109,9 @@ def merge_rotary_kv_heads(
 ) -> Rewritten:
     """Let consecutive query heads read one key-value head, where queries and keys are turned by positions.
 
-    Each plane of a group gets one complex key direction, the best for all its heads, which the queries of
-    each take up by a complex factor (see `merge_planes`); channels that are not turned, and values, are
-    merged as by `merge_kv_heads`. Nothing moves if the heads of a group are equal up to gauge.
+    Each rotary pair of a group gets one complex key direction, the best for all its heads. The queries of
+    each head take it up by a complex factor (see `merge_rotary_pairs`). Channels that are not turned, and
+    values, are merged as by `merge_kv_heads`. Nothing moves if the heads of a group are equal up to gauge.
 
     Args:
         weights: the layer.
@@ -124,7 +129,7 @@ def merge_rotary_kv_heads(
     """
     name = "merge_rotary_kv_heads"
     require_rotary(name, weights)
-    return _merge(name, weights, num_kv_heads, _KeysOfPlanes(), bounded, tolerance)
+    return _merge(name, weights, num_kv_heads, _KeysOfRotaryPairs(), bounded, tolerance)
 
 
 class _Keys(ABC):
@@ -179,17 +184,17 @@ class _KeysOfForms(_Keys):
 
 
 @final
-class _KeysOfPlanes(_Keys):
+class _KeysOfRotaryPairs(_Keys):
     """Channels that turn."""
 
     def require_mixable(self, name: str, plain: AttentionWeights) -> None:
         require_rotary(name, plain)
 
     def ready(self, name: str, plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
-        return plain  # the key bias turns with its plane
+        return plain  # the key bias turns with its pair
 
     def merged(self, plain: AttentionWeights, groups: int) -> AttentionWeights:
-        return merge_planes(plain, groups)
+        return merge_rotary_pairs(plain, groups)
 
     def move(self, before: AttentionWeights, after: AttentionWeights) -> Move:
         moved = rotary_move(before, after)

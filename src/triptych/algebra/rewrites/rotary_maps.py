@@ -25,15 +25,15 @@ from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.channels import newly_apart, times
 from triptych.algebra.rewrites.data import PRIOR, require_moments_of
 from triptych.algebra.rewrites.legality import require_whole_number, why_key_bias_counts
-from triptych.algebra.rewrites.planes import (
+from triptych.algebra.rewrites.rank import Ranks
+from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.rewrites.rotary_pairs import (
     at_any_distance,
     mean_turn,
     require_rotary,
     rotary_move,
     rotary_size,
 )
-from triptych.algebra.rewrites.rank import Ranks
-from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import AttentionWeights, Chain
 
 _Turned = Literal["q", "k"]
@@ -52,8 +52,8 @@ def truncate_rotary_maps(
 
     Keys are cut for the queries as they are, then queries for those keys, and so on in turn, which never
     makes the error of a group of heads larger. The first cut of the keys is the best there is; that of both
-    need not be, so this is also done from the strongest planes, and the better end is taken. Planes by
-    themselves (`truncate_planes`) save channels, and are a far narrower choice.
+    need not be, so this is also done from the strongest rotary pairs, and the better end is taken. Pairs by
+    themselves (`truncate_rotary_pairs`) save channels, and are a far narrower choice.
 
     Args:
         weights: the layer, written as when the moments were gathered; channels that are not turned are cut
@@ -62,7 +62,7 @@ def truncate_rotary_maps(
             head that reads it get it.
         moments: of a text; for inputs without preferred direction and of mean square 1 if None.
         longest: tokens of the text whose pairs count, L − m of them at distance m; None for texts long
-            against the beat of any two planes.
+            against the beat of any two pairs.
 
     Returns:
         Maps of the same widths, written back into all channels. The record's `error` is the largest mean
@@ -255,8 +255,8 @@ class _Scores:
         c = mean - mean @ P if "k" in self.free else torch.zeros_like(mean)
         return self.identity._replace(k=torch.cat([P, c], dim=-2))
 
-    def plane_energies(self, first: list[int], second: list[int]) -> Float[Tensor, "groups planes"]:
-        """½ E|q_f|² E|k_f|² of every plane, of all heads of a group."""
+    def pair_energies(self, first: list[int], second: list[int]) -> Float[Tensor, "groups pairs"]:
+        """½ E|q_f|² E|k_f|² of every pair, of all heads of a group."""
         q, k = (gram.diagonal(dim1=-2, dim2=-1) for gram in (self.q, self.k))
         return ((q[..., first] + q[..., second]) * (k[..., first] + k[..., second])).sum(dim=1) / 2
 
@@ -289,10 +289,10 @@ class _Scores:
 
 
 def _fitted(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]) -> _Maps:
-    """Both sides fitted in turn, from the best keys and from planes; of each group the better end."""
+    """Both sides fitted in turn, from the best keys and from rotary pairs; of each group the better end."""
     kept = _first(scores, ranks)
-    planes = _strongest_planes(scores, rotation, ranks)
-    ends = [scores.cut("k", scores.identity, kept), scores.with_keys(planes[:, None])]
+    pairs = _strongest_pairs(scores, rotation, ranks)
+    ends = [scores.cut("k", scores.identity, kept), scores.with_keys(pairs[:, None])]
     for _ in range(_ROUNDS):
         ends = [scores.cut("k", scores.cut("q", maps, kept), kept) for maps in ends]
     ends = [scores.cut("q", maps, kept) for maps in ends]
@@ -308,17 +308,17 @@ def _first(scores: _Scores, ranks: Sequence[int]) -> Float[Tensor, "groups d"]:
     return (torch.arange(scores.width, device=scores.q.device) < of_groups).to(scores.q.dtype)
 
 
-def _strongest_planes(
+def _strongest_pairs(
     scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]
 ) -> Float[Tensor, "groups d d"]:
-    """The projection on as many planes of a group as a rank has room for, then on channels that stay."""
+    """The projection on as many pairs of a group as a rank has room for, then on channels that stay."""
     first, second = rotation.pairs
-    order = scores.plane_energies(first, second).argsort(dim=-1, descending=True, stable=True)
+    order = scores.pair_energies(first, second).argsort(dim=-1, descending=True, stable=True)
     stays = sorted(set(range(scores.width)) - {*first, *second})
     kept = torch.zeros(len(ranks), scores.width, dtype=order.dtype, device=order.device)
     for group, rank in enumerate(ranks):
         strongest = order[group, : rank // 2].tolist()
-        turned = [channel for plane in strongest for channel in (first[plane], second[plane])]
+        turned = [channel for pair in strongest for channel in (first[pair], second[pair])]
         kept[group, (turned + stays)[:rank]] = 1
     return torch.diag_embed(kept.to(scores.q.dtype))
 

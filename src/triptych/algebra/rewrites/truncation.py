@@ -5,23 +5,23 @@ from dataclasses import replace
 from typing import Literal, final
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from triptych.algebra.budget import allocate
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.channels import Form
 from triptych.algebra.rewrites.data import measure_energies, truncate_on_data
-from triptych.algebra.rewrites.planes import measure_plane_energies, truncate_planes
 from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.rewrites.rotary_maps import measure_rotary_energies, truncate_rotary_maps
+from triptych.algebra.rewrites.rotary_pairs import measure_pair_energies, truncate_rotary_pairs
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.errors import UsageError
 
 Criterion = Literal["free", "uncentred", "centred"]
-Rotary = Literal["maps", "planes"]
+Rotary = Literal["maps", "pairs"]
 # Of a share of energy: what is met but for rounding is met.
 _SHARE_ROUNDING = 1e-10
 
@@ -43,7 +43,7 @@ class Truncate(LayerRewrite):
     resizes = True
 
     forms: tuple[Form, ...] = Field(("qk", "ov"), description="which of the two")
-    rank: int | None = Field(None, ge=1, description="of every form; planes count two")
+    rank: int | None = Field(None, ge=1, description="of every form; a rotary pair counts two")
     energy: float | None = Field(
         None, gt=0, le=1, description="share of every form's energy that each head keeps at least"
     )
@@ -55,9 +55,16 @@ class Truncate(LayerRewrite):
         description="keep the forms themselves, or what they do on the text, means counted or taken off",
     )
     rotary: Rotary = Field(
-        "maps", description="what rotary heads lose of W_QK: rank of their maps, or whole planes"
+        "maps", description="what rotary heads lose of W_QK: rank of their maps, or whole rotary pairs"
     )
     ranks: dict[str, dict[Form, tuple[int, ...]]] = Field(default_factory=dict, exclude=True)
+
+    @field_validator("rotary", mode="before")
+    @classmethod
+    def _no_old_name(cls, given: object) -> object:
+        if given == "planes":
+            raise ValueError('"planes" is now "pairs"')
+        return given
 
     @model_validator(mode="after")
     def _one_way(self) -> "Truncate":
@@ -165,8 +172,8 @@ class Truncate(LayerRewrite):
         weights = layer.weights
         if form == "qk" and weights.semantics.rotary is not None:
             longest = _longest(layer, moments)
-            if self.rotary == "planes":
-                return truncate_planes(weights, planes=ranks, moments=moments, longest=longest)
+            if self.rotary == "pairs":
+                return truncate_rotary_pairs(weights, pairs=ranks, moments=moments, longest=longest)
             return truncate_rotary_maps(weights, qk_rank=ranks, moments=moments, longest=longest)
         if moments is not None:
             return (
@@ -182,7 +189,7 @@ class Truncate(LayerRewrite):
         return None if self.criterion == "centred" else False
 
     def _ranks(self, layer: Layer, form: Form) -> list[int]:
-        """One a group of heads; planes for rotary ones."""
+        """One rank per group of heads: of rotary heads, a number of pairs."""
         copies = _groups(layer.weights, form)
         if self.rank is None:
             first = layer.first_head * copies // layer.weights.num_heads
@@ -192,14 +199,14 @@ class Truncate(LayerRewrite):
 
     def _step(self, layer: Layer, form: Form) -> int:
         """Channels that go together."""
-        planes = form == "qk" and layer.weights.semantics.rotary is not None and self.rotary == "planes"
-        return 2 if planes else 1
+        in_pairs = form == "qk" and layer.weights.semantics.rotary is not None and self.rotary == "pairs"
+        return 2 if in_pairs else 1
 
     def _spectrum(self, layer: Layer, form: Form) -> Tensor:
-        """Energy of each direction (plane) of each group, largest first, `[groups, directions]`."""
+        """Energy of each direction (rotary pair) of each group, largest first, `[groups, directions]`."""
         moments = layer.moments if self.needs_text else None
         if form == "qk" and layer.weights.semantics.rotary is not None:
-            measure = measure_plane_energies if self.rotary == "planes" else measure_rotary_energies
+            measure = measure_pair_energies if self.rotary == "pairs" else measure_rotary_energies
             return measure(layer.weights, moments, _longest(layer, moments))
         centred = self._centred if moments is not None else None
         return measure_energies(layer.weights, form, moments, centred=centred)

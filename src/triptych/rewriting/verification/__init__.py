@@ -15,7 +15,12 @@ from triptych.rewriting.measuring import PROBES
 from triptych.rewriting.running import read_whole_text
 from triptych.rewriting.verification.check import Claim, listed, stated
 from triptych.rewriting.verification.files import files_as_written, hashes, nothing_else
-from triptych.rewriting.verification.layers import Pair, inputs_of_text, layers_again, layers_on_text
+from triptych.rewriting.verification.layers import (
+    CheckpointPair,
+    inputs_of_text,
+    layers_again,
+    layers_on_text,
+)
 from triptych.rewriting.verification.models import models_again, not_compared, on_random_tokens
 from triptych.rewriting.verification.recipe import recipe_again
 from triptych.storage.tensors import open_tensors, shown
@@ -72,7 +77,7 @@ def verify(
     if not all(check.held for check in checks):
         return [*checks, *_not_tried(certificate, "these are other files than those certified")]
     one, other = open_checkpoint(original, family), open_checkpoint(folder, family)
-    pair, words = Pair(certificate, one, other, folder), certificate.tool == _tool()
+    pair, words = CheckpointPair(certificate, one, other, folder), certificate.tool == _tool()
     checks += [
         _origin(certificate, one),
         nothing_else(certificate, original, folder, pair.form, pair.written_form),

@@ -36,7 +36,7 @@ _SAME_INPUTS = 1e-3
 _MOVE_FORMS = ("drop_key_bias", "fold_value_bias")
 
 
-class Pair:
+class CheckpointPair:
     """The layers of the original and of the rewritten checkpoint, by their modules.
 
     Args:
@@ -68,7 +68,7 @@ class Pair:
         return coarsest_changed(records, self._tensors)
 
 
-def layers_again(pair: Pair) -> Iterator[Claim]:
+def layers_again(pair: CheckpointPair) -> Iterator[Claim]:
     """Errors on the probes, tiers and bounds."""
     certificate = pair.certificate
     off, outside = list[str](), list[str]()
@@ -109,7 +109,7 @@ def layers_again(pair: Pair) -> Iterator[Claim]:
     yield listed("what was done is of its tier, and within its bounds", outside, f"{certificate.tier}")
 
 
-def layers_on_text(pair: Pair, inputs: Mapping[str, Seen]) -> Claim:
+def layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Claim:
     """Layers on what the original was given for some positions of the text, with no model around them."""
     wrong, worst, counted = list[str](), 0.0, 0
     for layer in pair.certificate.layers:
@@ -206,7 +206,7 @@ def _are_near(one: Seen, other: Seen) -> bool:
     return True
 
 
-def _norm_again(norm: NormRecord, pair: Pair) -> tuple[Measured, Rounding] | None:
+def _norm_again(norm: NormRecord, pair: CheckpointPair) -> tuple[Measured, Rounding] | None:
     """What the maps that took up a norm do now; None if there is no such norm."""
     site = next((site for site in pair.form.norm_sites() if site.module == norm.module), None)
     if site is None or not site.readers or {reader.module for reader in site.readers} != set(norm.maps):

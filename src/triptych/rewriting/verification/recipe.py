@@ -26,14 +26,16 @@ from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER
 from triptych.rewriting.running import first_line
 from triptych.rewriting.verification.check import Claim, listed, near, same_words, stated
-from triptych.rewriting.verification.layers import Pair
+from triptych.rewriting.verification.layers import CheckpointPair
 
 _CLAIM = "the recipe, done again"
 # Singular values come out in another order of sums on another machine; inputs that a text makes in float32.
 _SAME, _SAME_ON_TEXT = 1e-6, 1e-2
 
 
-def recipe_again(pair: Pair, folder: Path, calibration: Path | None, *, words: bool) -> Iterator[Claim]:
+def recipe_again(
+    pair: CheckpointPair, folder: Path, calibration: Path | None, *, words: bool
+) -> Iterator[Claim]:
     """Steps, costs, settings and bounded layers as the recipe makes them of the original.
 
     Args:
@@ -60,7 +62,7 @@ def recipe_again(pair: Pair, folder: Path, calibration: Path | None, *, words: b
         yield Claim(_CLAIM, False, first_line(error))
 
 
-def _without_text(pair: Pair) -> Claim:
+def _without_text(pair: CheckpointPair) -> Claim:
     """What the original alone tells: which steps each layer has a record of, and what it cost before."""
     certificate, wrong, before = pair.certificate, list[str](), list[Cost]()
     for layer in certificate.layers:
@@ -85,7 +87,7 @@ def _without_text(pair: Pair) -> Claim:
 class _Again:
     """A recipe on its way through the layers once more."""
 
-    def __init__(self, pair: Pair, prepared: Prepared, words: bool, on_text: bool) -> None:
+    def __init__(self, pair: CheckpointPair, prepared: Prepared, words: bool, on_text: bool) -> None:
         self._pair, self._prepared, self._words, self._on_text = pair, prepared, words, on_text
         self._steps, self._costs, self._functions = list[str](), list[str](), list[str]()
         self._all_costs = list[Costs]()

@@ -1,7 +1,7 @@
-"""Rotary heads: what can be done with their planes, which are all that positions leave of their channels.
+"""Rewrites of rotary heads that treat the rotary pairs of a head one by one.
 
-Plane f of a head is a pair of complex vectors, u_f = (W_Q)_a + i (W_Q)_b of queries and v_f of keys, where a
-and b are the channels that turn together. At distance m its score is Re(x u_f · (y v_f)* · e^{imθ_f}): the
+Pair f of a head is two complex vectors, u_f = (W_Q)_a + i (W_Q)_b of queries and v_f of keys, where a and b
+are the channels that turn together. At distance m its score is Re(x u_f · (y v_f)* · e^{imθ_f}): the
 complex form Z_f = u_f v_fᴴ is what no gauge changes, and u_f → u_f / c*, v_f → c v_f the only one there is.
 Biases are one more row of the maps, for an input that is always 1.
 """
@@ -30,54 +30,54 @@ from triptych.algebra.weights import AttentionWeights, Link, Side
 _QK: tuple[Side, Side] = ("q", "k")
 
 
-def truncate_planes(
+def truncate_rotary_pairs(
     weights: AttentionWeights,
     *,
-    planes: int | Sequence[int],
+    pairs: int | Sequence[int],
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Rewritten:
-    """Keep the planes of rotary heads that carry most of the scores; the others become zero.
+    """Keep the rotary pairs that carry most of the scores; the others become zero.
 
     The widths stay, as the format pairs channels by their place. Heads that read one key head keep the same
-    planes. Channels that are not turned are left alone.
+    pairs. Channels that are not turned are left alone.
 
     Args:
         weights: the layer, written as when the moments were gathered.
-        planes: how many to keep, or how many for each key head.
+        pairs: how many to keep, or how many for each key head.
         moments: of a text; for inputs without preferred direction, as large as a norm makes them, if None.
         longest: tokens of the text whose pairs count; None for texts long against the beat of any two
-            planes. It tells planes that hardly turn from those that do (see `plane_scores`).
+            pairs. It tells pairs that hardly turn from those that do (see `pair_scores`).
 
     Returns:
         The same layer with zeros. The record's `error` is the largest mean square of what a head's scores
-        lose, over distances, relative to that of all its planes. Its bound is the largest root mean square,
+        lose, over distances, relative to that of all its pairs. Its bound is the largest root mean square,
         over distances m, of the Frobenius norm by which W_Q R(m) W_Kᵀ moves (biases are rows of it).
 
     Raises:
         RewriteRefusedError: the layer has no rotary positions, or norms between its maps and the rotation;
-            numbers of planes out of range.
+            numbers of pairs out of range.
     """
-    name = "truncate_planes"
+    name = "truncate_rotary_pairs"
     rotation = require_rotary(name, weights)
     count, groups = len(rotation.frequencies), weights.num_key_heads
-    kept = list(planes) if isinstance(planes, Sequence) else [planes] * groups
+    kept = list(pairs) if isinstance(pairs, Sequence) else [pairs] * groups
     if len(kept) != groups:
         raise RewriteRefusedError(
-            name, f"planes names {len(kept)} numbers: there are {groups} key heads, and each takes one"
+            name, f"pairs names {len(kept)} numbers: there are {groups} key heads, and each takes one"
         )
     for number in kept:
-        require_whole_number(name, "planes", number)
+        require_whole_number(name, "pairs", number)
         if not 1 <= number <= count:
-            raise RewriteRefusedError(name, f"planes is {number}: the rotation has {count}, so 1 to {count}")
+            raise RewriteRefusedError(name, f"pairs is {number}: the rotation has {count}, so 1 to {count}")
     working = weights.to(torch.float64)
-    scores = plane_scores(working, rotation, moments, longest)
+    scores = pair_scores(working, rotation, moments, longest)
     energies = _energies(scores, groups)
     places = energies.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     left_out = places >= torch.tensor(kept, device=places.device)[:, None]
     channels = torch.ones(groups, weights.multiplied("q").d_out, dtype=working.dtype, device=working.device)
-    for of_plane in rotation.pairs:
-        channels[:, of_plane] = (~left_out).to(working.dtype)
+    for turned in rotation.pairs:
+        channels[:, turned] = (~left_out).to(working.dtype)
     notes: list[str] = []
     only = torch.diag_embed(channels)
     result = _with_qk(working, only, only, notes)
@@ -90,34 +90,36 @@ def truncate_planes(
     error = max(shares)
     if moments is None:
         shares = at_any_distance(shares, moved, sizes)
-    words = "{each} of {most} planes, which leaves out at most {worst:.3g} of the mean square of a head's "
+    words = (
+        "{each} of {most} rotary pairs, which leaves out at most {worst:.3g} of the mean square of a head's "
+    )
     return rewritten(
         name,
         "rounding-exact" if exact else "bounded",
         weights,
         result.to(weights.dtype),
         checked=("rotary positions", "no QK-norm: nothing stands between the maps and the rotation"),
-        choice=[Cut(f"{words}scores in its planes", tuple(kept), count, error, shares)],
+        choice=[Cut(f"{words}scores in its rotary pairs", tuple(kept), count, error, shares)],
         notes=(*notes, *newly_apart(weights, result)),
         bound=0.0 if exact else float(moved.max()),
         error=None if moments is None else error,
     )
 
 
-def plane_scores(
+def pair_scores(
     weights: AttentionWeights,
     rotation: RotaryEmbedding,
     moments: Moments | None = None,
     longest: int | None = None,
-) -> Float[Tensor, "num_heads planes planes"]:
-    """E[s_f s_g] of the scores q kᵀ that two planes give one pair of tokens, over tokens and distances.
+) -> Float[Tensor, "num_heads pairs pairs"]:
+    """E[s_f s_g] of the scores q kᵀ that two rotary pairs give one pair of tokens, over tokens and distances.
 
-    With complex q_f, k_f the score of plane f at distance m is s_f = Re(q_f k_f* e^{imθ_f}), so
+    With complex q_f, k_f the score of pair f at distance m is s_f = Re(q_f k_f* e^{imθ_f}), so
 
         E[s_f s_g] = ½ Re(E[q_f q_g*] E[k_f k_g*]* φ(θ_f − θ_g) + E[q_f q_g] E[k_f k_g]* φ(θ_f + θ_g))
 
-    with φ(θ) the mean of e^{imθ} over pairs of tokens. In texts long against the beat of any two planes it is
-    0 but for θ = 0, which leaves the energies ½ E|q_f|² E|k_f|² on the diagonal. A plane that hardly turns
+    with φ(θ) the mean of e^{imθ} over pairs of tokens. In texts long against the beat of any two pairs it is
+    0 but for θ = 0, which leaves the energies ½ E|q_f|² E|k_f|² on the diagonal. A pair that hardly turns
     within `longest` has φ near 1, and counts as channels that have no position.
 
     Args:
@@ -128,7 +130,7 @@ def plane_scores(
             end.
 
     Returns:
-        Symmetric, its sum the mean square of the scores in all planes; the energies are its diagonal. In
+        Symmetric, its sum the mean square of the scores in all pairs; the energies are its diagonal. In
         float64.
     """
     G_q, G_k = _channel_moments(weights, moments)
@@ -141,27 +143,27 @@ def plane_scores(
     return ((P_q * P_k.conj() * minus + N_q * N_k.conj() * plus) / 2).real * rotation.factor**4
 
 
-def measure_plane_energies(
+def measure_pair_energies(
     weights: AttentionWeights,
     moments: Moments | None = None,
     longest: int | None = None,
-) -> Float[Tensor, "groups planes"]:
-    """What the planes of every group of heads carry, descending: what `allocate` shares planes out by.
+) -> Float[Tensor, "groups pairs"]:
+    """What the pairs of every group of heads carry, descending: what `allocate` shares pairs out by.
 
-    Arguments as those of `plane_scores`, of which these are the diagonals, summed over a group.
+    Arguments as those of `pair_scores`, of which these are the diagonals, summed over a group.
     """
-    rotation = require_rotary("measure_plane_energies", weights)
-    scores = plane_scores(weights, rotation, moments, longest)
+    rotation = require_rotary("measure_pair_energies", weights)
+    scores = pair_scores(weights, rotation, moments, longest)
     return _energies(scores, weights.num_key_heads).sort(dim=-1, descending=True).values
 
 
-def _energies(scores: Float[Tensor, "heads planes planes"], groups: int) -> Float[Tensor, "groups planes"]:
+def _energies(scores: Float[Tensor, "heads pairs pairs"], groups: int) -> Float[Tensor, "groups pairs"]:
     of_heads = scores.diagonal(dim1=-2, dim2=-1)
     return of_heads.reshape(groups, -1, of_heads.shape[-1]).sum(dim=1)
 
 
 def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
-    """The rotary embedding of a layer, if its planes are what meets in its scores.
+    """The rotary embedding of a layer, if its pairs are what meets in its scores.
 
     Raises:
         RewriteRefusedError: the layer has no rotary positions, or those of patches of a picture; a norm
@@ -171,18 +173,19 @@ def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
     rotation = weights.semantics.rotary
     if rotation is None:
         raise RewriteRefusedError(
-            name, f"the layer has no planes: its positions are {weights.semantics.positions}, not rotary"
+            name,
+            f"the layer has no rotary pairs: its positions are {weights.semantics.positions}, not rotary",
         )
     if weights.semantics.qk_norm:
         raise RewriteRefusedError(
             name,
-            "queries and keys are normalised (QK-norm) over the channels of all their planes",
+            "queries and keys are normalised (QK-norm) over the channels of all their rotary pairs",
         )
     if rotation.places is not None:
         raise RewriteRefusedError(
             name,
-            "planes turn by rows and columns of patches, and what they carry is counted over distances in "
-            "a text",
+            "rotary pairs turn by rows and columns of patches, and what they carry is counted over distances "
+            "in a text",
         )
     if reason := why_clipping_counts(weights.semantics):
         raise RewriteRefusedError(name, reason)
@@ -194,24 +197,24 @@ def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
     return rotation
 
 
-class PlaneForms(NamedTuple):
+class RotaryPairForms(NamedTuple):
     """The forms of rotary heads.
 
     Attributes:
-        planes: batch `[num_heads, planes]`: of Z = u vᴴ the real form [[Re Z, −Im Z], [Im Z, Re Z]], which
+        pairs: batch `[num_heads, pairs]`: of Z = u vᴴ the real form [[Re Z, −Im Z], [Im Z, Re Z]], which
             has each of its singular values twice.
         fixed: batch `[num_heads]`: of the channels that are not turned; None if all are.
     """
 
-    planes: BilinearForm
+    pairs: BilinearForm
     fixed: BilinearForm | None
 
 
-def plane_forms(
+def rotary_pair_forms(
     q: Float[Tensor, "num_heads q_rows width"],
     k: Float[Tensor, "num_heads k_rows width"],
     rotation: RotaryEmbedding,
-) -> PlaneForms:
+) -> RotaryPairForms:
     """The forms that turn, and the one that does not, of the maps of every head."""
     stays = _stays(rotation, q.shape[-1])
     doubled = []
@@ -219,17 +222,17 @@ def plane_forms(
         a, b = (rotation.factor * maps[..., channels].mT[..., None] for channels in rotation.pairs)
         doubled.append(torch.cat([torch.cat([a, b], dim=-1), torch.cat([b, -a], dim=-1)], dim=-2))
     fixed = BilinearForm(q[..., stays], k[..., stays]) if stays else None
-    return PlaneForms(BilinearForm(doubled[0], doubled[1]), fixed)
+    return RotaryPairForms(BilinearForm(doubled[0], doubled[1]), fixed)
 
 
 def rotary_move(before: AttentionWeights, after: AttentionWeights) -> Float[Tensor, " num_heads"]:
     """Root mean square over distances m of ‖Δ W_Q R(m) W_Kᵀ‖ (Frobenius), biases as rows, for rotary heads.
 
-    Over distances long against the beat of any two planes it is √(½ Σ_f ‖ΔZ_f‖² + ‖Δ fixed‖²).
+    Over distances long against the beat of any two pairs it is √(½ Σ_f ‖ΔZ_f‖² + ‖Δ fixed‖²).
     """
     one, other = (_forms_with_biases(weights) for weights in (before, after))
     # The doubled form has twice the square of the complex one.
-    total = one.planes.difference_norm(other.planes).square().sum(dim=-1) / 4
+    total = one.pairs.difference_norm(other.pairs).square().sum(dim=-1) / 4
     if one.fixed is not None and other.fixed is not None:
         total = total + one.fixed.difference_norm(other.fixed).square()
     return total.sqrt()
@@ -245,16 +248,16 @@ def at_any_distance(
 def rotary_size(weights: AttentionWeights) -> Float[Tensor, " num_heads"]:
     """The same of the forms themselves: how far they are from nothing."""
     forms = _forms_with_biases(weights)
-    total = forms.planes.frobenius_norm().square().sum(dim=-1) / 4
+    total = forms.pairs.frobenius_norm().square().sum(dim=-1) / 4
     if forms.fixed is not None:
         total = total + forms.fixed.frobenius_norm().square()
     return total.sqrt()
 
 
-def merge_planes(plain: AttentionWeights, groups: int) -> AttentionWeights:
-    """The nearest writing with that many key heads: each plane of a group on one line of its own.
+def merge_rotary_pairs(plain: AttentionWeights, groups: int) -> AttentionWeights:
+    """The nearest writing with that many key heads: each pair of a group on one line of its own.
 
-    Of v_j, the keys of the group's heads in a plane, the common one is the first left singular vector v of
+    Of v_j, the keys of the group's heads in a pair, the common one is the first left singular vector v of
     [√w_1 v_1 … √w_n v_n], w_j = Σ ‖u_i‖² of the queries that read j: then v_j ≈ c_j v, and u_i → u_i c_j*. It
     is the least Σ ‖ΔZ‖² there is, and nothing if the v_j are complex multiples of one. Channels that are
     not turned get the basis that serves all heads best.
@@ -265,11 +268,11 @@ def merge_planes(plain: AttentionWeights, groups: int) -> AttentionWeights:
     """
     (q,), (k,), rotation = plain.q, plain.k, _rotary(plain)
     members = k.copies // groups
-    u = _complex_planes(_with_row(q), rotation).unflatten(0, (groups, members, -1))  # type: ignore[no-untyped-call]
-    v = _complex_planes(_with_row(k), rotation).unflatten(0, (groups, members))  # type: ignore[no-untyped-call]
-    weight = u.abs().square().sum(dim=(2, 4))  # [groups, members, planes]
+    u = _complex_pairs(_with_row(q), rotation).unflatten(0, (groups, members, -1))  # type: ignore[no-untyped-call]
+    v = _complex_pairs(_with_row(k), rotation).unflatten(0, (groups, members))  # type: ignore[no-untyped-call]
+    weight = u.abs().square().sum(dim=(2, 4))  # [groups, members, pairs]
     stacked = (weight.sqrt()[..., None] * v).permute(0, 2, 3, 1)
-    top = torch.linalg.svd(stacked, full_matrices=False).U[..., 0]  # [groups, planes, rows]
+    top = torch.linalg.svd(stacked, full_matrices=False).U[..., 0]  # [groups, pairs, rows]
     c = torch.einsum("gfd,gmfd->gmf", top.conj(), v)
     # As long as the keys it stands for, and turned as the first of them.
     total = weight.sum(dim=1)
@@ -278,8 +281,8 @@ def merge_planes(plain: AttentionWeights, groups: int) -> AttentionWeights:
     c, top = c / unit[:, None], top * unit[..., None]
     new_q, new_k = _with_row(q).clone(), _with_row(k)[::members].clone()
     turned = (u * c.conj()[:, :, None, :, None]).flatten(0, 2)
-    for new, planes in ((new_q, turned), (new_k, top)):
-        for channels, part in zip(rotation.pairs, (planes.real, planes.imag), strict=True):
+    for new, pairs in ((new_q, turned), (new_k, top)):
+        for channels, part in zip(rotation.pairs, (pairs.real, pairs.imag), strict=True):
             new[..., channels] = part.mT
     _merge_fixed(q, k, rotation, new_q, new_k)
     return replace(plain, q=(_without_row(new_q, q),), k=(_without_row(new_k, k),))
@@ -304,9 +307,9 @@ def _stays(rotation: RotaryEmbedding, width: int) -> list[int]:
     return sorted(set(range(width)) - {*first, *second})
 
 
-def _complex_planes(
+def _complex_pairs(
     maps: Float[Tensor, "copies rows width"], rotation: RotaryEmbedding
-) -> Complex[Tensor, "copies planes rows"]:
+) -> Complex[Tensor, "copies pairs rows"]:
     first, second = rotation.pairs
     return torch.complex(maps[..., first], maps[..., second]).mT
 
@@ -320,9 +323,9 @@ def _without_row(maps: Float[Tensor, "copies rows width"], like: Link) -> Link:
     return Link(maps) if like.bias is None else Link(maps[:, :-1].contiguous(), maps[:, -1].contiguous())
 
 
-def _forms_with_biases(weights: AttentionWeights) -> PlaneForms:
+def _forms_with_biases(weights: AttentionWeights) -> RotaryPairForms:
     q, k = (_with_row(weights.multiplied(side).of_heads(weights.num_heads)) for side in _QK)
-    return plane_forms(q, k, _rotary(weights))
+    return rotary_pair_forms(q, k, _rotary(weights))
 
 
 def _rotary(weights: AttentionWeights) -> RotaryEmbedding:
@@ -345,13 +348,13 @@ def _channel_moments(weights: AttentionWeights, moments: Moments | None) -> tupl
     if moments is None:
         q, k = (_with_row(weights.multiplied(side).of_heads(heads)).double() for side in _QK)
         return q.mT @ q, k.mT @ k
-    require_moments_of("plane_scores", weights, moments, ["qk"])
+    require_moments_of("pair_scores", weights, moments, ["qk"])
     return moments.q, moments.k.repeat_interleave(heads // len(moments.k), dim=0)
 
 
 def _complex_moments(
     G: Float[Tensor, "heads r r"], rotation: RotaryEmbedding
-) -> tuple[Complex[Tensor, "heads planes planes"], Complex[Tensor, "heads planes planes"]]:
+) -> tuple[Complex[Tensor, "heads pairs pairs"], Complex[Tensor, "heads pairs pairs"]]:
     """E[c_f c_g*] and E[c_f c_g] of c = a + i b, from the moments of a and b."""
     a, b = rotation.pairs
     aa, bb, ab, ba = (G[:, one][:, :, other] for one, other in ((a, a), (b, b), (a, b), (b, a)))
@@ -359,8 +362,8 @@ def _complex_moments(
 
 
 def mean_turn(
-    theta: Float[Tensor, "planes planes"], longest: int | None, causal: bool
-) -> Complex[Tensor, "planes planes"]:
+    theta: Float[Tensor, "pairs pairs"], longest: int | None, causal: bool
+) -> Complex[Tensor, "pairs pairs"]:
     """Mean of e^{imθ} over the distances m of all pairs of a text of L tokens, L − |m| at each.
 
     Both ways it is Fejér's kernel, (sin ½Lθ / sin ½θ)² / L²; of one way, that is twice the real part less L,

@@ -1,4 +1,4 @@
-"""Planes of rotary heads: what each carries, which are kept, what the others were worth."""
+"""Pairs of channels of rotary heads: what each carries, which are kept, what the others were worth."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from heads import NUM_HEADS, Untouched, make_layer, random_input, turned_by, with_semantics
 from triptych.algebra.function import channels, of_heads
-from triptych.algebra.measures import Planes, measure_heads
+from triptych.algebra.measures import RotaryPairs, measure_heads
 from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.positions import ALiBi, RotaryEmbedding
-from triptych.algebra.rewrites.planes import measure_plane_energies, plane_scores, truncate_planes
 from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.rewrites.rotary_pairs import measure_pair_energies, pair_scores, truncate_rotary_pairs
 from triptych.algebra.weights import AttentionWeights
 
 PAIRINGS: tuple[Any, ...] = ("halves", "interleaved")
@@ -39,7 +39,7 @@ def moments_of(weights: AttentionWeights, *texts: Tensor) -> Moments:
 def mean_square_scores(
     weights: AttentionWeights, x: Tensor, rotation: RotaryEmbedding, distances: range, only: list[int]
 ) -> Tensor:
-    """Of all queries with all keys, in some planes, over the distances in a text: turned one by one.
+    """Of all queries with all keys, in some pairs, over the distances in a text: turned one by one.
 
     Of L tokens, L − |m| pairs are m apart.
     """
@@ -47,7 +47,7 @@ def mean_square_scores(
     q, k = (t.transpose(0, 1).flatten(1, 2) for t in (q, of_heads(k, weights.num_heads)))
     first, second = rotation.pairs
     kept = torch.zeros(q.shape[-1], dtype=torch.float64)
-    kept[[channel for plane in only for channel in (first[plane], second[plane])]] = 1.0
+    kept[[channel for pair in only for channel in (first[pair], second[pair])]] = 1.0
     total = torch.zeros(NUM_HEADS, dtype=torch.float64)
     longest = max(distances) + 1
     for m in distances:
@@ -59,11 +59,11 @@ def mean_square_scores(
 @pytest.mark.parametrize("kind", ["self", "causal"])
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize(("start", "factor", "longest"), [(0, 1.0, 1), (0, 1.0, 9), (1, 1.3, 50)])
-def test_scores_of_planes_are_means_over_tokens_and_distances(
+def test_scores_of_pairs_are_means_over_tokens_and_distances(
     pairing: Any, start: int, factor: float, longest: int, kind: str
 ) -> None:
     weights, rotation, x = rotary(7, kind), rotation_of(pairing, start, factor), random_input(11) + 0.5
-    found = plane_scores(weights, rotation, moments_of(weights, x), longest)
+    found = pair_scores(weights, rotation, moments_of(weights, x), longest)
     distances = range(0 if kind == "causal" else 1 - longest, longest)
     for only in ([0], [2], [0, 1], [0, 1, 2]):
         expected = mean_square_scores(weights, x, rotation, distances, only)
@@ -71,47 +71,47 @@ def test_scores_of_planes_are_means_over_tokens_and_distances(
     torch.testing.assert_close(found, found.mT, rtol=1e-12, atol=1e-12)
 
 
-def test_in_long_texts_planes_are_worth_their_energies() -> None:
+def test_in_long_texts_pairs_are_worth_their_energies() -> None:
     weights, x, rotation = rotary(), random_input(11), rotation_of()
     moments = moments_of(weights, x)
-    without_end = plane_scores(weights, rotation, moments)
+    without_end = pair_scores(weights, rotation, moments)
     torch.testing.assert_close(without_end, torch.diag_embed(without_end.diagonal(dim1=1, dim2=2)))
-    long = plane_scores(weights, rotation, moments, 10_000_000)
+    long = pair_scores(weights, rotation, moments, 10_000_000)
     torch.testing.assert_close(long, without_end, rtol=0, atol=1e-4 * float(without_end.max()))
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_energies_without_a_text_are_those_that_are_measured(pairing: Any) -> None:
     weights, rotation = rotary(biased=False), rotation_of(pairing, factor=1.2)
-    measured = measure_heads(weights, Planes.of(rotation, 10**9)).qk.values.square()
+    measured = measure_heads(weights, RotaryPairs.of(rotation, 10**9)).qk.values.square()
     torch.testing.assert_close(
-        measure_plane_energies(with_semantics(weights, rotary=rotation)), measured, rtol=1e-10, atol=0
+        measure_pair_energies(with_semantics(weights, rotary=rotation)), measured, rtol=1e-10, atol=0
     )
 
 
-def test_a_plane_that_does_not_turn_has_the_singular_values_of_its_channels() -> None:
+def test_a_pair_that_does_not_turn_has_the_singular_values_of_its_channels() -> None:
     weights = rotary(2, biased=False)
     still = RotaryEmbedding(torch.zeros(1, dtype=torch.float64))
-    energy = plane_scores(weights, still)[:, 0, 0]
+    energy = pair_scores(weights, still)[:, 0, 0]
     torch.testing.assert_close(energy, weights.qk.frobenius_norm().square(), rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize(("pairing", "start"), [("halves", 0), ("interleaved", 1)])
-def test_the_strongest_planes_stay_and_the_others_are_zero(
+def test_the_strongest_pairs_stay_and_the_others_are_zero(
     pairing: Any, start: int, groups: int, biased: bool
 ) -> None:
     weights, rotation = rotary(7, groups=groups, biased=biased), rotation_of(pairing, start)
     with Untouched(weights):
-        result, record = truncate_planes(with_semantics(weights, rotary=rotation), planes=2)
+        result, record = truncate_rotary_pairs(with_semantics(weights, rotary=rotation), pairs=2)
     assert record.tier == "bounded"
     assert record.error is None
     first, second = rotation.pairs
-    energies = plane_scores(weights, rotation).diagonal(dim1=1, dim2=2).view(groups, -1, 3).sum(1)
+    energies = pair_scores(weights, rotation).diagonal(dim1=1, dim2=2).view(groups, -1, 3).sum(1)
     weakest = energies.argmin(1).repeat_interleave(NUM_HEADS // groups)
-    for head, plane in enumerate(weakest.tolist()):
-        gone = [first[plane], second[plane]]
+    for head, pair in enumerate(weakest.tolist()):
+        gone = [first[pair], second[pair]]
         kept = [channel for channel in range(7) if channel not in gone]
         for side in ("q", "k"):
             old, new = (one.multiplied(side).of_heads(NUM_HEADS) for one in (weights, result))  # type: ignore[arg-type]
@@ -120,17 +120,17 @@ def test_the_strongest_planes_stay_and_the_others_are_zero(
             if old.bias is not None and new.bias is not None:
                 assert torch.equal(new.bias[head][kept], old.bias[head][kept])
                 assert not bool(new.bias[head][gone].any())
-    lost = plane_scores(weights, rotation)[torch.arange(NUM_HEADS), weakest, weakest]
+    lost = pair_scores(weights, rotation)[torch.arange(NUM_HEADS), weakest, weakest]
     assert record.bound == pytest.approx(float(lost.max().sqrt()), rel=1e-10)
     assert result.num_key_heads == groups
 
 
 @pytest.mark.parametrize("longest", [None, 6])
-def test_the_error_on_a_text_is_what_the_planes_left_out_were_worth(longest: int | None) -> None:
+def test_the_error_on_a_text_is_what_the_pairs_left_out_were_worth(longest: int | None) -> None:
     weights, x, rotation = rotary(), random_input(11) * torch.logspace(0, -2, 24), rotation_of()
     moments = moments_of(weights, x)
-    result, record = truncate_planes(
-        with_semantics(weights, rotary=rotation), planes=[1, 2, 3, 1], moments=moments, longest=longest
+    result, record = truncate_rotary_pairs(
+        with_semantics(weights, rotary=rotation), pairs=[1, 2, 3, 1], moments=moments, longest=longest
     )
     distances = range(-5, 6) if longest else range(-3000, 3000, 29)
     first, second = rotation.pairs
@@ -143,10 +143,10 @@ def test_the_error_on_a_text_is_what_the_planes_left_out_were_worth(longest: int
         shares.append(float(lost / whole))
     assert record.error == pytest.approx(max(shares), rel=1e-9 if longest else 0.1)
     assert shares[2] == 0.0
-    assert record.choice.startswith("1, 2, 3, 1 of 3 planes")
+    assert record.choice.startswith("1, 2, 3, 1 of 3 rotary pairs")
 
 
-def test_planes_that_carry_nothing_go_for_nothing() -> None:
+def test_rotary_pairs_that_carry_nothing_go_for_nothing() -> None:
     weights = rotary()
     (q,) = weights.q
     weight, bias = q.weight.clone(), q.bias
@@ -154,46 +154,46 @@ def test_planes_that_carry_nothing_go_for_nothing() -> None:
     bias = bias.clone()
     weight[..., [1, 4]], bias[..., [1, 4]] = 0.0, 0.0
     weights = replace(weights, q=(replace(q, weight=weight, bias=bias),))
-    record = truncate_planes(with_semantics(weights, rotary=rotation_of()), planes=2).record
+    record = truncate_rotary_pairs(with_semantics(weights, rotary=rotation_of()), pairs=2).record
     assert (record.tier, record.bound) == ("rounding-exact", 0.0)
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"planes": 0}, "planes is 0: the rotation has 3, so 1 to 3"),
-        ({"planes": 4}, "planes is 4: the rotation has 3, so 1 to 3"),
-        ({"planes": True}, "planes is True: it must be a whole number"),
-        ({"planes": [1, 2]}, "planes names 2 numbers: there are 4 key heads, and each takes one"),
+        ({"pairs": 0}, "pairs is 0: the rotation has 3, so 1 to 3"),
+        ({"pairs": 4}, "pairs is 4: the rotation has 3, so 1 to 3"),
+        ({"pairs": True}, "pairs is True: it must be a whole number"),
+        ({"pairs": [1, 2]}, "pairs names 2 numbers: there are 4 key heads, and each takes one"),
         (
             {"traits": {"rotary": rotation_of(start=1)}},
             "the rotation turns channels up to 7, of heads 6 wide",
         ),
         (
             {"traits": {"rotary": None, "bias": ALiBi.of_count(4)}},
-            "the layer has no planes: its positions are alibi, not rotary",
+            "the layer has no rotary pairs: its positions are alibi, not rotary",
         ),
         ({"traits": {"qk_norm": True}}, "queries and keys are normalised"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:
     weights = with_semantics(rotary(), **{"rotary": rotation_of(), **options.pop("traits", {})})
-    arguments: dict[str, Any] = {"planes": 2, **options}
-    with pytest.raises(RewriteRefusedError, match=f"^truncate_planes refused: {reason}"):
-        truncate_planes(weights, **arguments)
+    arguments: dict[str, Any] = {"pairs": 2, **options}
+    with pytest.raises(RewriteRefusedError, match=f"^truncate_rotary_pairs refused: {reason}"):
+        truncate_rotary_pairs(weights, **arguments)
 
 
 def test_moments_of_another_layer_are_refused() -> None:
     moments = moments_of(rotary(8), random_input(4))
     with pytest.raises(RewriteRefusedError, match="4 × 8 channels of queries, the layer has 4 × 6"):
-        truncate_planes(with_semantics(rotary(), rotary=rotation_of()), planes=2, moments=moments)
+        truncate_rotary_pairs(with_semantics(rotary(), rotary=rotation_of()), pairs=2, moments=moments)
 
 
 def test_the_spread_of_energies_is_by_group() -> None:
     weights = rotary(groups=2)
-    energies = measure_plane_energies(with_semantics(weights, rotary=rotation_of()))
+    energies = measure_pair_energies(with_semantics(weights, rotary=rotation_of()))
     assert energies.shape == (2, 3)
     assert bool((energies.diff() <= 0).all())
     np.testing.assert_allclose(
-        energies.sum(1), plane_scores(weights, rotation_of()).sum((1, 2)).view(2, 2).sum(1), rtol=1e-12
+        energies.sum(1), pair_scores(weights, rotation_of()).sum((1, 2)).view(2, 2).sum(1), rtol=1e-12
     )

@@ -1,0 +1,6 @@
+"""How long operations report their progress."""
+
+from collections.abc import Callable
+
+Progress = Callable[[str, int | float, int | float], None]
+"""Called with what is being done, how much of it is done, and how much there is in total."""
