@@ -26,7 +26,7 @@ class TrainerLearner(Learner):
 
     def __init__(self, options: Options, text: Text, config: ModelConfig = _CONFIG) -> None:
         self.text = text
-        self.model = EncoderDecoder(config, text.vocab_size, text.vocab_size, text.pad_id)
+        self.model = EncoderDecoder.of(config, text.vocab_size, text.vocab_size, text.pad_id)
         self.model.to(options.get("device", "cpu"))
         self.folder = tempfile.TemporaryDirectory()  # the Trainer wants one; a step writes nothing
         self.trainer = Trainer(

@@ -92,7 +92,7 @@ def make_model(
         "decoder": {"num_layers": 2, "attention": site, "cross_attention": site},
         **changes,
     }
-    return shuffled(EncoderDecoder(ModelConfig.model_validate(tree), src_size, tgt_size, 0))
+    return shuffled(EncoderDecoder.of(ModelConfig.model_validate(tree), src_size, tgt_size, 0))
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def make_model(
             cross_attention=AttentionConfig() if within else site,
         ),
     )
-    model = EncoderDecoder(config, 30, vocab, PAD).eval().double()
+    model = EncoderDecoder.of(config, 30, vocab, PAD).eval().double()
     with torch.no_grad():
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.4)

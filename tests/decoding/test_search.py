@@ -33,7 +33,7 @@ def make_model(vocab_size: int = 24, seed: int = 1, ends_like: float = 1.0) -> E
         encoder=EncoderConfig(num_layers=1),
         decoder=DecoderConfig(num_layers=2),
     )
-    model = EncoderDecoder(config, vocab_size, vocab_size, PAD).eval()
+    model = EncoderDecoder.of(config, vocab_size, vocab_size, PAD).eval()
     with torch.no_grad():
         model.output.weight.mul_(2)
         model.output.weight[EOS].mul_(ends_like)

@@ -37,7 +37,7 @@ def translator(tokenizers: TokenizerPair) -> Translator:
         encoder=EncoderConfig(num_layers=1),
         decoder=DecoderConfig(num_layers=2),
     )
-    model = EncoderDecoder(config, tokenizers.source.vocab_size, tokenizers.target.vocab_size)
+    model = EncoderDecoder.of(config, tokenizers.source.vocab_size, tokenizers.target.vocab_size)
     with torch.no_grad():
         model.output.weight.mul_(2)
         for block in model.decoder:

@@ -32,7 +32,7 @@ def translator() -> Iterator[Translator]:
         decoder=DecoderConfig(num_layers=1),
     )
     size = tokenizers.source.vocab_size
-    model = EncoderDecoder(config, size, size).eval()
+    model = EncoderDecoder.of(config, size, size).eval()
     options = SearchOptions(beam_size=2, max_extra_tokens=2)
     with Translator(model, tokenizers, options, batch_tokens=400, workers=2) as made:
         yield made

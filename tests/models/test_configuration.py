@@ -77,7 +77,7 @@ MIXED = make(
 
 
 def test_each_site_has_its_own_parameterisation() -> None:
-    model = EncoderDecoder(MIXED, 11, 11)
+    model = EncoderDecoder.of(MIXED, 11, 11)
     found = {site.name: site.layer.parameterisation for site in attention_sites(model)}
     assert found == {
         "encoder.0": Stacked(first_bias=True, d_v=5),
@@ -94,7 +94,7 @@ def test_each_site_has_its_own_parameterisation() -> None:
 
 
 def test_positions_go_into_self_attention_only() -> None:
-    model = EncoderDecoder(
+    model = EncoderDecoder.of(
         make(positions=PositionsConfig(scheme="rotary", rotary_dim=4, rotary_base=99)), 11, 11
     )
     for site in attention_sites(model):
@@ -202,7 +202,7 @@ def test_positions_that_a_site_cannot_have_are_refused_with_the_reason(name: str
 @pytest.mark.parametrize("name", PARAMETERISATIONS)
 def test_cross_attention_may_be_anything_under_rotary_positions(name: str) -> None:
     config = make(decoder={"cross_attention": AttentionConfig(projections=name)}, positions=ROTARY)
-    assert EncoderDecoder(config, 11, 11).config.cross_sites()[0].projections == name
+    assert EncoderDecoder.of(config, 11, 11).config.cross_sites()[0].projections == name
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def make_config(attention: AttentionConfig | None = None, **changes: Any) -> Mod
 
 
 def make_model(**changes: Any) -> EncoderDecoder:
-    return EncoderDecoder(make_config(**changes), VOCAB, VOCAB, PAD).double().eval()
+    return EncoderDecoder.of(make_config(**changes), VOCAB, VOCAB, PAD).double().eval()
 
 
 def copy_attention(ours: nn.Module, torchs: nn.MultiheadAttention) -> None:
@@ -123,19 +123,19 @@ def test_a_tie_is_one_storage_and_no_tie_is_none(
 
 
 def test_tied_tables_stay_tied_when_the_dtype_changes() -> None:
-    model = EncoderDecoder(make_config(), VOCAB, VOCAB).bfloat16()
+    model = EncoderDecoder.of(make_config(), VOCAB, VOCAB).bfloat16()
     assert model.output.weight is model.tgt_embedding.weight
     assert model.src_embedding.weight is model.tgt_embedding.weight
 
 
 def test_one_table_for_two_vocabularies_is_refused_with_their_sizes() -> None:
     with pytest.raises(ValueError, match=r"not 30 source and 20 target tokens: make the tokenizer joint"):
-        EncoderDecoder(make_config(), 30, 20)
+        EncoderDecoder.of(make_config(), 30, 20)
 
 
 @pytest.mark.parametrize("tie", ["target", "none"])
 def test_untied_vocabularies_may_differ(tie: Literal["target", "none"]) -> None:
-    model = EncoderDecoder(make_config(tie_embeddings=tie), 30, 20, PAD)
+    model = EncoderDecoder.of(make_config(tie_embeddings=tie), 30, 20, PAD)
     assert (model.src_vocab_size, model.tgt_vocab_size) == (30, 20)
     assert model(torch.tensor([[29, 2]]), TGT[:1]).shape == (1, 4, 20)
 
@@ -228,7 +228,7 @@ def test_a_preset_builds_and_runs(preset: str) -> None:
     # base and big are built without storage: shapes are checked, memory is not filled
     device = torch.device("cpu" if preset in ("tiny", "small") else "meta")
     with device:
-        model = EncoderDecoder(PRESETS[preset], VOCAB, VOCAB)
+        model = EncoderDecoder.of(PRESETS[preset], VOCAB, VOCAB)
     logits = model(SRC.to(device), TGT.to(device))
     assert logits.shape == (3, 4, VOCAB)
     logits.sum().backward()
@@ -240,7 +240,7 @@ def test_a_preset_builds_and_runs(preset: str) -> None:
 
 
 def test_a_fresh_model_is_near_chance() -> None:
-    model = EncoderDecoder(PRESETS["tiny"], 1000, 1000).eval()
+    model = EncoderDecoder.of(PRESETS["tiny"], 1000, 1000).eval()
     logits = model(torch.randint(3, 1000, (8, 12)), torch.randint(3, 1000, (8, 12))).detach()
     # Logits of variance about 1 over 1000 tokens: ln 1000 + 1/2.
     surprise = logits.logsumexp(-1) - logits.mean(-1)
@@ -255,7 +255,7 @@ def test_dropout_acts_while_training_only() -> None:
 
 
 def test_dropout_stands_on_embeddings_and_on_every_sub_layer() -> None:
-    model = EncoderDecoder(make_config(dropout=0.25, activation_dropout=0.5), VOCAB, VOCAB)
+    model = EncoderDecoder.of(make_config(dropout=0.25, activation_dropout=0.5), VOCAB, VOCAB)
     at = {name: module.p for name, module in model.named_modules() if isinstance(module, Dropout)}
     residual = [p for name, p in at.items() if name.endswith("residual.dropout")]
     activation = [p for name, p in at.items() if name.endswith("feed_forward.dropout")]
@@ -281,7 +281,7 @@ def test_a_site_keeps_its_own_sizes_and_takes_the_models_for_the_rest() -> None:
     )
     site = config.site(config.decoder.cross_attention)
     assert (site.num_heads, site.d_k, site.d_v, site.dropout) == (2, 3, 5, 0.2)
-    model = EncoderDecoder(config, VOCAB, VOCAB)
+    model = EncoderDecoder.of(config, VOCAB, VOCAB)
     assert model.decoder[0].cross_attention.projections.q_proj.weight.shape == (6, 16)
     assert model.decoder[0].cross_attention.projections.v_proj.weight.shape == (10, 16)
     assert model.decoder[0].cross_attention.dropout == 0.2

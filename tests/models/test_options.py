@@ -11,7 +11,7 @@ from tolerances import assert_same
 from triptych.attention import SinusoidalPositions
 from triptych.errors import UsageError
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig, PositionsConfig
-from triptych.models.blocks import FeedForward
+from triptych.models.feed_forward import FeedForward
 from triptych.training import resolve
 
 DATA = {
@@ -59,7 +59,7 @@ def test_what_there_is_not_is_refused(option: dict[str, Any]) -> None:
 
 def test_the_layout_of_the_positions_reaches_both_sides() -> None:
     config = make(positions=PositionsConfig(sinusoidal_layout="halves"))
-    model = EncoderDecoder(config, 11, 11)
+    model = EncoderDecoder.of(config, 11, 11)
     for positions in (model.src_positions, model.tgt_positions):
         assert isinstance(positions, SinusoidalPositions)
         assert positions.layout == "halves"
@@ -67,7 +67,7 @@ def test_the_layout_of_the_positions_reaches_both_sides() -> None:
 
 @pytest.mark.parametrize("tie", ["all", "target", "none"])
 def test_the_output_bias_is_added_to_the_logits_and_begins_as_zeros(tie: str) -> None:
-    model = EncoderDecoder(make(tie_embeddings=tie, output_bias=True), 11, 11).eval()
+    model = EncoderDecoder.of(make(tie_embeddings=tie, output_bias=True), 11, 11).eval()
     before = model(SRC, TGT)
     assert_same(model.output.bias.detach(), torch.zeros(11), kind="exact")
     bias = torch.randn(11)

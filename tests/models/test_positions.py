@@ -44,7 +44,7 @@ def make_model(scheme: str, **changes: Any) -> EncoderDecoder:
         "decoder": DecoderConfig(num_layers=2),
     }
     config = ModelConfig(**{**sizes, "positions": SCHEMES[scheme], **changes})
-    return EncoderDecoder(config, VOCAB, VOCAB, PAD).double().eval()
+    return EncoderDecoder.of(config, VOCAB, VOCAB, PAD).double().eval()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

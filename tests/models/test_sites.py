@@ -51,7 +51,7 @@ def make_config(**changes: Any) -> ModelConfig:
 
 def make_model(vocab_size: int = VOCAB, **changes: Any) -> EncoderDecoder:
     """A model whose norms and biases are as random as the rest."""
-    model = EncoderDecoder(make_config(**changes), vocab_size, VOCAB, PAD).double().eval()
+    model = EncoderDecoder.of(make_config(**changes), vocab_size, VOCAB, PAD).double().eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, mean=1.0 if "norm.weight" in name else 0.0, std=0.3)
@@ -179,7 +179,9 @@ def test_a_model_with_nothing_changed_is_a_copy(tie: Any, config: str) -> None:
         "learned, pre": make_config(norm="pre", positions=PositionsConfig(scheme="learned")),
     }[config]
     model = (
-        EncoderDecoder(chosen.model_copy(update={"tie_embeddings": tie}), VOCAB, VOCAB, PAD).double().eval()
+        EncoderDecoder.of(chosen.model_copy(update={"tie_embeddings": tie}), VOCAB, VOCAB, PAD)
+        .double()
+        .eval()
     )
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -207,7 +209,7 @@ def test_a_model_with_nothing_changed_is_a_copy(tie: Any, config: str) -> None:
 
 
 def test_a_copy_takes_dtype_and_mode_along() -> None:
-    model = EncoderDecoder(make_config(), VOCAB, VOCAB, PAD).bfloat16().train()
+    model = EncoderDecoder.of(make_config(), VOCAB, VOCAB, PAD).bfloat16().train()
     copy = with_attention(model, {})
     assert copy.training
     assert {p.dtype for p in copy.parameters()} == {torch.bfloat16}
@@ -332,7 +334,7 @@ def test_weights_that_cannot_turn_are_refused_under_rotary_positions() -> None:
 @pytest.mark.parametrize("name", PARAMETERISATIONS)
 def test_a_model_of_any_parameterisation_is_read_as_it_was_written(tmp_path: Path, name: str) -> None:
     site = AttentionConfig(projections=name, o_bias=True)
-    model = EncoderDecoder(
+    model = EncoderDecoder.of(
         make_config(
             encoder=EncoderConfig(num_layers=1, attention=site),
             decoder=DecoderConfig(num_layers=1, attention=site, cross_attention=site),
@@ -348,7 +350,7 @@ def test_a_model_of_any_parameterisation_is_read_as_it_was_written(tmp_path: Pat
 
 
 def test_a_model_with_layers_of_their_own_is_read_as_it_was_written(tmp_path: Path) -> None:
-    model = EncoderDecoder(of_all_kinds(), VOCAB, VOCAB, PAD).eval()
+    model = EncoderDecoder.of(of_all_kinds(), VOCAB, VOCAB, PAD).eval()
     changed = MultiHeadAttention(16, 4, parameterisation("collaborative", d_shared=9, k_bias=True)).weights()
     model = with_attention(model, {"decoder.1": changed})
     write_model(model, tmp_path)

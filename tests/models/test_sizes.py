@@ -14,7 +14,7 @@ SHARED_ROWS, SHARED_ROWS_BIG = 41_500, 36_500
 
 def count_millions(config: ModelConfig, vocab_size: int) -> float:
     with torch.device("meta"):
-        model = EncoderDecoder(config, vocab_size, vocab_size)
+        model = EncoderDecoder.of(config, vocab_size, vocab_size)
     return sum(parameter.numel() for parameter in model.parameters()) / 1e6
 
 

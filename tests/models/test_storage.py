@@ -37,7 +37,7 @@ WEIGHTS, SETTINGS = "model.safetensors", "config.json"
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    write_model(EncoderDecoder(CONFIG, 11, 13, pad_id=2), tmp_path)
+    write_model(EncoderDecoder.of(CONFIG, 11, 13, pad_id=2), tmp_path)
     return tmp_path
 
 
@@ -54,7 +54,7 @@ def change_settings(folder: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("tie", ["all", "target", "none"])
 def test_what_was_written_is_read_bit_for_bit(tmp_path: Path, tie: str) -> None:
-    model = EncoderDecoder(CONFIG.model_copy(update={"tie_embeddings": tie}), 13, 13, pad_id=2).eval()
+    model = EncoderDecoder.of(CONFIG.model_copy(update={"tie_embeddings": tie}), 13, 13, pad_id=2).eval()
     write_model(model, tmp_path)
     read = read_model(tmp_path)
     assert not read.training
@@ -75,7 +75,7 @@ def test_a_configuration_survives_its_json(config: ModelConfig) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_a_model_of_another_dtype_keeps_it(tmp_path: Path, dtype: torch.dtype) -> None:
-    model = EncoderDecoder(CONFIG, 11, 13, pad_id=2).to(dtype)
+    model = EncoderDecoder.of(CONFIG, 11, 13, pad_id=2).to(dtype)
     write_model(model, tmp_path)
     read = dict(read_model(tmp_path).named_parameters())
     for name, parameter in model.named_parameters():
@@ -91,7 +91,7 @@ def test_a_dtype_that_is_none_is_refused_and_one_left_out_is_float32(saved: Path
 
 
 def test_tied_tables_are_stored_once(tmp_path: Path) -> None:
-    model = EncoderDecoder(CONFIG.model_copy(update={"tie_embeddings": "all"}), 13, 13)
+    model = EncoderDecoder.of(CONFIG.model_copy(update={"tie_embeddings": "all"}), 13, 13)
     write_model(model, tmp_path)
     tables = [name for name in load_file(tmp_path / WEIGHTS) if "embedding" in name or "output." in name]
     assert tables == ["tgt_embedding.weight"]
@@ -173,7 +173,7 @@ def test_the_weights_of_another_architecture_are_refused(saved: Path) -> None:
 
 
 def test_nothing_is_changed_by_a_file_that_does_not_fit(saved: Path) -> None:
-    from_file = EncoderDecoder(CONFIG, 11, 13, pad_id=2)
+    from_file = EncoderDecoder.of(CONFIG, 11, 13, pad_id=2)
     before = {name: p.detach().clone() for name, p in from_file.named_parameters()}
     tensors = load_file(saved / WEIGHTS)
     save_file({**tensors, "tgt_embedding.weight": torch.zeros(2, 8)}, saved / WEIGHTS)

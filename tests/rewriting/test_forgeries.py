@@ -331,7 +331,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stacks = {"encoder": {"num_layers": 1}, "decoder": {"num_layers": 1}}
     sizes = {"d_model": 16, "num_heads": 2, "d_ff": 24, "norm": "pre", "tie_embeddings": "none"}
     config = ModelConfig.model_validate({**sizes, **stacks})
-    model = EncoderDecoder(config, 20, 20, 0)
+    model = EncoderDecoder.of(config, 20, 20, 0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))

@@ -77,7 +77,7 @@ def make_model(kind: str, norm: str = "pre", **changes: Any) -> EncoderDecoder:
         "decoder": {"num_layers": 2, "attention": sites[1], "cross_attention": sites[2]},
         **changes,
     }
-    model = EncoderDecoder(ModelConfig.model_validate(tree), VOCAB, VOCAB, PAD).eval()
+    model = EncoderDecoder.of(ModelConfig.model_validate(tree), VOCAB, VOCAB, PAD).eval()
     for name, parameter in model.named_parameters():  # biases and norms that do something
         if "bias" in name or "norm" in name:
             nn.init.normal_(parameter, mean=float("norm.weight" in name), std=0.3)

@@ -150,7 +150,7 @@ def own_run(folder: Path, projections: str, norm: str, scheme: str) -> bool:
         config = ModelConfig.model_validate(
             {**sizes, "encoder": stack, "decoder": {**stack, "cross_attention": site}}
         )
-        model = EncoderDecoder(config, 20, 20)
+        model = EncoderDecoder.of(config, 20, 20)
     except ValueError:
         return False
     for parameter in model.parameters():

@@ -50,7 +50,7 @@ def test_without_transformers_a_run_of_ours_can_be_run_and_no_other_model(
         {"d_model": 8, "d_ff": 8, "num_heads": 2, "encoder": stack, "decoder": stack}
     )
     (tmp_path / "ours").mkdir()
-    write_model(EncoderDecoder(config, 9, 9), tmp_path / "ours")
+    write_model(EncoderDecoder.of(config, 9, 9), tmp_path / "ours")
     gpt2_that_runs(tmp_path / "gpt2")
     assert can_run(tmp_path / "ours") == can_run(tmp_path / "gpt2") == ""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -35,7 +35,7 @@ def make_trainer(folder: Path, **training: object) -> Trainer:
     config = PRESETS["tiny"].model_copy(update={"d_model": 8, "d_ff": 8, "num_heads": 2})
     chosen = TrainingConfig.model_validate({"accumulate_batches": 3, "warmup_steps": 2, **training})
     validation = ValidationConfig(every_steps=1000, bleu=False, metric="loss")
-    model = EncoderDecoder(config, _VOCAB_SIZE, _VOCAB_SIZE, 0)
+    model = EncoderDecoder.of(config, _VOCAB_SIZE, _VOCAB_SIZE, 0)
     objective = Translation(model, make_batches(60), make_batches(4), chosen, validation, None)
     return Trainer(chosen, validation, objective, folder, Counters())
 

@@ -30,7 +30,7 @@ def make_model(tie: str = "all", norm: str = "post", seed: int = 2) -> EncoderDe
         encoder=EncoderConfig(num_layers=2),
         decoder=DecoderConfig(num_layers=2),
     )
-    return EncoderDecoder(config, 12, 12)
+    return EncoderDecoder.of(config, 12, 12)
 
 
 def loss_of(model: EncoderDecoder) -> Tensor:

@@ -139,7 +139,7 @@ def _model(
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise DataError(f"{config_path}: {message}") from None
     with torch.random.fork_rng(devices=[]):  # fresh weights are drawn only to be overwritten
-        model = EncoderDecoder(config, settings.vocab_size, settings.tgt_vocab_size, settings.pad_token_id)
+        model = EncoderDecoder.of(config, settings.vocab_size, settings.tgt_vocab_size, settings.pad_token_id)
     model = model.to(target.dtype)
     load_tensors(model, ours, tensors.name)
     return model.eval()

@@ -208,7 +208,7 @@ def _sines_first(model: EncoderDecoder) -> EncoderDecoder:
     )
     some = next(model.parameters())
     with torch.random.fork_rng(devices=[]):  # fresh weights are drawn only to be overwritten
-        new = EncoderDecoder(config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id)
+        new = EncoderDecoder.of(config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id)
     new = new.to(device=some.device, dtype=some.dtype)
     old = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, parameter in new.named_parameters():

@@ -179,12 +179,14 @@ class EmbeddingsConfig:
 
     Attributes:
         vocab_size: rows of the table.
-        width: of the table; d_model if None, else a map without bias leads from it to d_model (with one if
-            `map_bias`).
+        width: of the table, from which a map leads to d_model (with a bias if `map_bias`); d_model without a
+            map if None.
         scale: the rows are multiplied by this.
         positions: what is added for the position of a token.
         num_positions: rows of learned positions.
         position_offset: position p is row `p + position_offset` of the learned or sinusoidal table.
+        padding_id: where positions that are not given count the tokens before that are not this one; this
+            one itself has the position before the first. None where they count all.
         sinusoidal_layout: see `attention.sinusoidal`.
         num_types: rows of a table for the segments of a text; 0 without.
         norm: of the sum; None without.
@@ -198,6 +200,7 @@ class EmbeddingsConfig:
     positions: Literal["none", "learned", "sinusoidal"] = "none"
     num_positions: int = 0
     position_offset: int = 0
+    padding_id: int | None = None
     sinusoidal_layout: Literal["halves", "interleaved"] = "interleaved"
     num_types: int = 0
     norm: NormConfig | None = None
@@ -215,6 +218,7 @@ class HeadConfig:
         width: of what the output table reads; d_model if None. A map with `map_bias` leads to it, followed by
             `activation` and `norm`, which BERT and its like have.
         transform: whether there is that map.
+        outputs: how many logits there are; one for every token if None.
         scale: logits are multiplied by this.
         soft_cap: c where logits s become `c · tanh(s / c)`; None if they do not.
     """
@@ -223,6 +227,7 @@ class HeadConfig:
     bias: bool = False
     width: int | None = None
     transform: bool = False
+    outputs: int | None = None
     map_bias: bool = True
     activation: Activation | None = None
     norm: NormConfig | None = None
@@ -237,7 +242,7 @@ class LanguageModelArchitecture:
 
     Attributes:
         kind: "decoder" sees a text causally and predicts the next token; "encoder" sees all of it and
-            predicts the tokens themselves.
+            predicts something of every token, mostly the token itself.
         d_model: width of the stream.
         embeddings: of the tokens.
         blocks: each with weights of its own.
@@ -254,3 +259,46 @@ class LanguageModelArchitecture:
     final_norm: NormConfig | None = None
     head: HeadConfig | None = HeadConfig()
     order: tuple[int, ...] = ()
+
+
+@final
+@dataclass(frozen=True)
+class EncoderDecoderArchitecture:
+    """An encoder and a decoder that attends to what it makes.
+
+    Attributes:
+        d_model: width of both streams.
+        source: embeddings of the encoder's tokens.
+        target: of the decoder's; both have the same scale.
+        shared: whether both have one table.
+        encoder: its blocks.
+        decoder: its blocks, with cross-attention.
+        encoder_norm: after the last block of the encoder; None without.
+        decoder_norm: likewise.
+        tied: whether the output table is that of the decoder's tokens.
+        output_bias: whether every token has a bias.
+        logit_scale: logits are multiplied by this, before the bias.
+    """
+
+    d_model: int
+    source: EmbeddingsConfig
+    target: EmbeddingsConfig
+    shared: bool
+    encoder: tuple[BlockConfig, ...]
+    decoder: tuple[BlockConfig, ...]
+    encoder_norm: NormConfig | None = None
+    decoder_norm: NormConfig | None = None
+    tied: bool = True
+    output_bias: bool = False
+    logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.shared and self.source.vocab_size != self.target.vocab_size:
+            raise ValueError(
+                f"one table cannot have {self.source.vocab_size} source and {self.target.vocab_size} target "
+                "tokens: make the vocabulary joint, or do not share the table"
+            )
+        if self.source.scale != self.target.scale:
+            raise ValueError(
+                f"embeddings are multiplied by {self.source.scale} and by {self.target.scale}: it must be one"
+            )

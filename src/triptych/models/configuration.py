@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -19,6 +20,7 @@ from triptych.attention import (
 from triptych.models.architecture import (
     BlockConfig,
     EmbeddingsConfig,
+    EncoderDecoderArchitecture,
     FeedForwardConfig,
     HeadConfig,
     LanguageModelArchitecture,
@@ -156,6 +158,18 @@ class PositionsConfig(BaseModel):
             case _:
                 return None
 
+    def embeddings(self, vocab_size: int, scale: float, dropout: float) -> EmbeddingsConfig:
+        """Embeddings of so many tokens, with what is added to them for positions."""
+        scheme = self.scheme
+        return EmbeddingsConfig(
+            vocab_size,
+            scale=scale,
+            positions=scheme if scheme in ("learned", "sinusoidal") else "none",
+            num_positions=self.max_tokens if scheme == "learned" else 0,
+            sinusoidal_layout=self.sinusoidal_layout,
+            dropout=dropout,
+        )
+
 
 # Every layer is looked at while a configuration is checked; nobody trains as many.
 _MOST_LAYERS = 10_000
@@ -282,6 +296,24 @@ class ModelConfig(BaseModel):
         """An attention site with the sizes it left out filled in, as far as it has such sizes."""
         return _filled_in(attention, num_heads=self.num_heads, d_k=self.d_k, d_v=self.d_v)
 
+    def architecture(self, src_vocab_size: int, tgt_vocab_size: int) -> EncoderDecoderArchitecture:
+        """What the model is made of, for vocabularies of these sizes."""
+        # Pre-norm leaves the stream itself unnormalised, so each stack ends with a norm of its own.
+        norm = NormConfig() if self.norm == "pre" else None
+        embeddings = self.positions.embeddings(src_vocab_size, math.sqrt(self.d_model), self.dropout)
+        return EncoderDecoderArchitecture(
+            self.d_model,
+            embeddings,
+            dataclasses.replace(embeddings, vocab_size=tgt_vocab_size),
+            self.tie_embeddings == "all",
+            (self.block(cross=False),) * self.encoder.num_layers,
+            (self.block(cross=True),) * self.decoder.num_layers,
+            norm,
+            norm,
+            self.tie_embeddings != "none",
+            self.output_bias,
+        )
+
     def block(self, *, cross: bool) -> BlockConfig:
         """What the blocks of the encoder are made of, or with `cross` those of the decoder."""
         frame = SublayerConfig(NormConfig(), self.norm, dropout=self.dropout)
@@ -376,15 +408,9 @@ class LanguageModelConfig(BaseModel):
         feed_forward = FeedForwardConfig(
             d_ff, self.activation, self.gated, self.bias, self.bias, self.activation_dropout
         )
-        scheme = self.positions.scheme
-        embeddings = EmbeddingsConfig(
-            vocab_size,
-            positions=scheme if scheme in ("learned", "sinusoidal") else "none",
-            num_positions=self.positions.max_tokens if scheme == "learned" else 0,
-            sinusoidal_layout=self.positions.sinusoidal_layout,
-            norm=norm if self.norm == "post" else None,
-            dropout=self.dropout,
-        )
+        embeddings = self.positions.embeddings(vocab_size, 1.0, self.dropout)
+        if self.norm == "post":
+            embeddings = dataclasses.replace(embeddings, norm=norm)
         return LanguageModelArchitecture(
             kind,
             self.d_model,

@@ -1,24 +1,18 @@
 """The Transformer of the paper."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from triptych.attention import (
-    DecoderCache,
-    LearnedPositions,
-    NoPositions,
-    PositionIds,
-    SinusoidalPositions,
-    padding_mask,
-)
-from triptych.models.blocks import Block, NewTokens
+from triptych.attention import DecoderCache, MultiHeadAttention, PositionIds, padding_mask
+from triptych.models.architecture import EncoderDecoderArchitecture
+from triptych.models.blocks import Block, NewTokens, make_norm
 from triptych.models.configuration import ModelConfig
 from triptych.models.dropout import Dropout
+from triptych.models.embedding import make_positions, rows_of_positions
 
 
 class AttentionMaps(NamedTuple):
@@ -33,13 +27,68 @@ class AttentionMaps(NamedTuple):
 class EncoderDecoder(nn.Module):
     """Encoder, decoder, embeddings and output, as sections 3.1 to 3.5 of the paper.
 
+    Attributes:
+        architecture: what it is made of.
+        recipe: its configuration; None for a model that was read from another library's checkpoint.
+        pad_id: the token that attention must not see.
+
     Source: Vaswani et al. 2017, arXiv 1706.03762.
     """
 
     def __init__(
-        self, config: ModelConfig, src_vocab_size: int, tgt_vocab_size: int, pad_id: int = 0
+        self,
+        architecture: EncoderDecoderArchitecture,
+        encoder: Iterable[MultiHeadAttention],
+        decoder: Iterable[tuple[MultiHeadAttention, MultiHeadAttention]],
+        pad_id: int = 0,
+        recipe: ModelConfig | None = None,
     ) -> None:
-        """Make a model with fresh weights.
+        """Make a model with fresh weights around attention layers.
+
+        Args:
+            architecture: what it is made of.
+            encoder: a layer for every block of the encoder.
+            decoder: self-attention and cross-attention for every block of the decoder.
+            pad_id: the token that attention must not see.
+            recipe: kept beside it.
+        """
+        super().__init__()
+        self.architecture, self.recipe = architecture, recipe
+        self.pad_id = pad_id
+        source, target, d_model = architecture.source, architecture.target, architecture.d_model
+        self.tgt_embedding = _embedding(target.vocab_size, d_model)
+        self.src_embedding = (
+            self.tgt_embedding if architecture.shared else _embedding(source.vocab_size, d_model)
+        )
+        self.src_positions = make_positions(source, d_model)
+        self.tgt_positions = make_positions(target, d_model)
+        self.src_norm = None if source.norm is None else make_norm(source.norm, d_model)
+        self.tgt_norm = None if target.norm is None else make_norm(target.norm, d_model)
+        self.embedding_dropout = Dropout(target.dropout)
+        self.embedding_scale = target.scale
+        self.stream_dtype: torch.dtype | None = None  # of the blocks, where it is not the tables' dtype
+        self.encoder = nn.ModuleList(
+            Block(block, d_model, layer) for block, layer in zip(architecture.encoder, encoder, strict=True)
+        )
+        self.decoder = nn.ModuleList(
+            Block(block, d_model, *layers)
+            for block, layers in zip(architecture.decoder, decoder, strict=True)
+        )
+        self.encoder_norm = make_norm(architecture.encoder_norm, d_model)
+        self.decoder_norm = make_norm(architecture.decoder_norm, d_model)
+        self.output = nn.Linear(d_model, target.vocab_size, bias=architecture.output_bias)
+        if architecture.output_bias:
+            nn.init.zeros_(self.output.bias)
+        if architecture.tied:
+            self.output.weight = self.tgt_embedding.weight
+        else:
+            nn.init.normal_(self.output.weight, std=d_model**-0.5)
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, src_vocab_size: int, tgt_vocab_size: int, pad_id: int = 0
+    ) -> "EncoderDecoder":
+        """A model of a recipe, with fresh weights.
 
         Args:
             config: the architecture.
@@ -50,50 +99,33 @@ class EncoderDecoder(nn.Module):
         Raises:
             ValueError: one table for all asked of vocabularies that differ.
         """
-        super().__init__()
         if config.tie_embeddings == "all" and src_vocab_size != tgt_vocab_size:
             raise ValueError(
                 f"tie_embeddings = 'all' needs one vocabulary, not {src_vocab_size} source and "
                 f"{tgt_vocab_size} target tokens: make the tokenizer joint or tie 'target' only"
             )
-        self.config = config
-        self.pad_id = pad_id
-        self.tgt_embedding = _embedding(tgt_vocab_size, config.d_model)
-        self.src_embedding = (
-            self.tgt_embedding
-            if config.tie_embeddings == "all"
-            else _embedding(src_vocab_size, config.d_model)
-        )
-        self.src_positions = _positions(config)
-        self.tgt_positions = _positions(config)
-        self.embedding_dropout = Dropout(config.dropout)
-        self.embedding_scale = math.sqrt(config.d_model)
-        self.stream_dtype: torch.dtype | None = None  # of the blocks, where it is not the tables' dtype
-        own, d_model = config.positions.in_attention(), config.d_model
-        self.encoder = nn.ModuleList(
-            Block(config.block(cross=False), d_model, site.layer(d_model, config.num_heads, own))
-            for site in config.encoder_sites()
-        )
-        self.decoder = nn.ModuleList(
-            Block(
-                config.block(cross=True),
-                d_model,
-                site.layer(d_model, config.num_heads, own),
-                cross.layer(d_model, config.num_heads),
-            )
+        own, d_model, heads = config.positions.in_attention(), config.d_model, config.num_heads
+        # Made one by one while the model is, so that a seed gives the same numbers as ever.
+        encoder = (site.layer(d_model, heads, own) for site in config.encoder_sites())
+        decoder = (
+            (site.layer(d_model, heads, own), cross.layer(d_model, heads))
             for site, cross in zip(config.decoder_sites(), config.cross_sites(), strict=True)
         )
-        # Pre-norm leaves the stream itself unnormalised, so each stack ends with a norm of its own.
-        final_norm = config.norm == "pre"
-        self.encoder_norm = nn.LayerNorm(config.d_model) if final_norm else nn.Identity()
-        self.decoder_norm = nn.LayerNorm(config.d_model) if final_norm else nn.Identity()
-        self.output = nn.Linear(config.d_model, tgt_vocab_size, bias=config.output_bias)
-        if config.output_bias:
-            nn.init.zeros_(self.output.bias)
-        if config.tie_embeddings == "none":
-            nn.init.normal_(self.output.weight, std=config.d_model**-0.5)
-        else:
-            self.output.weight = self.tgt_embedding.weight
+        return cls(config.architecture(src_vocab_size, tgt_vocab_size), encoder, decoder, pad_id, config)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The recipe's.
+
+        Raises:
+            ValueError: the model was not made by a recipe.
+        """
+        if self.recipe is None:
+            raise ValueError(
+                "the model is of another library's checkpoint and no recipe describes it: it can be run, and "
+                "not trained, converted or rewritten"
+            )
+        return self.recipe
 
     @property
     def src_vocab_size(self) -> int:
@@ -108,7 +140,8 @@ class EncoderDecoder(nn.Module):
     @property
     def max_target_tokens(self) -> int | None:
         """Longest target that the decoder has positions for; None if there is no limit."""
-        return self.config.positions.max_tokens if self.config.positions.scheme == "learned" else None
+        target = self.architecture.target
+        return target.num_positions if target.positions == "learned" else None
 
     def forward(
         self, src: Int[Tensor, "batch src_len"], tgt_in: Int[Tensor, "batch tgt_len"]
@@ -124,7 +157,7 @@ class EncoderDecoder(nn.Module):
         self, src: Int[Tensor, "batch src_len"], positions: PositionIds | None = None
     ) -> Float[Tensor, "batch src_len d_model"]:
         """The memory: the encoder's output. Tokens stand one after the other unless `positions` says more."""
-        x = self._embed(self.src_embedding, self.src_positions, src, positions or 0)
+        x = self._embed_source(src, positions or 0)
         mask = self.memory_mask(src)
         for block in self.encoder:
             x = block(x, mask, positions=positions).x
@@ -150,7 +183,7 @@ class EncoderDecoder(nn.Module):
             new: where the tokens of `tgt_in` stand and what they see, if they do not follow each other.
         """
         start = new.positions if new is not None else cache.length if cache is not None else 0
-        x = self._embed(self.tgt_embedding, self.tgt_positions, tgt_in, start)
+        x = self._embed_target(tgt_in, start)
         for i, block in enumerate(self.decoder):
             own, of_memory = (None, None) if cache is None else (cache.own[i], cache.memory[i])
             x = block(
@@ -167,50 +200,52 @@ class EncoderDecoder(nn.Module):
 
     def logits(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows tgt_vocab_size"]:
         """The output layer."""
-        return self.output(x)  # type: ignore[no-any-return]
+        scale = self.architecture.logit_scale
+        return self.output(x if scale == 1.0 else x * scale)  # type: ignore[no-any-return]
 
     def attention_maps(
         self, src: Int[Tensor, "batch src_len"], tgt_in: Int[Tensor, "batch tgt_len"]
     ) -> AttentionMaps:
         """The attention weights of every layer and head for a pair of sentences."""
         mask = self.memory_mask(src)
-        x = self._embed(self.src_embedding, self.src_positions, src, 0)
+        x = self._embed_source(src, 0)
         of_encoder, of_decoder, of_cross = [], [], []
         for block in self.encoder:
             x, weights, _ = block(x, mask, need_weights=True)
             of_encoder.append(weights)
         memory = self.encoder_norm(x)
-        y = self._embed(self.tgt_embedding, self.tgt_positions, tgt_in, 0)
+        y = self._embed_target(tgt_in, 0)
         for block in self.decoder:
             y, own, cross = block(y, causal=True, memory=memory, memory_mask=mask, need_weights=True)
             of_decoder.append(own)
             of_cross.append(cross)
         return AttentionMaps(tuple(of_encoder), tuple(of_decoder), tuple(of_cross))
 
+    def _embed_source(self, ids: Tensor, start: int | PositionIds) -> Tensor:
+        rows = rows_of_positions(self.architecture.source, ids, start)
+        return self._embed(self.src_embedding, self.src_positions, self.src_norm, ids, rows)
+
+    def _embed_target(self, ids: Tensor, start: int | PositionIds) -> Tensor:
+        rows = rows_of_positions(self.architecture.target, ids, start)
+        return self._embed(self.tgt_embedding, self.tgt_positions, self.tgt_norm, ids, rows)
+
     def _embed(
         self,
         table: Callable[[Tensor], Tensor],
         positions: Callable[[Tensor, int | PositionIds], Tensor],
+        norm: Callable[[Tensor], Tensor] | None,
         ids: Tensor,
-        start: int | PositionIds,
+        rows: int | PositionIds,
     ) -> Tensor:
         x = table(ids)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
-        x = positions(x, start)
+        x = positions(x, rows)
+        if norm is not None:
+            x = norm(x)
         if self.stream_dtype is not None:
             x = x.to(self.stream_dtype)
         return self.embedding_dropout(x) if self.training else x
-
-
-def _positions(config: ModelConfig) -> nn.Module:
-    match config.positions.scheme:
-        case "sinusoidal":
-            return SinusoidalPositions(config.d_model, config.positions.sinusoidal_layout)
-        case "learned":
-            return LearnedPositions(config.positions.max_tokens, config.d_model)
-        case _:
-            return NoPositions()
 
 
 def _embedding(vocab_size: int, d_model: int) -> nn.Embedding:

@@ -7,18 +7,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from triptych.attention import (
-    DecoderCache,
-    LearnedPositions,
-    MultiHeadAttention,
-    NoPositions,
-    PositionIds,
-    SinusoidalPositions,
-)
+from triptych.attention import DecoderCache, LearnedPositions, MultiHeadAttention, PositionIds
 from triptych.models.architecture import EmbeddingsConfig, HeadConfig, LanguageModelArchitecture
 from triptych.models.blocks import Block, make_norm
 from triptych.models.configuration import LanguageModelConfig
 from triptych.models.dropout import Dropout
+from triptych.models.embedding import make_positions, rows_of_positions
 from triptych.models.feed_forward import ACTIVATIONS
 
 
@@ -26,7 +20,7 @@ class LanguageModelOutput(NamedTuple):
     """What a pass gives back.
 
     Attributes:
-        logits: `[batch, length, vocab]`; for a model without head, `hidden`.
+        logits: `[batch, length, vocab]`, or as many as the head has; for a model without head, `hidden`.
         hidden: `[batch, length, d_model]`, after the last norm.
         weights: of every layer, `[batch, num_heads, length, key_len]`; empty unless asked for.
     """
@@ -46,18 +40,12 @@ class Embeddings(nn.Module):
         self.config = config
         self.table = nn.Embedding(config.vocab_size, width)
         nn.init.normal_(self.table.weight, std=0.02)
-        rows = config.num_positions + config.position_offset
-        match config.positions:
-            case "learned":
-                self.positions: nn.Module = LearnedPositions(rows, width)
-                nn.init.normal_(self.positions.weight, std=0.02)
-            case "sinusoidal":
-                self.positions = SinusoidalPositions(width, config.sinusoidal_layout)
-            case _:
-                self.positions = NoPositions()
+        self.positions = make_positions(config, width)
+        if isinstance(self.positions, LearnedPositions):
+            nn.init.normal_(self.positions.weight, std=0.02)
         self.types = nn.Embedding(config.num_types, width) if config.num_types else None
         self.norm = make_norm(config.norm, width)
-        self.map = None if width == d_model else nn.Linear(width, d_model, bias=config.map_bias)
+        self.map = None if config.width is None else nn.Linear(width, d_model, bias=config.map_bias)
         self.dropout = Dropout(config.dropout)
         self.stream_dtype: torch.dtype | None = None  # of the blocks, where it is not the tables' dtype
 
@@ -71,14 +59,7 @@ class Embeddings(nn.Module):
         x, config = self.table(ids), self.config
         if config.scale != 1.0:
             x = x * config.scale
-        if config.position_offset:
-            if isinstance(start, PositionIds):
-                start = start._replace(
-                    ids=start.ids + config.position_offset, end=start.end + config.position_offset
-                )
-            else:
-                start = start + config.position_offset
-        x = self.positions(x, start)
+        x = self.positions(x, rows_of_positions(config, ids, start))
         if self.types is not None:
             x = x + self.types(torch.zeros_like(ids) if types is None else types)
         x = self.norm(x)
@@ -99,7 +80,7 @@ class LanguageModelHead(nn.Module):
         self.map = nn.Linear(d_model, width, bias=config.map_bias) if config.transform else None
         self.activation = None if config.activation is None else ACTIVATIONS[config.activation]
         self.norm = make_norm(config.norm, width)
-        self.output = nn.Linear(width, table.num_embeddings, bias=config.bias)
+        self.output = nn.Linear(width, config.outputs or table.num_embeddings, bias=config.bias)
         if config.bias:
             nn.init.zeros_(self.output.bias)
         if config.tied:

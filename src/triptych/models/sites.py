@@ -155,7 +155,7 @@ def _assembled(
     """A model of a configuration, its attention taken from layers and the rest from a model."""
     some = next(model.parameters())
     with torch.random.fork_rng(devices=[]):  # fresh weights are drawn only to be overwritten
-        new = EncoderDecoder(config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id)
+        new = EncoderDecoder.of(config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id)
     new = new.to(device=some.device, dtype=some.dtype).train(model.training)
     in_layers = {id(parameter) for site in attention_sites(new) for parameter in site.layer.parameters()}
     old = dict(model.named_parameters())

@@ -116,7 +116,7 @@ def _encoder_decoder(
     config = ModelConfig.model_validate(record["model"])
 
     def make() -> EncoderDecoder:
-        return EncoderDecoder(config, src_size, tgt_size, pad_id)
+        return EncoderDecoder.of(config, src_size, tgt_size, pad_id)
 
     layers = {"encoder": config.encoder.num_layers, "decoder": config.decoder.num_layers}
     _require_sizes(make, layers, held, path)

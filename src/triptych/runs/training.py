@@ -221,7 +221,7 @@ def _steps_per_epoch(recipe: Recipe, train: EncodedCorpus, tokenizers: Tokenizer
 
 def _trainer(recipe: Recipe, folder: Path, base: Path, tokenizers: TokenizerPair, texts: _Texts) -> Trainer:
     device = find_device(recipe.training.device)
-    model = EncoderDecoder(
+    model = EncoderDecoder.of(
         recipe.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size, tokenizers.target.pad_id
     ).to(device)
     fingerprints = _fingerprints(recipe, texts.train, texts.translated, tokenizers, model)

@@ -1,0 +1,38 @@
+"""What both kinds of models do with the tables of tokens and positions."""
+
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from triptych.attention import LearnedPositions, NoPositions, PositionIds, SinusoidalPositions
+from triptych.models.architecture import EmbeddingsConfig
+
+
+def make_positions(config: EmbeddingsConfig, width: int) -> nn.Module:
+    """The module that adds positions to embeddings of that width."""
+    match config.positions:
+        case "learned":
+            return LearnedPositions(config.num_positions + config.position_offset, width)
+        case "sinusoidal":
+            return SinusoidalPositions(width, config.sinusoidal_layout)
+        case _:
+            return NoPositions()
+
+
+def rows_of_positions(
+    config: EmbeddingsConfig, ids: Int[Tensor, "batch length"], start: int | PositionIds
+) -> int | PositionIds:
+    """The rows of the table of positions for tokens that begin at `start`, or stand where it says."""
+    offset = config.position_offset
+    if config.padding_id is not None and not isinstance(start, PositionIds):
+        start = _counted(ids, config.padding_id, start)
+    if not offset:
+        return start
+    if isinstance(start, PositionIds):
+        return start._replace(ids=start.ids + offset, end=start.end + offset)
+    return start + offset
+
+
+def _counted(ids: Tensor, padding_id: int, start: int) -> PositionIds:
+    """Positions that count the tokens but for the padding; see `EmbeddingsConfig.padding_id`."""
+    tokens = (ids != padding_id).long()
+    return PositionIds((tokens.cumsum(dim=1) + start) * tokens - 1, start + ids.shape[1])
