@@ -55,7 +55,7 @@ def run(tokenizers: TokenizerPair, tmp_path: Path) -> Run:
         "decoder": {"num_layers": 2, "attention": site, "cross_attention": {}},
     }
     source, target = tokenizers.source, tokenizers.target
-    model = EncoderDecoder(ModelConfig.model_validate(tree), source.vocab_size, target.vocab_size, 0)
+    model = EncoderDecoder.of(ModelConfig.model_validate(tree), source.vocab_size, target.vocab_size, 0)
     with torch.no_grad():
         model.output.weight.mul_(3)
         end = model.output.weight[target.eos_id]
@@ -144,7 +144,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_reason(tokenizers: Tokeni
     tree = {"d_model": 16, "d_ff": 8, "num_heads": 2, "tie_embeddings": "none"}
     tree |= {"positions": {"scheme": "alibi"}, "encoder": {"num_layers": 1}, "decoder": {"num_layers": 1}}
     sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
-    model = EncoderDecoder(ModelConfig.model_validate(tree), *sizes, 0)
+    model = EncoderDecoder.of(ModelConfig.model_validate(tree), *sizes, 0)
     run = Run(Path("a run"), model, tokenizers, None, DecodingConfig())
     with pytest.raises(UsageError, match="'alibi', and CTranslate2 has no positions inside attention"):
         CTranslate2Searcher(run, SearchOptions(beam_size=1), "fp32", 1, "cpu")
