@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.tiny_marian import write_marian
@@ -39,8 +38,9 @@ from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 from triptych.rewriting.verification import verify
 from triptych.storage.copying import CERTIFICATE
-from triptych.training import read_recipe, resolve
+from triptych.training import TrainingConfig, read_recipe, resolve
 from triptych.training.metrics import read_metrics
+from triptych.training.optimizers import Optimizer
 from triptych.training.progress import LineDisplay
 from triptych.training.state import read_state
 
@@ -98,7 +98,7 @@ def _read_metrics(folder: Path) -> None:
 
 def _read_state(folder: Path) -> None:
     model = read_model(folder)
-    read_state(folder / "state", model, torch.optim.Adam(model.parameters()))
+    read_state(folder / "state", model, Optimizer(TrainingConfig(), model))
 
 
 def _resealed(folder: Path) -> None:

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": set(),
     "storage": set(),  # the files of a checkpoint
     "checkpoints": {"algebra", "attention", "models", "storage", "text"},  # others' files become our models
-    "training": {"models", "text"},
+    "training": {"attention", "models", "text"},  # attention: learned positions are tables
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
     "runs": {"checkpoints", "decoding", "models", "storage", "text", "training"},
     "rewriting": {"algebra", "attention", "checkpoints", "models", "runs", "storage"},

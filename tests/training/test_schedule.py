@@ -51,3 +51,44 @@ def test_a_run_shorter_than_its_warm_up_only_rises(schedule: str) -> None:
 def test_a_warm_up_of_one_step_starts_at_the_peak() -> None:
     config = TrainingConfig(learning_rate=0.01, warmup_steps=1)
     assert learning_rate(1, config, 64) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
+def test_a_schedule_with_a_minimum_ends_near_it_and_stays_above(schedule: str) -> None:
+    config = TrainingConfig(
+        learning_rate=0.01, min_learning_rate=0.001, warmup_steps=10, max_steps=1010, schedule=schedule
+    )
+    series = rates(config, 1010)
+    assert max(series) == pytest.approx(0.01)
+    assert min(series[9:]) == series[-1] == pytest.approx(0.001, rel=0.05)
+    assert all(later <= earlier for earlier, later in itertools.pairwise(series[9:]))
+
+
+def test_the_cosine_is_half_way_down_in_the_middle_and_flat_at_both_ends() -> None:
+    config = TrainingConfig(learning_rate=0.01, warmup_steps=10, max_steps=1010, schedule="cosine")
+    series = rates(config, 1010)
+    assert series[509] == pytest.approx(0.005, rel=0.01)
+    assert series[59] > 0.0099
+    assert series[959] < 0.0001
+
+
+def test_the_stable_part_lasts_until_its_share_of_decay() -> None:
+    config = TrainingConfig(learning_rate=0.01, warmup_steps=10, max_steps=1000, schedule="wsd")
+    series = rates(config, 1000)
+    assert series[9:800] == pytest.approx([0.01] * 791)
+    falls = [earlier - later for earlier, later in itertools.pairwise(series[800:])]
+    assert falls == pytest.approx([0.01 / 201] * 199)
+    assert series[800] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"weight_decay": 0.1}, "weight_decay is given"),
+        ({"min_learning_rate": 0.1}, "has no minimum"),
+        ({"min_learning_rate": 0.1, "learning_rate": 0.01, "schedule": "cosine"}, "is above learning_rate"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TrainingConfig.model_validate(given)

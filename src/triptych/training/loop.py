@@ -21,9 +21,10 @@ from triptych.training.interruption import StopRequest
 from triptych.training.judging import Score
 from triptych.training.metrics import MetricsLog
 from triptych.training.objectives import Objective, TrainingBatch
+from triptych.training.optimizers import Optimizer
 from triptych.training.precision import NarrowTwin
 from triptych.training.progress import Display, Moment
-from triptych.training.recipe import TrainingConfig, ValidationConfig
+from triptych.training.recipe import OptimisationConfig, ValidationConfig
 from triptych.training.schedule import learning_rate
 from triptych.training.state import (
     RUN_FILES,
@@ -65,7 +66,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: TrainingConfig,
+        config: OptimisationConfig,
         validation: ValidationConfig,
         objective: Objective[Any, Any],
         folder: Path,
@@ -89,13 +90,7 @@ class Trainer:
         self.state_folder = folder / "state"
         self.counters = counters
         self.device = next(self.model.parameters()).device
-        self.optimizer = torch.optim.Adam(
-            self.model.parameters(),
-            lr=0.0,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            fused=True,
-        )
+        self.optimizer = Optimizer(config, self.model)
         self.metrics = MetricsLog(folder)
         self._twin = NarrowTwin(self.model) if config.precision == "bf16" else None
         if config.compile:
@@ -223,8 +218,6 @@ class Trainer:
         """One step of the optimizer; returns the loss summed over tokens, and the tokens."""
         step = self.counters.step + 1
         rate = learning_rate(step, self.config, self.objective.d_model)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         tokens = sum(batch.num_target_tokens for batch in batches)
         self.optimizer.zero_grad()
         total = 0.0
@@ -238,7 +231,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         if not math.isfinite(total) or not math.isfinite(norm):
             raise TriptychError(self._diverged(step, rate, total, norm, batches))
-        self.optimizer.step()
+        self.optimizer.step(rate)
         if self._twin is not None:
             self._twin.follow()
         self.counters.step = step
@@ -250,7 +243,7 @@ class Trainer:
         counters.window_loss += loss
         counters.window_tokens += tokens
         mean = counters.window_loss / counters.window_tokens
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = self.optimizer.rate
         display.update(Moment(counters.step, self._last_step(), counters.epoch + 1, mean, lr, rate))
         if counters.step % self.config.log_every_steps == 0:
             self.metrics.add(

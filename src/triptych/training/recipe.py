@@ -40,29 +40,28 @@ class DataConfig(_Section):
     cache: str = ".cache/triptych"
 
 
-class TrainingConfig(_Section):
-    """The optimisation; defaults are the paper's.
-
-    Training replaces some of what a recipe leaves out (`fitting.py`): max_steps and batch_tokens follow the
-    size of the text and the machine; where warmup_steps is left out, it is a tenth of the steps, at most
-    4,000, and learning_rate, schedule ("linear") and clip_norm (1) are chosen with it.
+class OptimisationConfig(_Section):
+    """How parameters are changed, whatever is learned.
 
     Attributes:
         max_steps: the run ends after this many updates.
         max_epochs: or after this many passes over the text, whichever comes first.
-        batch_tokens: padded tokens a batch holds at most, on each side.
         accumulate_batches: batches whose gradients make one update.
+        optimizer: "adam", "adamw" with decay, or "muon": Muon for the matrices of the blocks, AdamW for the
+            rest.
+        weight_decay: of "adamw" and "muon": each update shrinks weights by this times the learning rate;
+            biases, norms and embeddings are spared.
+        muon_momentum: decay of Muon's mean of the gradients.
         learning_rate: the highest, reached at the end of the warm-up; if None the paper's,
             `d_model^-0.5 · warmup_steps^-0.5`.
+        min_learning_rate: where "linear", "cosine" and "wsd" end.
         warmup_steps: updates of linear warm-up.
-        schedule: after the warm-up: "inverse_sqrt" as the paper, or "linear" to zero at max_steps.
+        schedule: after the warm-up: "inverse_sqrt" as the paper; "linear" or "cosine" to the minimum at
+            max_steps; or "wsd", which stays at the highest and falls in a line at the end.
+        decay_share: share of max_steps in which "wsd" falls.
         adam_beta1: decay of Adam's mean of the gradients.
         adam_beta2: decay of Adam's mean of their squares.
         adam_epsilon: added to Adam's denominator.
-        label_smoothing: probability that is spread evenly over all tokens.
-        rdrop: weight of R-Drop; 0 is off. Every batch goes through the model twice with different dropout,
-            and the divergence of the two outputs is penalised. For little text; takes twice the time.
-        rdrop_after: the update after which R-Drop starts.
         clip_norm: gradients are clipped to this norm; 0 is off.
         precision: "bf16" computes in bfloat16; the trained weights stay float32.
         compile: compile the blocks with `torch.compile`, about a minute; for GPUs.
@@ -76,17 +75,18 @@ class TrainingConfig(_Section):
 
     max_steps: int = Field(100_000, ge=1)
     max_epochs: int | None = Field(None, ge=1)
-    batch_tokens: int = Field(25_000, ge=2)
     accumulate_batches: int = Field(1, ge=1)
+    optimizer: Literal["adam", "adamw", "muon"] = "adam"
+    weight_decay: float = Field(0.0, ge=0)
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
     learning_rate: float | None = Field(None, gt=0)
+    min_learning_rate: float = Field(0.0, ge=0)
     warmup_steps: int = Field(4000, ge=1)
-    schedule: Literal["inverse_sqrt", "linear"] = "inverse_sqrt"
+    schedule: Literal["inverse_sqrt", "linear", "cosine", "wsd"] = "inverse_sqrt"
+    decay_share: float = Field(0.2, gt=0, le=1)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.98, ge=0, lt=1)
     adam_epsilon: float = Field(1e-9, gt=0)
-    label_smoothing: float = Field(0.1, ge=0, lt=1)
-    rdrop: float = Field(0.0, ge=0)
-    rdrop_after: int = Field(0, ge=0)
     clip_norm: float = Field(0.0, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
@@ -96,6 +96,40 @@ class TrainingConfig(_Section):
     log_every_steps: int = Field(50, ge=1)
     threads: int | None = Field(None, ge=1)
     device: str = "auto"
+
+    @model_validator(mode="after")
+    def _options_are_used(self) -> "OptimisationConfig":
+        if self.weight_decay and self.optimizer == "adam":
+            raise ValueError("weight_decay is given, but optimizer = 'adam' has none: choose 'adamw'")
+        if self.min_learning_rate:
+            if self.schedule == "inverse_sqrt":
+                raise ValueError("min_learning_rate is given, but schedule = 'inverse_sqrt' has no minimum")
+            if self.learning_rate is not None and self.min_learning_rate > self.learning_rate:
+                raise ValueError(
+                    f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}"
+                )
+        return self
+
+
+class TrainingConfig(OptimisationConfig):
+    """The optimisation of a model for translation; defaults are the paper's.
+
+    Training replaces some of what a recipe leaves out (`fitting.py`): max_steps and batch_tokens follow the
+    size of the text and the machine; where warmup_steps is left out, it is a tenth of the steps, at most
+    4,000, and learning_rate, schedule ("linear") and clip_norm (1) are chosen with it.
+
+    Attributes:
+        batch_tokens: padded tokens a batch holds at most, on each side.
+        label_smoothing: probability that is spread evenly over all tokens.
+        rdrop: weight of R-Drop; 0 is off. Every batch goes through the model twice with different dropout,
+            and the divergence of the two outputs is penalised. For little text; takes twice the time.
+        rdrop_after: the update after which R-Drop starts.
+    """
+
+    batch_tokens: int = Field(25_000, ge=2)
+    label_smoothing: float = Field(0.1, ge=0, lt=1)
+    rdrop: float = Field(0.0, ge=0)
+    rdrop_after: int = Field(0, ge=0)
 
 
 class ValidationConfig(_Section):

@@ -68,9 +68,12 @@ def _like(path: str) -> str:
 
 
 def _meanings(model: type[BaseModel]) -> dict[str, str]:
-    _, _, text = (model.__doc__ or "").partition("Attributes:\n")
-    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", text, flags=re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", meaning).strip() for name, meaning in found}
+    meanings: dict[str, str] = {}
+    for one in reversed(model.__mro__):  # a section says what it adds to the one that it extends
+        _, _, text = (one.__doc__ or "").partition("Attributes:\n")
+        found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", text, flags=re.MULTILINE)
+        meanings |= {name: re.sub(r"\s+", " ", meaning).strip() for name, meaning in found}
+    return meanings
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:

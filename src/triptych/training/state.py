@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from triptych.errors import DataError, TriptychError
 from triptych.files import write_bytes
 from triptych.models.storage import load_tensors, model_tensors
+from triptych.training.optimizers import Optimizer
 
 _LAST = "last.safetensors"
 # Everything that a run writes, by the folder within its own; what has another name is not a run's.
@@ -91,16 +92,14 @@ def own_files(folder: Path) -> list[Path]:
 _COUNTERS = TypeAdapter(Counters)
 
 
-def write_state(folder: Path, counters: Counters, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def write_state(folder: Path, counters: Counters, model: nn.Module, optimizer: Optimizer) -> None:
     """Save the state, whole or not at all.
 
     Raises:
         TriptychError: it cannot be written (disk full, say); the state before it is still whole.
     """
     tensors = {f"model.{name}": value for name, value in model_tensors(model).items()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"adam.{key}.{name}"] = value
+    tensors |= optimizer.tensors()
     tensors["random.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors["random.cuda"] = torch.cuda.get_rng_state()
@@ -149,7 +148,7 @@ def read_counters(folder: Path) -> Counters:
         raise DataError(f"{path} is damaged ({error}): train again") from None
 
 
-def read_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Counters:
+def read_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> Counters:
     """Put a saved state into model, optimizer and random-number generators.
 
     Raises:
@@ -162,14 +161,10 @@ def read_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
         raise DataError(f"{folder / _LAST} is damaged ({error}): train again") from None
     weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
     load_tensors(model, weights, str(folder / _LAST))
-    for name, parameter in model.named_parameters():
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            value = tensors.get(f"adam.{key}.{name}")
-            if value is not None:
-                if key != "step" and value.shape != parameter.shape:
-                    raise DataError(f"{folder / _LAST} is damaged (adam.{key}.{name}): train again")
-                # The fused optimizer wants its count of steps on the device too.
-                optimizer.state[parameter][key] = value.to(parameter.device)
+    try:
+        optimizer.load(tensors)
+    except ValueError as error:
+        raise DataError(f"{folder / _LAST} is damaged ({error}): train again") from None
     try:
         torch.set_rng_state(tensors["random.cpu"])
     except (KeyError, TypeError, RuntimeError):

@@ -1,0 +1,131 @@
+"""Optimizers: Adam, AdamW whose decay spares what is no matrix, and Muon for the matrices of the blocks."""
+
+from collections.abc import Iterable, Iterator
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from triptych.attention import LearnedPositions
+from triptych.models.storage import OwnModel
+from triptych.training.recipe import OptimisationConfig
+
+# What each optimizer keeps of a parameter, by the word its entries in a saved state begin with.
+_KEPT = {"adam": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
+
+
+@final
+class Optimizer:
+    """One step of everything that is trained, whichever of torch's optimizers a parameter belongs to.
+
+    Adam: Kingma and Ba 2014, arXiv 1412.6980. AdamW: Loshchilov and Hutter 2017, arXiv 1711.05101. Muon:
+    Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/, its updates scaled to the size of AdamW's
+    (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate and one decay serve both.
+    """
+
+    def __init__(self, config: OptimisationConfig, model: OwnModel) -> None:
+        """Prepare for the parameters of a model.
+
+        Args:
+            config: which optimizer, and its constants.
+            model: what is trained.
+        """
+        self._named = dict(model.named_parameters())
+        self._parts: list[torch.optim.Optimizer] = []
+        betas = config.adam_beta1, config.adam_beta2
+        if config.optimizer == "adam":
+            self._parts = [
+                torch.optim.Adam(model.parameters(), lr=0.0, betas=betas, eps=config.adam_epsilon, fused=True)
+            ]
+            return
+        in_muon: set[int] = set()
+        if config.optimizer == "muon":
+            matrices = [weight for weight in _matrices(model) if weight.ndim == 2]
+            in_muon = {id(weight) for weight in matrices}
+            self._parts.append(
+                torch.optim.Muon(
+                    matrices,
+                    lr=0.0,
+                    weight_decay=config.weight_decay,
+                    momentum=config.muon_momentum,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        decayed = {id(weight) for weight in _matrices(model)}
+        rest = [weight for weight in model.parameters() if id(weight) not in in_muon]
+        groups = [
+            {"params": [w for w in rest if id(w) in decayed], "weight_decay": config.weight_decay},
+            {"params": [w for w in rest if id(w) not in decayed], "weight_decay": 0.0},
+        ]
+        self._parts.append(
+            torch.optim.AdamW(
+                [group for group in groups if group["params"]],
+                lr=0.0,
+                betas=betas,
+                eps=config.adam_epsilon,
+                fused=True,
+            )
+        )
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the last step."""
+        return float(self._parts[0].param_groups[0]["lr"])
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for part in self._parts:
+            part.zero_grad()
+
+    def step(self, rate: float) -> None:
+        """Change the parameters by their gradients."""
+        for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+            part.step()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What a resumed run needs, by name."""
+        for name, parameter in self._named.items():
+            for word, keys in _KEPT.items():
+                held = self._held(parameter)
+                yield from ((f"{word}.{key}.{name}", held[key]) for key in keys if key in held)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take up what `tensors` gave.
+
+        Raises:
+            ValueError: a tensor of another shape than its parameter; the message is its name.
+        """
+        for name, parameter in self._named.items():
+            for word, keys in _KEPT.items():
+                for key in keys:
+                    value = tensors.get(f"{word}.{key}.{name}")
+                    if value is None:
+                        continue
+                    if key != "step" and value.shape != parameter.shape:
+                        raise ValueError(f"{word}.{key}.{name}")
+                    # The fused optimizer wants its count of steps on the device too.
+                    self._part_of(parameter).state[parameter][key] = value.to(parameter.device)
+
+    def _held(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self._part_of(parameter).state.get(parameter, {})
+        return found
+
+    def _part_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        for part in self._parts:
+            for group in part.param_groups:
+                if any(parameter is one for one in group["params"]):
+                    return part
+        raise AssertionError("every parameter belongs to an optimizer")
+
+
+def _matrices(model: nn.Module) -> Iterable[nn.Parameter]:
+    """The parameters that map one vector to another: no biases, norms, tables of embeddings or positions."""
+    tables = {
+        id(weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | LearnedPositions)
+        for weight in module.parameters()
+    }
+    return [weight for weight in model.parameters() if weight.ndim >= 2 and id(weight) not in tables]
