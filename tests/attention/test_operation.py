@@ -879,3 +879,29 @@ def test_on_another_device_the_kernel_groups_heads_only_where_it_needs_no_mask()
     assert explain_attention(q[:, :, 2:], k, k, causal=True).heads == "expanded"
     assert explain_attention(q, k, k, bias=torch.ones(4, 1, 1, device="meta")).heads == "expanded"
     assert explain_attention(q.float(), k.float(), k.float()).heads == "expanded"
+
+
+@pytest.mark.parametrize("special", [{"soft_cap": 2.0}, {"sinks": torch.tensor([0.5, -1.0])}])
+def test_capped_scores_and_sinks_are_written_out_in_pieces_where_nothing_is_learned(
+    special: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (torch.randn(2, 2, 9, 4) for _ in range(3))
+    whole = attention(q, k, v, causal=True, **special)
+    named = next(iter(special)).replace("_", " ")
+    found = explain_attention(q, k, v, causal=True, **special)
+    assert found.path == "written out"
+    assert {"soft cap": "caps the scores", "sinks": "scores that move nothing"}[named] in found.reason
+    monkeypatch.setattr("triptych.thresholds.BYTES_OF_A_PIECE", 128)
+    assert explain_attention(q, k, v, causal=True, **special).path == "written out in pieces"
+    assert_same(attention(q, k, v, causal=True, **special).output, whole.output, kind="output")
+    assert explain_attention(q.requires_grad_(), k, v, causal=True, **special).path == "written out"
+    with pytest.raises(ValueError, match="the fast path has neither soft caps nor sinks"):
+        attention(q, k, v, path="fast", **special)
+
+
+def test_caps_and_sinks_that_do_not_fit_are_refused_with_their_numbers() -> None:
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"soft_cap is 0\.0"):
+        attention(q, q, q, soft_cap=0.0)
+    with pytest.raises(ValueError, match=r"sinks are \[3\], and there are 2 query heads"):
+        attention(q, q, q, sinks=torch.zeros(3))

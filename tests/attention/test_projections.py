@@ -941,10 +941,15 @@ def test_a_fixed_map_with_other_numbers_is_refused() -> None:
         MultiHeadAttention.from_weights(dataclasses.replace(direct, q=(s := (swapped,)), k=s, v=s))
 
 
-def test_a_scale_that_tied_maps_cannot_take_up_is_refused() -> None:
-    shared = make_layer("shared").weights()
+def test_a_scale_that_tied_maps_cannot_take_up_stays_or_is_refused() -> None:
+    shared = make_layer("shared")
+    tied = with_semantics(shared.weights(), scale=1.0)
     with pytest.raises(ValueError, match=r"scores are multiplied by 1, not 0\.408248"):
-        MultiHeadAttention.from_weights(with_semantics(shared, scale=1.0))
+        MultiHeadAttention.from_weights(tied, named=True)
+    x = random_input(shared, 3)
+    held = MultiHeadAttention.from_weights(tied)
+    assert held.weights().scale == 1.0
+    assert_same(held(x).output, dense(tied, x)[0], kind="output")
     factored = make_layer("factored")
     unscaled = with_semantics(factored.weights(), scale=1.0)
     x = random_input(factored, 3)

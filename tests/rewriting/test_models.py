@@ -23,7 +23,7 @@ from triptych.algebra.weights import Norm
 from triptych.attention import PARAMETERISATIONS, LayerCache, RotaryPositions
 from triptych.attention.layer import _HELD
 from triptych.decoding import Engine, SearchOptions, search
-from triptych.models import attention_sites, attention_weights, read_model, write_model
+from triptych.models import attention_sites, attention_weights, read_model, with_attention, write_model
 
 VOCAB, PAD, BOS, EOS = 40, 0, 1, 2
 BIASES = {"q_bias": True, "k_bias": True, "v_bias": True, "o_bias": True}
@@ -354,20 +354,18 @@ def test_frozen_parameters_stay_frozen() -> None:
         ({"soft_cap": 5.0}, "a soft cap"),
         ({"sinks": True}, "sinks"),
         ({"temperature": Temperature(0.1, 4.0)}, "queries that grow with their position"),
-        (
-            {"rotary": RotaryEmbedding(torch.ones(1), places=torch.zeros(4, 1))},
-            "rotary positions of a picture",
-        ),
+        ({"rotary": RotaryEmbedding(torch.ones(1), places=torch.zeros(4, 1))}, "rotary positions"),
         ({"clip": 6.0}, "clipped queries, keys and values"),
         ({"positions": "relative"}, "relative positions"),
         ({"positions": "disentangled"}, "disentangled positions"),
+        ({"window": 3}, "a window"),
     ],
 )
-def test_weights_of_layers_that_we_have_not_make_no_layer(traits: dict[str, Any], named: str) -> None:
-    weights = MultiHeadAttention(8, 2).weights()
-    foreign = with_semantics(weights, **traits)
-    with pytest.raises(ValueError, match=f"the weights are of a layer with {named}"):
-        MultiHeadAttention.from_weights(foreign)
+def test_what_no_configuration_of_ours_says_makes_no_model(traits: dict[str, Any], named: str) -> None:
+    model = make_model("mixed")
+    foreign = with_semantics(attention_weights(model)["encoder.0"], **traits)
+    with pytest.raises(ValueError, match=rf"the weights for encoder\.0 are of a layer with {named}"):
+        with_attention(model, {"encoder.0": foreign})
 
 
 def test_a_part_that_is_new_is_refused_until_a_layer_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, final
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 Pairing = Literal["halves", "interleaved"]
 
@@ -18,8 +19,8 @@ _Tables = dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]]
 
 def apply_rotary(
     x: Float[Tensor, "*batch length width"],
-    cos: Float[Tensor, "length pairs"],
-    sin: Float[Tensor, "length pairs"],
+    cos: Float[Tensor, "*rows placed pairs"],
+    sin: Float[Tensor, "*rows placed pairs"],
     pairing: Pairing = "halves",
     start: int = 0,
 ) -> Float[Tensor, "*batch length width"]:
@@ -27,7 +28,8 @@ def apply_rotary(
 
     Args:
         x: queries or keys.
-        cos: of the angle of each position and pair. The products are taken in the wider dtype of it and `x`.
+        cos: of the angle of each position and pair, broadcasting to `x`. The products are taken in the wider
+            dtype of the two.
         sin: likewise.
         pairing: "halves" pairs channel f with f + number of pairs (GPT-NeoX, Llama), "interleaved" 2f with
             2f + 1 (RoFormer, GPT-J).
@@ -104,6 +106,19 @@ class RotaryEmbedding:
         cos, sin = self.cos_sin(end, x.device, x.dtype)
         return apply_rotary(x, cos[position:end], sin[position:end], self.pairing, self.start)
 
+    def at(
+        self, x: Float[Tensor, "batch heads length width"], positions: Int[Tensor, "*rows placed"], end: int
+    ) -> Float[Tensor, "batch heads length width"]:
+        """Queries or keys rotated as they are at given positions, all of which lie below `end`.
+
+        Raises:
+            ValueError: a picture has fewer positions.
+        """
+        cos, sin = (F.embedding(positions, table) for table in self.cos_sin(end, x.device, x.dtype))
+        if positions.ndim == 2:
+            cos, sin = cos[:, None], sin[:, None]
+        return apply_rotary(x, cos, sin, self.pairing, self.start)
+
     def reach(self, longest: int) -> Float[Tensor, " pairs"]:
         """How far apart two of that many positions lie at most, for each pair."""
         if self.places is None:
@@ -140,20 +155,27 @@ class ScoreBias(ABC):
     Attributes:
         scheme: the name in reports and messages.
         of_each_head: the tensors with numbers of each head, and which of their dimensions heads are.
+        learned: whether they are learned.
+        reads_content: whether it depends on queries and keys, and not on their positions alone.
     """
 
     scheme: ClassVar[Literal["alibi", "relative", "disentangled"]]
     of_each_head: ClassVar[Mapping[str, int]]
+    learned: ClassVar[bool] = True
+    reads_content: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(
         self,
         q: Float[Tensor, "batch heads query_len d_k"],
-        k: Float[Tensor, "batch heads key_len d_k"],
-        query_positions: Int[Tensor, " query_len"],
-        key_positions: Int[Tensor, " key_len"],
+        k: Float[Tensor, "batch key_heads key_len d_k"],
+        query_positions: Int[Tensor, "*rows query_len"],
+        key_positions: Int[Tensor, "*columns key_len"],
     ) -> Tensor:
-        """What is added, broadcasting to `[batch, heads, query_len, key_len]`."""
+        """What is added, broadcasting to `[batch, heads, query_len, key_len]`.
+
+        Positions are those of all rows, or of each row of the batch by itself.
+        """
 
     def tensors(self) -> dict[str, Tensor]:
         """What is there of `of_each_head`, by name."""
@@ -191,6 +213,7 @@ class ALiBi(ScoreBias):
 
     scheme = "alibi"
     of_each_head = MappingProxyType({"slopes": 0})
+    learned = False
     slopes: Float[Tensor, " heads"]
 
     @classmethod
@@ -201,7 +224,7 @@ class ALiBi(ScoreBias):
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         # Not in bfloat16, which cannot count past 256.
         precise = torch.float64 if q.dtype == torch.float64 else torch.float32
-        distance = (query_positions[:, None] - key_positions).abs().to(precise)
+        distance = between(query_positions, key_positions).abs().to(precise).unsqueeze(-3)
         return (-self.slopes.to(q.device, precise)[:, None, None] * distance).to(q.dtype)
 
 
@@ -238,8 +261,8 @@ class RelativePositionBias(ScoreBias):
     max_distance: int
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        distance = key_positions - query_positions[:, None]
-        return self.table.to(q.dtype)[self._buckets(distance)].permute(2, 0, 1)
+        distance = -between(query_positions, key_positions)
+        return self.table.to(q.dtype)[self._buckets(distance)].movedim(-1, -3)
 
     def _buckets(self, distance: Tensor) -> Tensor:
         buckets, first = len(self.table), torch.zeros_like(distance)
@@ -279,9 +302,9 @@ class PatchPositionBias(ScoreBias):
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         for positions in (query_positions, key_positions):
-            if len(positions):
+            if positions.numel():
                 _require_in_picture(int(positions.max()) + 1, 1 + self.rows * self.columns)
-        one, other = query_positions[:, None] - 1, key_positions - 1
+        one, other = query_positions[..., :, None] - 1, key_positions[..., None, :] - 1
         down = one // self.columns - other // self.columns + self.rows - 1
         right = one % self.columns - other % self.columns + self.columns - 1
         place = down * (2 * self.columns - 1) + right
@@ -289,7 +312,7 @@ class PatchPositionBias(ScoreBias):
         place = torch.where(one < 0, last - 3, place)
         place = torch.where(other < 0, last - 2, place)
         place = torch.where((one < 0) & (other < 0), last - 1, place)
-        return self.table.to(q.dtype)[place].permute(2, 0, 1)
+        return self.table.to(q.dtype)[place].movedim(-1, -3)
 
 
 @final
@@ -310,6 +333,7 @@ class DisentangledBias(ScoreBias):
 
     scheme = "disentangled"
     of_each_head = MappingProxyType({"keys": 0, "queries": 0})
+    reads_content = True
     keys: Tensor | None
     queries: Tensor | None
     span: int
@@ -318,7 +342,7 @@ class DisentangledBias(ScoreBias):
     through_maps: bool = False
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        distance = self._bucketed(query_positions[:, None] - key_positions)
+        distance = self._bucketed(between(query_positions, key_positions)).unsqueeze(-3)
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         total = torch.zeros(shape, dtype=q.dtype, device=q.device)
         if self.keys is not None:
@@ -326,7 +350,8 @@ class DisentangledBias(ScoreBias):
             total = total + (q @ self.keys.to(q.dtype).mT).gather(-1, place.expand(shape))
         if self.queries is not None:
             place = (self.span + distance).clamp(0, 2 * self.span - 1).mT
-            of_keys = (k @ self.queries.to(q.dtype).mT).gather(
+            own = k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            of_keys = (own @ self.queries.to(q.dtype).mT).gather(
                 -1, place.expand(*shape[:2], shape[3], shape[2])
             )
             total = total + of_keys.mT
@@ -340,6 +365,13 @@ class DisentangledBias(ScoreBias):
         ratio = torch.log(far / middle) / math.log((self.max_distance - 1) / middle)
         bucket = (torch.ceil(ratio * (middle - 1)) + middle).long() * distance.sign()
         return torch.where(distance.abs() <= middle, distance, bucket)
+
+
+def between(
+    queries: Int[Tensor, "*rows query_len"], keys: Int[Tensor, "*columns key_len"]
+) -> Int[Tensor, "*pairs query_len key_len"]:
+    """How far each key lies behind each query."""
+    return queries[..., :, None] - keys[..., None, :]
 
 
 def _require_in_picture(end: int, count: int) -> None:

@@ -4,15 +4,15 @@ Layers, checkpoints, the plain formula (`algebra.function`), the legality of rew
 read this one record. Whoever can do without a part of it has to look whether the part is there.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from triptych.algebra.positions import PatchPositionBias, RotaryEmbedding, ScoreBias
+from triptych.algebra.positions import PatchPositionBias, RotaryEmbedding, ScoreBias, between
 
 Kind = Literal["self", "causal", "cross"]
 
@@ -53,6 +53,11 @@ class HeadNorm:
             return torch.cat([self._normalised(first), rest], dim=-1)
         return self._normalised(x)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The weight and the bias, as far as they are there."""
+        parts = {"weight": self.weight, "bias": self.bias}
+        return {name: part for name, part in parts.items() if part is not None}
+
     def _normalised(self, x: Tensor) -> Tensor:
         if self.over == "all heads":
             joined = x.transpose(1, 2).flatten(2)
@@ -61,12 +66,14 @@ class HeadNorm:
         return self._scaled(x, _per_head(self.weight), _per_head(self.bias))
 
     def _scaled(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        dtype = x.dtype
+        x = x.to(torch.promote_types(dtype, torch.float32))
         if self.centred:
             x = x - x.mean(dim=-1, keepdim=True)
         x = x / (x.square().mean(dim=-1, keepdim=True) + self.eps).sqrt()
         if weight is not None:
             x = x * weight.to(x.dtype)
-        return x if bias is None else x + bias.to(x.dtype)
+        return (x if bias is None else x + bias.to(x.dtype)).to(dtype)
 
 
 def _per_head(numbers: Tensor | None) -> Tensor | None:
@@ -95,10 +102,10 @@ class Temperature:
     first: int = 0
 
     def __call__(
-        self, q: Float[Tensor, "batch heads length width"], positions: Int[Tensor, " length"]
+        self, q: Float[Tensor, "batch heads length width"], positions: Int[Tensor, "*rows placed"]
     ) -> Tensor:
         steps = ((positions.double() + self.first) / self.every).floor()
-        return q * (1 + self.strength * steps.log1p()).to(q.dtype)[:, None]
+        return q * (1 + self.strength * steps.log1p()).to(q.dtype).unsqueeze(-2).unsqueeze(-1)
 
 
 @final
@@ -169,16 +176,19 @@ class Semantics:
         return list(dict.fromkeys(found))
 
     def visible(
-        self, queries: Int[Tensor, " query_len"], keys: Int[Tensor, " key_len"]
-    ) -> Bool[Tensor, "query_len key_len"] | None:
-        """Which keys the queries at these positions see, causal masks apart; None for all."""
-        behind, seen = queries[:, None] - keys, None
+        self, queries: Int[Tensor, "*rows query_len"], keys: Int[Tensor, "*columns key_len"]
+    ) -> Bool[Tensor, "*seen query_len key_len"] | None:
+        """Which keys the queries at these positions see, causal masks apart; None for all.
+
+        Where positions are those of each row of a batch, `[batch, 1, query_len, key_len]`.
+        """
+        seen = None
         if self.window is not None:
-            seen = behind.abs() < self.window
+            seen = between(queries, keys).abs() < self.window
         if self.chunk is not None:
-            same = queries[:, None] // self.chunk == keys // self.chunk
+            same = between(queries // self.chunk, keys // self.chunk) == 0
             seen = same if seen is None else seen & same
-        return seen
+        return seen[:, None] if seen is not None and seen.ndim == 3 else seen
 
     @property
     def num_positions(self) -> int | None:
@@ -212,14 +222,35 @@ class Semantics:
         )
 
     def tensors(self) -> Iterator[Tensor]:
-        """The learned numbers that are no maps."""
-        for norm in (self.q_norm, self.k_norm):
-            if norm is not None:
-                yield from (part for part in (norm.weight, norm.bias) if part is not None)
-        if self.bias is not None:
+        """The numbers of norms, biases and sinks."""
+        yield from self.learned().values()
+        if self.bias is not None and not self.bias.learned:
             yield from self.bias.tensors().values()
-        if self.sinks is not None:
-            yield self.sinks
+
+    def learned(self) -> dict[str, Tensor]:
+        """The learned numbers that are no maps, by name, such as `q_norm_weight`, `bias_table` or `sinks`."""
+        parts = {"q_norm": self.q_norm, "k_norm": self.k_norm, "bias": self.bias}
+        found = {
+            f"{name}_{own}": tensor
+            for name, part in parts.items()
+            if part is not None and (isinstance(part, HeadNorm) or part.learned)
+            for own, tensor in part.tensors().items()
+        }
+        return found if self.sinks is None else {**found, "sinks": self.sinks}
+
+    def with_learned(self, tensors: Mapping[str, Tensor]) -> "Semantics":
+        """The same with other learned numbers, named as `learned` names them; those not given stay."""
+        parts: dict[str, dict[str, Tensor]] = {}
+        changed: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            part, _, own = name.rpartition("_")
+            if part:
+                parts.setdefault(part, {})[own] = tensor
+            else:
+                changed[own] = tensor
+        for part, own_tensors in parts.items():
+            changed[part] = replace(getattr(self, part), **own_tensors)
+        return replace(self, **changed)
 
 
 _IN_WORDS = {

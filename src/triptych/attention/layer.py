@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from triptych.algebra.positions import ALiBi
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import Kind, Semantics
 from triptych.algebra.weights import AttentionWeights, Head, standard_scale
 from triptych.attention.cache import AttentionCache
@@ -76,32 +76,43 @@ class MultiHeadAttention(nn.Module):
         if positions is not None:
             check_sizes(d_model, num_heads, self.parameterisation, positions)
         self.projections = self.parameterisation.build(d_model, num_heads)
-        self.semantics = Semantics(scale=standard_scale(self.projections.d_k))
+        self._learned: tuple[str, ...] = ()
+        self._semantics = Semantics(scale=standard_scale(self.projections.d_k))
         if positions is not None:
-            self.semantics = positions.added_to(self.semantics, self._key_width, num_heads)
+            self._semantics = positions.added_to(self._semantics, self._key_width, num_heads)
 
     @classmethod
-    def from_weights(cls, weights: AttentionWeights, dropout: float | None = None) -> "MultiHeadAttention":
+    def from_weights(
+        cls, weights: AttentionWeights, dropout: float | None = None, *, named: bool = False
+    ) -> "MultiHeadAttention":
         """A layer that holds these weights, in the parameterisation that their structure calls for.
 
+        Norms of queries and keys, tables of positions and sinks become parameters of the layer.
+
         Args:
-            weights: the maps, and what the layer does besides; scores may come to have another scale, which
-                the query map takes up.
+            weights: the maps, and what the layer does besides. Where nothing but the product of queries and
+                keys reads the queries, their map takes up the ratio to the usual scale of the
+                parameterisation; otherwise the scale stays what it is.
             dropout: while training; that of the weights if None.
+            named: whether only a layer will do that the recipe of a model can ask for.
 
         Raises:
-            ValueError: no parameterisation has that structure, the positions do not go with it, or the
-                weights carry something that the layer has no place for, such as the norm before it.
+            ValueError: rotary positions do not go with the parameterisation or do not fit, the weights carry
+                the norm before the layer, or `named` and no parameterisation of a recipe has that structure.
         """
         _check_can_be_held(weights)
-        dropout = weights.semantics.dropout if dropout is None else dropout
+        semantics = weights.semantics
+        dropout = semantics.dropout if dropout is None else dropout
         weights, parameterisation = parameterisation_of(weights)
         with torch.random.fork_rng(devices=[]):  # numbers are drawn only to be overwritten
             layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
         layer = layer.to(dtype=weights.dtype, device=weights.device)
-        layer.projections.load(weights)
-        layer.semantics = replace(weights.semantics, scale=layer.semantics.scale, dropout=0.0)
-        rotary = weights.semantics.rotary
+        usual = layer.semantics.scale
+        if named or _map_takes_up_scale(weights):
+            weights = weights.with_scale(usual)
+        layer.projections.load(replace(weights, semantics=replace(semantics, scale=usual)))
+        layer._hold(replace(weights.semantics, dropout=0.0))
+        rotary = semantics.rotary
         if rotary is not None and parameterisation.no_rotary:
             raise ValueError(
                 f"{parameterisation.name} cannot have rotary positions: {parameterisation.no_rotary}"
@@ -112,6 +123,24 @@ class MultiHeadAttention(nn.Module):
                 f"{layer._key_width} wide: they must fit"
             )
         return layer
+
+    @property
+    def semantics(self) -> Semantics:
+        """What the layer does besides its maps; its learned numbers are parameters of the layer."""
+        if not self._learned:
+            return self._semantics
+        return self._semantics.with_learned({name: getattr(self, name) for name in self._learned})
+
+    def _hold(self, semantics: Semantics) -> None:
+        """Do this besides the maps, with learned numbers of the layer's own."""
+        like, learned = self.projections.o_proj.weight, semantics.learned()
+        for name, tensor in learned.items():
+            held = torch.empty_like(tensor, dtype=like.dtype, device=like.device).copy_(tensor.detach())
+            self.register_parameter(name, nn.Parameter(held))
+        self._learned = tuple(learned)
+        self._semantics = semantics.with_learned(
+            {name: like.new_empty([0] * tensor.ndim) for name, tensor in learned.items()}
+        )
 
     @property
     def _key_width(self) -> int:
@@ -131,10 +160,10 @@ class MultiHeadAttention(nn.Module):
                 weights said that the layer was made of.
         """
         found = self.projections.weights().mapped(torch.Tensor.detach)
-        dropout = self.dropout if self.training else 0.0
-        return replace(
-            found, semantics=replace(self.semantics, kind=kind or self.semantics.kind, dropout=dropout)
-        )
+        semantics, dropout = self.semantics, self.dropout if self.training else 0.0
+        learned = {name: tensor.detach() for name, tensor in semantics.learned().items()}
+        semantics = replace(semantics.with_learned(learned), kind=kind or semantics.kind, dropout=dropout)
+        return replace(found, semantics=semantics)
 
     @property
     def heads(self) -> tuple[Head, ...]:
@@ -167,24 +196,22 @@ class MultiHeadAttention(nn.Module):
                 queries see them all. With a `memory`, it is filled at the first call and read, in
                 place of the memory, from then on.
             need_weights: also return the weights. Changes nothing else but the speed.
-            positions: of the tokens of `x`; after those of the cache if None. Only for layers that have no
-                positions of their own, and no use for these.
+            positions: of the tokens of `x`; those after the ones that the cache holds if None. Causality goes
+                by the order of the tokens, whatever their positions.
             path: see `attention`; "reference" also takes the expanded route of a parameterisation
                 that has another.
 
         Raises:
             ValueError: an input of another width than d_model, two memories for a parameterisation that
-                makes keys and values at once, or a memory for a layer that tells positions apart.
+                makes keys and values at once, a memory for a layer that tells positions apart, or a cache
+                of which some tokens came with positions, where keys are compared by theirs, and some without.
         """
         self._check_inputs(x, memory, value_memory)
-        if positions is not None and (self.semantics.positions != "none" or self.semantics.is_local):
-            raise ValueError(
-                "given positions are for a model made ready for decoding (triptych.decoding.fused)"
-            )
-        causal = self.semantics.kind == "causal" if causal is None else causal
+        semantics = self.semantics
+        causal = semantics.kind == "causal" if causal is None else causal
         dropout = self.dropout if self.training else 0.0
-        q, start, remembered = self._remembered(x, memory, value_memory, cache)
-        inputs = self._inputs(q, start, remembered, mask, causal, dropout, path)
+        q, places, remembered = self._remembered(semantics, x, memory, value_memory, cache, positions)
+        inputs = self._inputs(semantics, q, places, remembered, mask, causal, dropout, path)
         attended = attention(
             inputs.q,
             inputs.k,
@@ -192,7 +219,9 @@ class MultiHeadAttention(nn.Module):
             mask=inputs.mask,
             bias=inputs.bias,
             causal=causal,
-            scale=self.semantics.scale,
+            scale=semantics.scale,
+            soft_cap=semantics.soft_cap,
+            sinks=semantics.sinks,
             dropout=dropout,
             need_weights=need_weights,
             path=path,
@@ -224,14 +253,16 @@ class MultiHeadAttention(nn.Module):
         Returns:
             The parameterisation's route, and what the operation does.
         """
-        causal = self.semantics.kind == "causal" if causal is None else causal
+        semantics = self.semantics
+        causal = semantics.kind == "causal" if causal is None else causal
         dropout = self.dropout if self.training else 0.0
         y = self._zeros(batch, key_len)
         q, remembered = (
             self.projections.queries(self._zeros(batch, query_len)),
-            self.projections.remember(y, y),
+            self._stored(semantics, self.projections.remember(y, y), None),
         )
-        inputs = self._inputs(q, max(0, key_len - query_len), remembered, mask, causal, dropout, path)
+        places = _Places(max(0, key_len - query_len), None, None)
+        inputs = self._inputs(semantics, q, places, remembered, mask, causal, dropout, path)
         found = explain_attention(
             inputs.q,
             inputs.k,
@@ -239,7 +270,9 @@ class MultiHeadAttention(nn.Module):
             mask=inputs.mask,
             bias=inputs.bias,
             causal=causal,
-            scale=self.semantics.scale,
+            scale=semantics.scale,
+            soft_cap=semantics.soft_cap,
+            sinks=semantics.sinks,
             dropout=dropout,
             need_weights=need_weights,
             path=path,
@@ -258,45 +291,93 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(
                     f"an input is {given.shape[-1]} wide, and the layer's d_model {self.d_model}"
                 )
-        if memory is None and self.semantics.kind == "cross":
+        if memory is None and self._semantics.kind == "cross":
             raise ValueError("the layer is made of the weights of a cross-attention: give it a memory")
         if value_memory is not None and self.projections.no_two_memories:
             raise ValueError(f"value_memory was given, but {self.projections.no_two_memories}: leave it out")
-        if memory is not None and (self.semantics.positions != "none" or self.semantics.is_local):
-            what = (
-                "a window compares"
-                if self.semantics.is_local
-                else f"{self.semantics.positions} positions compare"
-            )
+        semantics = self._semantics
+        if memory is not None and (semantics.positions != "none" or semantics.is_local):
+            what = "a window compares" if semantics.is_local else f"{semantics.positions} positions compare"
             raise ValueError(
                 f"{what} places in one sequence, and memory is another: build cross-attention without them"
             )
 
     def _remembered(
         self,
+        semantics: Semantics,
         x: Tensor,
         memory: Tensor | None,
         value_memory: Tensor | None,
         cache: AttentionCache | None,
-    ) -> tuple[Tensor, int, tuple[Tensor, ...]]:
-        """Queries, the position of the first of them, and what is kept of all tokens attended to."""
+        positions: PositionIds | None,
+    ) -> tuple[Tensor, "_Places", tuple[Tensor, ...]]:
+        """Queries, where they and the keys stand, and what is kept of all tokens attended to."""
         if memory is not None and cache is not None and cache.length:
-            return self.projections.queries(x), 0, cache.entries
-        start = cache.length if cache is not None and memory is None else 0
+            return self.projections.queries(x), _FROM_THE_START, cache.entries
         if memory is None and value_memory is None:
             q, added = self.projections.of_one_sequence(x)
         else:
             keys_from = x if memory is None else memory
             added = self.projections.remember(keys_from, keys_from if value_memory is None else value_memory)
             q = self.projections.queries(x)
-        if self.semantics.rotary is not None and self.projections.caches_keys:
-            added = (self.semantics.rotary(added[0], start), *added[1:])
-        return q, start, added if cache is None else cache.append(added)
+        if memory is not None:
+            places = _FROM_THE_START
+        else:
+            places = _Places(0 if cache is None else cache.length, positions, None)
+        added = self._stored(semantics, added, places)
+        if cache is None:
+            if positions is not None and positions.sharing is None:
+                places = places._replace(keys=positions.ids)
+            return q, places, added
+        if memory is not None or not self._compares_positions(semantics):
+            return q, places, cache.append(added)
+        return q, *self._with_positions(places, added, cache)
+
+    def _with_positions(
+        self, places: "_Places", added: tuple[Tensor, ...], cache: AttentionCache
+    ) -> tuple["_Places", tuple[Tensor, ...]]:
+        """What a cache holds once tokens are added, and where their keys stand."""
+        given, (batch, _, length, _) = places.given, added[0].shape
+        keeps = given is not None and given.sharing is None
+        if cache.length and (len(cache.entries) > len(added)) != keeps:
+            which = "without positions and these have some" if keeps else "with positions and these have none"
+            raise ValueError(f"the tokens in the cache came {which}: give them for all, or for none")
+        if given is None or not keeps:
+            return places, cache.append(added)
+        ids = given.ids.expand(batch, length)[:, None, :, None]
+        *remembered, keys = cache.append((*added, ids))
+        return places._replace(keys=keys[:, 0, :, 0]), tuple(remembered)
+
+    def _compares_positions(self, semantics: Semantics) -> bool:
+        """Whether later queries must know where a key stands."""
+        turned_late = semantics.rotary is not None and not self.projections.caches_keys
+        return turned_late or semantics.bias is not None or semantics.is_local
+
+    def _stored(
+        self, semantics: Semantics, added: tuple[Tensor, ...], places: "_Places | None"
+    ) -> tuple[Tensor, ...]:
+        """What is kept of tokens, from what the maps make of them: keys as they are compared.
+
+        Args:
+            semantics: of the layer.
+            added: keys and values, or what both are made of.
+            places: of the tokens; None where nothing is turned.
+        """
+        if not self.projections.caches_keys:
+            return added
+        k, *values = added
+        k = k if semantics.k_norm is None else semantics.k_norm(k)
+        if semantics.clip is not None:
+            k, *values = (t.clamp(-semantics.clip, semantics.clip) for t in (k, *values))
+        if semantics.rotary is not None and places is not None:
+            k = places.turned(k, semantics.rotary)
+        return k, *values
 
     def _inputs(
         self,
+        semantics: Semantics,
         q: Tensor,
-        start: int,
+        places: "_Places",
         remembered: tuple[Tensor, ...],
         mask: Tensor | None,
         causal: bool,
@@ -309,25 +390,112 @@ class MultiHeadAttention(nn.Module):
         sums_to_one = mask is None and dropout == 0.0 and not (causal and q.shape[2] > key_len)
         if path == "reference" or not (sums_to_one or self.projections.absorbs_biases):
             route = "expanded"
-        rotary, bias = self.semantics.rotary, None
-        if self.semantics.bias is not None or self.semantics.is_local:
-            places = torch.arange(key_len, device=q.device)
-            queries = torch.arange(key_len - q.shape[2], key_len, device=q.device)
-            if self.semantics.bias is not None:
-                bias = self.semantics.bias(q, q, queries, places)
-            near = self.semantics.visible(queries, places)
-            mask = near if mask is None else mask if near is None else mask & near
-        if rotary is not None:
-            q = rotary(q, start)
+        if semantics.k_norm is not None or semantics.clip is not None:
+            route = "expanded"  # keys and values are no product of a map and what is cached
+        if semantics.soft_cap is not None or semantics.sinks is not None:
+            route = "expanded"  # the key bias, which the absorbed route leaves out, counts
+        bias, positional = semantics.bias, semantics.bias is not None or semantics.is_local
+        if bias is not None and bias.reads_content:
+            route = "expanded"
+        q = q if semantics.q_norm is None else semantics.q_norm(q)
+        if semantics.clip is not None:
+            q = q.clamp(-semantics.clip, semantics.clip)
+        if semantics.rotary is not None:
+            q = places.turned(q, semantics.rotary)
+        if semantics.temperature is not None:
+            q = semantics.temperature(q, places.of_tokens(q))
         if route == "absorbed":
-            return _Inputs(*self.projections.absorbed(q, remembered), mask, bias, route)
-        k, v = self.projections.keys_values(remembered)
-        if rotary is not None and not self.projections.caches_keys:
-            k = rotary(k)
-        return _Inputs(q, k, v, mask, bias, route)
+            q, k, v = self.projections.absorbed(q, remembered)
+        else:
+            k, v = self.projections.keys_values(remembered)
+            if not self.projections.caches_keys:
+                k = k if semantics.k_norm is None else semantics.k_norm(k)
+                if semantics.clip is not None:
+                    k, v = k.clamp(-semantics.clip, semantics.clip), v.clamp(-semantics.clip, semantics.clip)
+                if semantics.rotary is not None:
+                    k = places.turned_keys(k, semantics.rotary)
+        added = None
+        if positional:
+            keys = places.of_keys(k)
+            if places.given is None:
+                queries = torch.arange(key_len - q.shape[2], key_len, device=q.device)
+            else:
+                queries = places.of_tokens(q)
+            if bias is not None:
+                added = bias(q, k, queries, keys)
+            near = semantics.visible(queries, keys)
+            mask = near if mask is None else mask if near is None else mask & near
+        return _Inputs(q, k, v, mask, added, route)
 
 
-_HELD = frozenset({"scale", "kind", "dropout", "rotary", "bias", "window", "chunk"})
+class _Places(NamedTuple):
+    """Where the tokens of a call stand, and the keys that they see.
+
+    Attributes:
+        start: number of the first token, without positions given.
+        given: the positions given.
+        keys: of all keys, those of the cache included; None where they follow from their number.
+    """
+
+    start: int
+    given: PositionIds | None
+    keys: Tensor | None
+
+    def turned(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """Queries or keys of the tokens."""
+        if self.given is None:
+            return rotary(x, self.start)
+        return rotary.at(x, self.given.ids, self.given.end)
+
+    def turned_keys(self, k: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """All keys."""
+        if self.given is None:
+            return rotary(k)
+        return rotary.at(k, self.of_keys(k), max(self.given.end, k.shape[2]))
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """The position of every token."""
+        if self.given is None:
+            return torch.arange(self.start, self.start + x.shape[2], device=x.device)
+        return self.given.ids
+
+    def of_keys(self, k: Tensor) -> Tensor:
+        """The position of every key."""
+        if self.keys is not None:
+            return self.keys
+        if self.given is None:
+            return torch.arange(k.shape[2], device=k.device)
+        return self.given.of_slots(k.shape[2])
+
+
+_FROM_THE_START = _Places(0, None, None)
+
+
+def _map_takes_up_scale(weights: AttentionWeights) -> bool:
+    """Whether scores with another scale are those of another query map, which may be changed."""
+    semantics, q = weights.semantics, weights.q
+    read = semantics.bias is not None and semantics.bias.reads_content
+    changes = semantics.q_norm is not None or semantics.clip is not None or read
+    return bool(q) and q[-1].learned and q[-1].norm is None and not weights.tied("q", "k") and not changes
+
+
+_HELD = frozenset(
+    {
+        "scale",
+        "kind",
+        "q_norm",
+        "k_norm",
+        "clip",
+        "rotary",
+        "temperature",
+        "bias",
+        "soft_cap",
+        "window",
+        "chunk",
+        "sinks",
+        "dropout",
+    }
+)
 
 
 def _check_can_be_held(weights: AttentionWeights) -> None:
@@ -336,12 +504,7 @@ def _check_can_be_held(weights: AttentionWeights) -> None:
     Raises:
         ValueError: there is something of the kind, named.
     """
-    semantics = weights.semantics
-    found = semantics.beyond(_HELD)
-    if semantics.rotary is not None and semantics.rotary.places is not None:
-        found.append("rotary positions of a picture")
-    if semantics.bias is not None and not isinstance(semantics.bias, ALiBi):
-        found.append(f"{semantics.positions} positions")
+    found = weights.semantics.beyond(_HELD)
     if weights.norms_within:
         found.append("a norm between two maps")
     if found:

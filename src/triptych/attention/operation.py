@@ -3,8 +3,8 @@
     Attention(Q, K, V) = softmax(Q Kᵀ / √d_k + bias) V
 
 Both paths take the same arguments and give the same numbers and gradients (the tolerances are in
-`tests/tolerances.py`); only the written-out one can return the weights or drop some of them. Written out
-in pieces, it holds few of the weights at a time.
+`tests/tolerances.py`); only the written-out one can return the weights, drop some of them, cap the scores or
+have sinks. Written out in pieces, it holds few of the weights at a time.
 `_plan` chooses between them and says how; `explain_attention` puts what it chose into words.
 """
 
@@ -77,6 +77,8 @@ def attention(
     bias: Float[Tensor, "..."] | None = None,
     causal: bool = False,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Tensor, " num_heads"] | None = None,
     dropout: float = 0.0,
     need_weights: bool = False,
     path: Path = "auto",
@@ -96,6 +98,8 @@ def attention(
         causal: a query sees only its own position and earlier ones; the queries are the last
             `query_len` positions of the keys. Combines with `mask` and `bias`.
         scale: what the products of queries and keys are multiplied by; 1/√d_k if None.
+        soft_cap: c where scores s, with their bias, become c · tanh(s / c); None if they do not.
+        sinks: a score for each head that takes part in the softmax and moves nothing; None without.
         dropout: probability that a weight is zeroed, the others scaled up by 1/(1 − dropout).
         need_weights: also return the weights. Changes nothing else but the speed.
         path: "reference" writes equation 1 out, "fast" calls torch's kernels, "auto" chooses.
@@ -108,13 +112,15 @@ def attention(
             not floating point, or the fast path asked for something that only the reference path can do.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.2.1; shared heads: Ainslie et al. 2023,
-    arXiv 2305.13245.
+    arXiv 2305.13245; soft caps: Gemma Team 2024, arXiv 2408.00118, section 2; sinks: OpenAI 2025, arXiv
+    2508.10925, section 2.
     """
-    _check(q, k, v, mask, bias, dropout)
-    plan = _plan(q, k, v, mask, bias, causal, dropout, need_weights, path)
+    special = _Special(soft_cap, sinks)
+    _check(q, k, v, mask, bias, special, dropout)
+    plan = _plan(q, k, v, mask, bias, special, causal, dropout, need_weights, path)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if plan.path == "written out in pieces":
-        return Attended(_in_pieces(q, k, v, mask, bias, causal, scale), None)
+        return Attended(_in_pieces(q, k, v, mask, bias, special, causal, scale), None)
     if plan.path != "written out":
         call = _prepare(plan, q, k, v, mask, bias, causal)
         output = F.scaled_dot_product_attention(
@@ -127,7 +133,7 @@ def attention(
             enable_gqa=call.enable_gqa,
         )
         return Attended(_restore(plan, output, q, v), None)
-    output, weights = _written_out(q, k, v, mask, bias, causal, scale, dropout)
+    output, weights = _written_out(q, k, v, mask, bias, special, causal, scale, dropout)
     return Attended(output, weights if need_weights else None)
 
 
@@ -140,6 +146,8 @@ def explain_attention(
     bias: Float[Tensor, "..."] | None = None,
     causal: bool = False,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Tensor, " num_heads"] | None = None,
     dropout: float = 0.0,
     need_weights: bool = False,
     path: Path = "auto",
@@ -158,6 +166,8 @@ def explain_attention(
         bias: added to the scores.
         causal: a query sees only its own position and earlier ones.
         scale: what the products are multiplied by.
+        soft_cap: of the scores.
+        sinks: a score of each head that moves nothing.
         dropout: probability that a weight is zeroed.
         need_weights: whether the weights are wanted.
         path: "auto", "reference" or "fast".
@@ -165,8 +175,9 @@ def explain_attention(
     Raises:
         ValueError: as `attention`.
     """
-    _check(q, k, v, mask, bias, dropout)
-    plan = _plan(q, k, v, mask, bias, causal, dropout, need_weights, path)
+    special = _Special(soft_cap, sinks)
+    _check(q, k, v, mask, bias, special, dropout)
+    plan = _plan(q, k, v, mask, bias, special, causal, dropout, need_weights, path)
     kernel: Kernel = "batched products"
     if not plan.path.startswith("written out"):
         call = _prepare(plan, q, k, v, mask, bias, causal)
@@ -183,8 +194,21 @@ def explain_attention(
     return Explanation(plan.path, plan.heads, kernel, _reason(plan, kernel, q, k, v, dropout))
 
 
+class _Special(NamedTuple):
+    """What no kernel of torch computes."""
+
+    soft_cap: float | None
+    sinks: Tensor | None
+
+    @property
+    def none(self) -> bool:
+        return self.soft_cap is None and self.sinks is None
+
+
 _Why = Literal[
     "asked",
+    "soft cap",
+    "sinks",
     "weights",
     "dropout",
     "bias gradient",
@@ -209,23 +233,32 @@ def _plan(
     v: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
+    special: _Special,
     causal: bool,
     dropout: float,
     need_weights: bool,
     path: Path,
 ) -> _Plan:
-    why = _why_written_out(q, k, v, bias, causal, dropout, need_weights) if path != "reference" else "asked"
+    why = (
+        _why_written_out(q, k, v, bias, special, causal, dropout, need_weights)
+        if path != "reference"
+        else "asked"
+    )
     if path == "fast":
         if why == "weights" or why == "dropout":
             raise ValueError(
                 "the fast path can neither return the weights nor drop some: use path='auto' or 'reference'"
             )
+        if not special.none:
+            raise ValueError("the fast path has neither soft caps nor sinks: use path='auto' or 'reference'")
         why = None
     _, num_heads, query_len, d_k = q.shape
     key_heads, value_heads, d_v = k.shape[1], v.shape[1], v.shape[3]
     one_to_one = num_heads == key_heads == value_heads
     if why is not None:
-        written: Implementation = "written out in pieces" if why == "pieces" else "written out"
+        special_only = why == "soft cap" or why == "sinks"
+        in_pieces = why == "pieces" or (special_only and _many_and_untrained(q, k, v, bias, special))
+        written: Implementation = "written out in pieces" if in_pieces else "written out"
         return _Plan(written, "one to one" if one_to_one else "grouped by rows", why)
 
     on_cpu = q.is_cpu
@@ -265,6 +298,7 @@ def _why_written_out(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    special: _Special,
     causal: bool,
     dropout: float,
     need_weights: bool,
@@ -273,6 +307,8 @@ def _why_written_out(
         return "weights"
     if dropout > 0:
         return "dropout"
+    if not special.none:
+        return "sinks" if special.soft_cap is None else "soft cap"
     if not q.is_cpu:
         return None
     records = torch.is_grad_enabled()
@@ -318,6 +354,16 @@ def _pays_in_pieces(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     )
 
 
+def _many_and_untrained(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, special: _Special) -> bool:
+    """Whether the weights of all queries would take much room that no gradient needs."""
+    recorded = any(t is not None and t.requires_grad for t in (q, k, v, bias, special.sinks))
+    if (torch.is_grad_enabled() and recorded) or torch.compiler.is_compiling():
+        return False
+    batch, num_heads, query_len, _ = q.shape
+    size = batch * num_heads * query_len * k.shape[2] * q.element_size()
+    return query_len > 1 and size > thresholds.BYTES_OF_A_PIECE
+
+
 def _copied(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Of each token, how many numbers the kernel for CPUs would be given as padded or repeated copies."""
     _, key_heads, _, d_k = k.shape
@@ -352,6 +398,8 @@ def _reason(plan: _Plan, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dropou
     because = {
         "asked": "the path was asked for",
         "weights": "the weights were asked for, and no kernel of torch returns them",
+        "soft cap": "no kernel of torch caps the scores",
+        "sinks": "no kernel of torch knows scores that move nothing",
         "dropout": f"dropout is {dropout:g} and must draw the same whether or not the weights are asked for",
         "bias gradient": "torch has no kernel for CPUs but the math one that gives a bias its gradient",
         "short": f"with gradients recorded on a CPU, batched products are faster up to about {limit}",
@@ -375,6 +423,7 @@ def _written_out(
     v: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
+    special: _Special,
     causal: bool,
     scale: float,
     dropout: float,
@@ -384,8 +433,15 @@ def _written_out(
     scores = _product(q * scale, k.transpose(-2, -1))
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
+    if special.soft_cap is not None:
+        scores = special.soft_cap * torch.tanh(scores / special.soft_cap)
     allowed = _combine(mask, causal, q.shape[-2], k.shape[-2], q.device)
-    if allowed is None:
+    if special.sinks is not None:
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -math.inf)
+        sinks = special.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    elif allowed is None:
         weights = scores.softmax(dim=-1)
     elif _every_query_sees_a_key(allowed):
         # The same bits as below, in one pass forward and none backward: a sum needs no mask for its gradient.
@@ -401,7 +457,14 @@ def _written_out(
 
 
 def _in_pieces(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    special: _Special,
+    causal: bool,
+    scale: float,
 ) -> Tensor:
     """The output alone, over as many sentences, heads or queries at a time as `BYTES_OF_A_PIECE` hold."""
     batch, num_heads, query_len, d_k = q.shape
@@ -428,6 +491,7 @@ def _in_pieces(
             v[of_keys][:, :, seen],
             None if mask is None else _piece(mask, (*of_queries, seen)),
             None if bias is None else _piece(bias, (*of_queries, seen)),
+            special if special.sinks is None else special._replace(sinks=special.sinks[of_queries[1]]),
             causal,
             scale,
             dropout=0.0,
@@ -542,7 +606,15 @@ def _combine(
     return triangle if mask is None else mask & triangle
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, dropout: float) -> None:
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    special: _Special,
+    dropout: float,
+) -> None:
     batch, num_heads, query_len, d_k = q.shape
     key_batch, key_heads, key_len, key_width = k.shape
     value_batch, value_heads, value_len, _ = v.shape
@@ -566,6 +638,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | 
         if not bias.dtype.is_floating_point:
             raise ValueError(f"the bias is {bias.dtype}: it must be floating point, a mask is passed as mask")
         _check_broadcasts("bias", bias, (batch, num_heads, query_len, key_len))
+    if special.soft_cap is not None and not special.soft_cap > 0:
+        raise ValueError(f"soft_cap is {special.soft_cap}: it must be above 0")
+    if special.sinks is not None and special.sinks.shape != (num_heads,):
+        raise ValueError(f"sinks are {list(special.sinks.shape)}, and there are {num_heads} query heads")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout}: it must be at least 0 and below 1")
 

@@ -24,19 +24,21 @@ class PositionIds(NamedTuple):
     """The positions of tokens, where they are not simply the next ones.
 
     Attributes:
-        ids: the position of every token, or of all of them if there is one.
+        ids: the position of every token, or of all of them if there is one; `[batch, length]` where the rows
+            of a batch differ, as under padding on the left.
         end: above every id, known without looking at them.
-        sharing: so many tokens share each position: key j has position j // sharing.
+        sharing: so many tokens share each position, and key j has position j // sharing. None where `ids` of
+            earlier calls say where keys stand: caches keep them for layers that compare positions.
     """
 
-    ids: Int[Tensor, " length"]
+    ids: Int[Tensor, "*rows length"]
     end: int
-    sharing: int = 1
+    sharing: int | None = None
 
-    def of_keys(self, keys: Float[Tensor, "*batch key_len width"]) -> Int[Tensor, " key_len"]:
-        """The position of every key."""
-        slots = torch.arange(keys.shape[-2], device=self.ids.device)
-        return slots if self.sharing == 1 else slots // self.sharing
+    def of_slots(self, count: int) -> Int[Tensor, " key_len"]:
+        """The positions of so many keys, where each position is shared by as many."""
+        slots = torch.arange(count, device=self.ids.device)
+        return slots if self.sharing in (None, 1) else slots // self.sharing
 
     @staticmethod
     def rows(

@@ -32,7 +32,7 @@ class EncoderGraph(nn.Module):
 
     def forward(self, src_ids: Tensor) -> tuple[Tensor, ...]:
         """`[batch, src_len]` → mask `[batch, src_len]`, then keys and values of each decoder layer."""
-        positions = PositionIds(torch.arange(src_ids.shape[1]), self.max_tokens)
+        positions = PositionIds(torch.arange(src_ids.shape[1]), self.max_tokens, sharing=1)
         memory = self.engine.read(self.model.encode(src_ids, positions))
         return (src_ids != self.engine.pad_id, *(tensor for layer in memory for tensor in layer))
 
@@ -68,7 +68,7 @@ class DecoderGraph(nn.Module):
         before, length = own[0].shape[2], tgt_ids.shape[1]
         ids = torch.arange(length) + before
         seen = torch.arange(before + length)[None, :] <= ids[:, None]
-        new = NewTokens(PositionIds(ids, self.max_tokens), numbers_of(seen[None, None], own[0]))
+        new = NewTokens(PositionIds(ids, self.max_tokens, sharing=1), numbers_of(seen[None, None], own[0]))
         cache = DecoderCache(len(own) // 2, JoinedCache)
         for i, (of_own, of_memory) in enumerate(zip(cache.own, cache.memory, strict=True)):
             cast(JoinedCache, of_own).entries = (own[2 * i], own[2 * i + 1])

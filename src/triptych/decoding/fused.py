@@ -239,7 +239,7 @@ class FusedAttention(nn.Module):
             mask = triangle if mask is None else mask + triangle
         if self.bias is None:
             return mask
-        keys = torch.arange(key_len, device=k.device) if positions is None else positions.of_keys(k)
+        keys = torch.arange(key_len, device=k.device) if positions is None else positions.of_slots(key_len)
         queries = keys[key_len - length :] if positions is None else positions.ids
         bias = self.bias(k, k, queries, keys)
         return bias if mask is None else mask + bias

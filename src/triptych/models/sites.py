@@ -111,10 +111,12 @@ def with_attention(model: EncoderDecoder, changed: Mapping[str, AttentionWeights
         read, has = weights.d_model, model.config.d_model
         if read != has:
             raise ValueError(f"the weights for {name} read {read} channels, the model has {has}")
+        _require_no_more(name, weights.semantics)
     layers = {
         name: MultiHeadAttention.from_weights(
             changed[name].without_norms(),  # the model has them
             site.layer.dropout,
+            named=True,
         )
         if name in changed
         else site.layer
@@ -129,6 +131,21 @@ def with_attention(model: EncoderDecoder, changed: Mapping[str, AttentionWeights
         if site.name in changed:
             _require_positions(site, changed[site.name].semantics)
     return new
+
+
+def _require_no_more(name: str, given: Semantics) -> None:
+    """Refuse what a layer may do besides its maps and a configuration has no word for.
+
+    Raises:
+        ValueError: there is something of the kind, named.
+    """
+    held = {"scale", "kind", "dropout", "rotary"}
+    found = given.beyond(held if given.bias is not None and given.bias.learned else held | {"bias"})
+    if found:
+        raise ValueError(
+            f"the weights for {name} are of a layer with {', '.join(found)}, which the configuration of a "
+            "model cannot say"
+        )
 
 
 def _require_positions(site: AttentionSite, given: Semantics) -> None:

@@ -1,0 +1,219 @@
+"""A layer does all that its `Semantics` say: the plain formula, with gradients, caches and positions."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads import NUM_HEADS, make_layer, random_input
+from tolerances import assert_same
+from triptych.algebra.function import attend
+from triptych.algebra.positions import (
+    ALiBi,
+    DisentangledBias,
+    PatchPositionBias,
+    RelativePositionBias,
+    RotaryEmbedding,
+)
+from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
+from triptych.algebra.weights import AttentionWeights
+from triptych.attention import LayerCache, MultiHeadAttention, PositionIds
+
+H, N = NUM_HEADS, 7
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def parts(width: int, key_heads: int) -> dict[str, dict[str, Any]]:
+    """What a layer may do besides its maps, for heads of this width."""
+    rotary = RotaryEmbedding(torch.tensor([0.7, 0.1]))
+    of_heads = HeadNorm(1e-6, drawn(width), drawn(width), centred=True)
+    return {
+        "norms": {"q_norm": of_heads, "k_norm": HeadNorm(1e-5, drawn(width))},
+        "norms of all heads, turned": {
+            "q_norm": HeadNorm(1e-6, drawn(H * width), over="all heads"),
+            "k_norm": HeadNorm(1e-6, drawn(key_heads * width), over="all heads"),
+            "rotary": rotary,
+            "scale": 0.9,
+        },
+        "norms of each head": {"q_norm": HeadNorm(1e-6, drawn(H, width)), "k_norm": HeadNorm(1e-6)},
+        "soft cap": {"soft_cap": 1.5},
+        "sinks": {"sinks": torch.linspace(-1, 2, H, dtype=torch.float64)},
+        "sinks, window, turned": {"sinks": drawn(H), "window": 3, "rotary": rotary},
+        "clip": {"clip": 0.7, "scale": 0.3},
+        "temperature": {"temperature": Temperature(0.5, 2.0), "rotary": rotary},
+        "chunk, soft cap": {"chunk": 3, "soft_cap": 2.0},
+        "slopes": {"bias": ALiBi.of_count(H)},
+        "buckets": {"bias": RelativePositionBias(drawn(6, H), both_ways=True, max_distance=16)},
+        "buckets, one way": {"bias": RelativePositionBias(drawn(6, H), both_ways=False, max_distance=16)},
+        "distances": {
+            "bias": DisentangledBias(drawn(H, 6, width), drawn(H, 6, width), 3, None, 0.4),
+            "scale": 0.4,
+        },
+        "distances, one side": {"bias": DisentangledBias(drawn(H, 6, width), None, 3, None, 0.4)},
+    }
+
+
+def written_as(name: str) -> tuple[MultiHeadAttention, int, int]:
+    layer = make_layer(name, biased=True)
+    weights = layer.weights()
+    return layer, weights.multiplied("k").d_out, weights.num_key_heads
+
+
+def held(name: str, part: dict[str, Any], kind: Any) -> tuple[MultiHeadAttention, AttentionWeights]:
+    """A layer and the weights that it was made of."""
+    weights = written_as(name)[0].weights(kind)
+    weights = replace(weights, semantics=replace(weights.semantics, **part))
+    return MultiHeadAttention.from_weights(weights), weights
+
+
+def cases() -> list[Any]:
+    found = []
+    for name in ("grouped", "shared", "latent", "bilinear"):
+        _, width, key_heads = written_as(name)
+        for part, given in parts(width, key_heads).items():
+            if "rotary" in given and name in ("latent", "bilinear"):
+                continue
+            marks = () if name == "grouped" else pytest.mark.slow
+            found.append(pytest.param(name, part, id=f"{name}-{part}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "part"), cases())
+def test_a_layer_is_the_plain_formula_and_learns_what_it_does_besides(name: str, part: str) -> None:
+    _, width, key_heads = written_as(name)
+    given = parts(width, key_heads)[part]
+    for kind in ("self", "causal"):
+        layer, weights = held(name, given, kind)
+        x = random_input(N)
+        assert_same(layer(x).output, attend(weights, x), kind="output")
+        assert_same(layer(x, path="reference", need_weights=True).output, attend(weights, x), kind="output")
+
+        own = replace(layer.projections.weights(), semantics=layer.semantics)
+        assert sorted(layer.semantics.learned()) == sorted(
+            name for name, _ in layer.named_parameters(recurse=False)
+        )
+        expected = torch.autograd.grad(attend(own, x).square().mean(), list(layer.parameters()))
+        found = torch.autograd.grad(layer(x).output.square().mean(), list(layer.parameters()))
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other, kind="gradient")
+
+    cache = LayerCache()
+    steps = [layer(x[:, i:j], cache=cache).output for i, j in ((0, 3), (3, 4), (4, 5), (5, N))]
+    assert_same(torch.cat(steps, dim=1), attend(weights, x), kind="output")
+
+
+@pytest.mark.parametrize(("name", "part"), cases())
+@pytest.mark.parametrize("cached", [False, True])
+def test_padding_on_the_left_changes_nothing(name: str, part: str, cached: bool) -> None:
+    _, width, key_heads = written_as(name)
+    layer, weights = held(name, parts(width, key_heads)[part], "causal")
+    x, padding = random_input(N), torch.tensor([0, 3])
+    there = torch.arange(N) >= padding[:, None]
+    ids = (torch.arange(N) - padding[:, None]).clamp(min=0)
+    cache, steps = LayerCache() if cached else None, []
+    for i, j in ((0, 5), (5, 6), (6, N)) if cached else ((0, N),):
+        seen = there[:, None, None, :j]
+        steps.append(layer(x[:, i:j], mask=seen, positions=PositionIds(ids[:, i:j], N), cache=cache).output)
+    found = torch.cat(steps, dim=1)
+    for row, skipped in enumerate(padding.tolist()):
+        alone = attend(weights, x[row : row + 1, skipped:])
+        assert_same(found[row : row + 1, skipped:], alone, kind="output")
+
+
+@pytest.mark.parametrize(
+    "part", ["norms of all heads, turned", "sinks, window, turned", "buckets", "temperature"]
+)
+def test_texts_beside_each_other_in_a_row_are_texts_alone(part: str) -> None:
+    _, width, key_heads = written_as("grouped")
+    layer, weights = held("grouped", parts(width, key_heads)[part], "causal")
+    x, text = random_input(N), torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    for ids in (torch.tensor([0, 1, 2, 0, 1, 2, 3]), torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)):
+        found = layer(x, mask=text[:, None] == text, positions=PositionIds(ids, N)).output
+        assert_same(found[:, :3], attend(weights, x[:, :3]), kind="output")
+        assert_same(found[:, 3:], attend(weights, x[:, 3:]), kind="output")
+
+
+def test_rows_of_a_batch_that_change_places_take_their_positions_with_them() -> None:
+    layer, _ = held("grouped", {"bias": ALiBi.of_count(H)}, "causal")
+    x, cache = random_input(N), LayerCache()
+    ids = torch.arange(N) + torch.tensor([[0], [100]]) * (torch.arange(N) >= 4)
+    layer(x[:, :5], positions=PositionIds(ids[:, :5], 200), cache=cache)
+    cache.select(torch.tensor([1, 0]))
+    found = layer(x.flip(0)[:, 5:], positions=PositionIds(ids.flip(0)[:, 5:], 200), cache=cache).output
+    expected = layer(x, positions=PositionIds(ids, 200)).output[:, 5:]
+    assert_same(found.flip(0), expected, kind="output")
+
+
+def test_tokens_with_positions_and_without_do_not_share_a_cache() -> None:
+    layer, _ = held("grouped", {"window": 3}, "causal")
+    x, given = random_input(2), PositionIds(torch.arange(2), 4)
+    for first, second, which in ((None, given, "without positions"), (given, None, "with positions")):
+        cache = LayerCache()
+        layer(x, positions=first, cache=cache)
+        with pytest.raises(ValueError, match=f"in the cache came {which}"):
+            layer(x, positions=second, cache=cache)
+
+
+def test_cross_attention_normalises_caps_and_has_sinks() -> None:
+    _, width, key_heads = written_as("grouped")
+    found = parts(width, key_heads)
+    part = {**found["norms"], **found["soft cap"], **found["sinks"], "clip": 1.2}
+    layer, weights = held("grouped", part, "cross")
+    x, memory, cache = random_input(3), random_input(N), LayerCache()
+    expected = attend(weights, x, memory)
+    assert_same(layer(x, memory=memory).output, expected, kind="output")
+    for _ in range(2):
+        assert_same(layer(x, memory=memory, cache=cache).output, expected, kind="output")
+
+
+def test_patches_of_a_picture_have_places() -> None:
+    rotary = RotaryEmbedding(torch.ones(2), places=drawn(N, 2).abs())
+    for part in ({"rotary": rotary}, {"bias": PatchPositionBias(drawn(3 * 5 + 3, H), 2, 3)}):
+        layer, weights = held("grouped", part, "self")
+        x = random_input(N)
+        assert_same(layer(x).output, attend(weights, x), kind="output")
+
+
+def test_what_is_learned_moves_is_saved_and_comes_back() -> None:
+    _, width, key_heads = written_as("grouped")
+    found = parts(width, key_heads)
+    part = {**found["norms"], **found["sinks"], **found["buckets"]}
+    layer, weights = held("grouped", part, "causal")
+    names = {"q_norm_weight", "q_norm_bias", "k_norm_weight", "sinks", "bias_table"}
+    assert set(layer.semantics.learned()) == names <= set(layer.state_dict())
+    with torch.no_grad():
+        layer.sinks.add_(1.0)
+    sinks = layer.weights().semantics.sinks
+    assert sinks is not None
+    assert not sinks.requires_grad
+    assert_same(sinks, part["sinks"] + 1.0, kind="exact")
+    assert_same(weights.semantics.sinks, part["sinks"], kind="exact")
+    again = MultiHeadAttention.from_weights(layer.weights())
+    again.load_state_dict(layer.state_dict())
+    x = random_input(N)
+    assert_same(again(x).output, layer(x).output, kind="exact")
+    narrow = layer.to(torch.float32)
+    assert {tensor.dtype for tensor in narrow.weights().semantics.learned().values()} == {torch.float32}
+    assert narrow(x.float()).output.dtype == torch.float32
+    assert not narrow.weights().semantics.sinks.requires_grad
+
+
+def test_learned_numbers_are_named_and_replaced_by_name() -> None:
+    semantics = Semantics(1.0, sinks=drawn(2), q_norm=HeadNorm(1e-6, drawn(3)), bias=ALiBi(drawn(2)))
+    assert list(semantics.learned()) == ["q_norm_weight", "sinks"]  # slopes are not learned
+    changed = semantics.with_learned({"q_norm_weight": torch.ones(3)})
+    assert changed.q_norm is not None
+    assert changed.q_norm.weight is not None
+    assert changed.q_norm.weight.tolist() == [1, 1, 1]
+    assert (changed.sinks, changed.bias) == (semantics.sinks, semantics.bias)
+
+
+def test_norms_of_heads_are_taken_in_float32_at_least() -> None:
+    x = torch.randn(1, 1, 3, 64).bfloat16()
+    norm = HeadNorm(1e-6, torch.randn(64))
+    assert_same(norm(x), norm(x.float()).bfloat16(), kind="exact")
