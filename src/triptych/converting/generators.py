@@ -1,0 +1,312 @@
+"""A decoder-only model of ours as a folder of CTranslate2's.
+
+Its `TransformerDecoderSpec` holds what GPT-2 and Llama are made of: pre-norm blocks with one kind of norm,
+learned or rotary positions, feed-forward layers with or without a gate, and heads that may share keys and
+values. Parameterisations are multiplied out. All else is refused by name.
+
+Source: `specs/transformer_spec.py` of github.com/OpenNMT/CTranslate2, version 4.8.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from triptych.algebra import rewrites
+from triptych.algebra.positions import RotaryEmbedding
+from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.algebra.semantics import Semantics
+from triptych.algebra.weights import AttentionWeights, standard_scale
+from triptych.converting.checks import ConversionCheck, compare_logits
+from triptych.errors import UsageError
+from triptych.extras import require_extra
+from triptych.models import LanguageModel
+from triptych.models.architecture import NormConfig, SublayerConfig
+from triptych.models.blocks import Block, OffsetNorm
+from triptych.models.feed_forward import FeedForward
+from triptych.rewriting.models import rewrite
+
+_TOLERANCE = 1e-4
+_ACTIVATIONS = {
+    "relu": "RELU",
+    "gelu": "GELU",
+    "gelu_tanh": "GELUTanh",
+    "gelu_sigmoid": "GELUSigmoid",
+    "swish": "SWISH",
+    "tanh": "Tanh",
+    "sigmoid": "Sigmoid",
+}
+
+
+def write_generator(model: LanguageModel, folder: Path) -> ConversionCheck:
+    """Fill a folder that `ctranslate2.Generator` reads; its tokens are the numbers "0", "1", … of ours.
+
+    Args:
+        model: of any dtype; float32 is written.
+        folder: an empty one.
+
+    Raises:
+        UsageError: CTranslate2 is not installed, or the model does not fit, with the part that does not.
+        DataError: what was written does not compute the same.
+    """
+    require_extra("ctranslate2", "ctranslate2", what="--engine ctranslate2")
+    spec = _spec(model)
+    vocabulary = [str(token) for token in range(model.vocab_size)]
+    spec.register_vocabulary(vocabulary)
+    # Every token of ours is known, and the engine names the tokens that end a text.
+    spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = vocabulary[0]
+    spec.config.layer_norm_epsilon = _norm_of(model).eps
+    spec.validate()
+    spec.optimize(quantization="float32")
+    spec.save(str(folder))
+    return _check(model, folder)
+
+
+def _refused(what: str) -> UsageError:
+    return UsageError(f"CTranslate2 cannot hold this model: {what}")
+
+
+def _norm_of(model: LanguageModel) -> NormConfig:
+    """The norm that all of the model's are alike."""
+    norm = model.architecture.final_norm
+    if norm is None:
+        raise _refused("there is no norm after the last block")
+    return norm
+
+
+def _require_fit(model: LanguageModel) -> None:
+    """All but the attention layers is what a spec holds.
+
+    Raises:
+        UsageError: it is not, with the first part that is not.
+    """
+    made, norm = model.architecture, _norm_of(model)
+    embeddings, head = made.embeddings, made.head
+    reasons: dict[str, bool] = {
+        "it is an encoder": made.kind != "decoder",
+        "it has no output table": head is None,
+        "blocks serve several times": bool(made.order) and made.order != tuple(range(len(made.blocks))),
+        "embeddings have another width than the stream": embeddings.width not in (None, made.d_model),
+        f"{embeddings.positions} positions of the embeddings": embeddings.positions == "sinusoidal",
+        "token types": embeddings.num_types > 0,
+        "a norm of the embeddings": embeddings.norm is not None,
+    }
+    if head is not None:
+        reasons |= {
+            "a map before the output table": head.transform or head.norm is not None or bool(head.activation),
+            "the output table has another width than the stream": head.width not in (None, made.d_model),
+            "a soft cap of the logits": head.soft_cap is not None,
+        }
+    for number, block in enumerate(made.blocks):
+        for frame in (block.attention, block.feed_forward_frame):
+            reasons |= {f"block {number} {reason}": holds for reason, holds in _of_frame(frame, norm)}
+        reasons[f"block {number} computes attention and feed-forward layer side by side"] = block.parallel
+        feed_forward = block.feed_forward
+        reasons[f"block {number} has another feed-forward layer than the first"] = (
+            feed_forward.activation != made.blocks[0].feed_forward.activation
+            or feed_forward.gated != made.blocks[0].feed_forward.gated
+        )
+        reasons[f"the activation {feed_forward.activation}"] = feed_forward.activation not in _ACTIVATIONS
+        layer = model.blocks[number]
+        assert isinstance(layer, Block)
+        reasons[f"block {number} has a mixture of experts"] = not isinstance(layer.feed_forward, FeedForward)
+    for reason, holds in reasons.items():
+        if holds:
+            raise _refused(reason)
+
+
+def _of_frame(frame: SublayerConfig, norm: NormConfig) -> Iterator[tuple[str, bool]]:
+    yield "has no norm before a sub-layer", frame.norm is None or frame.place != "pre"
+    yield "has a norm after a sub-layer", frame.out_norm is not None
+    yield "scales what a sub-layer adds", frame.scale != 1.0
+    yield "adds to the normalised stream", frame.from_norm
+    alike = frame.norm is None or (frame.norm.kind, frame.norm.eps) == (norm.kind, norm.eps)
+    yield "has another norm than the last one", not alike
+
+
+def _spec(model: LanguageModel) -> Any:
+    from ctranslate2.specs import common_spec, transformer_spec
+
+    _require_fit(model)
+    made, norm = model.architecture, _norm_of(model)
+    blocks = [block for block in model.blocks if isinstance(block, Block)]
+    plain = [_plain(block, number) for number, block in enumerate(blocks)]
+    sizes = _sizes(plain)
+    rotary, *others = (_rotary(weights.semantics.rotary, sizes.width) for weights in plain)
+    if any(other != rotary for other in others):
+        raise _refused("its layers have different rotary positions")
+    if not rotary and made.embeddings.positions == "none":
+        raise _refused("it has no positions")
+    first = made.blocks[0].feed_forward
+    spec = transformer_spec.TransformerDecoderModelSpec.from_config(
+        len(blocks),
+        sizes.num_heads,
+        pre_norm=True,
+        activation=getattr(common_spec.Activation, _ACTIVATIONS[first.activation]),
+        ffn_glu=first.gated,
+        rms_norm=norm.kind == "rms",
+        num_heads_kv=None if sizes.num_kv_heads == sizes.num_heads else sizes.num_kv_heads,
+        head_dim=None if sizes.width * sizes.num_heads == made.d_model else sizes.width,
+        **rotary,
+    )
+    decoder = spec.decoder
+    decoder.scale_embeddings = False if made.embeddings.scale == 1.0 else float(made.embeddings.scale)
+    decoder.embeddings.weight = _array(model.embeddings.table.weight)
+    if made.embeddings.positions == "learned":
+        rows = model.embeddings.positions.get_parameter("weight")
+        decoder.position_encodings.encodings = _array(rows[made.embeddings.position_offset :])
+    _set_norm(decoder.layer_norm, model.final_norm, made.d_model)
+    assert model.head is not None
+    output, scale = model.head.output, model.head.config.scale
+    decoder.projection.weight = _array(output.weight * scale if scale != 1.0 else output.weight)
+    if output.bias is not None:
+        decoder.projection.bias = _array(output.bias * scale)
+    for layer, block, weights in zip(decoder.layer, blocks, plain, strict=True):
+        _set_attention(layer.self_attention, weights, sizes)
+        _set_norm(layer.self_attention.layer_norm, block.self_residual.norm, made.d_model)
+        feed_forward = block.feed_forward
+        assert isinstance(feed_forward, FeedForward)
+        gate = feed_forward.gate
+        _set_linear(layer.ffn.linear_0, feed_forward.inner if gate is None else gate)
+        if gate is not None:
+            _set_linear(layer.ffn.linear_0_noact, feed_forward.inner)
+        _set_linear(layer.ffn.linear_1, feed_forward.outer)
+        _set_norm(layer.ffn.layer_norm, block.feed_forward_residual.norm, made.d_model)
+    return spec
+
+
+@final
+@dataclass(frozen=True)
+class _Sizes:
+    """Of every layer's heads in the format.
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        width: channels of every head.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    width: int
+
+
+def _sizes(layers: list[AttentionWeights]) -> _Sizes:
+    heads = {weights.num_heads for weights in layers}
+    if len(heads) > 1:
+        raise _refused(f"its layers have {' and '.join(map(str, sorted(heads)))} heads")
+    groups = (max(weights.num_key_heads, weights.num_value_heads) for weights in layers)
+    width = max(weights.multiplied(side).d_out for weights in layers for side in ("q", "v"))
+    return _Sizes(heads.pop(), math.lcm(*groups), width)
+
+
+def _plain(block: Block, number: int) -> AttentionWeights:
+    """The maps of a block with one link a side and a map for each."""
+    weights = block.self_attention.weights("causal")
+    for part in _unfit_parts(weights):
+        raise _refused(f"the attention of block {number} has {part}")
+    try:
+        weights = rewrite(weights, rewrites.expand).result
+        if not weights.k:
+            weights = rewrite(weights, rewrites.factor).result
+    except RewriteRefusedError as error:
+        raise _refused(error.at(f"block {number}")) from None
+    return weights
+
+
+def _unfit_parts(weights: AttentionWeights) -> Iterator[str]:
+    found: Semantics = weights.semantics
+    parts = {
+        "norms of queries and keys": found.q_norm or found.k_norm,
+        "clipped queries and keys": found.clip,
+        "a temperature of its queries": found.temperature,
+        "a bias of its scores": found.bias,
+        "a soft cap of its scores": found.soft_cap,
+        "a window": found.window,
+        "chunks": found.chunk,
+        "sinks": None if found.sinks is None else "sinks",
+        "norms between its maps": weights.norms_within,
+    }
+    return (name for name, part in parts.items() if part)
+
+
+def _rotary(rotary: RotaryEmbedding | None, width: int) -> dict[str, Any]:
+    """Arguments of the spec for rotary positions; none without them.
+
+    Raises:
+        UsageError: the frequencies are no powers of a base, or something else that the format has no place for.
+    """
+    if rotary is None:
+        return {}
+    frequencies = rotary.frequencies.double()
+    count = len(frequencies)
+    if rotary.start or rotary.factor != 1.0 or rotary.places is not None:
+        raise _refused("rotary positions of other channels than the first, or with a factor")
+    base = float(frequencies[1]) ** -count if count > 1 else 10_000.0
+    powers = base ** (-torch.arange(count, dtype=torch.float64) / count)
+    if not torch.allclose(frequencies.cpu(), powers, rtol=1e-6, atol=0.0):
+        raise _refused("rotary positions whose frequencies are scaled")
+    return {
+        "rotary_dim": 0 if 2 * count == width else 2 * count,
+        "rotary_interleave": rotary.pairing == "interleaved",
+        "rotary_base": base,
+    }
+
+
+def _set_attention(spec: Any, weights: AttentionWeights, sizes: _Sizes) -> None:
+    scaled = weights.with_scale(standard_scale(sizes.width))
+    maps, biases = [], []
+    for side, heads in (("q", sizes.num_heads), ("k", sizes.num_kv_heads), ("v", sizes.num_kv_heads)):
+        link = scaled.multiplied(side).of_heads(heads)  # type: ignore[arg-type]
+        missing = sizes.width - link.d_out
+        bias = link.weight.new_zeros(heads, link.d_out) if link.bias is None else link.bias
+        maps.append(nn.functional.pad(link.weight, (0, missing)).mT.flatten(0, 1))
+        biases.append(nn.functional.pad(bias, (0, missing)).flatten())
+    W_O = scaled.W_O
+    padded = nn.functional.pad(W_O, (0, 0, 0, sizes.width - W_O.shape[1]))
+    spec.linear[0].weight = _array(torch.cat(maps))
+    spec.linear[1].weight = _array(padded.flatten(0, 1).T)
+    if any(bool(bias.any()) for bias in biases):
+        spec.linear[0].bias = _array(torch.cat(biases))
+    if scaled.o_bias is not None:
+        spec.linear[1].bias = _array(scaled.o_bias)
+
+
+def _set_linear(spec: Any, linear: nn.Linear) -> None:
+    spec.weight = _array(linear.weight)
+    if linear.bias is not None:
+        spec.bias = _array(linear.bias)
+
+
+def _set_norm(spec: Any, norm: nn.Module, d_model: int) -> None:
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    weight = torch.ones(d_model) if weight is None else weight
+    spec.gamma = _array(weight + norm.offset if isinstance(norm, OffsetNorm) else weight)
+    if isinstance(norm, nn.LayerNorm) or (isinstance(norm, OffsetNorm) and norm.kind == "layer"):
+        spec.beta = _array(torch.zeros(d_model) if bias is None else bias)
+
+
+def _array(tensor: Tensor) -> Any:
+    return tensor.detach().float().cpu().contiguous().numpy()
+
+
+@torch.no_grad()
+def _check(model: LanguageModel, folder: Path) -> ConversionCheck:
+    """Logits of random tokens."""
+    import ctranslate2
+
+    length = min(12, model.max_tokens or 12)
+    ids = torch.randint(model.vocab_size, (3, length), generator=torch.Generator().manual_seed(0))
+    some = next(model.parameters())
+    exact = model if some.dtype in (torch.float32, torch.float64) else copy.deepcopy(model).float()
+    expected = exact.eval()(ids.to(some.device)).logits.cpu()
+    generator = ctranslate2.Generator(str(folder), device="cpu", inter_threads=1, intra_threads=1)
+    tokens = [[str(token) for token in row] for row in ids.tolist()]
+    found = torch.as_tensor(numpy.asarray(generator.forward_batch(tokens)))
+    return compare_logits("logits by CTranslate2 and by the model", expected, found, _TOLERANCE)
