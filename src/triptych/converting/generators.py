@@ -27,7 +27,7 @@ from triptych.converting.checks import ConversionCheck, compare_logits
 from triptych.errors import UsageError
 from triptych.extras import require_extra
 from triptych.models import LanguageModel
-from triptych.models.architecture import NormConfig, SublayerConfig
+from triptych.models.architecture import FeedForwardConfig, NormConfig, SublayerConfig
 from triptych.models.blocks import Block, OffsetNorm
 from triptych.models.feed_forward import FeedForward
 from triptych.rewriting.models import rewrite
@@ -103,22 +103,27 @@ def _require_fit(model: LanguageModel) -> None:
             "the output table has another width than the stream": head.width not in (None, made.d_model),
             "a soft cap of the logits": head.soft_cap is not None,
         }
+    first = _feed_forward(model, 0)
     for number, block in enumerate(made.blocks):
         for frame in (block.attention, block.feed_forward_frame):
             reasons |= {f"block {number} {reason}": holds for reason, holds in _of_frame(frame, norm)}
         reasons[f"block {number} computes attention and feed-forward layer side by side"] = block.parallel
-        feed_forward = block.feed_forward
+        feed_forward = _feed_forward(model, number)
         reasons[f"block {number} has another feed-forward layer than the first"] = (
-            feed_forward.activation != made.blocks[0].feed_forward.activation
-            or feed_forward.gated != made.blocks[0].feed_forward.gated
-        )
+            feed_forward.activation,
+            feed_forward.gated,
+        ) != (first.activation, first.gated)
         reasons[f"the activation {feed_forward.activation}"] = feed_forward.activation not in _ACTIVATIONS
-        layer = model.blocks[number]
-        assert isinstance(layer, Block)
-        reasons[f"block {number} has a mixture of experts"] = not isinstance(layer.feed_forward, FeedForward)
     for reason, holds in reasons.items():
         if holds:
             raise _refused(reason)
+
+
+def _feed_forward(model: LanguageModel, number: int) -> FeedForwardConfig:
+    config = model.architecture.blocks[number].feed_forward
+    if not isinstance(config, FeedForwardConfig):
+        raise _refused(f"block {number} has a mixture of experts")
+    return config
 
 
 def _of_frame(frame: SublayerConfig, norm: NormConfig) -> Iterator[tuple[str, bool]]:
@@ -143,7 +148,7 @@ def _spec(model: LanguageModel) -> Any:
         raise _refused("its layers have different rotary positions")
     if not rotary and made.embeddings.positions == "none":
         raise _refused("it has no positions")
-    first = made.blocks[0].feed_forward
+    first = _feed_forward(model, 0)
     spec = transformer_spec.TransformerDecoderModelSpec.from_config(
         len(blocks),
         sizes.num_heads,
@@ -216,7 +221,7 @@ def _plain(block: Block, number: int) -> AttentionWeights:
         if not weights.k:
             weights = rewrite(weights, rewrites.factor).result
     except RewriteRefusedError as error:
-        raise _refused(error.at(f"block {number}")) from None
+        raise _refused(str(error.at(f"block {number}"))) from None
     return weights
 
 
@@ -240,7 +245,7 @@ def _rotary(rotary: RotaryEmbedding | None, width: int) -> dict[str, Any]:
     """Arguments of the spec for rotary positions; none without them.
 
     Raises:
-        UsageError: the frequencies are no powers of a base, or something else that the format has no place for.
+        UsageError: the frequencies are scaled, or other channels than the first rotated.
     """
     if rotary is None:
         return {}

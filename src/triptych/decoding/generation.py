@@ -139,7 +139,7 @@ def generate_stream(
     """
     check_prompts(prompts, engine.max_tokens)
     texts = [ids for ids in prompts for _ in range(options.num_samples)]
-    limits = [_limit(len(ids), options.max_new_tokens, engine.max_tokens) for ids in texts]
+    limits = [limit_of_prompt(len(ids), options.max_new_tokens, engine.max_tokens) for ids in texts]
     sampler = Sampler(options.sampling, options.seed, [*range(options.num_samples)] * len(prompts))
     sampler.read(texts, engine.vocab_size, engine.device)
     opened, logits = engine.read(prompts, room=max(limits))
@@ -179,7 +179,7 @@ def generate_stream(
         logits = engine.step(tokens, opened)
 
 
-def _limit(prompt: int, max_new_tokens: int, max_tokens: int | None) -> int:
+def limit_of_prompt(prompt: int, max_new_tokens: int, max_tokens: int | None) -> int:
     """Tokens that a prompt may grow by: the last one needs no position."""
     return max_new_tokens if max_tokens is None else min(max_new_tokens, max_tokens - prompt + 1)
 
@@ -267,7 +267,7 @@ def beam_search(engine: TextEngine, prompt: Sequence[int], options: GenerationOp
         prompt: token ids.
         options: how.
     """
-    k, limit = options.beam_size, _limit(len(prompt), options.max_new_tokens, engine.max_tokens)
+    k, limit = options.beam_size, limit_of_prompt(len(prompt), options.max_new_tokens, engine.max_tokens)
     at_limit: Finish = "length" if limit == options.max_new_tokens else "positions"
     opened, logits = engine.read([prompt], room=limit)
     beams, ended = [_Open((), (), 0.0)], list[Generated]()

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Literal
 
 from triptych.decoding import Precision, Stop, Translator
-from triptych.engines.ctranslate2 import CTranslate2Searcher, require_ctranslate2
+from triptych.engines.ctranslate2 import require_ctranslate2
+from triptych.engines.translating import CTranslate2Searcher
 from triptych.runs import Run
 
 EngineName = Literal["triptych", "ctranslate2"]

@@ -9,7 +9,7 @@ import torch
 from triptych import load
 from triptych.decoding import SearchOptions, Translation, Translator
 from triptych.engines import converted as cache
-from triptych.engines.ctranslate2 import CTranslate2Searcher
+from triptych.engines.translating import CTranslate2Searcher
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, ModelConfig
 from triptych.runs import Run

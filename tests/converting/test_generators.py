@@ -1,0 +1,165 @@
+"""Decoder-only models in CTranslate2's format: the same logits, or refused by the part that does not fit."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from triptych.algebra.semantics import HeadNorm
+from triptych.attention import PARAMETERISATIONS
+from triptych.checkpoints.models import load_language_model
+from triptych.converting import generators
+from triptych.converting.generators import write_generator
+from triptych.errors import DataError, UsageError
+from triptych.models import LanguageModel, LanguageModelConfig
+from triptych.models.architecture import ExpertsConfig, LanguageModelArchitecture
+
+SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
+LEARNED: dict[str, Any] = {"positions": {"scheme": "learned", "max_tokens": 40}, "norm_eps": 1e-3}
+LLAMA: dict[str, Any] = {"norm_kind": "rms", "bias": False, "gated": True, "activation": "swish"}
+
+pytest.importorskip("ctranslate2", reason="needs CTranslate2")
+
+
+def make(kind: Any = "decoder", **options: Any) -> LanguageModel:
+    """A model in which every number does something."""
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "d_model": 24, "d_ff": 32, "num_heads": 4, "context": 32}
+    config = LanguageModelConfig.model_validate({**sizes, "activation": "gelu_tanh", **options})
+    model = LanguageModel.of(config, kind, 50)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter, mean=float("weight" in name), std=0.3)
+        elif "bias" in name or "table" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def biases(**site: Any) -> dict[str, Any]:
+    return {**site, "q_bias": True, "k_bias": True, "v_bias": True, "o_bias": True}
+
+
+FITTING: dict[str, dict[str, Any]] = {
+    "factored": {**LEARNED, "attention": biases(projections="factored")},
+    "factored, narrow": {"attention": {"projections": "factored", "d_k": 4, "d_v": 8}},
+    "grouped": {**LLAMA, "attention": {"projections": "grouped", "num_kv_heads": 2}},
+    "grouped, one": {"attention": biases(projections="grouped", num_kv_heads=1), "tie_embeddings": False},
+    "grouped, in one layer": {"attention_in_layer": {1: {"projections": "grouped", "num_kv_heads": 2}}},
+    "key_value": {
+        "positions": {
+            "scheme": "rotary",
+            "rotary_dim": 4,
+            "rotary_pairing": "interleaved",
+            "rotary_base": 500.0,
+        },
+        "attention": {"projections": "key_value"},
+    },
+    "bilinear": {**LEARNED, "attention": {"projections": "bilinear"}},
+    "stacked": {**LEARNED, "attention": {"projections": "stacked"}},
+    "symmetric": {**LEARNED, "attention": {"projections": "symmetric"}},
+    "shared": {**LEARNED, "attention": {"projections": "shared", "qkv_bias": True}},
+    "four_matrix": {**LEARNED, "attention": {"projections": "four_matrix"}},
+    "direct": {**LEARNED, "attention": {"projections": "direct"}},
+    "latent": {**LEARNED, "attention": {"projections": "latent", "d_latent": 9}},
+    "collaborative": {**LEARNED, "attention": {"projections": "collaborative", "d_shared": 6}},
+}
+
+
+def test_every_parameterisation_is_tried() -> None:
+    assert {name.partition(",")[0] for name in FITTING} == set(PARAMETERISATIONS)
+
+
+@pytest.mark.parametrize("options", FITTING.values(), ids=FITTING)
+def test_logits_are_the_models(options: dict[str, Any], tmp_path: Path) -> None:
+    check = write_generator(make(**options), tmp_path)
+    assert check.largest_difference is not None
+    assert check.largest_difference < 1e-4
+
+
+def test_a_model_in_another_dtype_is_compared_in_float32(tmp_path: Path) -> None:
+    model = make(**LLAMA).bfloat16()
+    assert write_generator(model, tmp_path).tried
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_what_computes_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generators, "_rotary", lambda *_: {"rotary_dim": 0, "rotary_interleave": True})
+    with pytest.raises(DataError, match=r"logits by CTranslate2 .*: nothing is written"):
+        write_generator(make(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kind": "encoder"}, "it is an encoder"),
+        ({"norm": "post"}, "there is no norm after the last block"),
+        ({"activation": "relu_squared"}, "the activation relu_squared"),
+        ({"positions": {"scheme": "none"}}, "it has no positions"),
+        ({"positions": {"scheme": "sinusoidal"}}, "sinusoidal positions of the embeddings"),
+        ({"positions": {"scheme": "alibi"}}, "the attention of block 0 has a bias of its scores"),
+        ({"attention_in_layer": {1: {"num_heads": 2}}}, "its layers have 2 and 4 heads"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_model_that_does_not_fit_is_refused_by_its_part(
+    options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=f"^CTranslate2 cannot hold this model: {reason}$"):
+        write_generator(make(**options), tmp_path)
+
+
+def changed(model: LanguageModel, **changes: Any) -> LanguageModelArchitecture:
+    return replace(model.architecture, **changes)
+
+
+def test_parts_that_only_checkpoints_have_are_refused_too(tmp_path: Path) -> None:
+    blocks = make().architecture.blocks
+    parallel = tuple(replace(block, parallel=True) for block in blocks)
+    experts = tuple(
+        replace(block, feed_forward=ExpertsConfig(block.feed_forward, num_experts=2, top_k=1))  # type: ignore[arg-type]
+        for block in blocks
+    )
+    head = make().architecture.head
+    assert head is not None
+    for part, said in (
+        ({"blocks": parallel}, "side by side"),
+        ({"blocks": experts}, "mixture of experts"),
+        ({"order": (0, 0)}, "blocks serve several times"),
+        ({"head": replace(head, soft_cap=30.0)}, "a soft cap of the logits"),
+    ):
+        model = make()
+        model.architecture = changed(model, **part)
+        with pytest.raises(UsageError, match=said):
+            write_generator(model, tmp_path)
+    of_attention: dict[str, dict[str, Any]] = {
+        "a window": {"window": 3},
+        "norms of queries and keys": {"q_norm": HeadNorm(1e-5)},
+        "sinks": {"sinks": torch.zeros(4)},
+    }
+    for said, change in of_attention.items():
+        model = make()
+        layer = model.blocks[1].self_attention
+        layer.semantics = replace(layer.semantics, **change)
+        with pytest.raises(UsageError, match=f"the attention of block 1 has {said}"):
+            write_generator(model, tmp_path)
+    model = make()
+    layer = model.blocks[1].self_attention
+    rotary = layer.semantics.rotary
+    layer.semantics = replace(layer.semantics, rotary=replace(rotary, frequencies=rotary.frequencies**2))
+    with pytest.raises(UsageError, match="its layers have different rotary positions"):
+        write_generator(model, tmp_path)
+    layer.semantics = replace(layer.semantics, rotary=replace(rotary, frequencies=rotary.frequencies / 8))
+    with pytest.raises(UsageError, match="rotary positions whose frequencies are scaled"):
+        write_generator(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+def test_trained_checkpoints_compute_the_same(name: str, tmp_path: Path) -> None:
+    if not (SHARED / name).is_dir():
+        pytest.skip(f"needs ../shared/checkpoints/{name}")
+    check = write_generator(load_language_model(SHARED / name).model, tmp_path)
+    assert check.largest_difference is not None
+    assert check.largest_difference < 1e-4
