@@ -7,7 +7,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
@@ -134,6 +135,21 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     with NewFolder(path) as folder:
         write(folder.path)
         folder.finish()
+
+
+@contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Keep other processes that hold the same folder waiting; it is free once this one ends, however it does.
+
+    Raises:
+        OSError: there is no such folder.
+    """
+    handle = _hold(folder, wait=True)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def remove_leftovers(folder: Path, names: Iterable[str]) -> None:

@@ -7,10 +7,13 @@ compact arrays, cached on disk, and dealt out in batches of like length within a
 
 from triptych.text.batches import Batch, TokenBatches
 from triptych.text.corpora import CorpusCounts, CorpusSpec, ParallelCorpus, read_parallel
+from triptych.text.documents import LanguageCorpusSpec, TextPart, read_documents
 from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
 from triptych.text.generated import generate_pairs
 from triptych.text.lines import as_lines, iterate_file, iterate_lines, read_lines
+from triptych.text.packing import LanguageBatch, PackedBatches
 from triptych.text.pretrained import PretrainedTokenizer, load_tokenizer, read_tokenizer
+from triptych.text.shards import TokenShards, read_shards, tokenize_corpus, write_shards
 from triptych.text.streaming import StreamDecoder
 from triptych.text.tokenizers import (
     SentencePieceRecord,
@@ -27,14 +30,19 @@ __all__ = [
     "CorpusCounts",
     "CorpusSpec",
     "EncodedCorpus",
+    "LanguageBatch",
+    "LanguageCorpusSpec",
+    "PackedBatches",
     "ParallelCorpus",
     "PretrainedTokenizer",
     "SentencePieceRecord",
     "SentencePieceTokenizer",
     "SentenceTokenizer",
     "StreamDecoder",
+    "TextPart",
     "TokenBatches",
     "TokenSequences",
+    "TokenShards",
     "Tokenizer",
     "TokenizerPair",
     "TokenizerSpec",
@@ -44,8 +52,12 @@ __all__ = [
     "iterate_file",
     "iterate_lines",
     "load_tokenizer",
+    "read_documents",
     "read_lines",
     "read_parallel",
+    "read_shards",
     "read_tokenizer",
+    "tokenize_corpus",
     "train_tokenizers",
+    "write_shards",
 ]

@@ -11,7 +11,7 @@ from triptych.errors import DataError
 from triptych.text.alignment import locate_slip
 from triptych.text.generated import generate_pairs
 from triptych.text.lines import read_lines
-from triptych.text.records import NumberedPair, read_hub, read_jsonl, read_parquet, read_tsv
+from triptych.text.records import NumberedTexts, read_hub, read_jsonl, read_parquet, read_tsv
 
 DEFAULT_MAX_LINE_CHARS = 10_000
 
@@ -99,10 +99,10 @@ class CorpusSpec(BaseModel):
     def _check_sides(self) -> None:
         """Each of two files holds lines: one of records has both sides, and goes elsewhere."""
         for name, side in (("source", self.source), ("target", self.target)):
-            if side is not None and _record_ending(side) is not None:
-                number = "column number" if _record_ending(side) == ".tsv" else "name"
+            if side is not None and record_ending(side) is not None:
+                number = "column number" if record_ending(side) == ".tsv" else "name"
                 raise ValueError(
-                    f'{name} = "{side}": a {_record_ending(side)} file holds both sides of a corpus; write '
+                    f'{name} = "{side}": a {record_ending(side)} file holds both sides of a corpus; write '
                     f'file = "{side}" instead, and source_field and target_field for each {number}'
                 )
 
@@ -111,7 +111,7 @@ class CorpusSpec(BaseModel):
             return
         if not self.file.name.lower().endswith(_FILE_ENDINGS):
             raise ValueError(f"file {self.file} must end in one of {', '.join(_FILE_ENDINGS)}")
-        if _record_ending(self.file) == ".tsv":
+        if record_ending(self.file) == ".tsv":
             for option, column in (("source_field", self.source_field), ("target_field", self.target_field)):
                 if column is not None and not (column.isascii() and column.isdigit() and int(column) >= 1):
                     raise ValueError(
@@ -192,7 +192,7 @@ def read_parallel(
     return _keep_usable(pairs, name, max_line_chars)
 
 
-def _find_pairs(spec: CorpusSpec, base: Path) -> tuple[str, Iterable[NumberedPair]]:
+def _find_pairs(spec: CorpusSpec, base: Path) -> tuple[str, Iterable[NumberedTexts]]:
     """Name of the corpus, and its pairs as they stand in it."""
     if spec.source is not None and spec.target is not None:
         name = f"{spec.source.name} and {spec.target.name}"
@@ -203,24 +203,23 @@ def _find_pairs(spec: CorpusSpec, base: Path) -> tuple[str, Iterable[NumberedPai
     if spec.hub is not None:
         folder = base / spec.hub
         dataset = str(folder) if folder.is_dir() else spec.hub
-        pairs = read_hub(dataset, spec.config_name, spec.split, source_field, target_field)
+        pairs = read_hub(dataset, spec.config_name, spec.split, (source_field, target_field))
         return f"{spec.hub} {spec.split}", pairs
     assert spec.generated is not None
     assert spec.generated_part is not None
     generated = generate_pairs(spec.generated, spec.generated_part, spec.generated_seed)
-    numbered = ((number, source, target) for number, (source, target) in enumerate(generated, start=1))
-    return f"generated {spec.generated_part}", numbered
+    return f"generated {spec.generated_part}", enumerate(generated, start=1)
 
 
-def _read_record_file(spec: CorpusSpec, path: Path) -> Iterator[NumberedPair]:
-    ending = _record_ending(path)
+def _read_record_file(spec: CorpusSpec, path: Path) -> Iterator[NumberedTexts]:
+    ending = record_ending(path)
     if ending == ".tsv":
         return read_tsv(path, int(spec.source_field or "1"), int(spec.target_field or "2"))
     read = read_jsonl if ending == ".jsonl" else read_parquet
-    return read(path, spec.source_field or "source", spec.target_field or "target")
+    return read(path, (spec.source_field or "source", spec.target_field or "target"))
 
 
-def _read_two_files(source_path: Path, target_path: Path) -> Iterator[NumberedPair]:
+def _read_two_files(source_path: Path, target_path: Path) -> Iterator[NumberedTexts]:
     source, target = read_lines(source_path), read_lines(target_path)
     if len(source) != len(target):
         raise DataError(
@@ -229,15 +228,15 @@ def _read_two_files(source_path: Path, target_path: Path) -> Iterator[NumberedPa
             f"judging by the lengths, first suspicious line: {locate_slip(source, target)}"
         )
     numbers = range(1, len(source) + 1)
-    return zip(numbers, source, target, strict=True)
+    return zip(numbers, zip(source, target, strict=True), strict=True)
 
 
-def _keep_usable(pairs: Iterable[NumberedPair], name: str, max_line_chars: int) -> ParallelCorpus:
+def _keep_usable(pairs: Iterable[NumberedTexts], name: str, max_line_chars: int) -> ParallelCorpus:
     sources: list[str] = []
     targets: list[str] = []
     line_numbers: list[int] = []
     lines_read = empty_dropped = too_long_dropped = 0
-    for number, raw_source, raw_target in pairs:
+    for number, (raw_source, raw_target) in pairs:
         lines_read += 1
         source, target = raw_source.strip(), raw_target.strip()
         if not (source and target):
@@ -254,7 +253,7 @@ def _keep_usable(pairs: Iterable[NumberedPair], name: str, max_line_chars: int) 
     return ParallelCorpus(sources, targets, line_numbers, name, counts)
 
 
-def _record_ending(path: Path) -> str | None:
+def record_ending(path: Path) -> str | None:
     """The ending of a file of records, compression left out; None for any other file."""
     name = path.name.lower().removesuffix(".gz").removesuffix(".zst")
     return next((ending for ending in _RECORD_ENDINGS if name.endswith(ending)), None)

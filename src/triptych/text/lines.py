@@ -4,10 +4,12 @@ A line ends at a line feed, before which one carriage return is dropped, and now
 other separators occur inside sentences, and splitting at them would shift one side of a corpus.
 """
 
+import codecs
 import gzip
 import io
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
@@ -25,6 +27,7 @@ _DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdE
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _CHUNK_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 20
 
 
 def as_lines(text: str | Sequence[str]) -> Sequence[str]:
@@ -52,16 +55,66 @@ def iterate_file(path: Path) -> Iterator[str]:
         UsageError: no such file, or a folder.
         DataError: not what its ending says, damaged, not UTF-8, or with a NUL byte.
     """
+    with open_content(path) as stream:
+        yield from iterate_lines(stream, str(path))
+
+
+def iterate_blocks(path: Path) -> Iterator[str]:
+    """Yield the text of a plain, .gz or .zst file in blocks of about a mebibyte, every character as it is.
+
+    Raises:
+        UsageError: no such file, or a folder.
+        DataError: not what its ending says, damaged, not UTF-8, or with a NUL byte; with the byte's number.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    num_bytes = 0
+    with open_content(path) as stream:
+        while True:
+            raw = stream.read(_BLOCK_BYTES)
+            num_kept = len(decoder.getstate()[0])  # bytes of a character that the last block began
+            if num_bytes == 0:
+                _require_no_utf16(raw, str(path))
+                num_bytes = len(raw)
+                raw = raw.removeprefix(_UTF8_MARK)
+                start = num_bytes - len(raw)
+            else:
+                start = num_bytes - num_kept
+                num_bytes += len(raw)
+            if b"\0" in raw:
+                number = start + num_kept + raw.index(b"\0") + 1
+                raise DataError(f"{path}: byte {number:,} is NUL, which no text has; give a text file")
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                number, byte = start + error.start + 1, error.object[error.start]
+                raise DataError(
+                    f"{path}: byte {number:,} (0x{byte:02x}) is not UTF-8; "
+                    "convert the file to UTF-8, for instance with iconv"
+                ) from error
+            if text:
+                yield text
+            if not raw:
+                return
+
+
+@contextmanager
+def open_content(path: Path) -> Iterator[io.BufferedIOBase]:
+    """Open a plain, .gz or .zst file to read its text as bytes.
+
+    Raises:
+        UsageError: no such file, or a folder.
+        DataError: not what its ending says, or damaged.
+    """
     compression = _COMPRESSIONS.get(path.suffix.lower())
     with open_file(path) as file:
         check_content(file.peek(8), compression, str(path))
         if compression is None:
-            yield from iterate_lines(file, str(path))
+            yield file
             return
         stream = gzip.GzipFile(fileobj=file) if compression == GZIP else io.BufferedReader(_ZstdStream(file))
         try:
             check_content(stream.peek(8), None, f"the content of {path}")
-            yield from iterate_lines(stream, str(path))
+            yield stream
         except _DECOMPRESSION_ERRORS as error:
             raise DataError(
                 f"{path} is a damaged or truncated {compression} file ({error}); fetch or compress it again"
@@ -80,11 +133,7 @@ def iterate_lines(stream: Iterable[bytes], name: str) -> Iterator[str]:
     """
     for number, raw in enumerate(stream, start=1):
         if number == 1:
-            if raw.startswith(_UTF16_MARKS):
-                raise DataError(
-                    f"{name} is UTF-16 (it begins with its byte order mark); "
-                    "convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
-                )
+            _require_no_utf16(raw, name)
             raw = raw.removeprefix(_UTF8_MARK)
         yield _decode(raw.removesuffix(b"\n").removesuffix(b"\r"), f"{name}, line {number}")
 
@@ -137,6 +186,14 @@ def _kind_of(head: bytes) -> str | None:
     if head.startswith(b"PAR1\x15"):
         return PARQUET
     return None
+
+
+def _require_no_utf16(raw: bytes, name: str) -> None:
+    if raw.startswith(_UTF16_MARKS):
+        raise DataError(
+            f"{name} is UTF-16 (it begins with its byte order mark); "
+            "convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
+        )
 
 
 def _decode(raw: bytes, where: str) -> str:

@@ -1,24 +1,25 @@
-"""Pairs of texts from files of records: TSV, JSON Lines, Parquet, and Hugging Face datasets.
+"""Texts from files of records: TSV, JSON Lines, Parquet, and Hugging Face datasets.
 
-Every reader yields `(number, source, target)`: the 1-based line or row number and the texts as found.
-A null, or a blank line, stands for an empty side.
+Every reader yields `(number, texts)`: the 1-based line or row number and the texts of the fields as found.
+A null, or a blank line, stands for empty texts.
 """
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from triptych.errors import DataError, UsageError
 from triptych.extras import require_extra
 from triptych.text.lines import PARQUET, check_content, iterate_file, open_file
 
-NumberedPair = tuple[int, str, str]
+NumberedTexts = tuple[int, tuple[str, ...]]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def read_tsv(path: Path, source_column: int, target_column: int) -> Iterator[NumberedPair]:
+def read_tsv(path: Path, source_column: int, target_column: int) -> Iterator[NumberedTexts]:
     """Yield the pairs of a tab-separated file; quotes have no meaning in it.
 
     Args:
@@ -33,7 +34,7 @@ def read_tsv(path: Path, source_column: int, target_column: int) -> Iterator[Num
     needed = max(source_column, target_column)
     for number, line in enumerate(iterate_file(path), start=1):
         if not line.strip():
-            yield number, "", ""
+            yield number, ("", "")
             continue
         cells = line.split("\t")
         if len(cells) < needed:
@@ -41,16 +42,15 @@ def read_tsv(path: Path, source_column: int, target_column: int) -> Iterator[Num
                 f"{path}, line {number}: the number of columns is {len(cells)}, but column {needed} is asked "
                 "for; separate the columns by tabs, or set source_field and target_field"
             )
-        yield number, cells[source_column - 1], cells[target_column - 1]
+        yield number, (cells[source_column - 1], cells[target_column - 1])
 
 
-def read_jsonl(path: Path, source_field: str, target_field: str) -> Iterator[NumberedPair]:
-    """Yield the pairs of a file with one JSON object per line.
+def read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[NumberedTexts]:
+    """Yield the texts of a file with one JSON object per line.
 
     Args:
         path: a .jsonl file, or one compressed to .jsonl.gz or .jsonl.zst.
-        source_field: name, or dotted path, of the source in each object.
-        target_field: name, or dotted path, of the target in each object.
+        fields: name, or dotted path, of each text in each object.
 
     Raises:
         UsageError: no such file.
@@ -58,20 +58,19 @@ def read_jsonl(path: Path, source_field: str, target_field: str) -> Iterator[Num
     """
     for number, line in enumerate(iterate_file(path), start=1):
         if not line.strip():
-            yield number, "", ""
+            yield number, ("",) * len(fields)
             continue
         where = f"{path}, line {number}"
         record = _parse_object(line, where)
-        yield number, _text_at(record, source_field, where), _text_at(record, target_field, where)
+        yield number, _texts_at(record, fields, where)
 
 
-def read_parquet(path: Path, source_field: str, target_field: str) -> Iterator[NumberedPair]:
-    """Yield the pairs of a Parquet file, a batch of rows in memory at a time.
+def read_parquet(path: Path, fields: Sequence[str]) -> Iterator[NumberedTexts]:
+    """Yield the texts of a Parquet file, a batch of rows in memory at a time.
 
     Args:
         path: a .parquet file.
-        source_field: column of the source, or a dotted path into a column of structs.
-        target_field: column of the target, likewise.
+        fields: column of each text, or a dotted path into a column of structs.
 
     Raises:
         UsageError: no such file, or pyarrow is not installed.
@@ -85,10 +84,10 @@ def read_parquet(path: Path, source_field: str, target_field: str) -> Iterator[N
         check_content(file.peek(8), PARQUET, str(path))
         try:
             table = pyarrow.parquet.ParquetFile(file)
-            columns = _columns_of((source_field, target_field), table.schema_arrow.names, str(path))
+            columns = _columns_of(fields, table.schema_arrow.names, str(path))
             batches = table.iter_batches(batch_size=1000, columns=columns)
             records = (record for batch in batches for record in batch.to_pylist())
-            yield from _pairs_of(records, source_field, target_field, str(path))
+            yield from _texts_of(records, fields, str(path))
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(
                 f"{path} is a damaged Parquet file ({_first_line(error)}); fetch it again"
@@ -96,21 +95,44 @@ def read_parquet(path: Path, source_field: str, target_field: str) -> Iterator[N
 
 
 def read_hub(
-    dataset: str, config_name: str | None, split: str, source_field: str, target_field: str
-) -> Iterator[NumberedPair]:
-    """Yield the pairs of a dataset of the Hugging Face Hub, or of a local dataset folder.
+    dataset: str, config_name: str | None, split: str, fields: Sequence[str]
+) -> Iterator[NumberedTexts]:
+    """Yield the texts of a dataset of the Hugging Face Hub, or of a local dataset folder.
 
     Args:
         dataset: its Hub name, or the path of the folder.
         config_name: which of its configurations, where it has several.
         split: such as "train".
-        source_field: column of the source, or a dotted path such as "translation.de".
-        target_field: column of the target, likewise.
+        fields: column of each text, or a dotted path such as "translation.de".
 
     Raises:
         UsageError: datasets is not installed, or there is no such dataset, configuration or split.
         DataError: without the columns, or with something else than text in them.
     """
+    rows, where = _load_hub(dataset, config_name, split)
+    rows = rows.select_columns(_columns_of(fields, rows.column_names, where))
+    names = rows.column_names
+    batches = rows.iter(batch_size=1000)
+    records = (
+        dict(zip(names, row, strict=True))
+        for batch in batches
+        for row in zip(*(batch[name] for name in names), strict=True)
+    )
+    yield from _texts_of(records, fields, where)
+
+
+def fingerprint_hub(dataset: str, config_name: str | None, split: str) -> str:
+    """What tells the rows of a dataset from all others.
+
+    Raises:
+        UsageError: as `read_hub`.
+    """
+    rows, _ = _load_hub(dataset, config_name, split)
+    return str(rows._fingerprint)
+
+
+def _load_hub(dataset: str, config_name: str | None, split: str) -> tuple[Any, str]:
+    """The rows, and what messages call them."""
     require_extra("hf", "datasets", what=f"reading dataset {dataset}")
     import datasets
     from datasets.exceptions import DatasetsError
@@ -121,34 +143,23 @@ def read_hub(
         raise UsageError(
             f"dataset {dataset}, split {split!r}, cannot be loaded: {_first_line(error)}"
         ) from error
-    where = f"dataset {dataset}, split {split!r}"
-    rows = rows.select_columns(_columns_of((source_field, target_field), rows.column_names, where))
-    names = rows.column_names
-    batches = rows.iter(batch_size=1000)
-    records = (
-        dict(zip(names, row, strict=True))
-        for batch in batches
-        for row in zip(*(batch[name] for name in names), strict=True)
-    )
-    yield from _pairs_of(records, source_field, target_field, where)
+    return rows, f"dataset {dataset}, split {split!r}"
 
 
-def _pairs_of(
-    records: Iterable[Mapping[str, object]], source_field: str, target_field: str, name: str
-) -> Iterator[NumberedPair]:
+def _texts_of(
+    records: Iterable[Mapping[str, object]], fields: Sequence[str], name: str
+) -> Iterator[NumberedTexts]:
     for number, record in enumerate(records, start=1):
-        where = f"{name}, row {number}"
-        yield number, _text_at(record, source_field, where), _text_at(record, target_field, where)
+        yield number, _texts_at(record, fields, f"{name}, row {number}")
 
 
-def _columns_of(fields: Iterable[str], names: list[str], where: str) -> list[str]:
+def _columns_of(fields: Sequence[str], names: list[str], where: str) -> list[str]:
     """Names of the columns that hold the fields, each once."""
     columns = {field: field if field in names else field.split(".")[0] for field in fields}
     for field, column in columns.items():
         if column not in names:
             raise DataError(
-                f"{where} has no column {field!r}; its columns are {', '.join(names)}; "
-                "set source_field and target_field"
+                f"{where} has no column {field!r}; its columns are {', '.join(names)}; set {_options(fields)}"
             )
     return list(dict.fromkeys(columns.values()))
 
@@ -164,8 +175,17 @@ def _parse_object(line: str, where: str) -> dict[str, object]:
     return record
 
 
-def _text_at(record: Mapping[str, object], field: str, where: str) -> str:
-    value = _value_at(record, field, where)
+def _options(fields: Sequence[str]) -> str:
+    """The options of a corpus that say where its texts are."""
+    return "text_field" if len(fields) == 1 else "source_field and target_field"
+
+
+def _texts_at(record: Mapping[str, object], fields: Sequence[str], where: str) -> tuple[str, ...]:
+    return tuple(_text_at(record, field, where, _options(fields)) for field in fields)
+
+
+def _text_at(record: Mapping[str, object], field: str, where: str, options: str) -> str:
+    value = _value_at(record, field, where, options)
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -180,15 +200,14 @@ def _text_at(record: Mapping[str, object], field: str, where: str) -> str:
     return value
 
 
-def _value_at(record: Mapping[str, object], field: str, where: str) -> object:
+def _value_at(record: Mapping[str, object], field: str, where: str, options: str) -> object:
     if field in record:
         return record[field]
     value: object = record
     for key in field.split("."):
         if not isinstance(value, dict) or key not in value:
             raise DataError(
-                f"{where}: no field {field!r}; it has {', '.join(_paths_in(record)) or 'none'}; "
-                "set source_field and target_field"
+                f"{where}: no field {field!r}; it has {', '.join(_paths_in(record)) or 'none'}; set {options}"
             )
         value = value[key]
     return value

@@ -1,0 +1,247 @@
+"""Corpora for language models: what a recipe says of one, and its documents, a part at a time."""
+
+import glob
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple, final
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from triptych.errors import DataError, UsageError
+from triptych.files import file_hash
+from triptych.text.corpora import record_ending
+from triptych.text.lines import iterate_blocks, iterate_file
+from triptych.text.records import NumberedTexts, fingerprint_hub, read_hub, read_jsonl, read_parquet
+
+# What is tokenized at once of a document; each part takes about a hundred times its size while it is.
+LONGEST_PART = 1 << 17
+
+_FOLDER_ENDINGS = tuple(
+    ending + compression
+    for ending in (".txt", ".text", ".md", ".jsonl", ".parquet")
+    for compression in (("",) if ending == ".parquet" else ("", ".gz", ".zst"))
+)
+_OPTION_PLACES = {"split": "hub", "config_name": "hub", "documents": "files"}
+
+
+@final
+class LanguageCorpusSpec(BaseModel):
+    """Where the text of a language model comes from: files, or a dataset of the Hugging Face Hub.
+
+    Attributes:
+        files: files of text, .jsonl (all also .gz and .zst) or .parquet; folders, whose .txt, .text, .md,
+            .jsonl and .parquet files are read, those of folders in them too; or patterns ("books/*.txt").
+        documents: what a document is in a file of text: the whole "file", each "line" that is not blank, or
+            what stands between "blank-lines". In other files it is a record.
+        hub: a dataset of the Hugging Face Hub by name, or a local dataset folder.
+        split: which split of `hub`.
+        config_name: which configuration of `hub`, where it has several.
+        text_field: where the text is in each record: a column or field name, or a dotted path.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    files: tuple[str, ...] = ()
+    documents: Literal["file", "line", "blank-lines"] = "file"
+    hub: str | None = Field(default=None, min_length=1)
+    split: str = Field(default="train", min_length=1)
+    config_name: str | None = Field(default=None, min_length=1)
+    text_field: str = Field(default="text", min_length=1)
+
+    @field_validator("files", mode="before")
+    @classmethod
+    def _one_file_is_a_list_of_one(cls, files: object) -> object:
+        return (str(files),) if isinstance(files, str | Path) else files
+
+    @model_validator(mode="after")
+    def _check_that_the_options_agree(self) -> "LanguageCorpusSpec":
+        if bool(self.files) == (self.hub is not None):
+            raise ValueError(
+                "files and hub contradict each other; keep one of them"
+                if self.files
+                else "no corpus is given; set files or hub"
+            )
+        place = "files" if self.files else "hub"
+        for option, wanted in _OPTION_PLACES.items():
+            given = getattr(self, option) != type(self).model_fields[option].default
+            if given and place != wanted:
+                raise ValueError(f"{option} goes with {wanted}, but this corpus is given by {place}")
+        return self
+
+    def describe(self) -> str:
+        """What messages call the corpus."""
+        return f"{self.hub} {self.split}" if self.hub is not None else ", ".join(self.files)
+
+
+class TextPart(NamedTuple):
+    """A document, or a part of one that is long.
+
+    Attributes:
+        text: never empty.
+        ends_document: whether what follows is another document.
+    """
+
+    text: str
+    ends_document: bool = True
+
+
+def read_documents(spec: LanguageCorpusSpec, *, base: Path = Path()) -> Iterator[TextPart]:
+    """Read a corpus, never more of it than a part at a time; empty documents are left out.
+
+    A document past 131,072 characters comes in parts, which are cut after a line where there is one.
+
+    Args:
+        spec: where it comes from.
+        base: folder to which relative paths are relative.
+
+    Raises:
+        UsageError: a file or dataset that is not there, or a library for it that is not installed.
+        DataError: content that is not text or has no such field; the message says where and what to do.
+    """
+    if spec.hub is not None:
+        yield from _of_records(read_hub(_dataset(spec.hub, base), spec.config_name, spec.split, _field(spec)))
+        return
+    for path in find_files(spec, base=base):
+        match record_ending(path):
+            case ".jsonl":
+                yield from _of_records(read_jsonl(path, _field(spec)))
+            case ".parquet":
+                yield from _of_records(read_parquet(path, _field(spec)))
+            case _:
+                yield from _of_text(path, spec.documents)
+
+
+def find_files(spec: LanguageCorpusSpec, *, base: Path = Path()) -> list[Path]:
+    """The files of a corpus in the order in which they are read: as given, and by name where they are found.
+
+    Raises:
+        UsageError: an entry that names no file.
+    """
+    found: list[Path] = []
+    for entry in spec.files:
+        place = base / entry
+        if place.is_dir():
+            inside = (path for path in place.rglob("*") if path.is_file())
+            paths = sorted(
+                path
+                for path in inside
+                if path.name.lower().endswith(_FOLDER_ENDINGS)
+                and not any(part.startswith(".") for part in path.relative_to(place).parts)
+            )
+            if not paths:
+                raise UsageError(f"{place} has no file that ends in {', '.join(_FOLDER_ENDINGS)}")
+        elif not place.exists() and glob.has_magic(entry):
+            root = Path(place.anchor)
+            paths = sorted(path for path in root.glob(str(place.relative_to(root))) if path.is_file())
+            if not paths:
+                raise UsageError(f"no file matches {place}")
+        else:
+            paths = [place]
+        found += paths
+    return found
+
+
+def fingerprint(spec: LanguageCorpusSpec, *, base: Path = Path()) -> str:
+    """What tells the documents of a corpus from all others: a function of the content of its files.
+
+    Raises:
+        UsageError: a file or dataset that is not there.
+    """
+    digest = hashlib.sha256(f"{spec.documents} {spec.text_field}\n".encode())
+    if spec.hub is not None:
+        digest.update(fingerprint_hub(_dataset(spec.hub, base), spec.config_name, spec.split).encode())
+        return digest.hexdigest()
+    for path in find_files(spec, base=base):
+        try:
+            digest.update(f"{record_ending(path)} {path.suffix.lower()} {file_hash(path)}\n".encode())
+        except IsADirectoryError:
+            raise UsageError(f"{path} is a folder; give a file in it") from None
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+def require_text(parts: Iterable[TextPart], name: str) -> Iterator[TextPart]:
+    """The parts, of which there must be one.
+
+    Raises:
+        DataError: there is none.
+    """
+    some = False
+    for part in parts:
+        some = True
+        yield part
+    if not some:
+        raise DataError(f"{name} is empty: at least one document with text is needed")
+
+
+def _field(spec: LanguageCorpusSpec) -> tuple[str]:
+    return (spec.text_field,)
+
+
+def _dataset(hub: str, base: Path) -> str:
+    folder = base / hub
+    return str(folder) if folder.is_dir() else hub
+
+
+def _of_records(records: Iterable[NumberedTexts]) -> Iterator[TextPart]:
+    cutter = _Cutter()
+    for _, (text,) in records:
+        yield from cutter.feed(text)
+        yield from cutter.end()
+
+
+def _of_text(path: Path, documents: Literal["file", "line", "blank-lines"]) -> Iterator[TextPart]:
+    cutter = _Cutter()
+    if documents == "file":
+        for block in iterate_blocks(path):
+            yield from cutter.feed(block)
+        yield from cutter.end()
+        return
+    begun = False
+    for line in iterate_file(path):
+        blank = not line.strip()
+        if blank or documents == "line":
+            begun = False
+            yield from cutter.end()
+        if not blank:
+            yield from cutter.feed(f"\n{line}" if begun else line)
+            begun = True
+    yield from cutter.end()
+
+
+@final
+class _Cutter:
+    """Cuts documents into parts that depend on their text alone."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> Iterator[TextPart]:
+        """More of the document."""
+        self._text += text
+        start = 0
+        while len(self._text) - start > LONGEST_PART:
+            end = self._cut(start)
+            yield TextPart(self._text[start:end], ends_document=False)
+            start = end
+        self._text = self._text[start:]
+
+    def end(self) -> Iterator[TextPart]:
+        """The document is complete."""
+        if self._text:
+            yield TextPart(self._text)
+        self._text = ""
+
+    def _cut(self, start: int) -> int:
+        """Where to cut: after a line feed between two words, where tokenizers part text anyway."""
+        longest = start + LONGEST_PART
+        earliest = start + LONGEST_PART // 2
+        end = longest
+        while (place := self._text.rfind("\n", earliest, end)) > 0:
+            if not self._text[place - 1].isspace() and not self._text[place + 1].isspace():
+                return place + 1
+            end = place
+        place = self._text.rfind("\n", earliest, longest)
+        return place + 1 if place > 0 else longest

@@ -1,0 +1,154 @@
+"""Batches for language models: documents end to end, cut into rows of one length."""
+
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int, Int64
+from torch import Tensor
+
+from triptych.errors import UsageError
+from triptych.text.shards import TokenShards
+
+NOT_COUNTED = -1
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LanguageBatch:
+    """Rows of tokens, and what is to be said at each place.
+
+    Attributes:
+        ids: what the model reads.
+        targets: what it should say at each place; -1 where that is not counted.
+        starts: for attention within documents, the place in its row where the document of each token begins;
+            None for attention across documents.
+        num_target_tokens: targets that are counted.
+    """
+
+    ids: Int[Tensor, "batch context"]
+    targets: Int[Tensor, "batch context"]
+    starts: Int[Tensor, "batch context"] | None
+    num_target_tokens: int
+
+    @property
+    def positions(self) -> Int[Tensor, "batch context"] | None:
+        """Position of each token in its document; None for attention across documents."""
+        if self.starts is None:
+            return None
+        return torch.arange(self.ids.shape[1], device=self.ids.device) - self.starts
+
+    @property
+    def mask(self) -> Bool[Tensor, "batch 1 context context"] | None:
+        """Which tokens are of one document; None for attention across documents. Causality is the model's."""
+        if self.starts is None:
+            return None
+        return (self.starts[:, :, None] == self.starts[:, None, :])[:, None]
+
+    def pinned(self) -> "LanguageBatch":
+        """A copy in page-locked memory, from which a GPU takes it while the CPU goes on."""
+        starts = None if self.starts is None else self.starts.pin_memory()
+        return replace(self, ids=self.ids.pin_memory(), targets=self.targets.pin_memory(), starts=starts)
+
+
+@final
+class PackedBatches:
+    """Cuts a corpus into rows of `context` tokens, whose targets are the tokens that follow.
+
+    In each epoch every token but the first of the corpus is a target exactly once; with attention within
+    documents, every token but the first of its document. Rows begin at other places in every epoch. The first
+    and the last row of an epoch may be short; what fills them up is not counted.
+
+    The order is a function of the corpus, `context`, `batch_size`, `seed` and the epoch alone: processes that
+    share the work take every n-th batch of the same plan.
+
+    Args:
+        shards: the corpus.
+        context: tokens in a row.
+        batch_size: rows in a batch; the last batch of an epoch may have fewer.
+        seed: with the epoch, determines the order; 0 or more.
+        within_documents: tokens attend to those of their own document alone.
+        shuffle: False gives the rows from the first token on, in order, for evaluation.
+        fill_id: fills short rows up.
+
+    Raises:
+        UsageError: a corpus of fewer than two tokens.
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        *,
+        context: int,
+        batch_size: int,
+        seed: int,
+        within_documents: bool = False,
+        shuffle: bool = True,
+        fill_id: int = 0,
+    ) -> None:
+        if shards.num_tokens < 2:
+            raise UsageError(f"the corpus in {shards.folder} has fewer than two tokens; give more text")
+        self._shards, self._context, self._batch_size = shards, context, batch_size
+        self._seed, self._shuffle, self._fill_id = seed, shuffle, fill_id
+        self._within_documents = within_documents
+
+    def plan(self, epoch: int) -> list[Int64[np.ndarray, "batch"]]:
+        """The places at which the rows of each batch of an epoch begin.
+
+        Args:
+            epoch: 0 or more.
+
+        Returns:
+            One array per batch. A row that would begin before the corpus has a negative place: it begins with
+            the corpus, and ends where it would.
+        """
+        starts = np.arange(0, self._shards.num_tokens - 1, self._context)
+        if self._shuffle:
+            generator = np.random.default_rng([self._seed, epoch])
+            first = -int(generator.integers(self._context))
+            starts = generator.permutation(np.arange(first, self._shards.num_tokens - 1, self._context))
+        cuts = range(self._batch_size, len(starts), self._batch_size)
+        return np.split(starts, cuts)
+
+    def collate(self, indices: Int64[np.ndarray, "batch"]) -> LanguageBatch:
+        """Make the tensors of one batch of a plan."""
+        shape = (len(indices), self._context)
+        ids = np.full(shape, self._fill_id, dtype=np.int64)
+        targets = np.full(shape, NOT_COUNTED, dtype=np.int64)
+        starts = np.zeros(shape, dtype=np.int64)
+        for row, place in enumerate(indices.tolist()):
+            begin, end = max(place, 0), min(place + self._context, self._shards.num_tokens - 1)
+            tokens = self._shards.tokens(begin, end + 1)
+            length = end - begin
+            ids[row, :length], targets[row, :length] = tokens[:-1], tokens[1:]
+            if self._within_documents:
+                inside = self._shards.starts_within(begin + 1, end + 1) - begin
+                targets[row, inside - 1] = NOT_COUNTED
+                starts[row] = _starts_of(inside[inside < length], length, self._context)
+        return LanguageBatch(
+            ids=torch.from_numpy(ids),
+            targets=torch.from_numpy(targets),
+            starts=torch.from_numpy(starts) if self._within_documents else None,
+            num_target_tokens=int((targets != NOT_COUNTED).sum()),
+        )
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Tokens of one pass that are learned from."""
+        if self._within_documents:
+            return self._shards.num_tokens - self._shards.num_documents
+        return self._shards.num_tokens - 1
+
+    @property
+    def num_target_bytes(self) -> float:
+        """Bytes of text that the targets of one pass stand for: nats over it and ln 2 are bits per byte."""
+        return self.num_target_tokens * self._shards.bytes_per_token
+
+
+def _starts_of(
+    inside: Int64[np.ndarray, "num_inside"], length: int, context: int
+) -> Int64[np.ndarray, "context"]:
+    """Where the document of each place of a row begins; what fills it up is one of its own."""
+    bounds = np.concatenate([[0], inside, [length] if length < context else []]).astype(np.int64)
+    return bounds[np.searchsorted(bounds, np.arange(context), side="right") - 1]

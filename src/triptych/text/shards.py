@@ -1,0 +1,378 @@
+"""Tokens of a corpus on the disk, mapped into memory: a corpus may be larger than memory."""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import accumulate, chain, islice
+from pathlib import Path
+from typing import Literal, final
+
+import numpy as np
+from jaxtyping import Int32, Int64
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from triptych.errors import DataError
+from triptych.files import hold_folder, remove_leftovers, write_atomically, write_bytes, write_text
+from triptych.text.documents import LanguageCorpusSpec, TextPart, fingerprint, read_documents, require_text
+from triptych.text.tokenizers import Tokenizer
+
+TOKENS_PER_SHARD = 1 << 24
+
+_INDEX = "shards.json"
+# What goes to the tokenizer at once. Its threads share it out by parts.
+_CHARACTERS_AT_ONCE = 1 << 21
+_PARTS_AT_ONCE = 10_000
+_MOST_MAPPED = 16
+_FORMAT: Literal["triptych token shards 1"] = "triptych token shards 1"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@final
+class ShardRecord(_Record):
+    """What is in a shard.
+
+    Attributes:
+        num_tokens: in it.
+        num_documents: that begin in it.
+        num_bytes: of the text, in UTF-8.
+        num_parts: parts of documents that this shard and those before it are made of.
+        ends_document: whether the next shard begins with another document.
+    """
+
+    num_tokens: int = Field(ge=0)
+    num_documents: int = Field(ge=0)
+    num_bytes: int = Field(ge=0)
+    num_parts: int = Field(ge=0)
+    ends_document: bool
+
+
+@final
+class ShardIndex(_Record):
+    """What is in a folder of shards; written last.
+
+    Attributes:
+        format: of the folder.
+        dtype: how a token is stored.
+        vocab_size: of the tokenizer; every token is below it.
+        shards: in order.
+    """
+
+    format: Literal["triptych token shards 1"] = _FORMAT
+    dtype: Literal["<u2", "<u4"]
+    vocab_size: int = Field(ge=1)
+    shards: tuple[ShardRecord, ...]
+
+
+@final
+class TokenShards:
+    """The tokens of a corpus, document behind document, each with its special tokens and its end.
+
+    Attributes:
+        index: what the folder holds.
+        folder: where the shards are.
+    """
+
+    def __init__(self, index: ShardIndex, folder: Path) -> None:
+        self.index, self.folder = index, folder
+        self._ends = list(accumulate(record.num_tokens for record in index.shards))
+        self._mapped = lru_cache(_MOST_MAPPED)(self._map)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, special ones included."""
+        return sum(record.num_tokens for record in self.index.shards)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents that have a token."""
+        return sum(record.num_documents for record in self.index.shards)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the text in UTF-8, in bytes."""
+        return sum(record.num_bytes for record in self.index.shards)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Size of the text over the number of tokens: nats per token over this and ln 2 are bits per byte."""
+        return self.num_bytes / self.num_tokens
+
+    @property
+    def document_starts(self) -> Int64[np.ndarray, "num_documents"]:
+        """Where each document begins among all tokens, in memory."""
+        return self.starts_within(0, self.num_tokens)
+
+    def tokens(self, start: int, stop: int) -> Int32[np.ndarray, "length"]:
+        """A copy of the tokens from `start` up to `stop`.
+
+        Raises:
+            ValueError: places that are not in the corpus.
+        """
+        return np.concatenate(
+            [np.zeros(0, np.int32)]
+            + [
+                self._mapped(shard)[0][low:high].astype(np.int32)
+                for shard, low, high in self._cut(start, stop)
+            ]
+        )
+
+    def starts_within(self, start: int, stop: int) -> Int64[np.ndarray, "num_starts"]:
+        """The starts of documents from `start` up to `stop`, in order."""
+        found = [np.zeros(0, np.int64)]
+        for shard, low, high in self._cut(start, stop):
+            starts = self._mapped(shard)[1]
+            first, last = np.searchsorted(starts, (low, high))
+            found.append(np.asarray(starts[first:last]) + self._first(shard))
+        return np.concatenate(found)
+
+    def _cut(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The shards that a range is in, with its part of each."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise ValueError(f"{start} to {stop} is not within the {self.num_tokens} tokens of {self.folder}")
+        shard = bisect_right(self._ends, start)
+        while start < stop:
+            first = self._first(shard)
+            end = min(stop, self._ends[shard])
+            yield shard, start - first, end - first
+            start, shard = end, shard + 1
+
+    def _first(self, shard: int) -> int:
+        return self._ends[shard] - self.index.shards[shard].num_tokens
+
+    def _map(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and starts of a shard, mapped into memory."""
+        record = self.index.shards[shard]
+        return (
+            _map_file(_tokens_path(self.folder, shard), self.index.dtype, record.num_tokens),
+            _map_file(_starts_path(self.folder, shard), "<i8", record.num_documents),
+        )
+
+
+def tokenize_corpus(
+    spec: LanguageCorpusSpec, tokenizer: Tokenizer, *, cache_folder: Path, base: Path = Path()
+) -> TokenShards:
+    """Tokenize a corpus, or find it tokenized from an earlier run.
+
+    Args:
+        spec: where the text comes from.
+        tokenizer: makes the tokens; all processors are used.
+        cache_folder: where tokenized corpora are kept, made if need be. A folder in it is named after the
+            content of the text and the tokenizer, so none is ever out of date; a damaged one is replaced, and
+            one that a killed process left is gone on with.
+        base: folder to which relative paths are relative.
+
+    Raises:
+        UsageError: a file or dataset that is not there.
+        DataError: content that is not text, or no text at all; the message says where and what to do.
+        OSError: the cache cannot be written.
+    """
+    digest = hashlib.sha256(_FORMAT.encode())
+    for part in (fingerprint(spec, base=base), tokenizer.to_json()):
+        digest.update(f"{len(part)} {part}".encode())
+    folder = cache_folder / f"shards-{digest.hexdigest()[:32]}"
+    try:
+        return read_shards(folder)
+    except DataError:
+        parts = require_text(read_documents(spec, base=base), spec.describe())
+        return write_shards(parts, tokenizer, folder)
+
+
+def write_shards(
+    texts: Iterable[TextPart | str],
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    tokens_per_shard: int = TOKENS_PER_SHARD,
+) -> TokenShards:
+    """Tokenize documents into shards.
+
+    A document begins and ends with the special tokens that the tokenizer puts around a text; where it puts
+    none at the end, `<eos>` ends it. Called again after it was killed, with the same arguments, it goes on
+    after the last shard that is complete. Of two processes that do the same, one waits for the other.
+
+    Args:
+        texts: documents; those that are strings are whole.
+        tokenizer: makes the tokens.
+        folder: of the shards, made if need be; no other texts or tokenizer may have written to it.
+        tokens_per_shard: a shard ends once it has as many.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with hold_folder(folder):
+        try:
+            return read_shards(folder)
+        except DataError:
+            pass
+        remove_leftovers(folder, ("*.tokens", "*.starts", "*.json"))
+        dtype: Literal["<u2", "<u4"] = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+        records = _complete_shards(folder, dtype)
+        num_done = records[-1].num_parts if records else 0
+        parts = islice((TextPart(text) if isinstance(text, str) else text for text in texts), num_done, None)
+        begin, end = _surroundings(tokenizer)
+        groups = _groups(parts)
+        for group in groups:
+            last = (
+                records[-1]
+                if records
+                else ShardRecord(num_tokens=0, num_documents=0, num_bytes=0, num_parts=0, ends_document=True)
+            )
+            shard = _Shard(tokenizer, begin, end, dtype, last)
+            shard.write(folder, len(records), chain([group], groups), tokens_per_shard)
+            records.append(shard.record)
+        index = ShardIndex(dtype=dtype, vocab_size=tokenizer.vocab_size, shards=tuple(records))
+        write_text(folder / _INDEX, index.model_dump_json())
+    return read_shards(folder)
+
+
+def read_shards(folder: Path) -> TokenShards:
+    """The shards that `write_shards` wrote.
+
+    Raises:
+        DataError: not all of them are there, or one is truncated; the message names it.
+    """
+    path = folder / _INDEX
+    try:
+        index = ShardIndex.model_validate_json(path.read_bytes())
+    except OSError:
+        raise DataError(f"{folder} holds no complete corpus: it has no {_INDEX}; tokenize it again") from None
+    except ValidationError as error:
+        raise DataError(f"{path} is damaged: {error.errors()[0]['msg']}; delete {folder}") from None
+    for shard, record in enumerate(index.shards):
+        if damage := _damage(folder, shard, record, index.dtype):
+            raise DataError(f"{damage}; delete {folder} and tokenize the corpus again")
+    return TokenShards(index, folder)
+
+
+@final
+class _Shard:
+    """A shard while it is written."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, begin: list[int], end: list[int], dtype: str, before: ShardRecord
+    ) -> None:
+        self._tokenizer, self._begin, self._end, self._dtype = tokenizer, begin, end, dtype
+        self._starts: list[int] = []
+        self._num_tokens = self._num_bytes = 0
+        self._num_parts, self._is_between = before.num_parts, before.ends_document
+
+    @property
+    def record(self) -> ShardRecord:
+        return ShardRecord(
+            num_tokens=self._num_tokens,
+            num_documents=len(self._starts),
+            num_bytes=self._num_bytes,
+            num_parts=self._num_parts,
+            ends_document=self._is_between,
+        )
+
+    def write(
+        self, folder: Path, number: int, groups: Iterable[list[TextPart]], tokens_per_shard: int
+    ) -> None:
+        """Take groups until it is full, and write it; its record last."""
+
+        def write_tokens(temporary: Path) -> None:
+            with temporary.open("wb") as file:
+                for group in groups:
+                    file.write(self._encode(group).tobytes())
+                    if self._num_tokens >= tokens_per_shard:
+                        return
+
+        write_atomically(_tokens_path(folder, number), write_tokens)
+        write_bytes(_starts_path(folder, number), np.array(self._starts, dtype="<i8").tobytes())
+        write_text(_record_path(folder, number), self.record.model_dump_json())
+
+    def _encode(self, group: list[TextPart]) -> np.ndarray:
+        sequences = []
+        for part, ids in zip(group, self._tokenizer.encode([part.text for part in group]), strict=True):
+            if self._is_between:
+                self._starts.append(self._num_tokens)
+                ids = [*self._begin, *ids]
+            if part.ends_document:
+                ids = [*ids, *self._end]
+            sequences.append(np.array(ids, dtype=self._dtype))
+            self._num_tokens += len(ids)
+            self._num_bytes += len(part.text.encode())
+            self._is_between = part.ends_document
+            if self._is_between and self._starts and self._starts[-1] == self._num_tokens:
+                self._starts.pop()  # a document without a token
+        self._num_parts += len(group)
+        return np.concatenate(sequences)
+
+
+def _groups(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
+    group: list[TextPart] = []
+    size = 0
+    for part in parts:
+        group.append(part)
+        size += len(part.text)
+        if size >= _CHARACTERS_AT_ONCE or len(group) == _PARTS_AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _surroundings(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """What stands at the beginning and the end of every document."""
+    (bare,), (whole,) = tokenizer.encode("a"), tokenizer.encode("a", add_special=True)
+    at = next(place for place in range(len(whole) + 1) if whole[place : place + len(bare)] == bare)
+    begin, end = whole[:at], whole[at + len(bare) :]
+    if not end and tokenizer.eos_id is not None:
+        end = [tokenizer.eos_id]
+    return begin, end
+
+
+def _complete_shards(folder: Path, dtype: str) -> list[ShardRecord]:
+    """The shards from the first on that a process finished before it was killed."""
+    records: list[ShardRecord] = []
+    while True:
+        try:
+            record = ShardRecord.model_validate_json(_record_path(folder, len(records)).read_bytes())
+        except (OSError, ValidationError):
+            return records
+        if _damage(folder, len(records), record, dtype):
+            return records
+        records.append(record)
+
+
+def _damage(folder: Path, shard: int, record: ShardRecord, dtype: str) -> str | None:
+    """What is wrong with the files of a shard."""
+    wanted = {
+        _tokens_path(folder, shard): record.num_tokens * np.dtype(dtype).itemsize,
+        _starts_path(folder, shard): record.num_documents * 8,
+    }
+    for path, size in wanted.items():
+        try:
+            found = path.stat().st_size
+        except OSError:
+            return f"{path} is missing"
+        if found != size:
+            return f"{path} is truncated or damaged: it has {found:,} bytes, not {size:,}"
+    return None
+
+
+def _map_file(path: Path, dtype: str, count: int) -> np.ndarray:
+    if count == 0:
+        return np.zeros(0, dtype)
+    try:
+        return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be mapped into memory: {error}") from None
+
+
+def _tokens_path(folder: Path, shard: int) -> Path:
+    return folder / f"{shard:05d}.tokens"
+
+
+def _starts_path(folder: Path, shard: int) -> Path:
+    return folder / f"{shard:05d}.starts"
+
+
+def _record_path(folder: Path, shard: int) -> Path:
+    return folder / f"{shard:05d}.json"
