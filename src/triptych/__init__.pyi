@@ -22,6 +22,8 @@ from triptych.converting import convert as convert
 from triptych.costing import CostSpec as CostSpec
 from triptych.costing import cost as cost
 from triptych.costing import measure_times as measure_times
+from triptych.decoding import GenerationOptions as GenerationOptions
+from triptych.decoding import SamplingOptions as SamplingOptions
 from triptych.demonstration import demo as demo
 from triptych.engines import load as load
 from triptych.errors import DataError as DataError
@@ -50,6 +52,9 @@ from triptych.rewriting.recipe import read_rewrite_recipe as read_rewrite_recipe
 from triptych.rewriting.verification import verify as verify
 from triptych.runs import Run as Run
 from triptych.runs import evaluate as evaluate
+from triptych.runs import evaluate_text as evaluate_text
+from triptych.runs import fill as fill
+from triptych.runs import load_generator as load_generator
 from triptych.runs import resume as resume
 from triptych.runs import train as train
 from triptych.training import Recipe as Recipe

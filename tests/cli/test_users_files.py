@@ -61,6 +61,8 @@ WRITES: dict[str, list[list[str]]] = {
         ["{run}", "--source", "source.de", "--reference", "reference.en", "--out", name]
         for name in ("notes.txt", "reference.en")
     ],
+    "generate": [],
+    "fill": [],
     "inspect": [["{gpt2}", f"--{form}", "notes.txt"] for form in ("html", "csv", "parquet")],
     "rewrite": [["{gpt2}", "--exact", "--no-compare", "--out", name] for name in (".", "notes.txt")],
     "verify": [["."], ["{gpt2}"]],

@@ -2,8 +2,9 @@
 
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,17 +12,57 @@ import triptych
 from triptych.cli.options import PrecisionOption, StopOption, WorkersOption, number_of_workers
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.cli.progress import progress_bar
-from triptych.errors import DataError
+from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.text import read_lines
+from triptych.text.documents import LanguageCorpusSpec, TextPart, read_documents
 
 
 def evaluate(
     run: Annotated[
-        Path, typer.Argument(help="A run folder, or a folder with a Marian model in Hugging Face's format.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A run folder, a folder in Hugging Face's format, or a name on the Hub."
+        ),
     ],
-    source: Annotated[Path, typer.Option("--source", help="Text to translate, one sentence per line.")],
-    reference: Annotated[Path, typer.Option("--reference", help="Reference translations, line by line.")],
+    source: Annotated[
+        Path | None, typer.Option("--source", help="Translators: text to translate, one sentence per line.")
+    ] = None,
+    reference: Annotated[
+        Path | None, typer.Option("--reference", help="Translators: reference translations, line by line.")
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            "--text",
+            help="Language models: the text to predict, a file or a folder. Records of .jsonl and .parquet "
+            "files (field text) are documents.",
+        ),
+    ] = None,
+    documents: Annotated[
+        Literal["file", "line", "blank-lines"],
+        typer.Option(
+            "--documents",
+            help="With --text: what a document is in a plain text file: all of it, each line, or what stands "
+            "between blank lines. Each is scored by itself.",
+        ),
+    ] = "file",
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            min=1,
+            help="With --text: tokens of a window. Default: the model's positions, at most 1024.",
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            "--stride",
+            min=1,
+            help="With --text: tokens between the starts of windows. Default: the context, side by side.",
+        ),
+    ] = None,
     beam: Annotated[int | None, typer.Option("--beam", min=1, help="Beam size; 1 is greedy.")] = None,
     alpha: Annotated[
         float | None, typer.Option("--alpha", min=0, help="Exponent of the length penalty.")
@@ -38,16 +79,39 @@ def evaluate(
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
-    """Score a model on a test text with BLEU and chrF.
+    """Score a translator on a test text, or a language model.
 
-    The scores are sacreBLEU's, with their signatures and 95 % bootstrap intervals.
+    Translators (--source and --reference): sacreBLEU's BLEU and chrF, with their signatures and 95 %
+    bootstrap intervals. Language models (--text): nats per token with a 95 % bootstrap interval, perplexity,
+    and bits per byte.
     """
+    if text is not None:
+        of_translators = {
+            "--source": source,
+            "--reference": reference,
+            "--beam": beam,
+            "--alpha": alpha,
+            "--stop": stop,
+            "--workers": workers,
+            "--out": out,
+        }
+        if given := [name for name, value in of_translators.items() if value is not None]:
+            raise UsageError(f"{given[0]} is for translators, and --text for language models: give one")
+        if precision != "fp32":
+            raise UsageError("--precision is for translators: --text scores a model as it is")
+        corpus = LanguageCorpusSpec(files=(str(text),), documents=documents)
+        _score_text(run, list(_whole(read_documents(corpus))), device, context, stride, as_json=as_json)
+        return
+    if source is None or reference is None:
+        raise UsageError("give --text for a language model, or --source and --reference for a translator")
+    if context is not None or stride is not None or documents != "file":
+        raise UsageError("--context, --stride and --documents go with --text")
     sources, references = read_lines(source), read_lines(reference)
     if len(sources) != len(references):
         raise DataError(f"{source} has {len(sources):,} lines but {reference} has {len(references):,}")
     if not sources:
         raise DataError(f"{source} is empty: there is nothing to evaluate")
-    require_free([Output(out, unmarked)], (run, source, reference), force=force)
+    require_free([Output(out, unmarked)], (Path(run), source, reference), force=force)
     with progress_bar("{task.description}", "translating", of_bytes=False) as tell:
         found = triptych.evaluate(
             run,
@@ -64,7 +128,7 @@ def evaluate(
     if out is not None:
         write_text(out, "".join(f"{text}\n" for text in found.translations))
     if as_json:
-        print(json.dumps({"run": str(run), **found.figures()}))
+        print(json.dumps({"run": run, **found.figures()}))
         return
     for score in found.scores:
         print(score.line())
@@ -72,5 +136,48 @@ def evaluate(
     print(
         f"{count:,} sentences in {found.seconds:.1f} s ({count / found.seconds:.1f} a second), "
         f"beam {found.options.beam_size}, α {found.options.alpha}, {precision}, workers {found.workers}",
+        file=sys.stderr,
+    )
+
+
+def _whole(parts: Iterable[TextPart]) -> Iterator[str]:
+    """The documents of a corpus."""
+    begun = ""
+    for text, ends_document in parts:
+        begun += text
+        if ends_document:
+            yield begun
+            begun = ""
+
+
+def _score_text(
+    model: str,
+    documents: list[str],
+    device: str,
+    context: int | None,
+    stride: int | None,
+    *,
+    as_json: bool,
+) -> None:
+    with progress_bar("{task.description}", "scoring", of_bytes=False) as tell:
+        found = triptych.evaluate_text(
+            model,
+            documents,
+            device,
+            context=context,
+            stride=stride,
+            progress=lambda done, total: tell("scoring", done, total),
+        )
+    if as_json:
+        print(json.dumps({"model": model, **found.figures()}))
+        return
+    low, high = found.interval
+    print(
+        f"{found.nats_per_token:.4f} nats per token ({low:.4f} to {high:.4f}), perplexity "
+        f"{found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
+    )
+    print(
+        f"{found.tokens:,} tokens, {found.num_bytes:,} bytes, {found.documents:,} documents; windows of "
+        f"{found.context:,} tokens, stride {found.stride:,}; interval over {found.units}",
         file=sys.stderr,
     )

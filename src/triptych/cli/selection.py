@@ -18,3 +18,14 @@ def numbers(text: str, option: str) -> Sequence[int]:
             raise UsageError(f"{option} {text}: {first} comes after {last}")
         found += range(first, last + 1)
     return sorted({*found})
+
+
+def parse_index(text: str, count: int, name: str, whole: str) -> int | None:
+    """A number below `count`, or None for "all"; `whole` is the value of --attention that it is part of."""
+    if text == "all":
+        return None
+    if not text.isdecimal() or int(text) >= count:
+        raise UsageError(
+            f"--attention {whole}: {name} {text!r} is not 'all' or a number from 0 to {count - 1}"
+        )
+    return int(text)

@@ -19,6 +19,7 @@ from triptych.cli.options import (
     number_of_workers,
 )
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
+from triptych.cli.selection import parse_index
 from triptych.decoding import SentenceAttention, Translation, Translator
 from triptych.decoding.ahead import Ahead
 from triptych.errors import UsageError
@@ -139,20 +140,10 @@ def _parse_selection(text: str, config: ModelConfig) -> _Selection:
         "decoder": config.decoder_sites,
         "cross": config.cross_sites,
     }[parts[0]]()
-    layer = _parse_index(parts[1], len(sites), "layer", text)
+    layer = parse_index(parts[1], len(sites), "layer", text)
     chosen = sites if layer is None else [sites[layer]]
     num_heads = min(site.num_heads or config.num_heads for site in chosen)
-    return _Selection(parts[0], layer, _parse_index(parts[2], num_heads, "head", text))
-
-
-def _parse_index(text: str, count: int, name: str, whole: str) -> int | None:
-    if text == "all":
-        return None
-    if not text.isdecimal() or int(text) >= count:
-        raise UsageError(
-            f"--attention {whole}: {name} {text!r} is not 'all' or a number from 0 to {count - 1}"
-        )
-    return int(text)
+    return _Selection(parts[0], layer, parse_index(parts[2], num_heads, "head", text))
 
 
 def _standard_input() -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from triptych.decoding.engine import Engine
 from triptych.decoding.evaluation import Score, measure_bleu, score_bleu, score_translations
+from triptych.decoding.filling import Filling, fill_masks
 from triptych.decoding.fused import PRECISIONS, Precision
 from triptych.decoding.generation import (
     Generated,
@@ -12,18 +13,23 @@ from triptych.decoding.generation import (
     generated_attention,
 )
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions, Stop, length_penalty
+from triptych.decoding.likelihood import Likelihood, measure_likelihood
 from triptych.decoding.sampling import SamplingOptions
 from triptych.decoding.search import search
 from triptych.decoding.text_engine import TextEngine
+from triptych.decoding.text_generator import Continuation, TextGenerator
 from triptych.decoding.translator import Candidate, SentenceAttention, Translation, Translator
 
 __all__ = [
     "PRECISIONS",
     "Candidate",
+    "Continuation",
     "Engine",
+    "Filling",
     "Generated",
     "GenerationOptions",
     "Hypothesis",
+    "Likelihood",
     "NewToken",
     "Precision",
     "SamplingOptions",
@@ -32,13 +38,16 @@ __all__ = [
     "SentenceAttention",
     "Stop",
     "TextEngine",
+    "TextGenerator",
     "Translation",
     "Translator",
+    "fill_masks",
     "generate_stream",
     "generate_tokens",
     "generated_attention",
     "length_penalty",
     "measure_bleu",
+    "measure_likelihood",
     "score_bleu",
     "score_translations",
     "search",

@@ -141,7 +141,7 @@ def generate_stream(
     texts = [ids for ids in prompts for _ in range(options.num_samples)]
     limits = [limit_of_prompt(len(ids), options.max_new_tokens, engine.max_tokens) for ids in texts]
     sampler = Sampler(options.sampling, options.seed, [*range(options.num_samples)] * len(prompts))
-    sampler.read(texts, engine.vocab_size, engine.device)
+    sampler.read(texts, engine.num_choices, engine.device)
     opened, logits = engine.read(prompts, room=max(limits))
     if options.num_samples > 1:
         each = torch.arange(len(prompts), device=engine.device).repeat_interleave(options.num_samples)
@@ -151,7 +151,7 @@ def generate_stream(
     length = 0
     while True:
         length += 1
-        tokens = sampler.choose(logits)
+        tokens = sampler.choose(logits[:, : engine.num_choices])
         log_probs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
         for place, (token, log_prob) in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):
             if not is_open[place]:
@@ -277,7 +277,7 @@ def beam_search(engine: TextEngine, prompt: Sequence[int], options: GenerationOp
         return Generated(ids, log_probs, finish, score)
 
     for length in range(1, limit + 1):
-        log_probs = logits.log_softmax(dim=-1).double()
+        log_probs = logits.log_softmax(dim=-1)[:, : engine.num_choices].double()
         totals = log_probs + log_probs.new_tensor([beam.total for beam in beams])[:, None]
         # Half of twice the beam may end here, and a full beam still goes on.
         best = totals.flatten().topk(min(k * (1 + len(options.stop_ids)), totals.numel()))

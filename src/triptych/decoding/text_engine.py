@@ -61,16 +61,20 @@ class TextEngine:
         device: where it runs.
         max_tokens: longest text that the model has positions for; None if there is no limit.
         vocab_size: number of tokens.
+        num_choices: so many of them, from the first, may be chosen.
         pads: whether texts of different lengths can be continued together.
     """
 
     @torch.no_grad()
-    def __init__(self, model: LanguageModel, precision: Precision = "fp32") -> None:
+    def __init__(
+        self, model: LanguageModel, precision: Precision = "fp32", num_choices: int | None = None
+    ) -> None:
         """Prepare a model.
 
         Args:
             model: left as it is, but for its evaluation mode.
             precision: of its maps: "fp32" (a float64 model stays float64), "bf16" or "int8".
+            num_choices: tokens that there are text for, where the model's tables have rows past them.
 
         Raises:
             ValueError: `unsupported_precision` has a reason, or the model is an encoder.
@@ -86,6 +90,7 @@ class TextEngine:
         if precision == "int8":
             raise ValueError("language models are not run in int8 yet")
         self.max_tokens, self.vocab_size = model.max_tokens, model.head.output.out_features
+        self.num_choices = min(num_choices or self.vocab_size, self.vocab_size)
         # Positions inside attention depend on distances, which padding on the left does not change.
         self.pads = model.architecture.embeddings.positions == "none"
         self._model = model.eval() if precision == "fp32" else copy.deepcopy(model).eval().bfloat16()

@@ -1,7 +1,27 @@
-"""Runs: a recipe becomes a folder, a folder becomes a translator."""
+"""Runs: a recipe becomes a folder, a folder becomes a translator or a model that continues text."""
 
 from triptych.runs.evaluation import Evaluation, evaluate
 from triptych.runs.folder import Run, holds_run
+from triptych.runs.generation import (
+    OpenedModel,
+    evaluate_text,
+    fill,
+    load_generator,
+    open_text_model,
+)
 from triptych.runs.training import Summary, resume, train
 
-__all__ = ["Evaluation", "Run", "Summary", "evaluate", "holds_run", "resume", "train"]
+__all__ = [
+    "Evaluation",
+    "OpenedModel",
+    "Run",
+    "Summary",
+    "evaluate",
+    "evaluate_text",
+    "fill",
+    "holds_run",
+    "load_generator",
+    "open_text_model",
+    "resume",
+    "train",
+]

@@ -1,0 +1,213 @@
+"""`triptych generate`."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import triptych
+from triptych.cli.options import PrecisionOption
+from triptych.cli.selection import parse_index
+from triptych.decoding import Continuation, GenerationOptions, SamplingOptions, TextGenerator
+from triptych.errors import UsageError
+from triptych.text import iterate_file
+
+# Prompts of a file that are read and continued before the first are printed.
+_PROMPTS_AT_A_TIME = 256
+
+
+def generate(
+    model: Annotated[
+        str,
+        typer.Argument(help="A run folder, a folder in Hugging Face's format, or a name on the Hub."),
+    ],
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; - reads all of standard input.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Prompts, one per line, continued in batches.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Longest continuation in tokens.")
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, help="0 takes the most probable token every time.")
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", min=1, help="Draw from the K most probable tokens only.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", help="Draw from the fewest tokens whose probabilities sum to P."),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option("--min-p", help="Draw from tokens at least P times as probable as the best."),
+    ] = None,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option("--repetition-penalty", help="Above 1, tokens already in the text are less probable."),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn: same seed, same text.")] = 0,
+    num_samples: Annotated[
+        int, typer.Option("--num-samples", min=1, help="Continuations per prompt; with --beam the best ones.")
+    ] = 1,
+    beam: Annotated[int, typer.Option("--beam", min=1, help="Beam size; 1 is no beam search.")] = 1,
+    alpha: Annotated[
+        float, typer.Option("--alpha", min=0, help="With --beam: exponent of the length penalty.")
+    ] = 0.0,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="End before this string. May be repeated.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the chat template of the model's tokenizer.")
+    ] = False,
+    precision: PrecisionOption = "fp32",
+    device: Annotated[
+        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.")
+    ] = "auto",
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object per prompt, with tokens and log-probabilities."),
+    ] = False,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--attention",
+            help="With --json: add the attention weights of the generated tokens, as LAYER:HEAD (numbers "
+            "from 0, or 'all'). May be repeated.",
+        ),
+    ] = None,
+) -> None:
+    """Continue a text with a language model.
+
+    Prints the continuation without the prompt, of a single prompt as it comes.
+    """
+    if attention and not as_json:
+        raise UsageError("--attention goes with --json")
+    try:
+        sampling = SamplingOptions(repetition_penalty, temperature, top_k, top_p, min_p)
+        options = GenerationOptions(
+            max_new_tokens, sampling, seed, num_samples, beam, alpha, stop_texts=tuple(stop or ())
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    prompts = _prompts(prompt, file)
+    generator = triptych.load_generator(model, device, precision=precision)
+    wanted = [_selection(text, generator) for text in attention or []]
+    if as_json:
+        for given, found in _continued(generator, prompts, options, chat):
+            print(json.dumps(_record(generator, given, found, wanted, chat), ensure_ascii=False))
+    elif file is None and num_samples == beam == 1:
+        _stream(generator, next(prompts), options, chat)
+    else:
+        for number, (_, found) in enumerate(_continued(generator, prompts, options, chat), start=1):
+            for sample, one in enumerate(found, start=1):
+                _print(f"== prompt {number}, text {sample} ==\n{one.text}\n")
+
+
+def _prompts(prompt: str | None, file: Path | None) -> Iterator[str]:
+    """The prompts: one of the command line or standard input, or the lines of a file.
+
+    Raises:
+        UsageError: none or both are given, or a prompt is empty or not UTF-8.
+    """
+    if (prompt is None) == (file is None):
+        raise UsageError("give either a prompt (- for standard input) or --file with prompts")
+    if file is not None:
+        return iterate_file(file)
+    try:
+        # Bytes of the command line that are not UTF-8 come as surrogates.
+        text = sys.stdin.buffer.read().decode() if prompt == "-" else str(prompt).encode().decode()
+    except UnicodeError:
+        raise UsageError("the prompt is not UTF-8: convert it first (iconv -t UTF-8)") from None
+    text = text.removesuffix("\n").removesuffix("\r") if prompt == "-" else text
+    if not text:
+        raise UsageError("the prompt is empty: give it some text")
+    return iter([text])
+
+
+def _continued(
+    generator: TextGenerator, prompts: Iterator[str], options: GenerationOptions, chat: bool
+) -> Iterator[tuple[str, list[Continuation]]]:
+    """Each prompt with its continuations, in their order."""
+    while batch := list(islice(prompts, _PROMPTS_AT_A_TIME)):
+        yield from zip(batch, generator.generate(batch, options, chat=chat), strict=True)
+
+
+def _stream(generator: TextGenerator, prompt: str, options: GenerationOptions, chat: bool) -> None:
+    for text in generator.stream(prompt, options, chat=chat):
+        _print(text)
+    _print("\n")
+
+
+def _print(text: str) -> None:
+    sys.stdout.buffer.write(text.encode())
+    sys.stdout.buffer.flush()
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """Attention to print: None stands for every layer, or every head."""
+
+    layer: int | None
+    head: int | None
+
+
+def _selection(text: str, generator: TextGenerator) -> _Selection:
+    layer, colon, head = text.partition(":")
+    if not colon:
+        raise UsageError(f"--attention {text}: write LAYER:HEAD, each a number from 0 or 'all'")
+    counts = generator.heads_by_layer
+    chosen = parse_index(layer, len(counts), "layer", text)
+    most = min(counts) if chosen is None else counts[chosen]
+    return _Selection(chosen, parse_index(head, most, "head", text))
+
+
+def _record(
+    generator: TextGenerator,
+    prompt: str,
+    found: Sequence[Continuation],
+    wanted: Sequence[_Selection],
+    chat: bool,
+) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "continuations": [
+            {
+                "text": one.text,
+                "finish": one.finish,
+                "score": one.score,
+                "tokens": list(one.pieces),
+                "ids": list(one.ids),
+                "log_probs": list(one.log_probs),
+                **({"attention": _attention(generator, prompt, one, wanted, chat)} if wanted else {}),
+            }
+            for one in found
+        ],
+    }
+
+
+def _attention(
+    generator: TextGenerator, prompt: str, one: Continuation, wanted: Sequence[_Selection], chat: bool
+) -> list[dict[str, Any]]:
+    if not one.ids:
+        return []
+    columns, layers = generator.attention(prompt, one, chat=chat)
+    return [
+        {
+            "layer": layer,
+            "head": head,
+            "rows": list(one.pieces),
+            "columns": list(columns),
+            "weights": [[round(w, 6) for w in row] for row in layers[layer][head].tolist()],
+        }
+        for selection in wanted
+        for layer in (range(len(layers)) if selection.layer is None else [selection.layer])
+        for head in (range(len(layers[layer])) if selection.head is None else [selection.head])
+    ]

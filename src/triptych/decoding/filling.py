@@ -1,0 +1,89 @@
+"""Hidden tokens of a text, predicted by an encoder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from triptych.decoding.text_generator import check_vocabulary
+from triptych.errors import UsageError
+from triptych.models import LanguageModel
+from triptych.text import Tokenizer
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A token for a mask.
+
+    Attributes:
+        text: of the token alone.
+        token: its id.
+        piece: readable, with "▁" for a space.
+        probability: that the model gives it.
+        filled: the text with this token in the mask's place, and the other masks as they are.
+    """
+
+    text: str
+    token: int
+    piece: str
+    probability: float
+    filled: str
+
+
+@torch.inference_mode()
+def fill_masks(model: LanguageModel, tokenizer: Tokenizer, text: str, count: int = 5) -> list[list[Filling]]:
+    """The most probable tokens for every mask of a text, each mask by itself.
+
+    Args:
+        model: encoder-only.
+        tokenizer: the model's; `[MASK]` stands for its mask, whatever that is called.
+        text: with at least one mask.
+        count: tokens for each mask.
+
+    Returns:
+        For every mask, from left to right, its tokens, the most probable first.
+
+    Raises:
+        UsageError: not an encoder with a head, no mask in the text, or more tokens than positions.
+        DataError: the tokenizer has tokens that the model has not.
+    """
+    if model.causal or model.head is None:
+        raise UsageError("this model predicts no masked tokens: fill is for encoder-only models with a head")
+    mask_id = tokenizer.mask_id
+    if mask_id is None:
+        raise UsageError("the tokenizer of this model has no mask token")
+    check_vocabulary(model, tokenizer)
+    own = tokenizer.vocabulary[mask_id]
+    (ids,) = tokenizer.encode([text.replace("[MASK]", own)], add_special=True, parse_special=True)
+    places = [place for place, token in enumerate(ids) if token == mask_id]
+    if not places:
+        raise UsageError(f"the text has no [MASK] to fill (this model's own name for it is {own})")
+    if model.max_tokens is not None and len(ids) > model.max_tokens:
+        raise UsageError(
+            f"the text has {len(ids):,} tokens, but the model has positions for {model.max_tokens:,}: "
+            "shorten it"
+        )
+    model.eval()
+    device = model.embeddings.table.weight.device
+    logits = model(torch.tensor([ids], device=device)).logits[0, places, : tokenizer.vocab_size].float()
+    best = logits.softmax(dim=-1).topk(min(count, logits.shape[-1]), dim=-1)
+    found = []
+    for place, values, tokens in zip(places, best.values.tolist(), best.indices.tolist(), strict=True):
+        found.append(
+            [
+                _filling(tokenizer, ids, place, token, value)
+                for token, value in zip(tokens, values, strict=True)
+            ]
+        )
+    return found
+
+
+def _filling(tokenizer: Tokenizer, ids: Sequence[int], place: int, token: int, probability: float) -> Filling:
+    text, piece = tokenizer.decode([[token]])[0], tokenizer.pieces([token])[0]
+    # Of the special tokens only the other masks are text of the user.
+    shown = [
+        own
+        for i, own in enumerate([*ids[:place], token, *ids[place + 1 :]])
+        if i == place or own == tokenizer.mask_id or own not in tokenizer.special_ids
+    ]
+    return Filling(text, token, piece, probability, tokenizer.decode([shown], skip_special=False)[0])

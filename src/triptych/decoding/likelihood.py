@@ -1,0 +1,180 @@
+"""How well a language model predicts a text."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.errors import DataError, UsageError
+from triptych.models import LanguageModel
+from triptych.text import Tokenizer
+
+_LONGEST_CONTEXT = 1024  # where the model itself sets no limit
+_LOGITS_AT_A_TIME = 1 << 26
+_RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """The loss of a model on a text.
+
+    Attributes:
+        nats: of all tokens that were predicted.
+        tokens: how many they are.
+        num_bytes: how many bytes of UTF-8 they are.
+        context: tokens of a window.
+        stride: tokens by which a window begins after the one before.
+        documents: texts that were scored, each by itself.
+        interval: 95 % bootstrap interval of the nats per token.
+        units: what was drawn for it: "documents", or of a single document its "windows".
+    """
+
+    nats: float
+    tokens: int
+    num_bytes: int
+    context: int
+    stride: int
+    documents: int
+    interval: tuple[float, float]
+    units: str
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.nats_per_token, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.num_bytes
+
+    def figures(self) -> dict[str, Any]:
+        """As JSON has them."""
+        return {
+            "nats_per_token": self.nats_per_token,
+            "interval": list(self.interval),
+            "interval_over": self.units,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "tokens": self.tokens,
+            "bytes": self.num_bytes,
+            "documents": self.documents,
+            "context": self.context,
+            "stride": self.stride,
+        }
+
+
+@torch.inference_mode()
+def token_losses(
+    model: LanguageModel, ids: Sequence[int], context: int, stride: int
+) -> list[Float[Tensor, " tokens"]]:
+    """The negative log-probabilities in nats of the tokens of a text but its first, window by window.
+
+    A window reads `context` tokens. The first predicts as many; every later one begins `stride` tokens after
+    the one before and predicts the `stride` tokens that none has predicted yet.
+
+    Args:
+        model: decoder-only.
+        ids: the text.
+        context: tokens that a window reads, at least 1.
+        stride: between 1 and `context`.
+    """
+    whole = torch.tensor(ids, device=model.embeddings.table.weight.device)
+    last = len(ids) - 1  # tokens that are read
+    found, windows = [], list[tuple[int, int, int]]()  # begin, end, tokens predicted before
+    predicted = 0
+    while predicted < last:
+        end = predicted + (stride if predicted else context)
+        windows.append((end - context, min(end, last), predicted))
+        predicted = end
+    at_a_time = max(1, _LOGITS_AT_A_TIME // (context * model.vocab_size))
+    place = 0
+    while place < len(windows):
+        length = windows[place][1] - windows[place][0]
+        batch = [w for w in windows[place : place + at_a_time] if w[1] - w[0] == length]
+        place += len(batch)
+        read = torch.stack([whole[begin:end] for begin, end, _ in batch])
+        logits = model(read).logits
+        for (begin, end, before), row in zip(batch, logits, strict=True):
+            own = row[before - begin :]
+            own = own.double() if own.dtype == torch.float64 else own.float()
+            targets = whole[before + 1 : end + 1]
+            found.append(own.logsumexp(dim=-1) - own.gather(1, targets[:, None])[:, 0])
+    return found
+
+
+def measure_likelihood(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    documents: Sequence[str],
+    context: int | None = None,
+    stride: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Likelihood:
+    """Score a model on texts, each by itself and over its whole length.
+
+    The first token of a document is predicted only where the tokenizer puts a special one before it.
+
+    Args:
+        model: decoder-only.
+        tokenizer: the model's.
+        documents: texts; empty ones are left out.
+        context: tokens of a window; if None, as many as the model has positions for, and 1,024 at most.
+        stride: tokens by which a window begins after the one before; `context` if None: side by side.
+        progress: told how many documents of how many are done.
+
+    Raises:
+        UsageError: an encoder, a context past the model's positions, or a stride past the context.
+        DataError: there is nothing to predict.
+    """
+    if not model.causal:
+        raise UsageError("an encoder predicts no text: evaluate --text is for decoder-only models")
+    limit = model.max_tokens
+    context = min(limit or _LONGEST_CONTEXT, _LONGEST_CONTEXT) if context is None else context
+    stride = context if stride is None else stride
+    if context < 1 or (limit is not None and context > limit):
+        bounds = "at least 1" if limit is None else f"between 1 and the model's {limit:,} positions"
+        raise UsageError(f"the context is {context:,} tokens: give {bounds}")
+    if not 1 <= stride <= context:
+        raise UsageError(f"the stride is {stride:,} tokens: give between 1 and the context of {context:,}")
+    losses, num_bytes = list[list[Tensor]](), 0
+    model.eval()
+    for done, document in enumerate(documents, start=1):
+        if document:
+            (ids,) = tokenizer.encode([document], add_special=True)
+            losses.append(token_losses(model, ids, context, stride))
+            num_bytes += len(document.encode()) - _bytes_not_predicted(tokenizer, ids)
+        progress(done, len(documents))
+    units = "documents" if len(losses) > 1 else "windows"
+    parts = (
+        [torch.cat(own) for own in losses if own] if len(losses) > 1 else [w for own in losses for w in own]
+    )
+    if not parts:
+        raise DataError("the text is empty or a single token: there is nothing to predict")
+    sums = torch.stack([part.double().sum() for part in parts]).cpu()
+    counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
+    low, high = _interval(sums, counts)
+    nats, tokens = float(sums.sum()), int(counts.sum())
+    return Likelihood(nats, tokens, max(1, num_bytes), context, stride, len(losses), (low, high), units)
+
+
+def _bytes_not_predicted(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
+    """The bytes of a text's first token."""
+    return 0 if not ids else len(tokenizer.decode([ids[:1]])[0].encode())
+
+
+def _interval(sums: Float[Tensor, " units"], counts: Float[Tensor, " units"]) -> tuple[float, float]:
+    """The 95 % interval of `Σ sums / Σ counts`, drawing as many pairs as there are, with replacement."""
+    generator = torch.Generator().manual_seed(0)
+    ratios = torch.empty(_RESAMPLES, dtype=torch.float64)
+    for i in range(_RESAMPLES):
+        drawn = torch.randint(len(sums), (len(sums),), generator=generator)
+        ratios[i] = sums[drawn].sum() / counts[drawn].sum()
+    low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high

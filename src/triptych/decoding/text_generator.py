@@ -1,0 +1,274 @@
+"""Continuations of texts, text in and text out."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import cast, final
+
+import torch
+from jaxtyping import Float
+
+from triptych.decoding.fused import Precision
+from triptych.decoding.generation import (
+    Finish,
+    Generated,
+    GenerationOptions,
+    generate_stream,
+    generate_tokens,
+    generated_attention,
+)
+from triptych.decoding.text_engine import TextEngine
+from triptych.errors import DataError, UsageError
+from triptych.models import LanguageModel
+from triptych.models.blocks import Block
+from triptych.text import StreamDecoder, Tokenizer
+
+# Tokens of the prompt that are decoded before the first new one: they say whether it begins with a space.
+_BEFORE = 8
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a prompt was continued by.
+
+    Attributes:
+        text: of the continuation alone, up to a stop string if one ended it.
+        ids: its tokens, with those of the stop string.
+        pieces: its tokens, readable.
+        log_probs: of every token, and of the stop token if one ended it; see `NewToken`.
+        finish: why it ended; see `NewToken`.
+        score: see `Generated`.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    pieces: tuple[str, ...]
+    log_probs: tuple[float, ...]
+    finish: Finish
+    score: float
+
+
+@final
+class TextStream:
+    """The text of a continuation, as its tokens come.
+
+    What may be the beginning of a stop string is held back.
+
+    Attributes:
+        text: given out so far.
+        is_over: whether a stop string is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+        self.text, self.is_over = "", False
+        self._stops, self._held = stops, ""
+        self._decoder = StreamDecoder(tokenizer)
+        for token in prompt[-_BEFORE:]:
+            self._decoder.push(token)
+
+    def push(self, token: int) -> str:
+        """Take a token; the text that is certain now."""
+        return self._given_out(self._decoder.push(token))
+
+    def finish(self) -> str:
+        """The rest of the text, at the end."""
+        if self.is_over:
+            return ""
+        rest = self._given_out(self._decoder.finish())
+        held, self._held = ("" if self.is_over else self._held), ""
+        self.text += held
+        return rest + held
+
+    def _given_out(self, new: str) -> str:
+        pending, self._held = self._held + new, ""
+        found = [place for stop in self._stops if (place := pending.find(stop)) >= 0]
+        if found:
+            self.is_over, pending = True, pending[: min(found)]
+        elif self._stops:
+            longest = max((_beginning(pending, stop) for stop in self._stops), default=0)
+            pending, self._held = pending[: len(pending) - longest], pending[len(pending) - longest :]
+        self.text += pending
+        return pending
+
+
+def _beginning(text: str, stop: str) -> int:
+    """The most characters at the end of a text that a stop string begins with."""
+    return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
+
+
+@final
+class TextGenerator:
+    """A language model with its tokenizer.
+
+    Attributes:
+        model: in evaluation mode.
+        tokenizer: the model's.
+        precision: of the model's maps.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        *,
+        precision: Precision = "fp32",
+        end_ids: Sequence[int] = (),
+        batch_rows: int = 32,
+    ) -> None:
+        """Put a generator together.
+
+        Args:
+            model: decoder-only.
+            tokenizer: of the model's folder.
+            precision: of the model's maps; "fp32" is as they are, the others are faster and not exact.
+            end_ids: tokens that end a text, beside the tokenizer's `eos_id`.
+            batch_rows: texts continued at a time.
+
+        Raises:
+            UsageError: the model is an encoder, or cannot be run in this precision here.
+            DataError: the tokenizer has tokens that the model has not.
+        """
+        check_vocabulary(model, tokenizer)
+        self.model, self.tokenizer, self.precision = model, tokenizer, precision
+        self._batch_rows = batch_rows
+        ends = (*end_ids, *(() if tokenizer.eos_id is None else (tokenizer.eos_id,)))
+        self._end_ids = tuple(dict.fromkeys(ends))
+        try:
+            self._engine = TextEngine(model, precision, tokenizer.vocab_size)
+        except ValueError as error:
+            raise UsageError(f"this model cannot be run: {error}") from None
+
+    @property
+    def heads_by_layer(self) -> list[int]:
+        """The number of query heads of every layer, in the order in which they run."""
+        order = self.model.architecture.order or range(len(self.model.blocks))
+        layers = [cast(Block, self.model.blocks[number]).self_attention for number in order]
+        return [layer.num_heads for layer in layers]
+
+    def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
+        """The token ids of a prompt.
+
+        Args:
+            prompt: a text, or with `chat` what a user says to the model.
+            chat: put it into the tokenizer's chat template.
+
+        Raises:
+            UsageError: it is empty or past the model's positions, or there is no chat template.
+        """
+        if not prompt:
+            raise UsageError("the prompt is empty: give it some text")
+        if chat:
+            prompt = self.tokenizer.chat([{"role": "user", "content": prompt}])
+        (ids,) = self.tokenizer.encode([prompt], add_special=not chat, parse_special=chat)
+        return ids
+
+    def generate(
+        self, prompts: Sequence[str], options: GenerationOptions, *, chat: bool = False
+    ) -> list[list[Continuation]]:
+        """Continue prompts, those of like length together.
+
+        Args:
+            prompts: texts.
+            options: how; the tokens that end a text are added to its stop tokens.
+            chat: see `encode`.
+
+        Returns:
+            The `num_samples` continuations of each prompt.
+
+        Raises:
+            UsageError: a prompt is empty or past the model's positions; the message says which.
+        """
+        texts = [self._encoded(prompt, number, len(prompts), chat) for number, prompt in enumerate(prompts)]
+        options = self._with_ends(options)
+        streams = {
+            i * options.num_samples + sample: TextStream(self.tokenizer, ids, options.stop_texts)
+            for i, ids in enumerate(texts)
+            for sample in range(options.num_samples)
+        }
+
+        def ends(row: int, token: int) -> bool:
+            streams[row].push(token)
+            return streams[row].is_over
+
+        found = generate_tokens(self._engine, texts, options, ends=ends, batch_rows=self._batch_rows)
+        if options.beam_size > 1:
+            for i, of_prompt in enumerate(found):
+                for sample, one in enumerate(of_prompt):
+                    for token in one.ids:
+                        streams[i * options.num_samples + sample].push(token)
+        return [
+            [
+                self._continuation(one, streams[i * options.num_samples + sample])
+                for sample, one in enumerate(of_prompt)
+            ]
+            for i, of_prompt in enumerate(found)
+        ]
+
+    def stream(self, prompt: str, options: GenerationOptions, *, chat: bool = False) -> Iterator[str]:
+        """Continue a prompt, giving out the text as it comes.
+
+        Args:
+            prompt: a text.
+            options: how; with one sample and no beam.
+            chat: see `encode`.
+
+        Raises:
+            ValueError: there is a beam, or more than one sample.
+            UsageError: see `encode`.
+        """
+        if options.beam_size > 1 or options.num_samples > 1:
+            raise ValueError("one sample without a beam comes token by token")
+        ids = self.encode(prompt, chat=chat)
+        text = TextStream(self.tokenizer, ids, options.stop_texts)
+        given = ""
+
+        def ends(row: int, token: int) -> bool:
+            nonlocal given
+            given = text.push(token)
+            return text.is_over
+
+        for new in generate_stream(self._engine, [ids], self._with_ends(options), ends):
+            if new.finish != "token" and given:
+                yield given
+        if rest := text.finish():
+            yield rest
+
+    def attention(
+        self, prompt: str, continuation: Continuation, *, chat: bool = False
+    ) -> tuple[tuple[str, ...], list[Float[torch.Tensor, "num_heads new length"]]]:
+        """The tokens that were read, readable, and the weights of every layer with which each new one was.
+
+        Args:
+            prompt: that was continued.
+            continuation: at least one token.
+            chat: as it was.
+        """
+        ids = self.encode(prompt, chat=chat)
+        weights = generated_attention(self.model, ids, continuation.ids)
+        return tuple(self.tokenizer.pieces([*ids, *continuation.ids[:-1]])), weights
+
+    def _encoded(self, prompt: str, number: int, count: int, chat: bool) -> list[int]:
+        if not prompt and count > 1:
+            raise UsageError(f"prompt {number + 1} is empty: give it some text")
+        return self.encode(prompt, chat=chat)
+
+    def _with_ends(self, options: GenerationOptions) -> GenerationOptions:
+        return replace(options, stop_ids=tuple({*options.stop_ids, *self._end_ids}))
+
+    def _continuation(self, found: Generated, text: TextStream) -> Continuation:
+        text.finish()
+        finish = "text" if text.is_over else found.finish
+        pieces = tuple(self.tokenizer.pieces(found.ids))
+        return Continuation(text.text, found.ids, pieces, found.log_probs, finish, found.score)
+
+
+def check_vocabulary(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    """Every token of a tokenizer is one of the model.
+
+    Raises:
+        DataError: the model has fewer.
+    """
+    if tokenizer.vocab_size > model.vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model {model.vocab_size:,}: they "
+            "are not of one checkpoint"
+        )

@@ -1,0 +1,117 @@
+"""Language models that continue, score and fill in text: of a run, a checkpoint or the Hub."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triptych.checkpoints.models import load_language_model
+from triptych.decoding import (
+    Filling,
+    Likelihood,
+    Precision,
+    TextGenerator,
+    fill_masks,
+    measure_likelihood,
+)
+from triptych.models import LanguageModel
+from triptych.models.device import find_device
+from triptych.storage.tensors import read_json
+from triptych.text import Tokenizer, load_tokenizer
+
+
+class OpenedModel(NamedTuple):
+    """A language model with its tokenizer.
+
+    Attributes:
+        model: in evaluation mode.
+        tokenizer: fits the model's embedding.
+        end_ids: tokens that end a text, as the checkpoint's configuration has them.
+    """
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    end_ids: tuple[int, ...]
+
+
+def open_text_model(path: str | Path, device: str = "auto") -> OpenedModel:
+    """The language model of a run, of a folder in Hugging Face's format, or of a repository on the Hub.
+
+    Raises:
+        UsageError: no such device.
+        DataError: files missing or damaged, or a family that cannot be run.
+    """
+    loaded = load_language_model(path, find_device(device))
+    tokenizer = load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
+    return OpenedModel(loaded.model, tokenizer, _end_ids(loaded.folder, loaded.config))
+
+
+def load_generator(path: str | Path, device: str = "auto", *, precision: Precision = "fp32") -> TextGenerator:
+    """A model that continues text: `load_generator("gpt2").generate(["Once upon"], GenerationOptions())`.
+
+    Args:
+        path: a run folder, a folder in Hugging Face's format, or a name on the Hub.
+        device: where the model goes; "auto" takes a GPU if there is one.
+        precision: of the model's maps, as in `TextGenerator`.
+
+    Raises:
+        UsageError: no such device, an encoder, or a precision that the device cannot have.
+        DataError: files missing or damaged, or a family that cannot be run.
+    """
+    model, tokenizer, end_ids = open_text_model(path, device)
+    return TextGenerator(model, tokenizer, precision=precision, end_ids=end_ids)
+
+
+def evaluate_text(
+    path: str | Path,
+    documents: Sequence[str],
+    device: str = "auto",
+    *,
+    context: int | None = None,
+    stride: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Likelihood:
+    """Score a language model on texts; see `triptych.decoding.measure_likelihood`.
+
+    Args:
+        path: a run folder, a folder in Hugging Face's format, or a name on the Hub.
+        documents: texts, each scored by itself.
+        device: where the model goes; "auto" takes a GPU if there is one.
+        context: tokens of a window.
+        stride: tokens by which a window begins after the one before.
+        progress: told how many documents of how many are done.
+
+    Raises:
+        UsageError: no such device, an encoder, or a context or stride that is not possible.
+        DataError: files missing or damaged, a family that cannot be run, or nothing to predict.
+    """
+    model, tokenizer, _ = open_text_model(path, device)
+    return measure_likelihood(model, tokenizer, documents, context, stride, progress)
+
+
+def fill(path: str | Path, text: str, count: int = 5, device: str = "auto") -> list[list[Filling]]:
+    """The most probable tokens for every mask of a text; see `triptych.decoding.fill_masks`.
+
+    Args:
+        path: a run folder, a folder in Hugging Face's format, or a name on the Hub.
+        text: with at least one `[MASK]`.
+        count: tokens for each mask.
+        device: where the model goes; "auto" takes a GPU if there is one.
+
+    Raises:
+        UsageError: no such device, a model that predicts no masked tokens, or no mask in the text.
+        DataError: files missing or damaged, or a family that cannot be run.
+    """
+    model, tokenizer, _ = open_text_model(path, device)
+    return fill_masks(model, tokenizer, text, count)
+
+
+def _end_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """What `generation_config.json`, or else `config.json`, says of the end of a text."""
+    path = folder / "generation_config.json"
+    for record in (read_json(path) if path.exists() else {}, config):
+        match record.get("eos_token_id"):
+            case int(one):
+                return (one,)
+            case list(several):
+                return tuple(token for token in several if isinstance(token, int))
+    return ()

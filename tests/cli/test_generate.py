@@ -1,0 +1,223 @@
+"""`triptych generate`, `fill` and `evaluate --text`."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import AddedToken, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Inner
+
+from command import Command
+from small_checkpoints import gpt2_that_runs
+from triptych import runs
+from triptych.models import LanguageModel, LanguageModelConfig
+from triptych.runs.generation import OpenedModel
+from triptych.text import load_tokenizer
+
+PROMPT = "First"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpt2_that_runs(tmp_path_factory.mktemp("gpt2"))
+
+
+def test_a_prompt_is_continued_without_being_repeated(triptych: Command, checkpoint: Path) -> None:
+    answer = triptych("generate", checkpoint, PROMPT, "--max-new-tokens", "6")
+    assert answer.code == 0, answer.err
+    (record,) = records(triptych("generate", checkpoint, PROMPT, "--max-new-tokens", "6", "--json").out)
+    (one,) = record["continuations"]
+    assert answer.out == one["text"] + "\n"
+    assert record["prompt"] == PROMPT
+    assert (one["finish"], len(one["tokens"]), len(one["ids"]), len(one["log_probs"])) == ("length", 6, 6, 6)
+    assert one["score"] == pytest.approx(sum(one["log_probs"]))
+
+
+def records(out: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in out.split("\n")[:-1]]
+
+
+def test_standard_input_is_one_prompt_and_a_file_many(
+    triptych: Command, checkpoint: Path, tmp_path: Path
+) -> None:
+    options = ("--max-new-tokens", "5", "--temperature", "0.9", "--seed", "3", "--num-samples", "2", "--json")
+    lines = [PROMPT, "ü", "Two lines?"]
+    (tmp_path / "prompts").write_text("".join(f"{line}\n" for line in lines))
+    together = records(triptych("generate", checkpoint, "--file", tmp_path / "prompts", *options).out)
+    alone = [
+        records(triptych("generate", checkpoint, "-", *options, stdin=f"{line}\n".encode()).out)[0]
+        for line in lines
+    ]
+    for one, other in zip(together, alone, strict=True):
+        assert one["prompt"] == other["prompt"]
+        texts = [[of["text"] for of in found["continuations"]] for found in (one, other)]  # type: ignore[attr-defined]
+        assert texts[0] == texts[1]
+        assert len(texts[0]) == 2
+
+
+def test_several_texts_are_told_apart(triptych: Command, checkpoint: Path) -> None:
+    options = ("--max-new-tokens", "3", "--beam", "3", "--num-samples", "2")
+    answer = triptych("generate", checkpoint, PROMPT, *options)
+    assert answer.code == 0, answer.err
+    assert [line for line in answer.out.splitlines() if line.startswith("==")] == [
+        "== prompt 1, text 1 ==",
+        "== prompt 1, text 2 ==",
+    ]
+
+
+def test_attention_of_the_new_tokens_is_added_on_request(triptych: Command, checkpoint: Path) -> None:
+    options = ("--max-new-tokens", "4", "--json", "--attention", "1:all", "--attention", "0:1")
+    (record,) = records(triptych("generate", checkpoint, PROMPT, *options).out)
+    entries = record["continuations"][0]["attention"]  # type: ignore[index]
+    places = [(entry["layer"], entry["head"]) for entry in entries]
+    assert places[-1] == (0, 1)
+    assert {layer for layer, _ in places[:-1]} == {1}
+    for entry in entries:
+        assert (len(entry["rows"]), len(entry["columns"])) == (4, len(PROMPT) + 3)
+        for i, row in enumerate(entry["weights"]):
+            assert sum(row) == pytest.approx(1, abs=1e-4)
+            assert not any(row[len(PROMPT) + i :])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "message"),
+    [
+        ([""], b"", "the prompt is empty"),
+        (["-"], b"", "the prompt is empty"),
+        (["-"], b"\xff\xfe", "not UTF-8"),
+        (["\udcff"], b"", "not UTF-8"),
+        ([], b"", "give either a prompt"),
+        (["x" * 65], b"", "65 tokens, but the model has positions for 64"),
+        (["x", "--top-p", "2"], b"", "top_p is 2"),
+        (["x", "--num-samples", "2"], b"", "all alike"),
+        (["x", "--attention", "0:0"], b"", "goes with --json"),
+        (["x", "--json", "--attention", "0"], b"", "LAYER:HEAD"),
+        (["x", "--json", "--attention", "99:0"], b"", "layer '99'"),
+        (["x", "--chat"], b"", "no chat template"),
+        (["x", "--file", "no-such-file"], b"", "give either a prompt"),
+    ],
+)
+def test_what_cannot_be_continued_is_one_line(
+    triptych: Command, checkpoint: Path, arguments: list[str], stdin: bytes, message: str
+) -> None:
+    answer = triptych("generate", checkpoint, *arguments, stdin=stdin)
+    assert answer.code == 2
+    assert answer.out == ""
+    assert message in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+def test_a_model_of_an_unknown_family_is_refused_by_name(triptych: Command, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-family"}')
+    answer = triptych("generate", tmp_path, "x")
+    assert answer.code == 1
+    assert len(answer.err.splitlines()) == 1
+
+
+def test_a_text_is_scored_in_nats_and_bits(triptych: Command, checkpoint: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"To be, or not to be.\r\n" * 6)
+    options = ("--text", text, "--context", "16", "--stride", "8")
+    record = json.loads(triptych("evaluate", checkpoint, *options, "--json").out)
+    assert (record["tokens"], record["bytes"]) == (131, 131)  # a token is a byte, and the first is given
+    assert (record["context"], record["stride"], record["documents"]) == (16, 8, 1)
+    assert record["bits_per_byte"] == pytest.approx(record["nats_per_token"] / math.log(2))
+    assert record["interval"][0] < record["nats_per_token"] < record["interval"][1]
+    line = triptych("evaluate", checkpoint, *options).out
+    assert line.startswith(f"{record['nats_per_token']:.4f} nats per token")
+
+
+def test_records_are_documents(triptych: Command, checkpoint: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "To be"}\n{"text": "or not"}\n')
+    record = json.loads(triptych("evaluate", checkpoint, "--text", text, "--json").out)
+    assert (record["documents"], record["tokens"], record["interval_over"]) == (2, 9, "documents")
+
+
+def test_a_long_file_is_one_document_unless_its_lines_are(
+    triptych: Command, checkpoint: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("To be, or not.\n\n" * 10)
+    for what, count, tokens in (("file", 1, 159), ("line", 10, 130), ("blank-lines", 10, 130)):
+        found = json.loads(
+            triptych("evaluate", checkpoint, "--text", text, "--documents", what, "--json").out
+        )
+        assert (found["documents"], found["tokens"]) == (count, tokens)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --text for a language model"),
+        (["--text", "t", "--source", "t"], "--source is for translators"),
+        (["--text", "t", "--beam", "2"], "--beam is for translators"),
+        (["--source", "t", "--reference", "t", "--stride", "2"], "go with --text"),
+        (["--text", "t", "--context", "65"], "65 tokens"),
+        (["--text", "no-such-file"], "no-such-file"),
+        (["--text", "bad"], "not UTF-8"),
+    ],
+)
+def test_what_cannot_be_scored_is_one_line(
+    triptych: Command,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t").write_text("text")
+    (tmp_path / "bad").write_bytes(b"\xff")
+    answer = triptych("evaluate", checkpoint, *arguments)
+    assert answer.code in (1, 2)
+    assert message in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "d"]
+
+
+@pytest.fixture
+def masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
+    """An encoder with a vocabulary of letters, in place of every model."""
+    inner = Inner(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    inner.add_special_tokens([AddedToken(word, special=True) for word in WORDS[:5]])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"mask_token": "[MASK]", "pad_token": "[PAD]"}')
+    torch.manual_seed(0)
+    config = LanguageModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8)
+    model = LanguageModel.of(config, "encoder", len(WORDS)).eval()
+    opened = OpenedModel(model, load_tokenizer(tmp_path), ())
+    monkeypatch.setattr(runs.generation, "open_text_model", lambda *_: opened)
+    return model
+
+
+def test_masks_are_filled_with_the_most_probable_tokens(triptych: Command, masked: LanguageModel) -> None:
+    found = records(triptych("fill", "model", "a [MASK] c [MASK]", "--count", "3", "--json").out)
+    logits = masked(torch.tensor([[2, 5, 4, 7, 4, 3]])).logits[0].softmax(-1)
+    for record, place, number in zip(found, (2, 4), (1, 2), strict=True):
+        best = logits[place].topk(3)
+        assert record["mask"] == number
+        fillings: list[dict[str, object]] = record["fillings"]  # type: ignore[assignment]
+        assert [one["id"] for one in fillings] == best.indices.tolist()
+        assert [one["probability"] for one in fillings] == pytest.approx(best.values.tolist(), rel=1e-5)
+        for one in fillings:
+            words = ["a", "[MASK]", "c", "[MASK]"]
+            words[place - 1] = WORDS[one["id"]]  # type: ignore[call-overload]
+            assert one["text"] == " ".join(words)
+    assert len(triptych("fill", "model", "[MASK]").out.splitlines()) == 5
+
+
+def test_a_text_without_mask_and_a_model_without_masks_are_refused(
+    triptych: Command, masked: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = triptych("fill", "model", "a b c")
+    assert (answer.code, "no [MASK]" in answer.err) == (2, True)
+    masked.causal = True
+    answer = triptych("fill", "model", "a [MASK]")
+    assert (answer.code, "no masked tokens" in answer.err) == (2, True)

@@ -1,0 +1,117 @@
+"""The loss of a model on a text, window by window, against the plain sum."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from triptych.decoding.likelihood import measure_likelihood, token_losses
+from triptych.errors import DataError, UsageError
+from triptych.models import LanguageModel, LanguageModelConfig, PositionsConfig
+from triptych.runs import evaluate_text
+from triptych.text import Tokenizer, TokenizerSpec, train_tokenizers
+
+TEXTS = ["the cat sat on the mat", "a dog ran", "", "where is the cat now, and where is the dog?"]
+
+
+def model(vocab_size: int, scheme: Any = "learned", kind: Any = "decoder") -> LanguageModel:
+    torch.manual_seed(0)
+    config = LanguageModelConfig(
+        num_layers=1,
+        d_model=16,
+        num_heads=2,
+        d_ff=16,
+        context=8,
+        positions=PositionsConfig(scheme=scheme, max_tokens=16),
+    )
+    made = LanguageModel.of(config, kind, vocab_size).double().eval()
+    with torch.no_grad():
+        made.embeddings.table.weight.mul_(40)
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizers(TokenizerSpec(vocab_size=300), TEXTS, TEXTS).source
+
+
+@pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3), (8, 1), (5, 5), (16, 7), (1, 1)])
+def test_every_token_but_the_first_is_predicted_once_from_its_window(context: int, stride: int) -> None:
+    own, ids = model(30), torch.randint(0, 30, (41,), generator=torch.Generator().manual_seed(1))
+    found = torch.cat(token_losses(own, ids.tolist(), context, stride))
+    expected = []
+    for target in range(1, len(ids)):
+        window = 0 if target <= context else math.ceil((target - context) / stride)
+        read = ids[window * stride : target]
+        assert 1 <= len(read) <= context
+        log_probs = own(read[None]).logits[0, -1].log_softmax(dim=-1)
+        expected.append(-log_probs[ids[target]])
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_documents_are_scored_each_by_itself(tokenizer: Tokenizer) -> None:
+    own = model(tokenizer.vocab_size)
+    found = measure_likelihood(own, tokenizer, TEXTS, context=8)
+    alone = [measure_likelihood(own, tokenizer, [text], context=8) for text in TEXTS if text]
+    assert found.nats == pytest.approx(sum(one.nats for one in alone))
+    assert (found.tokens, found.documents, found.units) == (sum(o.tokens for o in alone), 3, "documents")
+    low, high = found.interval
+    assert low < found.nats_per_token < high
+    assert min(o.nats_per_token for o in alone) <= low + 1e-9
+    assert found.perplexity == pytest.approx(math.exp(found.nats / found.tokens))
+    assert alone[2].units == "windows"
+
+
+def test_bits_per_byte_count_the_bytes_that_were_predicted(tokenizer: Tokenizer) -> None:
+    text = "die Katze läuft"
+    found = measure_likelihood(model(tokenizer.vocab_size), tokenizer, [text])
+    ids = tokenizer.encode([text])[0]
+    first = len(tokenizer.decode([ids[:1]])[0].encode())
+    assert found.num_bytes == len(text.encode()) - first
+    assert found.bits_per_byte == pytest.approx(found.nats / math.log(2) / found.num_bytes)
+
+
+def test_the_default_window_is_as_long_as_the_model_can_read_and_side_by_side(tokenizer: Tokenizer) -> None:
+    found = measure_likelihood(model(tokenizer.vocab_size), tokenizer, TEXTS)
+    assert (found.context, found.stride) == (16, 16)
+    free = measure_likelihood(model(tokenizer.vocab_size, "rotary"), tokenizer, TEXTS)
+    assert (free.context, free.stride) == (1024, 1024)
+
+
+def test_what_cannot_be_scored_is_refused(tokenizer: Tokenizer) -> None:
+    own = model(tokenizer.vocab_size)
+    with pytest.raises(UsageError, match=r"17 tokens.*16 positions"):
+        measure_likelihood(own, tokenizer, TEXTS, context=17)
+    with pytest.raises(UsageError, match="stride is 9"):
+        measure_likelihood(own, tokenizer, TEXTS, context=8, stride=9)
+    with pytest.raises(DataError, match="nothing to predict"):
+        measure_likelihood(own, tokenizer, ["", ""])
+    with pytest.raises(UsageError, match="encoder"):
+        measure_likelihood(model(tokenizer.vocab_size, kind="encoder"), tokenizer, TEXTS)
+
+
+SHARED = Path(__file__).parents[3] / "shared"
+
+
+@pytest.mark.parametrize(
+    ("name", "nats", "characters"),
+    [
+        ("gpt2", 3.83085174, 3000),
+        ("llama-gqa", 3.39126298, 3000),
+        pytest.param("gpt2", 4.22857599, None, marks=pytest.mark.slow),
+        pytest.param("llama-gqa", 3.96571538, None, marks=pytest.mark.slow),
+    ],
+)
+def test_trained_models_have_the_loss_that_transformers_computes(
+    name: str, nats: float, characters: int | None
+) -> None:
+    file = SHARED / "data" / "tinyshakespeare" / "input.txt"
+    if not file.exists():
+        pytest.skip("the shared data is not here")
+    whole = file.read_text(encoding="utf-8")
+    # By transformers 5.23 in float32: the last 5 % of the text, windows of 128 tokens side by side.
+    text = whole[int(len(whole) * 0.95) :][:characters]
+    found = evaluate_text(SHARED / "checkpoints" / name, [text], "cpu", context=128)
+    assert found.nats_per_token == pytest.approx(nats, abs=1e-6)
