@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from triptych.algebra.semantics import HeadNorm
-from triptych.attention import PARAMETERISATIONS
+from triptych.attention import PARAMETERISATIONS, MultiHeadAttention
 from triptych.checkpoints.models import load_language_model
 from triptych.converting import generators
 from triptych.converting.generators import write_generator
@@ -115,6 +115,15 @@ def changed(model: LanguageModel, **changes: Any) -> LanguageModelArchitecture:
     return replace(model.architecture, **changes)
 
 
+def with_semantics(**changes: Any) -> LanguageModel:
+    """A model the second block of which does something else."""
+    model = make()
+    weights = model.blocks[1].self_attention.weights("causal")
+    changed_weights = replace(weights, semantics=replace(weights.semantics, **changes))
+    model.blocks[1].self_attention = MultiHeadAttention.from_weights(changed_weights)
+    return model
+
+
 def test_parts_that_only_checkpoints_have_are_refused_too(tmp_path: Path) -> None:
     blocks = make().architecture.blocks
     parallel = tuple(replace(block, parallel=True) for block in blocks)
@@ -140,20 +149,16 @@ def test_parts_that_only_checkpoints_have_are_refused_too(tmp_path: Path) -> Non
         "sinks": {"sinks": torch.zeros(4)},
     }
     for said, change in of_attention.items():
-        model = make()
-        layer = model.blocks[1].self_attention
-        layer.semantics = replace(layer.semantics, **change)
         with pytest.raises(UsageError, match=f"the attention of block 1 has {said}"):
-            write_generator(model, tmp_path)
-    model = make()
-    layer = model.blocks[1].self_attention
-    rotary = layer.semantics.rotary
-    layer.semantics = replace(layer.semantics, rotary=replace(rotary, frequencies=rotary.frequencies**2))
+            write_generator(with_semantics(**change), tmp_path)
+    rotary = make().blocks[1].self_attention.semantics.rotary
+    squared, stretched = (
+        replace(rotary, frequencies=f) for f in (rotary.frequencies**2, rotary.frequencies / 8)
+    )
     with pytest.raises(UsageError, match="its layers have different rotary positions"):
-        write_generator(model, tmp_path)
-    layer.semantics = replace(layer.semantics, rotary=replace(rotary, frequencies=rotary.frequencies / 8))
+        write_generator(with_semantics(rotary=squared), tmp_path)
     with pytest.raises(UsageError, match="rotary positions whose frequencies are scaled"):
-        write_generator(model, tmp_path)
+        write_generator(with_semantics(rotary=stretched), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])

@@ -10,6 +10,7 @@ from triptych.checkpoints.models import load_language_model
 from triptych.decoding.generation import Generated, GenerationOptions, generate_tokens
 from triptych.decoding.sampling import SamplingOptions
 from triptych.decoding.text_engine import TextEngine
+from triptych.engines.converted import cache_folder
 from triptych.engines.generating import CTranslate2Generator
 from triptych.errors import UsageError
 from triptych.models import LanguageModel, LanguageModelConfig
@@ -98,6 +99,12 @@ def test_a_stream_gives_the_tokens_of_the_whole() -> None:
         assert tuple(one.token for one in new if one.finish != "token") == whole.ids
         assert [one.log_prob for one in new] == pytest.approx(whole.log_probs, abs=1e-5)
         assert new[-1].finish == whole.finish
+
+
+def test_models_of_the_same_weights_that_compute_something_else_are_kept_apart() -> None:
+    for base in (100.0, 100.01):
+        CTranslate2Generator(make(positions={"scheme": "rotary", "rotary_base": base}))
+    assert len([*cache_folder().iterdir()]) == 2
 
 
 def test_options_of_sampling_and_bad_prompts_are_refused() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from triptych.converting.generators import write_generator
 from triptych.decoding import Precision, length_penalty
@@ -23,6 +24,7 @@ from triptych.engines.converted import converted, hash_of
 from triptych.engines.ctranslate2 import compute_type, find_place, require_ctranslate2
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
+from triptych.models.blocks import Block
 
 _Ends = Callable[[int, int], bool]
 
@@ -53,8 +55,8 @@ class CTranslate2Generator:
         place, index = find_place(device)
         kind = compute_type(precision, place)
         self.max_tokens = model.max_tokens
-        layers = [str(block.self_attention.semantics) for block in model.blocks]  # type: ignore[union-attr]
-        name = f"ctranslate2-{ctranslate2.__version__}-{hash_of(model, [str(model.architecture), *layers])}"
+        texts = [str(model.architecture), *(_in_full(block) for block in model.blocks)]
+        name = f"ctranslate2-{ctranslate2.__version__}-{hash_of(model, texts)}"
 
         def write(folder: Path) -> None:
             write_generator(model, folder)
@@ -176,6 +178,14 @@ class CTranslate2Generator:
             return_scores=True,
             **more,
         )
+
+
+def _in_full(block: nn.Module) -> str:
+    """What a block's attention does besides its maps; two that differ are never one text."""
+    assert isinstance(block, Block)
+    semantics = block.self_attention.semantics
+    frequencies = None if semantics.rotary is None else semantics.rotary.frequencies.tolist()
+    return f"{semantics} {frequencies}"  # a tensor's text is rounded
 
 
 def _new_token(
