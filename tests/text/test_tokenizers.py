@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from triptych.errors import DataError, UsageError
 from triptych.text import SentenceTokenizer, TokenizerPair, TokenizerSpec, generate_pairs, train_tokenizers
-from triptych.text.tokenizers import _BYTE_OF, BYTE_ALPHABET
+from triptych.text.tokenizers import BYTE_ALPHABET, BYTE_OF
 
 PAIRS = generate_pairs(300, "train", 0)
 SOURCE = [source for source, _ in PAIRS]
@@ -85,8 +85,8 @@ def test_pieces_show_fragments_of_characters_and_special_tokens() -> None:
 
 
 def test_the_byte_of_every_character_of_the_alphabet_is_known() -> None:
-    assert set(_BYTE_OF) == set(BYTE_ALPHABET)
-    assert sorted(_BYTE_OF.values()) == list(range(256))
+    assert set(BYTE_OF) == set(BYTE_ALPHABET)
+    assert sorted(BYTE_OF.values()) == list(range(256))
 
 
 @pytest.mark.parametrize("kind", KINDS)

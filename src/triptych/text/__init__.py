@@ -3,6 +3,9 @@
 Parallel corpora are read from files, Hugging Face datasets or the corpus that the package generates;
 byte-level tokenizers are trained and turn sentences into ids without loss; the ids of a corpus are kept in
 compact arrays, cached on disk, and dealt out in batches of like length within a budget of tokens.
+
+For language models, documents become tokens in memory-mapped shards, and these rows of one length; tokenizers
+are trained, or read from others' checkpoints.
 """
 
 from triptych.text.batches import Batch, TokenBatches
@@ -24,6 +27,7 @@ from triptych.text.tokenizers import (
     TokenizerSpec,
     train_tokenizers,
 )
+from triptych.text.training import train_tokenizer
 
 __all__ = [
     "Batch",
@@ -58,6 +62,7 @@ __all__ = [
     "read_shards",
     "read_tokenizer",
     "tokenize_corpus",
+    "train_tokenizer",
     "train_tokenizers",
     "write_shards",
 ]

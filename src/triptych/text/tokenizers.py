@@ -6,7 +6,7 @@ are SentencePiece models.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -38,35 +38,31 @@ _SENTENCE_PIECE_START = '{"format":"triptych sentencepiece'
 # What is joined again, and in which order: the rules of Hugging Face's `clean_up_tokenization`.
 _PARTED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
-# BPE fits the bytes and specials exactly; the unigram trainer overshoots its size unless one more fits.
-_SMALLEST_SIZE = {
-    "bpe": len(SPECIAL_TOKENS) + len(BYTE_ALPHABET),
-    "unigram": len(SPECIAL_TOKENS) + len(BYTE_ALPHABET) + 1,
-}
-
 
 @final
 class TokenizerSpec(BaseModel):
     """How to train the tokenizers.
 
     Attributes:
-        kind: byte-pair encoding, or the unigram language model.
-        vocab_size: most tokens per vocabulary, bytes and specials included; a small text yields fewer.
+        kind: "bpe", byte-pair encoding; "unigram", the unigram language model; for language models also
+            "characters", those of the training text, and "bytes", the 256 of them.
+        vocab_size: most tokens per vocabulary, bytes and specials included; a small text yields fewer, and of
+            characters the most frequent are kept.
         joint: one vocabulary for both sides, or one for each.
         min_frequency: how often a pair of pieces must occur to be merged (BPE only; 2 where not given).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["bpe", "unigram"] = "bpe"
+    kind: Literal["bpe", "unigram", "characters", "bytes"] = "bpe"
     vocab_size: int = Field(default=8000, ge=1)
     joint: bool = True
     min_frequency: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _check_that_the_options_agree(self) -> "TokenizerSpec":
-        if self.kind == "unigram" and self.min_frequency is not None:
-            raise ValueError('min_frequency goes with kind = "bpe", but kind is "unigram"; leave it out')
+        if self.kind != "bpe" and self.min_frequency is not None:
+            raise ValueError(f'min_frequency goes with kind = "bpe", but kind is "{self.kind}"; leave it out')
         return self
 
 
@@ -283,7 +279,7 @@ class ByteLevelTokenizer(SentenceTokenizer):
             return SPECIAL_TOKENS[token_id]
         token = str(self._inner.id_to_token(token_id))
         return (
-            bytes(_BYTE_OF[char] for char in token).decode("utf-8", errors="replace").replace(" ", SPACE_MARK)
+            bytes(BYTE_OF[char] for char in token).decode("utf-8", errors="replace").replace(" ", SPACE_MARK)
         )
 
 
@@ -518,50 +514,71 @@ def train_tokenizers(
         Tokenizers of at most `spec.vocab_size` tokens each.
 
     Raises:
-        UsageError: a size that does not hold the bytes and the special tokens; the message gives both.
+        UsageError: a size that does not hold the bytes and the special tokens, with both; or a kind that
+            translators do not have.
     """
-    smallest = _SMALLEST_SIZE[spec.kind]
+    if spec.kind not in ("bpe", "unigram"):
+        raise UsageError(f'tokenizer.kind = "{spec.kind}" goes with language models; set "bpe" or "unigram"')
+
+    def train(texts: Iterable[str]) -> SentenceTokenizer:
+        return ByteLevelTokenizer(train_pieces(spec, texts, _assemble, SPECIAL_TOKENS))
+
+    if spec.joint:
+        tokenizer = train(chain(source_texts, target_texts))
+        return TokenizerPair(tokenizer, tokenizer)
+    return TokenizerPair(train(source_texts), train(target_texts))
+
+
+def train_pieces(
+    spec: TokenizerSpec,
+    texts: Iterable[str],
+    assemble: Callable[[models.Model], tokenizers.Tokenizer],
+    special_tokens: Sequence[str],
+) -> tokenizers.Tokenizer:
+    """Train byte-level pieces; the same texts give the same ones.
+
+    Args:
+        spec: kind, "bpe" or "unigram", and size.
+        texts: training texts.
+        assemble: puts normalization, the cut into words and decoding around a model.
+        special_tokens: get the first ids.
+
+    Raises:
+        UsageError: a size that does not hold the bytes and the special tokens.
+    """
+    # BPE fits the bytes and specials exactly; the unigram trainer overshoots its size unless one more fits.
+    smallest = len(special_tokens) + len(BYTE_ALPHABET) + (spec.kind == "unigram")
     if spec.vocab_size < smallest:
         raise UsageError(
             f"vocab_size = {spec.vocab_size} is too small: the bytes and the special tokens need at least "
             f"{smallest} with kind = {spec.kind!r}"
         )
-    train = _train_bpe if spec.kind == "bpe" else _train_unigram
-    if spec.joint:
-        tokenizer = train(spec, chain(source_texts, target_texts))
-        return TokenizerPair(tokenizer, tokenizer)
-    return TokenizerPair(train(spec, source_texts), train(spec, target_texts))
-
-
-def _train_bpe(spec: TokenizerSpec, texts: Iterable[str]) -> ByteLevelTokenizer:
-    inner = _assemble(models.BPE())
-    trainer = trainers.BpeTrainer(
+    if spec.kind == "bpe":
+        inner = assemble(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=spec.vocab_size,
+            min_frequency=spec.min_frequency or 2,
+            special_tokens=list(special_tokens),
+            initial_alphabet=list(BYTE_ALPHABET),
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts, trainer)
+        return inner
+    inner = assemble(models.Unigram())
+    unigrams = trainers.UnigramTrainer(
         vocab_size=spec.vocab_size,
-        min_frequency=spec.min_frequency or 2,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special_tokens),
         initial_alphabet=list(BYTE_ALPHABET),
         show_progress=False,
     )
-    inner.train_from_iterator(texts, trainer)
-    return ByteLevelTokenizer(inner)
-
-
-def _train_unigram(spec: TokenizerSpec, texts: Iterable[str]) -> ByteLevelTokenizer:
-    inner = _assemble(models.Unigram())
-    trainer = trainers.UnigramTrainer(
-        vocab_size=spec.vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=list(BYTE_ALPHABET),
-        show_progress=False,
-    )
-    inner.train_from_iterator(texts, trainer)
+    inner.train_from_iterator(texts, unigrams)
     scores = dict(json.loads(inner.to_str())["model"]["vocab"])
-    settled = _assemble(models.Unigram(_settle_scores(scores), None, False))
-    settled.add_special_tokens(list(SPECIAL_TOKENS))
-    return ByteLevelTokenizer(settled)
+    settled = assemble(models.Unigram(_settle_scores(scores, special_tokens), None, False))
+    settled.add_special_tokens(list(special_tokens))
+    return settled
 
 
-def _settle_scores(scores: dict[str, float]) -> list[tuple[str, float]]:
+def _settle_scores(scores: dict[str, float], special_tokens: Sequence[str]) -> list[tuple[str, float]]:
     """The vocabulary in an order, and with scores, that training again gives again.
 
     The library's trainer goes through its words in an order that changes from run to run, and the last
@@ -573,10 +590,10 @@ def _settle_scores(scores: dict[str, float]) -> list[tuple[str, float]]:
     settled = {
         piece: round(lowest if len(piece) == 1 and score < highest_added else score, 6)
         for piece, score in scores.items()
-        if piece not in SPECIAL_TOKENS
+        if piece not in special_tokens
     }
     ordered = sorted(settled.items(), key=lambda item: (-item[1], item[0]))
-    return [(token, 0.0) for token in SPECIAL_TOKENS] + ordered
+    return [(token, 0.0) for token in special_tokens] + ordered
 
 
 def _assemble(model: models.Model) -> tokenizers.Tokenizer:
@@ -614,4 +631,4 @@ def _byte_of_char() -> dict[str, int]:
     return own | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_of_char()
+BYTE_OF = _byte_of_char()

@@ -1,0 +1,101 @@
+"""Tokenizers trained for language models."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from triptych.errors import DataError, UsageError
+from triptych.text import (
+    PretrainedTokenizer,
+    StreamDecoder,
+    TokenizerSpec,
+    read_tokenizer,
+    train_tokenizer,
+    train_tokenizers,
+)
+
+TEXTS = ["The cat and the dog.\n", "Der Hund und die Katze\t– größer.", "  two  spaces\n\n<eos>"] * 4
+KINDS = ("bpe", "unigram", "bytes", "characters")
+TOKENIZERS = {kind: train_tokenizer(TokenizerSpec(kind=kind, vocab_size=300), TEXTS) for kind in KINDS}
+LOSSLESS = [kind for kind in KINDS if kind != "characters"]
+
+
+@pytest.mark.parametrize("kind", LOSSLESS)
+@given(text=st.text())
+def test_every_text_comes_back_as_it_was(kind: str, text: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    (ids,) = tokenizer.encode(text)
+    assert tokenizer.decode([ids]) == [text]
+    assert all(0 <= token < tokenizer.vocab_size for token in ids)
+    assert not set(ids) & tokenizer.special_ids
+
+
+@given(text=st.text(alphabet=sorted(set("".join(TEXTS)))))
+def test_a_text_of_known_characters_comes_back_as_it_was(text: str) -> None:
+    tokenizer = TOKENIZERS["characters"]
+    (ids,) = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert tokenizer.decode([ids]) == [text]
+
+
+def test_an_unknown_character_becomes_unk_and_is_skipped() -> None:
+    tokenizer = TOKENIZERS["characters"]
+    (ids,) = tokenizer.encode("c€€t")
+    assert ids[1:3] == [tokenizer.unk_id] * 2
+    assert tokenizer.decode([ids]) == ["ct"]
+    assert tokenizer.decode([ids], skip_special=False) == ["c<unk><unk>t"]
+
+
+def test_the_most_frequent_characters_are_kept() -> None:
+    tokenizer = train_tokenizer(TokenizerSpec(kind="characters", vocab_size=6), ["aab", "bbcc", "c", "c"])
+    assert tokenizer.vocabulary == ("<pad>", "<eos>", "<mask>", "<unk>", "b", "c")
+
+
+def test_a_byte_is_its_number_behind_the_special_tokens() -> None:
+    assert TOKENIZERS["bytes"].encode("\0é") == [[3, 3 + 0xC3, 3 + 0xA9]]
+    assert TOKENIZERS["bytes"].vocab_size == 259
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_of_a_text_are_text_unless_asked_for(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    (plain,), (parsed,) = tokenizer.encode("a<eos>"), tokenizer.encode("a<eos>", parse_special=True)
+    assert tokenizer.eos_id not in plain
+    assert parsed[-1] == tokenizer.eos_id == tokenizer.bos_id
+    assert tokenizer.decode([plain, parsed]) == ["a<eos>", "a"]
+    assert None not in (tokenizer.pad_id, tokenizer.mask_id)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_tokenizer_is_saved_whole_and_trained_again_the_same(kind: str, tmp_path: Path) -> None:
+    tokenizer = TOKENIZERS[kind]
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = read_tokenizer(tmp_path / "tokenizer.json")
+    assert isinstance(again, PretrainedTokenizer)
+    assert again.encode(TEXTS) == tokenizer.encode(TEXTS)
+    spec = TokenizerSpec(kind=kind, vocab_size=300)
+    assert train_tokenizer(spec, iter(TEXTS)).to_json() == tokenizer.to_json()
+
+
+@given(text=st.text(max_size=20))
+def test_a_text_that_is_streamed_is_the_text(text: str) -> None:
+    for kind in LOSSLESS:
+        tokenizer = TOKENIZERS[kind]
+        stream = StreamDecoder(tokenizer)
+        assert "".join(map(stream.push, tokenizer.encode(text)[0])) + stream.finish() == text
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"vocab_size = 200 is too small: .* at least 259 with kind = 'bpe'"):
+        train_tokenizer(TokenizerSpec(vocab_size=200), TEXTS)
+    with pytest.raises(UsageError, match="need at least 5"):
+        train_tokenizer(TokenizerSpec(kind="characters", vocab_size=4), TEXTS)
+    with pytest.raises(DataError, match="no character"):
+        train_tokenizer(TokenizerSpec(kind="characters"), [""])
+    with pytest.raises(UsageError, match='"bytes" goes with language models'):
+        train_tokenizers(TokenizerSpec(kind="bytes"), TEXTS, TEXTS)
+    with pytest.raises(ValidationError, match='kind is "bytes"'):
+        TokenizerSpec(kind="bytes", min_frequency=2)
