@@ -26,6 +26,7 @@ from triptych.decoding import GenerationOptions as GenerationOptions
 from triptych.decoding import SamplingOptions as SamplingOptions
 from triptych.demonstration import demo as demo
 from triptych.engines import load as load
+from triptych.engines import load_generator as load_generator
 from triptych.errors import DataError as DataError
 from triptych.errors import TriptychError as TriptychError
 from triptych.errors import UsageError as UsageError
@@ -54,7 +55,6 @@ from triptych.runs import Run as Run
 from triptych.runs import evaluate as evaluate
 from triptych.runs import evaluate_text as evaluate_text
 from triptych.runs import fill as fill
-from triptych.runs import load_generator as load_generator
 from triptych.runs import resume as resume
 from triptych.runs import train as train
 from triptych.training import Recipe as Recipe

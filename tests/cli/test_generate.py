@@ -221,3 +221,26 @@ def test_a_text_without_mask_and_a_model_without_masks_are_refused(
     masked.causal = True
     answer = triptych("fill", "model", "a [MASK]")
     assert (answer.code, "no masked tokens" in answer.err) == (2, True)
+
+
+def test_another_engine_continues_a_prompt_alike(
+    triptych: Command, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ctranslate2", reason="needs CTranslate2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = ("generate", checkpoint, PROMPT, "--max-new-tokens", "6")
+    engine = ("--engine", "ctranslate2")
+    streamed = triptych(*options, *engine)
+    assert (streamed.code, streamed.err, streamed.out) == (0, "", triptych(*options).out)
+    for more in ((), ("--beam", "3", "--num-samples", "2")):
+        (ours,) = records(triptych(*options, *more, "--json").out)
+        (theirs,) = records(triptych(*options, *more, *engine, "--json").out)
+        for one, other in zip(theirs["continuations"], ours["continuations"], strict=True):
+            assert (one["text"], one["ids"], one["finish"]) == (other["text"], other["ids"], other["finish"])
+            assert one["log_probs"] == pytest.approx(other["log_probs"], abs=1e-4)
+    drawn = triptych(*options, *engine, "--temperature", "0.5")
+    assert drawn.code == 2
+    assert "takes the most probable tokens and draws none" in drawn.err
+    seen = triptych(*options, *engine, "--json", "--attention", "0:0")
+    assert seen.code == 2
+    assert "ctranslate2 gives no attention weights" in seen.err

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import triptych
-from triptych.cli.options import PrecisionOption
+from triptych.cli.options import EngineOption, PrecisionOption
 from triptych.cli.selection import parse_index
 from triptych.decoding import Continuation, GenerationOptions, SamplingOptions, TextGenerator
 from triptych.errors import UsageError
@@ -68,6 +68,7 @@ def generate(
         bool, typer.Option("--chat", help="Put the prompt into the chat template of the model's tokenizer.")
     ] = False,
     precision: PrecisionOption = "fp32",
+    engine: EngineOption = "triptych",
     device: Annotated[
         str, typer.Option("--device", help="auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.")
     ] = "auto",
@@ -97,8 +98,10 @@ def generate(
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if attention and engine != "triptych":
+        raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
     prompts = _prompts(prompt, file)
-    generator = triptych.load_generator(model, device, precision=precision)
+    generator = triptych.load_generator(model, device, precision=precision, engine=engine)
     wanted = [_selection(text, generator) for text in attention or []]
     if as_json:
         for given, found in _continued(generator, prompts, options, chat):

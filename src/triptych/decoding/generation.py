@@ -1,5 +1,6 @@
 """Continuations of texts by a language model, in token ids."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -97,6 +98,34 @@ class Generated:
     log_probs: tuple[float, ...]
     finish: Finish
     score: float
+
+
+class OtherEngine(ABC):
+    """Another library that continues texts in the place of a `TextEngine`."""
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: GenerationOptions,
+        ends: Callable[[int, int], bool],
+        batch_rows: int = 32,
+    ) -> list[list[Generated]]:
+        """Continue prompts; see `generate_tokens`.
+
+        Raises:
+            UsageError: options that it does not have, or a prompt that cannot be continued.
+        """
+
+    @abstractmethod
+    def stream(
+        self, prompt: Sequence[int], options: GenerationOptions, ends: Callable[[int, int], bool]
+    ) -> Iterator[NewToken]:
+        """Continue a prompt without a beam, token by token; see `generate_stream`.
+
+        Raises:
+            UsageError: as for `generate`.
+        """
 
 
 def _never(row: int, token: int) -> bool:

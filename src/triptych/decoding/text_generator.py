@@ -12,6 +12,7 @@ from triptych.decoding.generation import (
     Finish,
     Generated,
     GenerationOptions,
+    OtherEngine,
     generate_stream,
     generate_tokens,
     generated_attention,
@@ -113,6 +114,7 @@ class TextGenerator:
         precision: Precision = "fp32",
         end_ids: Sequence[int] = (),
         batch_rows: int = 32,
+        other: OtherEngine | None = None,
     ) -> None:
         """Put a generator together.
 
@@ -122,6 +124,7 @@ class TextGenerator:
             precision: of the model's maps; "fp32" is as they are, the others are faster and not exact.
             end_ids: tokens that end a text, beside the tokenizer's `eos_id`.
             batch_rows: texts continued at a time.
+            other: runs the model in the place of our own engine, in a precision of its own.
 
         Raises:
             UsageError: the model is an encoder, or cannot be run in this precision here.
@@ -132,6 +135,9 @@ class TextGenerator:
         self._batch_rows = batch_rows
         ends = (*end_ids, *(() if tokenizer.eos_id is None else (tokenizer.eos_id,)))
         self._end_ids = tuple(dict.fromkeys(ends))
+        self._other = other
+        if other is not None:
+            return
         try:
             self._engine = TextEngine(model, precision, tokenizer.vocab_size)
         except ValueError as error:
@@ -189,7 +195,10 @@ class TextGenerator:
             streams[row].push(token)
             return streams[row].is_over
 
-        found = generate_tokens(self._engine, texts, options, ends=ends, batch_rows=self._batch_rows)
+        if self._other is not None:
+            found = self._other.generate(texts, options, ends, self._batch_rows)
+        else:
+            found = generate_tokens(self._engine, texts, options, ends=ends, batch_rows=self._batch_rows)
         if options.beam_size > 1:
             for i, of_prompt in enumerate(found):
                 for sample, one in enumerate(of_prompt):
@@ -226,7 +235,12 @@ class TextGenerator:
             given = text.push(token)
             return text.is_over
 
-        for new in generate_stream(self._engine, [ids], self._with_ends(options), ends):
+        options = self._with_ends(options)
+        if self._other is not None:
+            tokens = self._other.stream(ids, options, ends)
+        else:
+            tokens = generate_stream(self._engine, [ids], options, ends)
+        for new in tokens:
             if new.finish != "token" and given:
                 yield given
         if rest := text.finish():

@@ -1,5 +1,5 @@
 """The libraries that run a model: ours, or CTranslate2."""
 
-from triptych.engines.loading import EngineName, load
+from triptych.engines.loading import EngineName, load, load_generator
 
-__all__ = ["EngineName", "load"]
+__all__ = ["EngineName", "load", "load_generator"]

@@ -14,6 +14,7 @@ from triptych.decoding.generation import (
     Generated,
     GenerationOptions,
     NewToken,
+    OtherEngine,
     batches_of,
     check_prompts,
     collected,
@@ -30,20 +31,27 @@ _Ends = Callable[[int, int], bool]
 
 
 @final
-class CTranslate2Generator:
+class CTranslate2Generator(OtherEngine):
     """A decoder-only model that CTranslate2 runs: greedy, or with a beam.
 
     Attributes:
         max_tokens: longest text that the model has positions for; None if there is no limit.
     """
 
-    def __init__(self, model: LanguageModel, precision: Precision = "fp32", device: str = "auto") -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        precision: Precision = "fp32",
+        device: str = "auto",
+        num_tokens: int | None = None,
+    ) -> None:
         """Convert a model, or find it converted, and load it.
 
         Args:
             model: on the CPU.
             precision: of the maps, as CTranslate2 rounds them.
             device: auto, cpu, cuda or cuda:N.
+            num_tokens: tokens from this one on are never chosen; None for all that the model has.
 
         Raises:
             UsageError: CTranslate2 is not installed, or cannot do what is asked for or hold the model.
@@ -55,6 +63,8 @@ class CTranslate2Generator:
         place, index = find_place(device)
         kind = compute_type(precision, place)
         self.max_tokens = model.max_tokens
+        never = range(model.vocab_size if num_tokens is None else num_tokens, model.vocab_size)
+        self._never = [[str(token)] for token in never] or None
         texts = [str(model.architecture), *(_in_full(block) for block in model.blocks)]
         name = f"ctranslate2-{ctranslate2.__version__}-{hash_of(model, texts)}"
 
@@ -81,11 +91,7 @@ class CTranslate2Generator:
         ends: _Ends = lambda row, token: False,
         batch_rows: int = 32,
     ) -> list[list[Generated]]:
-        """Continue prompts, those of one length together; see `decoding.generation.generate_tokens`.
-
-        Raises:
-            UsageError: options that CTranslate2 does not have, or a prompt that cannot be continued.
-        """
+        """Continue prompts, those of one length together."""
         self.check(options)
         check_prompts(prompts, self.max_tokens)
         if options.beam_size > 1:
@@ -99,11 +105,7 @@ class CTranslate2Generator:
         return found
 
     def stream(self, prompt: Sequence[int], options: GenerationOptions, ends: _Ends) -> Iterator[NewToken]:
-        """Continue a prompt without a beam, token by token.
-
-        Raises:
-            UsageError: options that CTranslate2 does not have, or a prompt that cannot be continued.
-        """
+        """Continue a prompt without a beam, token by token."""
         self.check(options)
         check_prompts([prompt], self.max_tokens)
         limit = limit_of_prompt(len(prompt), options.max_new_tokens, self.max_tokens)
@@ -111,6 +113,7 @@ class CTranslate2Generator:
             [str(token) for token in prompt],
             max_length=limit,
             end_token=list(options.stop_ids),
+            suppress_sequences=self._never,
             return_log_prob=True,
         )
         for length, step in enumerate(steps, start=1):
@@ -173,6 +176,7 @@ class CTranslate2Generator:
             [[str(token) for token in ids] for ids in prompts],
             max_length=limit,
             end_token=list(options.stop_ids),
+            suppress_sequences=self._never,
             return_end_token=True,
             include_prompt_in_result=False,
             return_scores=True,

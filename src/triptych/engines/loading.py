@@ -1,12 +1,14 @@
-"""A model ready to translate, by the library that is to run it."""
+"""A model ready to translate or to continue text, by the library that is to run it."""
 
 from pathlib import Path
 from typing import Literal
 
-from triptych.decoding import Precision, Stop, Translator
+from triptych.decoding import Precision, Stop, TextGenerator, Translator
+from triptych.decoding.text_generator import check_vocabulary
 from triptych.engines.ctranslate2 import require_ctranslate2
+from triptych.engines.generating import CTranslate2Generator
 from triptych.engines.translating import CTranslate2Searcher
-from triptych.runs import Run
+from triptych.runs import Run, open_text_model
 
 EngineName = Literal["triptych", "ctranslate2"]
 
@@ -54,3 +56,34 @@ def load(
     options = run.search_options(beam_size, alpha, num_best, max_extra_tokens, stop or "full")
     searcher = CTranslate2Searcher(run, options, precision, workers, device)
     return Translator(run.model, run.tokenizers, options, searcher=searcher)
+
+
+def load_generator(
+    path: str | Path,
+    device: str = "auto",
+    *,
+    precision: Precision = "fp32",
+    engine: EngineName = "triptych",
+) -> TextGenerator:
+    """A model that continues text: `load_generator("gpt2").generate(["Once upon"], GenerationOptions())`.
+
+    Args:
+        path: a run folder, a folder in Hugging Face's format, or a name on the Hub.
+        device: where the model goes; "auto" takes a GPU if there is one.
+        precision: of the model's maps, as in `TextGenerator`; "ctranslate2" rounds in its own way.
+        engine: "triptych", or "ctranslate2" for models of GPT-2's or Llama's structure, greedy or by beam.
+            The model is converted when it is first used, and kept in `~/.cache/triptych`.
+
+    Raises:
+        UsageError: no such device, an encoder, a precision that the device cannot have, a model that does not
+            fit the engine, or a missing library.
+        DataError: files missing or damaged, or a family that cannot be run.
+    """
+    if engine == "triptych":
+        model, tokenizer, end_ids = open_text_model(path, device)
+        return TextGenerator(model, tokenizer, precision=precision, end_ids=end_ids)
+    require_ctranslate2()
+    model, tokenizer, end_ids = open_text_model(path, "cpu")
+    check_vocabulary(model, tokenizer)
+    other = CTranslate2Generator(model, precision, device, tokenizer.vocab_size)
+    return TextGenerator(model, tokenizer, precision=precision, end_ids=end_ids, other=other)

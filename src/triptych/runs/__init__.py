@@ -6,7 +6,6 @@ from triptych.runs.generation import (
     OpenedModel,
     evaluate_text,
     fill,
-    load_generator,
     open_text_model,
 )
 from triptych.runs.training import Summary, resume, train
@@ -20,7 +19,6 @@ __all__ = [
     "evaluate_text",
     "fill",
     "holds_run",
-    "load_generator",
     "open_text_model",
     "resume",
     "train",

@@ -8,8 +8,6 @@ from triptych.checkpoints.models import load_language_model
 from triptych.decoding import (
     Filling,
     Likelihood,
-    Precision,
-    TextGenerator,
     fill_masks,
     measure_likelihood,
 )
@@ -43,22 +41,6 @@ def open_text_model(path: str | Path, device: str = "auto") -> OpenedModel:
     loaded = load_language_model(path, find_device(device))
     tokenizer = load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
     return OpenedModel(loaded.model, tokenizer, _end_ids(loaded.folder, loaded.config))
-
-
-def load_generator(path: str | Path, device: str = "auto", *, precision: Precision = "fp32") -> TextGenerator:
-    """A model that continues text: `load_generator("gpt2").generate(["Once upon"], GenerationOptions())`.
-
-    Args:
-        path: a run folder, a folder in Hugging Face's format, or a name on the Hub.
-        device: where the model goes; "auto" takes a GPU if there is one.
-        precision: of the model's maps, as in `TextGenerator`.
-
-    Raises:
-        UsageError: no such device, an encoder, or a precision that the device cannot have.
-        DataError: files missing or damaged, or a family that cannot be run.
-    """
-    model, tokenizer, end_ids = open_text_model(path, device)
-    return TextGenerator(model, tokenizer, precision=precision, end_ids=end_ids)
 
 
 def evaluate_text(
