@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from heads import with_semantics
 from tolerances import assert_same
 from triptych.algebra.cost import writing_cost
+from triptych.algebra.function import attend
 from triptych.algebra.positions import alibi_slopes
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
@@ -920,13 +921,22 @@ def test_weights_that_nobody_writes_are_refused_with_each_difference() -> None:
     stacked, factored = make_layer("stacked").weights(), make_layer("factored").weights()
     three = dataclasses.replace(stacked, q=(stacked.q[0], stacked.q[0], stacked.q[1]))
     with pytest.raises(ValueError, match="no parameterisation writes these weights"):
-        MultiHeadAttention.from_weights(three)
+        MultiHeadAttention.from_weights(three, named=True)
     tied = dataclasses.replace(stacked, k=(stacked.q[0], stacked.k[1]))
     with pytest.raises(ValueError, match="stacked: maps are shared there only"):
-        MultiHeadAttention.from_weights(tied)
+        MultiHeadAttention.from_weights(tied, named=True)
     gapped = dataclasses.replace(factored, v=(Link(factored.v[0].weight, learned=False),))
     with pytest.raises(ValueError, match="factored: a map of v is learned here only"):
-        MultiHeadAttention.from_weights(gapped)
+        MultiHeadAttention.from_weights(gapped, named=True)
+    x = random_input(make_layer("stacked"), 4)
+    for weights in (three, tied, gapped):  # no recipe can ask for them, but a layer holds them
+        layer = MultiHeadAttention.from_weights(weights)
+        assert layer.parameterisation.name == "as_written"
+        assert writing_cost(layer.weights()) == writing_cost(weights)
+        assert_same(layer(x).output, attend(weights, x), kind="output")
+    without = dataclasses.replace(factored, o=(*factored.o, Link(torch.ones(1, 24, dtype=torch.float64))))
+    with pytest.raises(ValueError, match="as_written: the heads' outputs need a map of their own at the end"):
+        MultiHeadAttention.from_weights(without)
 
 
 def test_a_fixed_map_with_other_numbers_is_refused() -> None:

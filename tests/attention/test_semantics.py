@@ -9,6 +9,7 @@ from torch import Tensor
 
 from heads import NUM_HEADS, make_layer, random_input
 from tolerances import assert_same
+from triptych.algebra.cost import cached_numbers, writing_cost
 from triptych.algebra.function import attend
 from triptych.algebra.positions import (
     ALiBi,
@@ -18,7 +19,7 @@ from triptych.algebra.positions import (
     RotaryEmbedding,
 )
 from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
-from triptych.algebra.weights import AttentionWeights
+from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import LayerCache, MultiHeadAttention, PositionIds
 
 H, N = NUM_HEADS, 7
@@ -217,3 +218,120 @@ def test_norms_of_heads_are_taken_in_float32_at_least() -> None:
     x = torch.randn(1, 1, 3, 64).bfloat16()
     norm = HeadNorm(1e-6, torch.randn(64))
     assert_same(norm(x), norm(x.float()).bfloat16(), kind="exact")
+
+
+# Chains that no recipe can ask for.
+
+
+def latent_with_turned_channels(kind: Any = "causal") -> AttentionWeights:
+    """As DeepSeek has them: a normalised latent for all heads, and beside it channels that are turned."""
+    rank, turned, plain, value = 6, 4, 3, 5
+    first = Link(drawn(1, 24, rank + turned) / 5, norm=HeadNorm(1e-6, channels=rank))
+    k_up = torch.zeros(H, rank + turned, plain + turned, dtype=torch.float64)
+    k_up[:, :rank, :plain] = drawn(H, rank, plain)
+    k_up[:, rank:, plain:] = torch.eye(turned)
+    v_up = torch.cat([drawn(H, rank, value), torch.zeros(H, turned, value)], dim=1)
+    return AttentionWeights(
+        d_model=24,
+        num_heads=H,
+        q=(Link(drawn(1, 24, 8) / 5, norm=HeadNorm(1e-6, drawn(8))), Link(drawn(H, 8, plain + turned))),
+        k=(first, Link(k_up)),
+        v=(first, Link(v_up)),
+        o=(Link(drawn(H, value, 24) / 5),),
+        semantics=Semantics(
+            0.4, kind=kind, rotary=RotaryEmbedding(torch.tensor([0.7, 0.1]), "interleaved", plain)
+        ),
+        o_bias=drawn(24),
+    )
+
+
+def odd_chains(name: str) -> AttentionWeights:
+    latent, plain = latent_with_turned_channels(), make_layer("grouped", biased=True).weights("causal")
+    eye = Link(torch.eye(6, dtype=torch.float64).expand(2, 6, 6), learned=False)
+    mixed = Link(drawn(2, 6), drawn(2, 6), norm=HeadNorm(1e-6, drawn(2, 6), centred=True))
+    stacked = make_layer("stacked", biased=True).weights("causal")
+    return {
+        "latent, turned": latent,
+        "latent, turned, capped": replace(latent, semantics=replace(latent.semantics, soft_cap=2.0)),
+        "latent, keys normalised": replace(
+            latent, semantics=replace(latent.semantics, k_norm=HeadNorm(1e-6, drawn(7)))
+        ),
+        "values normalised": replace(plain, v=(replace(plain.v[0], norm=HeadNorm(1e-6)), eye)),
+        "scaled after the norm": replace(plain, k=(replace(plain.k[0], norm=HeadNorm(1e-6)), mixed)),
+        "keys and values share a map": replace(stacked, v=(stacked.k[0], stacked.v[1])),
+        "two maps on the way out": replace(plain, o=(Link(drawn(1, 6, 9)), Link(drawn(H, 9, 24)))),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "latent, turned",
+        "latent, turned, capped",
+        "latent, keys normalised",
+        "values normalised",
+        "scaled after the norm",
+        "keys and values share a map",
+        "two maps on the way out",
+    ],
+)
+def test_any_chains_are_held_as_they_are_written(name: str) -> None:
+    weights = odd_chains(name)
+    layer, x = MultiHeadAttention.from_weights(weights), random_input(N)
+    assert layer.parameterisation.name == "as_written"
+    expected = attend(weights, x)
+    assert_same(layer(x).output, expected, kind="output")
+    assert_same(layer(x, path="reference").output, expected, kind="output")
+    assert writing_cost(layer.weights()) == writing_cost(weights)
+    assert_same(attend(layer.weights(), x), expected, kind="output")
+
+    parameters = list(layer.parameters())
+    own = replace(layer.projections.weights(), semantics=layer.semantics)
+    gradients = torch.autograd.grad(attend(own, x).square().mean(), parameters)
+    found = torch.autograd.grad(layer(x).output.square().mean(), parameters)
+    for one, other in zip(found, gradients, strict=True):
+        assert_same(one, other, kind="gradient")
+
+    cache = LayerCache()
+    steps = [layer(x[:, i:j], cache=cache).output for i, j in ((0, 4), (4, 5), (5, 6), (6, N))]
+    assert_same(torch.cat(steps, dim=1), expected, kind="output")
+    again = MultiHeadAttention.from_weights(layer.weights())
+    again.load_state_dict(layer.state_dict())
+    assert_same(again(x).output, layer(x).output, kind="exact")
+
+
+def test_a_latent_with_turned_channels_is_all_that_is_cached_and_decodes_absorbed() -> None:
+    weights = latent_with_turned_channels()
+    layer, x, cache = MultiHeadAttention.from_weights(weights), random_input(N), LayerCache()
+    layer(x, cache=cache)
+    assert sum(entry[0, :, 0].numel() for entry in cache.entries) == cached_numbers(weights) == 10
+    assert layer.explain(1, 64)[0] == "absorbed"
+    assert layer.explain(64, 64)[0] == "expanded"
+    padding = torch.tensor([0, 2])
+    ids, there = (torch.arange(N) - padding[:, None]).clamp(min=0), torch.arange(N) >= padding[:, None]
+    cache = LayerCache()
+    layer(x[:, :6], mask=there[:, None, None, :6], positions=PositionIds(ids[:, :6], N), cache=cache)
+    last = layer(x[:, 6:], mask=there[:, None, None], positions=PositionIds(ids[:, 6:], N), cache=cache)
+    for row, skipped in enumerate(padding.tolist()):
+        alone = attend(weights, x[row : row + 1, skipped:])[:, -1:]
+        assert_same(last.output[row : row + 1], alone, kind="output")
+
+
+def test_channels_that_pass_a_map_still_pass_it_after_training() -> None:
+    layer, x = MultiHeadAttention.from_weights(latent_with_turned_channels()), random_input(N)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1)
+    layer(x).output.square().mean().backward()
+    optimizer.step()
+    k_up, v_up = layer.weights().k[1].weight, layer.weights().v[1].weight
+    assert_same(k_up[:, 6:, 3:], torch.eye(4, dtype=torch.float64).expand(H, 4, 4), kind="exact")
+    assert not bool(k_up[:, 6:, :3].any() | k_up[:, :6, 3:].any() | v_up[:, 6:].any())
+
+
+def test_a_memory_of_another_width_is_read() -> None:
+    plain = make_layer("factored", biased=True).weights("cross")
+    weights = replace(plain, k=(Link(drawn(H, 10, 6)),), v=(Link(drawn(H, 10, 6)),))
+    layer, x, memory = MultiHeadAttention.from_weights(weights), random_input(3), drawn(2, N, 10)
+    assert_same(layer(x, memory=memory).output, attend(weights, x, memory), kind="output")
+    assert layer.explain(3, N)[0] == "expanded"
+    with pytest.raises(ValueError, match="an input is 24 wide, and the layer's memory width 10"):
+        layer(x, memory=x.clone())

@@ -404,19 +404,23 @@ def test_the_norm_that_weights_carry_is_not_dropped() -> None:
 
 
 def test_what_stands_between_two_maps_is_not_lost() -> None:
-    weights = MultiHeadAttention(8, 2, triptych.Stacked()).weights()
+    weights = MultiHeadAttention(8, 2, triptych.Stacked()).double().weights()
     first, second = weights.q
     foreign = replace(weights, q=(replace(first, norm=HeadNorm(1e-6)), second))
-    with pytest.raises(
-        ValueError, match="a norm between two maps, which MultiHeadAttention does not support"
-    ):
-        MultiHeadAttention.from_weights(foreign)
+    with pytest.raises(ValueError, match="stacked: the norms after a map of q differ"):
+        MultiHeadAttention.from_weights(foreign, named=True)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    assert_same(MultiHeadAttention.from_weights(foreign)(x).output, attend(foreign, x), kind="output")
 
 
-def test_a_fold_that_no_layer_can_hold_says_what_it_left() -> None:
-    layer = MultiHeadAttention(24, 2, triptych.Stacked())
+def test_a_fold_that_no_recipe_can_ask_for_makes_a_layer_but_no_model() -> None:
+    layer = MultiHeadAttention(24, 2, triptych.Stacked()).double()
+    folded = triptych.fold(layer, sides=("qk",), keep="folded")
+    assert folded.parameterisation.name == "as_written"
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    torch.testing.assert_close(folded(x).output, layer(x).output, rtol=1e-10, atol=1e-12)
     with pytest.raises(ValueError, match="so many maps in a row: q 1, k 0, v 2, o 1"):
-        triptych.fold(layer, sides=("qk",), keep="folded")
+        MultiHeadAttention.from_weights(folded.weights(), named=True)
 
 
 def test_bytes_are_counted_in_the_dtype_of_what_is_folded() -> None:

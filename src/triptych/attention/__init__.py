@@ -17,6 +17,7 @@ from triptych.attention.positions import (
 )
 from triptych.attention.projections import (
     PARAMETERISATIONS,
+    AsWritten,
     Bilinear,
     Collaborative,
     Direct,
@@ -37,6 +38,7 @@ from triptych.attention.projections import (
 __all__ = [
     "PARAMETERISATIONS",
     "AlibiPositions",
+    "AsWritten",
     "Attended",
     "AttentionCache",
     "AttentionPositions",

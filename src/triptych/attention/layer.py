@@ -13,7 +13,7 @@ from triptych.algebra.weights import AttentionWeights, Head, standard_scale
 from triptych.attention.cache import AttentionCache
 from triptych.attention.operation import Explanation, Path, attention, explain_attention
 from triptych.attention.positions import AttentionPositions, PositionIds
-from triptych.attention.projections import Factored, Parameterisation, Route, parameterisation_of
+from triptych.attention.projections import AsWritten, Factored, Parameterisation, Route, parameterisation_of
 
 
 class LayerOutput(NamedTuple):
@@ -80,6 +80,7 @@ class MultiHeadAttention(nn.Module):
         self._semantics = Semantics(scale=standard_scale(self.projections.d_k))
         if positions is not None:
             self._semantics = positions.added_to(self._semantics, self._key_width, num_heads)
+        self._turned_when_stored = self._rotation_when_stored()
 
     @classmethod
     def from_weights(
@@ -103,12 +104,12 @@ class MultiHeadAttention(nn.Module):
         _check_can_be_held(weights)
         semantics = weights.semantics
         dropout = semantics.dropout if dropout is None else dropout
-        weights, parameterisation = parameterisation_of(weights)
+        weights, parameterisation = parameterisation_of(weights, named=named)
         with torch.random.fork_rng(devices=[]):  # numbers are drawn only to be overwritten
             layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
         layer = layer.to(dtype=weights.dtype, device=weights.device)
         usual = layer.semantics.scale
-        if named or _map_takes_up_scale(weights):
+        if named or (not isinstance(parameterisation, AsWritten) and _map_takes_up_scale(weights)):
             weights = weights.with_scale(usual)
         layer.projections.load(replace(weights, semantics=replace(semantics, scale=usual)))
         layer._hold(replace(weights.semantics, dropout=0.0))
@@ -141,6 +142,17 @@ class MultiHeadAttention(nn.Module):
         self._semantics = semantics.with_learned(
             {name: like.new_empty([0] * tensor.ndim) for name, tensor in learned.items()}
         )
+        self._turned_when_stored = self._rotation_when_stored()
+
+    def _rotation_when_stored(self) -> RotaryEmbedding | None:
+        """The rotation of what is stored that turns keys; None where they turn later, or never."""
+        semantics, projections = self._semantics, self.projections
+        if semantics.rotary is None:
+            return None
+        changed = semantics.k_norm is not None or semantics.clip is not None
+        if changed and not projections.caches_keys:
+            return None
+        return projections.turned_when_stored(semantics.rotary)
 
     @property
     def _key_width(self) -> int:
@@ -174,8 +186,8 @@ class MultiHeadAttention(nn.Module):
         self,
         x: Float[Tensor, "batch query_len d_model"],
         *,
-        memory: Float[Tensor, "batch key_len d_model"] | None = None,
-        value_memory: Float[Tensor, "batch key_len d_model"] | None = None,
+        memory: Float[Tensor, "batch key_len d_memory"] | None = None,
+        value_memory: Float[Tensor, "batch key_len d_memory"] | None = None,
         mask: Bool[Tensor, "..."] | None = None,
         causal: bool | None = None,
         cache: AttentionCache | None = None,
@@ -256,9 +268,9 @@ class MultiHeadAttention(nn.Module):
         semantics = self.semantics
         causal = semantics.kind == "causal" if causal is None else causal
         dropout = self.dropout if self.training else 0.0
-        y = self._zeros(batch, key_len)
+        y = self._zeros(batch, key_len, self.projections.memory_width)
         q, remembered = (
-            self.projections.queries(self._zeros(batch, query_len)),
+            self.projections.queries(self._zeros(batch, query_len, self.d_model)),
             self._stored(semantics, self.projections.remember(y, y), None),
         )
         places = _Places(max(0, key_len - query_len), None, None)
@@ -279,18 +291,18 @@ class MultiHeadAttention(nn.Module):
         )
         return inputs.route, found
 
-    def _zeros(self, batch: int, length: int) -> Tensor:
+    def _zeros(self, batch: int, length: int, width: int) -> Tensor:
         """An input, which has a gradient if the layer's own numbers do."""
         own = self.projections.o_proj.weight
-        shape = batch, length, self.d_model
+        shape = batch, length, width
         return torch.zeros(shape, dtype=own.dtype, device=own.device, requires_grad=own.requires_grad)
 
     def _check_inputs(self, x: Tensor, memory: Tensor | None, value_memory: Tensor | None) -> None:
         for given in (x, memory, value_memory):
-            if given is not None and given.shape[-1] != self.d_model:
-                raise ValueError(
-                    f"an input is {given.shape[-1]} wide, and the layer's d_model {self.d_model}"
-                )
+            width = self.d_model if given is x else self.projections.memory_width
+            if given is not None and given.shape[-1] != width:
+                name = "d_model" if width == self.d_model else "memory width"
+                raise ValueError(f"an input is {given.shape[-1]} wide, and the layer's {name} {width}")
         if memory is None and self._semantics.kind == "cross":
             raise ValueError("the layer is made of the weights of a cross-attention: give it a memory")
         if value_memory is not None and self.projections.no_two_memories:
@@ -350,7 +362,7 @@ class MultiHeadAttention(nn.Module):
 
     def _compares_positions(self, semantics: Semantics) -> bool:
         """Whether later queries must know where a key stands."""
-        turned_late = semantics.rotary is not None and not self.projections.caches_keys
+        turned_late = semantics.rotary is not None and self._turned_when_stored is None
         return turned_late or semantics.bias is not None or semantics.is_local
 
     def _stored(
@@ -363,14 +375,13 @@ class MultiHeadAttention(nn.Module):
             added: keys and values, or what both are made of.
             places: of the tokens; None where nothing is turned.
         """
-        if not self.projections.caches_keys:
-            return added
         k, *values = added
-        k = k if semantics.k_norm is None else semantics.k_norm(k)
-        if semantics.clip is not None:
-            k, *values = (t.clamp(-semantics.clip, semantics.clip) for t in (k, *values))
-        if semantics.rotary is not None and places is not None:
-            k = places.turned(k, semantics.rotary)
+        if self.projections.caches_keys:
+            k = k if semantics.k_norm is None else semantics.k_norm(k)
+            if semantics.clip is not None:
+                k, *values = (t.clamp(-semantics.clip, semantics.clip) for t in (k, *values))
+        if self._turned_when_stored is not None and places is not None:
+            k = places.turned(k, self._turned_when_stored)
         return k, *values
 
     def _inputs(
@@ -395,8 +406,9 @@ class MultiHeadAttention(nn.Module):
         if semantics.soft_cap is not None or semantics.sinks is not None:
             route = "expanded"  # the key bias, which the absorbed route leaves out, counts
         bias, positional = semantics.bias, semantics.bias is not None or semantics.is_local
-        if bias is not None and bias.reads_content:
-            route = "expanded"
+        turned_late = semantics.rotary is not None and self._turned_when_stored is None
+        if turned_late or (bias is not None and bias.reads_content):
+            route = "expanded"  # what is compared is keys, and not what is cached
         q = q if semantics.q_norm is None else semantics.q_norm(q)
         if semantics.clip is not None:
             q = q.clamp(-semantics.clip, semantics.clip)
@@ -412,7 +424,7 @@ class MultiHeadAttention(nn.Module):
                 k = k if semantics.k_norm is None else semantics.k_norm(k)
                 if semantics.clip is not None:
                     k, v = k.clamp(-semantics.clip, semantics.clip), v.clamp(-semantics.clip, semantics.clip)
-                if semantics.rotary is not None:
+                if semantics.rotary is not None and self._turned_when_stored is None:
                     k = places.turned_keys(k, semantics.rotary)
         added = None
         if positional:
@@ -505,8 +517,6 @@ def _check_can_be_held(weights: AttentionWeights) -> None:
         ValueError: there is something of the kind, named.
     """
     found = weights.semantics.beyond(_HELD)
-    if weights.norms_within:
-        found.append("a norm between two maps")
     if found:
         raise ValueError(
             f"the weights are of a layer with {', '.join(found)}, which MultiHeadAttention does not support"

@@ -15,6 +15,7 @@ from triptych.attention.projections.abstract import (
     Projections,
     structural_difference,
 )
+from triptych.attention.projections.as_written import AsWritten
 from triptych.attention.projections.bilinear import Bilinear
 from triptych.attention.projections.collaborative import Collaborative
 from triptych.attention.projections.direct import Direct
@@ -50,6 +51,7 @@ REFUSED: dict[str, str] = {"four_way": FOUR_WAY_IS_NO_LAYER}
 
 __all__ = [
     "PARAMETERISATIONS",
+    "AsWritten",
     "Bilinear",
     "Collaborative",
     "Direct",
@@ -94,10 +96,17 @@ def parameterisation(name: str, **options: int | bool | None) -> Parameterisatio
     return cls(**options)
 
 
-def parameterisation_of(weights: AttentionWeights) -> tuple[AttentionWeights, Parameterisation]:
+def parameterisation_of(
+    weights: AttentionWeights, *, named: bool = False
+) -> tuple[AttentionWeights, Parameterisation]:
     """The parameterisation whose structure a writing has, and the writing in just that structure.
 
-    Maps that several heads share are repeated where that is what it takes.
+    Maps that several heads share are repeated where that is what it takes. What no other can hold is held as
+    it is written, by `AsWritten`.
+
+    Args:
+        weights: the writing.
+        named: whether only those of `PARAMETERISATIONS` will do.
 
     Raises:
         ValueError: there is none; the message says how each that comes near differs.
@@ -118,6 +127,11 @@ def parameterisation_of(weights: AttentionWeights) -> tuple[AttentionWeights, Pa
             if not reason:
                 return writing, candidate
             reasons.append(f"; {name}: {reason}")
+    if not named:
+        try:
+            return AsWritten.of(weights)
+        except ValueError as error:
+            reasons.append(f"; as_written: {error}")
     lengths = ", ".join(f"{side} {len(weights.chain(side))}" for side in SIDES)
     raise ValueError(
         f"no parameterisation writes these weights, with so many maps in a row: {lengths}" + "".join(reasons)

@@ -16,7 +16,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from triptych.algebra.cost import Route
-from triptych.algebra.semantics import Semantics
+from triptych.algebra.positions import RotaryEmbedding
+from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side, standard_scale
 from triptych.attention.projections.maps import HeadMap, Held
 
@@ -78,10 +79,9 @@ class Parameterisation(ABC):
         """
         return Projections(self, d_model, num_heads)
 
-    @classmethod
-    def chain(cls, side: Side) -> tuple[str, ...]:
+    def chain(self, side: Side) -> tuple[str, ...]:
         """The names of the maps of one side."""
-        return {"q": cls.q, "k": cls.k, "v": cls.v, "o": cls.o}[side]
+        return {"q": self.q, "k": self.k, "v": self.v, "o": self.o}[side]
 
     @classmethod
     def fitting(cls, weights: AttentionWeights) -> "Parameterisation | None":
@@ -92,7 +92,8 @@ class Parameterisation(ABC):
         """
         found: dict[str, list[Link]] = {}
         for side in SIDES:
-            names, links = cls.chain(side), weights.chain(side)
+            names = {"q": cls.q, "k": cls.k, "v": cls.v, "o": cls.o}[side]
+            links = weights.chain(side)
             if len(names) != len(links):
                 return None
             for name, link in zip(names, links, strict=True):
@@ -173,6 +174,15 @@ class Projections(nn.Module):
         """Why keys and values cannot come from two sequences; "" if they can."""
         return f"{self._name} makes keys and values of one sequence, by the same map" if self._shared else ""
 
+    @property
+    def memory_width(self) -> int:
+        """Width of what keys and values are made of."""
+        return self.d_model
+
+    def turned_when_stored(self, rotary: RotaryEmbedding) -> RotaryEmbedding | None:
+        """The rotation of what is stored first that turns keys; None where keys turn when they are made."""
+        return rotary if self.caches_keys else None
+
     def queries(
         self, x: Float[Tensor, "batch query_len d_model"]
     ) -> Float[Tensor, "batch num_heads query_len width"]:
@@ -181,8 +191,8 @@ class Projections(nn.Module):
 
     def remember(
         self,
-        key_input: Float[Tensor, "batch key_len d_model"],
-        value_input: Float[Tensor, "batch key_len d_model"],
+        key_input: Float[Tensor, "batch key_len d_memory"],
+        value_input: Float[Tensor, "batch key_len d_memory"],
     ) -> tuple[Tensor, ...]:
         """What is kept of each token attended to: tensors `[batch, heads, key_len, width]`.
 
@@ -261,15 +271,24 @@ class Projections(nn.Module):
         difference = structural_difference(mine, weights)
         if difference:
             raise ValueError(f"{self._name} cannot hold these weights: {difference}")
+        names = {
+            id(link): name
+            for side in SIDES
+            for name, link in zip(self._chains[side], mine.chain(side), strict=True)
+        }
         for own, given in zip(mine.links(), weights.links(), strict=True):
-            if own.learned:
-                own.weight.copy_(given.weight)
-            elif not _same_but_rounded(own.weight, given.weight):
-                raise ValueError(f"{self._name} cannot hold these weights: a fixed map differs")
-            if own.bias is not None:
-                own.bias.copy_(torch.zeros_like(own.bias) if given.bias is None else given.bias)
+            self._load_link(names[id(own)], own, given)
         if mine.o_bias is not None:
             mine.o_bias.copy_(torch.zeros_like(mine.o_bias) if weights.o_bias is None else weights.o_bias)
+
+    def _load_link(self, name: str, own: Link, given: Link) -> None:
+        """Copy the numbers of one map; `own` is what there is of it, by name."""
+        if own.learned:
+            own.weight.copy_(given.weight)
+        elif not _same_but_rounded(own.weight, given.weight):
+            raise ValueError(f"{self._name} cannot hold these weights: a fixed map differs")
+        if own.bias is not None:
+            own.bias.copy_(torch.zeros_like(own.bias) if given.bias is None else given.bias)
 
     def _held(self, name: str) -> Held:
         return getattr(self, name, None)
@@ -297,6 +316,8 @@ def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str
                 return f"a map of {side} is {list(own.weight.shape)}, not {list(given.weight.shape)}"
             if own.learned != given.learned:
                 return f"a map of {side} is {'learned' if own.learned else 'fixed'} here only"
+            if _norm_shape(own.norm) != _norm_shape(given.norm):
+                return f"the norms after a map of {side} differ"
             if own.bias is None and given.bias is not None:
                 return f"a map of {side} has no place for its bias"
             if links.setdefault(id(own), given) is not given:
@@ -307,6 +328,14 @@ def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str
     if one.o_bias is None and other.o_bias is not None:
         return "there is no place for the output bias"
     return ""
+
+
+def _norm_shape(norm: HeadNorm | None) -> tuple[object, ...]:
+    """All of a norm but its numbers."""
+    if norm is None:
+        return ()
+    shapes = {name: tensor.shape for name, tensor in norm.tensors().items()}
+    return norm.eps, norm.centred, norm.over, norm.channels, shapes
 
 
 def _same_but_rounded(fixed: Tensor, given: Tensor) -> bool:

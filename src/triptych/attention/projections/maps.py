@@ -141,7 +141,7 @@ class PerHead(HeadMap):
         return nn.Parameter(torch.empty(self.num_heads, self.width, self.width))
 
     def initialise(self, held: Held) -> None:
-        _draw_evenly(_parameter(held), self.variance)
+        draw_evenly(_parameter(held), self.variance)
 
     def apply(self, held: Held, x: Tensor) -> Tensor:
         return through_own_map(x, _parameter(held).mT)
@@ -258,12 +258,12 @@ def _draw(linear: nn.Linear, variance: float | None) -> None:
     if variance is None:
         nn.init.xavier_uniform_(linear.weight)
     else:
-        _draw_evenly(linear.weight, variance)
+        draw_evenly(linear.weight, variance)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
 
 
-def _draw_evenly(numbers: Tensor, variance: float) -> None:
+def draw_evenly(numbers: Tensor, variance: float) -> None:
     """From ± √(3 · variance)."""
     bound = math.sqrt(3 * variance)
     nn.init.uniform_(numbers, -bound, bound)
