@@ -103,13 +103,8 @@ class PackedBatches:
             One array per batch. A row that would begin before the corpus has a negative place: it begins with
             the corpus, and ends where it would.
         """
-        starts = np.arange(0, self._shards.num_tokens - 1, self._context)
-        if self._shuffle:
-            generator = np.random.default_rng([self._seed, epoch])
-            first = -int(generator.integers(self._context))
-            starts = generator.permutation(np.arange(first, self._shards.num_tokens - 1, self._context))
-        cuts = range(self._batch_size, len(starts), self._batch_size)
-        return np.split(starts, cuts)
+        seed = [self._seed, epoch] if self._shuffle else None
+        return plan_rows(self._shards.num_tokens - 1, self._context, self._batch_size, seed)
 
     def collate(self, indices: Int64[np.ndarray, "batch"]) -> LanguageBatch:
         """Make the tensors of one batch of a plan."""
@@ -125,7 +120,7 @@ class PackedBatches:
             if self._within_documents:
                 inside = self._shards.starts_within(begin + 1, end + 1) - begin
                 targets[row, inside - 1] = NOT_COUNTED
-                starts[row] = _starts_of(inside[inside < length], length, self._context)
+                starts[row] = starts_of(inside[inside < length], length, self._context)
         return LanguageBatch(
             ids=torch.from_numpy(ids),
             targets=torch.from_numpy(targets),
@@ -146,7 +141,27 @@ class PackedBatches:
         return self.num_target_tokens * self._shards.bytes_per_token
 
 
-def _starts_of(
+def plan_rows(
+    num_tokens: int, context: int, batch_size: int, seed: list[int] | None
+) -> list[Int64[np.ndarray, "batch"]]:
+    """The places at which the rows of each batch begin; together the rows hold every token once.
+
+    Args:
+        num_tokens: to be dealt out.
+        context: tokens in a row.
+        batch_size: rows in a batch.
+        seed: of the order, and of the place of the first row, at most `context` - 1 before the first token;
+            None for rows in order from the first token on.
+    """
+    starts = np.arange(0, num_tokens, context)
+    if seed is not None:
+        generator = np.random.default_rng(seed)
+        starts = np.arange(-int(generator.integers(context)), num_tokens, context)
+        starts = generator.permutation(starts)
+    return np.split(starts, range(batch_size, len(starts), batch_size))
+
+
+def starts_of(
     inside: Int64[np.ndarray, "num_inside"], length: int, context: int
 ) -> Int64[np.ndarray, "context"]:
     """Where the document of each place of a row begins; what fills it up is one of its own."""

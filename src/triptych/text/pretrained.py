@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tokenizers import AddedToken
 
 from triptych.errors import DataError
+from triptych.text.sentencepiece import SPACE_MARK
 from triptych.text.tokenizers import (
+    BYTE_OF,
     SentenceTokenizer,
     Tokenizer,
     encode_batch,
@@ -77,6 +79,7 @@ class PretrainedTokenizer(Tokenizer):
         ids = {name: self._inner.token_to_id(token) for name, token in record.tokens.items()}
         self.pad_id, self.bos_id, self.eos_id = (ids.get(f"{name}_token") for name in ("pad", "bos", "eos"))
         self.unk_id, self.mask_id = ids.get("unk_token"), ids.get("mask_token")
+        self._is_byte_level = "ByteLevel" in repr(self._inner.decoder)
         self._token_of = {
             token: text for text, token in self._inner.get_vocab(with_added_tokens=True).items()
         }
@@ -118,9 +121,14 @@ class PretrainedTokenizer(Tokenizer):
         return [join_punctuation(text) for text in texts] if self._record.joins_punctuation else texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary has it."""
-        vocabulary = self._token_of
-        return [vocabulary.get(int(token), f"<unused {int(token)}>") for token in ids]
+        """Each token in readable form: spaces are shown as "▁", parts of characters as U+FFFD."""
+        return [self._readable(int(token)) for token in ids]
+
+    def _readable(self, token: int) -> str:
+        text = self._token_of.get(token, f"<unused {token}>")
+        if self._is_byte_level and token not in self._special and BYTE_OF.keys() >= set(text):
+            text = bytes(BYTE_OF[char] for char in text).decode("utf-8", errors="replace")
+        return text.replace(" ", SPACE_MARK)
 
     def to_json(self) -> str:
         """The tokenizer in a format of its own."""

@@ -1,0 +1,144 @@
+"""Rows of masked language models: what is hidden, and that it is said again."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triptych.errors import UsageError
+from triptych.text import (
+    MaskedBatches,
+    TokenizerSpec,
+    TokenShards,
+    generate_pairs,
+    train_tokenizer,
+    train_tokenizers,
+    write_shards,
+)
+
+TEXTS = [target for _, target in generate_pairs(300, "train", 0)]
+TOKENIZER = train_tokenizer(TokenizerSpec(vocab_size=400), TEXTS)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
+    return write_shards(TEXTS, TOKENIZER, tmp_path_factory.mktemp("shards"), tokens_per_shard=2000)
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
+    return write_shards(TEXTS[:5], TOKENIZER, tmp_path_factory.mktemp("few"))
+
+
+def batches_of(shards: TokenShards, **options: object) -> MaskedBatches:
+    given_options = {"context": 32, "batch_size": 4, "seed": 1, **options}
+    return MaskedBatches(shards, TOKENIZER, **given_options)  # type: ignore[arg-type]
+
+
+def test_of_the_chosen_tokens_eight_in_ten_are_masked_and_one_in_ten_is_another(shards: TokenShards) -> None:
+    batches = batches_of(shards)
+    masked = other = kept = num_tokens = 0
+    for epoch in range(3):
+        for indices in batches.plan(epoch):
+            batch = batches.collate(indices)
+            chosen = batch.targets != -1
+            ids, targets = batch.ids[chosen], batch.targets[chosen]
+            masked += int((ids == TOKENIZER.mask_id).sum())
+            kept += int((ids == targets).sum())
+            other += int(((ids != targets) & (ids != TOKENIZER.mask_id)).sum())
+            assert batch.num_target_tokens == int(chosen.sum())
+            assert not torch.isin(targets, torch.tensor(sorted(TOKENIZER.special_ids))).any()
+        num_tokens += shards.num_tokens
+    total = masked + other + kept
+    assert total / num_tokens == pytest.approx(0.15, abs=0.01)
+    assert masked / total == pytest.approx(0.8, abs=0.02)
+    assert other / total == pytest.approx(0.1, abs=0.02)
+    assert kept / total == pytest.approx(0.1, abs=0.02)
+
+
+@given(st.integers(1, 9), st.integers(0, 3), st.booleans(), st.booleans())
+@settings(max_examples=12, deadline=None)
+def test_every_token_is_in_one_row_and_is_kept_or_said_again(
+    few: TokenShards, context: int, epoch: int, whole: bool, shuffle: bool
+) -> None:
+    batches = MaskedBatches(
+        few, TOKENIZER, context=context, whole_words=whole, shuffle=shuffle, batch_size=64, seed=1
+    )
+    found = []
+    for indices in batches.plan(epoch):
+        batch = batches.collate(indices)
+        original = torch.where(batch.targets == -1, batch.ids, batch.targets)
+        for row, index in enumerate(indices.tolist()):
+            place = index % (few.num_tokens + context) - context
+            begin, end = max(place, 0), min(place + context, few.num_tokens)
+            found += list(zip(range(begin, end), original[row].tolist(), strict=False))
+    assert sorted(found) == list(enumerate(few.tokens(0, few.num_tokens).tolist()))
+
+
+def test_order_and_masks_are_a_function_of_seed_epoch_and_place(shards: TokenShards) -> None:
+    def rows(epoch: int, **options: object) -> dict[int, tuple[list[int], list[int]]]:
+        batches, found = batches_of(shards, **options), {}
+        for indices in batches.plan(epoch)[:9]:
+            batch = batches.collate(indices)
+            pairs = zip(batch.ids.tolist(), batch.targets.tolist(), strict=True)
+            found.update(dict(zip(indices.tolist(), pairs, strict=True)))
+        return found
+
+    assert rows(2) == rows(2)
+    one_by_one = rows(2, batch_size=1)
+    assert all(rows(2)[index] == row for index, row in one_by_one.items())
+    fixed = [rows(epoch, shuffle=False) for epoch in (0, 1)]
+    assert list(fixed[0].values()) != list(fixed[1].values())
+    assert list(rows(0, shuffle=False, seed=2).values()) != list(fixed[0].values())
+
+
+def test_whole_words_are_hidden_whole(shards: TokenShards) -> None:
+    batches = batches_of(shards, whole_words=True, context=64)
+    parts = 0
+    for indices in batches.plan(0):
+        batch = batches.collate(indices)
+        original = torch.where(batch.targets == -1, batch.ids, batch.targets)
+        for ids, targets in zip(original.tolist(), batch.targets.tolist(), strict=True):
+            pieces = TOKENIZER.pieces(ids)
+            for i in range(1, len(ids)):
+                special = {ids[i], ids[i - 1]} & TOKENIZER.special_ids
+                if not special and pieces[i][0].isalnum() and pieces[i - 1][-1].isalnum():
+                    parts += 1
+                    assert (targets[i] == -1) == (targets[i - 1] == -1), pieces[i - 1 : i + 1]
+    assert parts > 1000
+
+
+def test_nothing_attends_to_what_fills_a_row_up(shards: TokenShards) -> None:
+    batches = batches_of(shards, shuffle=False)
+    *_, last = batches.plan(0)
+    batch = batches.collate(last)
+    length = shards.num_tokens % 32
+    assert length
+    assert batch.mask is not None
+    assert not batch.mask[-1, 0, :length, length:].any()
+    assert batch.mask[-1, 0, :length, :length].all()
+    assert batches.collate(batches.plan(0)[0]).mask is None
+
+
+def test_within_documents_a_token_meets_its_own_document_alone(shards: TokenShards) -> None:
+    batches = batches_of(shards, within_documents=True, shuffle=False)
+    document = np.searchsorted(shards.document_starts, np.arange(64), side="right")
+    mask = batches.collate(batches.plan(0)[0]).mask
+    assert mask is not None
+    for row in range(2):
+        own = document[32 * row : 32 * row + 32]
+        assert torch.equal(mask[row, 0], torch.from_numpy(own[:, None] == own[None, :]))
+
+
+def test_a_tokenizer_without_a_mask_token_is_refused(shards: TokenShards) -> None:
+    tokenizer = train_tokenizers(TokenizerSpec(vocab_size=300), ["a"], []).source
+    with pytest.raises(UsageError, match="no mask token"):
+        MaskedBatches(shards, tokenizer, context=8, batch_size=2, seed=0)
+
+
+def test_pieces_are_readable(tmp_path: Path) -> None:
+    ids = TOKENIZER.encode("a ä")[0]
+    assert "".join(TOKENIZER.pieces(ids)).replace("\ufffd\ufffd", "ä") == "a▁ä"
