@@ -1,11 +1,14 @@
 """Continuations: the same whatever the batch, the padding and the cache."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from triptych.attention import MultiHeadAttention
+from triptych.decoding.fused import PRECISIONS, Precision
 from triptych.decoding.generation import (
     Generated,
     GenerationOptions,
@@ -145,6 +148,16 @@ def test_a_text_ends_at_the_last_position_and_longer_prompts_are_refused_with_th
         list(generate_stream(engine, [[]], GenerationOptions(5)))
 
 
+def test_short_prompts_go_on_when_a_long_one_is_at_the_last_position() -> None:
+    model = make("learned")  # 24 positions
+    prompts = [[1, 2, 3] * 7, [4, 5], [6], [7], [8], [9]]
+    found = generate_tokens(TextEngine(model), prompts, GenerationOptions(15))
+    assert [list(one.ids) for (one,) in found] == [
+        plain(model, ids, min(15, 25 - len(ids))) for ids in prompts
+    ]
+    assert [one.finish for (one,) in found] == ["positions"] + ["length"] * 5
+
+
 def test_tokens_are_there_as_they_come() -> None:
     engine = TextEngine(make())
     stream = generate_stream(engine, [PROMPTS[0]], GenerationOptions(5))
@@ -235,3 +248,59 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], me
 def test_an_encoder_continues_nothing() -> None:
     with pytest.raises(ValueError, match="encoder"):
         TextEngine(make(kind="encoder"))
+
+
+LAYERS: list[dict[str, Any]] = [
+    {"attention": {"projections": "grouped", "num_kv_heads": 1}},
+    {"attention": {"projections": "latent", "d_latent": 4}, "positions": {"scheme": "alibi"}},
+    {"attention": {"projections": "key_value"}, "positions": {"scheme": "learned"}},
+    {"gated": True, "activation": "swish", "norm_kind": "rms", "bias": False},
+    {"activation": "relu", "norm": "post", "tie_embeddings": False},
+]
+
+
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_prepared_model_computes_what_the_model_does(
+    options: dict[str, Any], precision: Precision
+) -> None:
+    torch.manual_seed(0)
+    config = LanguageModelConfig.model_validate(
+        {"num_layers": 2, "d_model": 32, "num_heads": 2, "d_ff": 48, "context": 12, **options}
+    )
+    model = LanguageModel.of(config, "decoder", VOCAB).eval()
+    model = model.double() if precision == "fp32" else model
+    engine = TextEngine(model, precision)
+    texts = torch.randint(0, VOCAB, (3, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(texts).logits
+    opened, logits = engine.read(texts[:, :5].tolist())
+    found = [logits, *(engine.step(texts[:, i], opened) for i in range(5, 9))]
+    apart = (torch.stack(found, dim=1) - expected[:, 4:]).abs().max() / expected.abs().max()
+    assert float(apart) < {"fp32": 1e-12, "bf16": 0.05, "int8": 0.1}[precision]
+    assert (float(apart) > 1e-5) == (precision != "fp32")
+
+
+def test_the_model_itself_is_left_as_it_is() -> None:
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    kept = model(torch.tensor([PROMPTS[0]])).logits
+    for precision in PRECISIONS:
+        generate_tokens(TextEngine(model, precision), PROMPTS, GenerationOptions(3))
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(model(torch.tensor([PROMPTS[0]])).logits, kept)
+
+
+def test_windows_and_soft_caps_run_as_they_are_and_pieces_are_not_padded() -> None:
+    for changed, pads in (({"window": 3}, True), ({"soft_cap": 0.5}, True), ({"chunk": 3}, False)):
+        model = make("rotary")
+        for block in model.blocks:
+            layer = block.self_attention  # type: ignore[union-attr]
+            weights = layer.weights()  # type: ignore[union-attr,operator]
+            semantics = replace(weights.semantics, **changed)
+            block.self_attention = MultiHeadAttention.from_weights(replace(weights, semantics=semantics))
+        engine = TextEngine(model)
+        assert engine.pads == pads
+        found = generate_tokens(engine, PROMPTS, GenerationOptions(6))
+        assert [list(one.ids) for (one,) in found] == [plain(model, prompt, 6) for prompt in PROMPTS]

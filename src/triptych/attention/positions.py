@@ -45,7 +45,7 @@ class PositionIds(NamedTuple):
         start: "int | PositionIds",
         table: Float[Tensor, "positions width"],
         x: Float[Tensor, "*batch length d"],
-    ) -> Float[Tensor, "rows width"]:
+    ) -> Float[Tensor, "*rows width"]:
         """The rows of a table at the positions of `x`: those from `start` on, or those given."""
         if isinstance(start, PositionIds):
             return F.embedding(start.ids, table)

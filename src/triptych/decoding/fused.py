@@ -66,6 +66,8 @@ class Maps(ABC):
         """Replace the maps of a feed-forward layer."""
         layer.inner = self.linear(layer.inner.weight, layer.inner.bias)  # type: ignore[assignment]
         layer.outer = self.linear(layer.outer.weight, layer.outer.bias)  # type: ignore[assignment]
+        if layer.gate is not None:
+            layer.gate = self.linear(layer.gate.weight, layer.gate.bias)  # type: ignore[assignment]
 
     def experts(self, layer: Experts) -> None:
         """Cast the maps of a mixture of experts; their dtype is never less than floating."""
@@ -112,7 +114,7 @@ class Int8Maps(Maps):
         return Int8Linear(weight.detach(), bias, torch.ops.quantized.linear_dynamic)
 
     def feed_forward(self, layer: FeedForward) -> None:
-        if layer.activation is torch.relu:  # in the operation itself
+        if layer.activation is torch.relu and layer.gate is None:  # in the operation itself
             relu = Int8Linear(
                 layer.inner.weight.detach(), layer.inner.bias, torch.ops.quantized.linear_relu_dynamic
             )
@@ -162,7 +164,7 @@ class FusedAttention(nn.Module):
     def __init__(self, layer: MultiHeadAttention, maps: Maps, is_cross: bool) -> None:
         super().__init__()
         weights = layer.weights()
-        if foreign := weights.semantics.beyond(("scale", "kind", "dropout", "rotary", "bias")):
+        if foreign := _beyond_fusing(weights):
             raise ValueError(f"a layer with {', '.join(foreign)} cannot be fused")
         self.num_heads, self.is_cross = weights.num_heads, is_cross
         self.groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
@@ -263,10 +265,29 @@ class FusedAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
 
 
-def fused(model: nn.Module, maps: Maps) -> nn.Module:
+def _beyond_fusing(weights: AttentionWeights) -> list[str]:
+    """What a layer does that a `FusedAttention` does not."""
+    found = list(weights.semantics.beyond(("scale", "kind", "dropout", "rotary", "bias")))
+    rotary = weights.semantics.rotary
+    if rotary is not None and rotary.places is not None:
+        found.append("positions of a picture")
+    if weights.norms_within:
+        found.append("a norm between two maps")
+    return found
+
+
+def fused(model: nn.Module, maps: Maps, *, keep_others: bool = False) -> nn.Module:
     """A copy of a model for evaluation, its layers replaced; it shares memory with the model where it can.
 
     The embeddings are the caller's to replace, and the output layer.
+
+    Args:
+        model: left as it is.
+        maps: makes the linear maps.
+        keep_others: leave attention layers as they are that cannot be fused.
+
+    Raises:
+        ValueError: a layer cannot be fused.
     """
     copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
     for parent in list(copied.modules()):
@@ -276,9 +297,11 @@ def fused(model: nn.Module, maps: Maps) -> nn.Module:
             maps.experts(parent)
         for name, layer in parent.named_children():
             if isinstance(layer, MultiHeadAttention):
+                if keep_others and _beyond_fusing(layer.weights()):
+                    continue
                 setattr(parent, name, FusedAttention(layer, maps, is_cross=name == "cross_attention"))
-            elif isinstance(layer, nn.LayerNorm):
-                layer.weight, layer.bias = (_constant(own, maps.dtype) for own in (layer.weight, layer.bias))
+            elif isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+                cast_parameters(layer, maps.dtype)
             elif isinstance(layer, LearnedPositions):
                 layer.weight = _constant(layer.weight, maps.dtype)
     return copied
@@ -298,6 +321,13 @@ def call_directly(model: nn.Module) -> None:
                 direct[name] = [each.forward for each in child]
             else:
                 direct[name] = child.forward if type(child).forward is not nn.Module.forward else child
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Make the parameters that a module itself holds constants of a dtype."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = _constant(parameter, dtype)
 
 
 def _constant(tensor: Tensor, dtype: torch.dtype) -> nn.Parameter:

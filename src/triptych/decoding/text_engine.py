@@ -1,16 +1,24 @@
 """A language model made ready to continue texts, and what is kept of the texts of a batch."""
 
-import copy
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import cast, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from triptych.attention import DecoderCache, LayerCache, PositionIds
-from triptych.decoding.fused import Precision, unsupported_precision
+from triptych.attention import DecoderCache, LayerCache, MultiHeadAttention, PositionIds
+from triptych.decoding.fused import (
+    Maps,
+    Precision,
+    call_directly,
+    cast_parameters,
+    fused,
+    unsupported_precision,
+)
 from triptych.models import LanguageModel
+from triptych.models.blocks import Block
+from triptych.models.experts import Experts
 
 
 @final
@@ -39,12 +47,16 @@ class OpenTexts:
             return real
         return real | (places[:, None] == places)[None, None, slots - queries :]
 
-    def positions(self, slots: int, queries: int) -> PositionIds | None:
-        """Of the last tokens; None if they are those of the slots."""
+    def positions(self, slots: int, queries: int, most: int | None) -> PositionIds | None:
+        """Of the last tokens, `most` at most; None if they are those of the slots.
+
+        The tokens of a text that has ended and is still in the batch may stand at any.
+        """
         if self.padding is None:
             return None
+        end = slots if most is None else min(slots, most)
         places = torch.arange(slots - queries, slots, device=self.padding.device)
-        return PositionIds((places - self.padding[:, None]).clamp_min(0), slots)
+        return PositionIds((places - self.padding[:, None]).clamp(0, end - 1), end)
 
     def select(self, rows: Int[Tensor, " kept"]) -> None:
         """Keep these rows, in this order; a row may be named more than once."""
@@ -87,14 +99,13 @@ class TextEngine:
             raise ValueError("the model has no output table: it predicts no tokens")
         if reason := unsupported_precision(precision, self.device):
             raise ValueError(reason)
-        if precision == "int8":
-            raise ValueError("language models are not run in int8 yet")
         self.max_tokens, self.vocab_size = model.max_tokens, model.head.output.out_features
         self.num_choices = min(num_choices or self.vocab_size, self.vocab_size)
-        # Positions inside attention depend on distances, which padding on the left does not change.
-        self.pads = model.architecture.embeddings.positions == "none"
-        self._model = model.eval() if precision == "fp32" else copy.deepcopy(model).eval().bfloat16()
-        self._head = self._model.head
+        self.pads, self._absolute = _can_pad(model), model.architecture.embeddings.positions != "none"
+        self._num_layers = len(model.new_cache().own)
+        # Products of int8 give float32 alone.
+        dtype = torch.float32 if precision == "int8" else table.dtype
+        self._model, self._head = _prepared(model, Maps.of(precision, dtype))
 
     @torch.inference_mode()
     def read(
@@ -120,20 +131,49 @@ class TextEngine:
         """Logits of the token after each of `tokens`, one a row; the texts take the tokens in."""
         return self._logits(tokens[:, None], opened)
 
-    @property
-    def _num_layers(self) -> int:
-        return len(self._model.new_cache().own)
-
     def _logits(self, ids: Tensor, opened: OpenTexts) -> Tensor:
         queries = ids.shape[1]
         slots = opened.length + queries
         hidden = self._model.hidden(
             ids,
             mask=opened.mask(slots, queries),
-            positions=None if self.pads else opened.positions(slots, queries),
+            # Positions inside attention compare places, whose distances padding on the left leaves alone.
+            positions=opened.positions(slots, queries, self.max_tokens) if self._absolute else None,
             cache=opened.cache,
         )
         opened.length = slots
-        assert self._head is not None
         logits: Tensor = self._head(hidden[:, -1])
         return logits.float() if logits.dtype == torch.bfloat16 else logits
+
+
+def _can_pad(model: LanguageModel) -> bool:
+    """Whether padding on the left changes nothing that a model computes of the tokens after it.
+
+    It does not where positions are either those of the embeddings, which can be given, or compared inside
+    attention; pieces and temperatures count places from the first slot.
+    """
+    semantics = [cast(Block, block).self_attention.semantics for block in model.blocks]
+    if any(of.chunk is not None or of.temperature is not None for of in semantics):
+        return False
+    absolute = model.architecture.embeddings.positions != "none"
+    return not (absolute and any(of.positions != "none" or of.is_local for of in semantics))
+
+
+def _prepared(model: LanguageModel, maps: Maps) -> tuple[LanguageModel, Callable[[Tensor], Tensor]]:
+    """A model with fused layers and maps of a precision, and its head."""
+    own = cast(LanguageModel, fused(model, maps, keep_others=True))
+    for module in own.modules():
+        cast_parameters(module, maps.dtype)
+    own.embeddings.stream_dtype = None
+    head = own.head
+    assert head is not None
+    if head.config.tied:
+        head.output.weight = own.embeddings.table.weight
+    for parent, name in ((head, "map"), (head, "output"), (own.embeddings, "map")):
+        layer = getattr(parent, name)
+        if layer is not None:
+            setattr(parent, name, maps.linear(layer.weight, layer.bias))
+    # A layer that was left as it is reads parameters of its parts, which calling directly hides.
+    if not any(isinstance(module, MultiHeadAttention | Experts) for module in own.modules()):
+        call_directly(own)
+    return own, head.forward
