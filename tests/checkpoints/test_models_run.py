@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,12 +21,19 @@ from triptych.checkpoints.model_map import model_map
 from triptych.checkpoints.models import load_language_model
 from triptych.errors import DataError, UsageError
 from triptych.models.language_model import LanguageModel
-from triptych.storage.settings import Settings
+from triptych.storage.settings import Settings, paths_in
+from triptych.storage.tensors import open_tensors
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-IN_EVERY_RUN = ("gpt2", "llama")
+# Learned positions and fused maps; grouped keys, gates; gains relative to 1; rotary pairs side by side, one
+# norm for two readers; ALiBi, a norm of embeddings; norms after sums; sandwiches, gate and inner map in one.
+IN_EVERY_RUN = ("gpt2", "llama", "gemma", "gptj", "bloom", "openai-gpt", "glm4")
+# Why models of families that are run are not.
+REFUSED = {"gemma3": "vision_tower.encoder.layers.0.self_attn is no self-attention of its decoder"}
+# BLOOM writes the root of 2/π with eight digits.
+TOLERANCE = {"bloom": 1e-9, "bloom, six heads": 1e-9}
 
 
 def type_of(name: str) -> str:
@@ -35,7 +43,7 @@ def type_of(name: str) -> str:
 
 def can_be_run(name: str) -> bool:
     family = family_of(type_of(name))
-    if family is None or family.model is None:
+    if family is None or family.model is None or name in REFUSED:
         return False
     config = Settings(getattr(transformers, TINY[name].config)(**TINY[name].settings).to_dict(), name)
     return not any(config.holds(choice.when) for choice in family.model.refused)
@@ -43,6 +51,7 @@ def can_be_run(name: str) -> bool:
 
 RUN = [name for name in TINY if can_be_run(name)]
 MOST = [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in RUN]
+FEW = [pytest.param(name, marks=() if name in IN_EVERY_RUN[:2] else pytest.mark.slow) for name in RUN]
 
 
 class _Wide:
@@ -89,6 +98,16 @@ def made(name: str, folder: Path, changes: dict[str, Any] | None = None) -> Any:
     return model
 
 
+def loaded(folder: Path, dtype: torch.dtype | None = None) -> LanguageModel:
+    """Our model; what attention layers cannot hold yet is refused by name."""
+    try:
+        return load_language_model(folder, dtype=dtype).model
+    except DataError as error:
+        if "MultiHeadAttention does not support" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
 Pair = tuple[Any, LanguageModel]
 
 
@@ -100,7 +119,7 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     def pair(name: str) -> Pair:
         if name not in pairs:
             folder = tmp_path_factory.mktemp("tiny")
-            pairs[name] = made(name, folder), load_language_model(folder).model
+            pairs[name] = made(name, folder), loaded(folder)
         return pairs[name]
 
     return pair
@@ -131,25 +150,25 @@ def test_logits_and_attention_weights_are_those_of_transformers(
     expected = theirs(other, ids, output_attentions=gives_weights)
     found = model(ids, need_weights=True)
     assert found.logits.dtype == torch.float64
-    assert apart(found.logits, expected.logits) < 1e-10
+    assert apart(found.logits, expected.logits) < TOLERANCE.get(name, 1e-10)
     if gives_weights:
         assert len(found.weights) == len(expected.attentions)
         for one, layer in zip(found.weights, expected.attentions, strict=True):
-            assert apart(one, layer) < 1e-10
+            assert apart(one, layer) < TOLERANCE.get(name, 1e-10)
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", FEW)
 @torch.no_grad()
 def test_float32_models_agree_to_five_digits(name: str, tmp_path: Path) -> None:
     other = made(name, tmp_path).float()
-    model = load_language_model(tmp_path, dtype=torch.float32).model
+    model = loaded(tmp_path, dtype=torch.float32)
     ids = some_ids()
     found, expected = model(ids).logits, other(input_ids=ids).logits
     assert found.dtype == torch.float32
     assert apart(found, expected) < 1e-5 * max(1.0, float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", FEW)
 @torch.no_grad()
 def test_padding_on_the_right_changes_nothing(name: str, pair_of: Callable[[str], Pair]) -> None:
     other, model = pair_of(name)
@@ -157,11 +176,11 @@ def test_padding_on_the_right_changes_nothing(name: str, pair_of: Callable[[str]
     there[1, 7:] = False
     expected = theirs(other, ids, attention_mask=there.long()).logits
     found = model(ids, mask=there[:, None, None]).logits
-    assert apart(found[there], expected[there]) < 1e-10
+    assert apart(found[there], expected[there]) < TOLERANCE.get(name, 1e-10)
     assert apart(found[1:, :7], model(ids[1:, :7]).logits) < 1e-10
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", FEW)
 @torch.no_grad()
 def test_token_by_token_is_the_whole_prompt_at_once(name: str, pair_of: Callable[[str], Pair]) -> None:
     _, model = pair_of(name)
@@ -172,7 +191,7 @@ def test_token_by_token_is_the_whole_prompt_at_once(name: str, pair_of: Callable
     assert apart(torch.cat(steps, dim=1), model(ids).logits) < 1e-10
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", FEW)
 def test_the_tensors_beside_attention_are_written_as_they_were_read(name: str, tmp_path: Path) -> None:
     made(name, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
@@ -196,6 +215,94 @@ def test_every_family_that_is_run_has_a_tiny_model() -> None:
     run = {type_of(name) for name in RUN}
     for family in families():
         assert family.model is None or run & {*family.model_types}, family.name
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_field_that_is_left_out_is_what_the_class_makes_it(name: str, tmp_path: Path) -> None:
+    tiny = TINY[name]
+    made_by = getattr(transformers, tiny.config)
+    family = family_of(type_of(name))
+    assert family is not None
+    assert family.model is not None
+    made(name, tmp_path)
+    tensors, whole = open_tensors(tmp_path), json.loads((tmp_path / "config.json").read_text())
+
+    def architecture(record: dict[str, Any]) -> Any:
+        try:
+            return model_map(
+                Checkpoint("tiny", family, Settings(record, "config.json"), tensors)
+            ).architecture
+        except DataError:
+            return None
+
+    fields = {path for expression in family.model.expressions() for path in paths_in(expression)}
+    assert architecture(whole) is not None
+    for field in fields & whole.keys():
+        less = {key: value for key, value in whole.items() if key != field}
+        found = architecture(less)
+        if found is not None:
+            assert found == architecture(made_by.from_dict(dict(less)).to_dict()), field
+
+
+@torch.no_grad()
+def test_gains_that_are_stored_relative_to_one_may_all_be_zero(tmp_path: Path) -> None:
+    other = made("gemma", tmp_path)
+    zeros = {name: torch.zeros_like(t) for name, t in other.state_dict().items() if "norm" in name}
+    assert len(zeros) == 5
+    other.load_state_dict(zeros, strict=False)
+    changed(tmp_path, zeros)  # type: ignore[arg-type]
+    found = load_language_model(tmp_path).model(some_ids()).logits
+    assert float(found.abs().max()) > 0.1
+    assert apart(found, theirs(other, some_ids()).logits) < 1e-10
+
+
+@torch.no_grad()
+def test_the_same_tensors_turn_in_halves_in_llama_and_in_pairs_in_helium(tmp_path: Path) -> None:
+    other = made("llama", tmp_path, {"head_dim": 6})
+    fields = {"model_type": "helium"}
+    halves = load_language_model(tmp_path).model(some_ids()).logits
+    changed(tmp_path, {}, fields)
+    found = load_language_model(tmp_path).model(some_ids()).logits
+    assert apart(found, halves) > 1e-3
+    with in_float64():
+        helium = transformers.HeliumForCausalLM(transformers.HeliumConfig.from_pretrained(tmp_path)).eval()
+    helium.load_state_dict(other.state_dict())
+    assert apart(found, theirs(helium, some_ids()).logits) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@torch.no_grad()
+def test_the_stream_is_taken_after_the_last_norm_as_there(name: str, pair_of: Callable[[str], Pair]) -> None:
+    other, model = pair_of(name)
+    expected = theirs(other, some_ids(), output_hidden_states=True).hidden_states[-1]
+    assert apart(model(some_ids()).hidden, expected) < 1e-10
+    assert apart(model.hidden(some_ids()), expected) < 1e-10
+
+
+@torch.no_grad()
+def test_the_activation_is_on_the_gate_and_not_on_what_it_multiplies(tmp_path: Path) -> None:
+    other = made("llama", tmp_path)
+    before = load_language_model(tmp_path).model(some_ids()).logits
+    tensors = load_file(tmp_path / "model.safetensors")
+    swapped = {
+        name.replace(*pair): tensor
+        for name, tensor in tensors.items()
+        for pair in (("gate_proj", "up_proj"), ("up_proj", "gate_proj"))
+        if pair[0] in name
+    }
+    assert len(swapped) == 4
+    changed(tmp_path, swapped)  # type: ignore[arg-type]
+    found = load_language_model(tmp_path).model(some_ids()).logits
+    other.load_state_dict(swapped, strict=False)
+    assert apart(found, before) > 1e-3
+    assert apart(found, theirs(other, some_ids()).logits) < 1e-10
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_are_not_run_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    made(name, tmp_path)
+    with pytest.raises(DataError, match=re.escape(REFUSED[name])):
+        load_language_model(tmp_path)
 
 
 @pytest.fixture

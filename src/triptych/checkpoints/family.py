@@ -25,8 +25,8 @@ _EXPRESSIONS = (
     "buckets", "shared_maps", "image", "patch", "before", "rank", "q_rank", "plain", "turned",
     "both_ways", "needs", "layers", "inner", "more_layers", "uses", "size", "heads", "value_width",
     "scale", "soft_cap", "clip", "field", "borrowing", "value_norm", "factor", "strength", "every",
-    "rows", "offset_rows", "activation", "bias", "out_bias", "tied", "root_scale", "residual_scale",
-    "parallel", "from_norm", "embedding_scale",
+    "rows", "offset_rows", "activation", "bias", "out_bias", "tied", "residual_scale",
+    "from_norm", "embedding_scale",
 )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ class NormSpec(_Spec):
         offset: what the stored gain is relative to.
         when: on what condition it is there.
         eps: an expression; that of the model (`ModelSpec.eps`) if empty.
-        weight: whether it has weights.
+        weight: whether it has weights; with them and without `at`, there is no norm.
         memory: of cross-attention, the norm of the same kind whose output keys and values read; "{last}" is
             the last layer of `memory_layers`, the number of layers of the stack that makes it.
     """
@@ -455,7 +455,7 @@ class HeadSpec(_Spec):
     """
 
     at: str = "lm_head"
-    tied: str = "tie_word_embeddings"
+    tied: str = "tie_word_embeddings | true"
     bias: str = "false"
     scale: str = ""
     soft_cap: str = ""
@@ -473,10 +473,12 @@ class ModelSpec(_Spec):
         refused: why it cannot be run, on conditions of the configuration.
         eps: of norms that do not say another.
         embedding: module of the table.
-        embedding_scale: what its rows are multiplied by; `root_scale`: by the root of this.
+        embedding_scale: what its rows are multiplied by; `root_scale`: by the root of the first of
+            these whose condition holds.
         positions: what is added for positions, the first whose condition holds.
         embedding_norm: of the sum.
-        parallel: on what condition attention and feed-forward layer read the same stream.
+        parallel: whether attention and feed-forward layer read the same stream: a condition, the first that
+            is chosen.
         from_norm: on what condition sums are taken with the normalised stream.
         residual_scale: what every sub-layer's output is multiplied by.
         attention_norm: that the attention reads, or after its sum ("post"); if not given, the pre-norm that
@@ -498,10 +500,10 @@ class ModelSpec(_Spec):
     eps: str = "rms_norm_eps | 1e-6"
     embedding: str = "embed_tokens"
     embedding_scale: str = ""
-    root_scale: str = ""
+    root_scale: tuple[Choice, ...] = ()
     positions: tuple[EmbeddedPositionsSpec, ...] = ()
     embedding_norm: tuple[NormSpec, ...] = ()
-    parallel: str = "false"
+    parallel: tuple[Choice, ...] = ()
     from_norm: str = "false"
     residual_scale: str = ""
     attention_norm: tuple[NormSpec, ...] = ()

@@ -107,6 +107,7 @@ def not_understood_of_model(family: Family, settings: Settings) -> list[str]:
         path
         for path in overlooked(settings.record, fields_read(family))
         if (name := path.rpartition(".")[2]) not in harmless
+        and path not in harmless
         and not _HARMLESS_ENDS.search(name)
         and settings.value(path) not in _AS_USUAL.get(name, ())
     ]

@@ -133,7 +133,7 @@ class _Mapping:
         self._enter("embeddings.table.weight", table, (said if isinstance(said, int) else None, self.d_model))
         found = EmbeddingsConfig(
             self.tensors.infos[table].shape[0],
-            scale=self._number(spec.embedding_scale) * self._number(spec.root_scale) ** 0.5,
+            scale=self._number(spec.embedding_scale) * self._number(place.chosen(spec.root_scale)) ** 0.5,
             norm=self._norm("embeddings.norm", place, spec.embedding_norm),
         )
         positions = place.first(spec.positions)
@@ -158,7 +158,7 @@ class _Mapping:
 
     def _block(self, number: int, site: Site) -> BlockConfig:
         spec, place, at = self.spec, self.checkpoint.place(site), f"blocks.{number}"
-        own = place.norm
+        own, parallel = place.norm, place.chosen(spec.parallel)
         norms = spec.attention_norm or ((own,) if own is not None and own.place != "post" else ())
         return BlockConfig(
             self._frame(f"{at}.self_residual", place, norms, spec.attention_out_norm),
@@ -166,7 +166,7 @@ class _Mapping:
             self._frame(
                 f"{at}.feed_forward_residual", place, spec.feed_forward_norm, spec.feed_forward_out_norm
             ),
-            parallel=place.holds(spec.parallel),
+            parallel=bool(parallel) and place.holds(parallel),
         )
 
     def _frame(
@@ -184,7 +184,7 @@ class _Mapping:
     def _norm(self, ours: str, place: Place, norms: tuple[NormSpec, ...]) -> NormConfig | None:
         """A norm; a LayerNorm has a bias where the file has one, and 0 for it elsewhere, as there."""
         norm = place.first(norms)
-        if norm is None:
+        if norm is None or (norm.weight and not norm.at):
             return None
         eps = place.number(norm.eps or self.spec.eps)
         weight, bias = norm_tensors(self.tensors, place.beside(norm.at))

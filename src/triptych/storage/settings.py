@@ -3,6 +3,7 @@
 num_attention_heads                      a field
 rope_parameters.rope_theta | 10000       the first alternative that is there and not null
 hidden_size / num_attention_heads        a product or quotient
+hidden_act | 'silu'                      a text in quotes stands for itself
 layer_types[]                            the entry of this layer in a list
 layer_types[] == sliding_attention       a condition; also !=, <, >=, a bare field (true?), !field
 attn_config.softmax_scale != null        whether a field is there and not null
@@ -20,6 +21,7 @@ from triptych.errors import DataError
 _MISSING = object()
 _LARGEST = 1e15
 _CONDITION = re.compile(r"(.+?)\s*(==|!=|>=|<)\s*(.+)")
+_QUOTED = re.compile(r"'[^']*'")
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -160,6 +162,8 @@ class Settings:
         return total
 
     def _term(self, term: str, layer: int) -> Any:
+        if _QUOTED.fullmatch(term):
+            return term[1:-1]
         literal = _literal(term)
         return literal if not isinstance(literal, str) else self._field(term, layer)
 
@@ -180,6 +184,7 @@ class Settings:
 
 def paths_in(expression: str) -> set[str]:
     """The fields that a value or a condition reads, as paths."""
+    expression = _QUOTED.sub("", expression)
     sides = [expression]
     if found := _CONDITION.fullmatch(expression.strip()):
         sides = [found[1], found[3]] if found[2] in ("<", ">=") else [found[1]]
