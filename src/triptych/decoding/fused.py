@@ -237,7 +237,7 @@ class FusedAttention(nn.Module):
         if mask is not None and mask.dtype == torch.bool:
             mask = numbers_of(mask, k)
         if causal and length > 1:
-            triangle = numbers_of(causal_mask(length, key_len, k.device), k)
+            triangle = numbers_of(causal_mask(length, key_len, k.device), k)[None, None]
             mask = triangle if mask is None else mask + triangle
         if self.bias is None:
             return mask
