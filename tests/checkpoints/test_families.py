@@ -58,7 +58,7 @@ def inputs(model: Any) -> dict[str, Tensor]:
             "spatial_shapes": torch.tensor([[3, 3], [3, 3]]),
         }
     if kind in ("longformer", "led"):
-        ids = torch.randint(3, 40, (2, 12))  # a multiple of the largest window: nothing is padded
+        ids = torch.randint(3, 40, (2, 16))  # a multiple of the largest window: nothing is padded
     if kind in ("clip", "siglip"):
         return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16).double()}
     if kind == "wav2vec2":

@@ -565,7 +565,7 @@ TINY: dict[str, Tiny] = {
     "nomic_bert": Tiny("NomicBertModel", "NomicBertConfig", {**_COMMON, "head_dim": 10}),
     "blenderbot": Tiny("BlenderbotForConditionalGeneration", "BlenderbotConfig", _TWO_STACKS),
     "blenderbot-small": Tiny("BlenderbotSmallForConditionalGeneration", "BlenderbotSmallConfig", _TWO_STACKS),
-    "longformer": Tiny("LongformerModel", "LongformerConfig", {**_COMMON, "attention_window": [4, 6]}),
+    "longformer": Tiny("LongformerModel", "LongformerConfig", {**_COMMON, "attention_window": [4, 8]}),
     "led": Tiny(
         "LEDForConditionalGeneration",
         "LEDConfig",
