@@ -16,7 +16,7 @@ from torch import Tensor
 
 from triptych.checkpoints.family import AttentionSpec, Family, family_of, half_of
 from triptych.checkpoints.fields import not_followed, require_known_kinds, sees_both_ways
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site, SourceVisitor, T
 from triptych.checkpoints.own import OwnModel, is_own
 from triptych.checkpoints.place import Place
 from triptych.checkpoints.positions import stored_angles
@@ -64,6 +64,9 @@ class Checkpoint(AttentionSource):
         self.unread = {}
         self.num_tensors = len(tensors.infos)
         self.left_over = self._account()
+
+    def accept(self, visitor: SourceVisitor[T]) -> T:
+        return visitor.visit_checkpoint(self)
 
     def read(self, site: Site) -> AttentionLayer:
         return LayerReader(self._places[site], self.tensors).read()

@@ -311,7 +311,7 @@ class AttentionSpec(_Spec):
         scale: the scores are multiplied by 1/√ of this, the width of queries if no choice holds; "1" for
             nothing.
         scale_times: what they are multiplied by besides.
-        hook: code of the family for what none of this can say, `families/NAME.py`.
+        hook: name of code of the family for what none of this can say (`hook_of` in `families/__init__.py`).
         norm: what is read; None without any.
         head_norm: of queries and keys.
         value_norm: what is added to the mean square in an RMSNorm of each head's values, which has no
@@ -363,7 +363,7 @@ class AttentionSpec(_Spec):
     value_width: str = ""
     scale: str | tuple[Choice, ...] = ()
     scale_times: tuple[Choice, ...] = ()
-    hook: Literal["", "deberta", "deepseek", "gpt2"] = ""
+    hook: str = ""
     norm: tuple[NormSpec, ...] = ()
     head_norm: HeadNormSpec | None = None
     value_norm: str = ""

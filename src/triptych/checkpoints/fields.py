@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from importlib.resources import files
 from typing import Any
 
-from triptych.checkpoints.families import HOOKS
+from triptych.checkpoints.families import hook_of
 from triptych.checkpoints.family import AttentionSpec, Family
 from triptych.errors import DataError
 from triptych.storage.settings import Settings, paths_in
@@ -58,7 +58,8 @@ def overlooked(record: Mapping[str, Any], read: Collection[str], path: str = "")
 def fields_read(family: Family) -> frozenset[str]:
     """The fields that a family reads, or says that nobody does, as paths."""
     ignored = {ignored.field for spec in family.attention for ignored in spec.ignored}
-    hooked = (HOOKS[spec.hook].fields for spec in family.attention if spec.hook)
+    hooks = (hook_of(spec.hook) for spec in family.attention)
+    hooked = (hook.fields for hook in hooks if hook is not None)
     return _NAMES["read_in_code"].union(
         ignored, *hooked, *(paths_in(expression) for expression in family.expressions())
     )

@@ -3,9 +3,15 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar, final
 
 from triptych.algebra.weights import AttentionWeights, Norm
+
+if TYPE_CHECKING:
+    from triptych.checkpoints.checkpoint import Checkpoint
+    from triptych.checkpoints.own import OwnModel
+
+T = TypeVar("T")
 
 
 @final
@@ -77,6 +83,18 @@ class AttentionLayer:
         return self.weights.dtype.itemsize if cached else 0
 
 
+class SourceVisitor(ABC, Generic[T]):
+    """An operation that differs between the kinds of sources; `AttentionSource.accept` calls one method."""
+
+    @abstractmethod
+    def visit_checkpoint(self, source: "Checkpoint") -> T:
+        """The operation on a checkpoint in another library's format."""
+
+    @abstractmethod
+    def visit_own(self, source: "OwnModel") -> T:
+        """The operation on a model in our own format."""
+
+
 class AttentionSource(ABC):
     """Something with attention layers, of which one is read at a time.
 
@@ -101,6 +119,10 @@ class AttentionSource(ABC):
     unread: dict[str, str]
     absent: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @abstractmethod
+    def accept(self, visitor: SourceVisitor[T]) -> T:
+        """Call the visitor's method for this kind of source, and return its result."""
 
     @abstractmethod
     def read(self, site: Site) -> AttentionLayer:

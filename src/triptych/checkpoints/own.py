@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, InputNorms, Site
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, InputNorms, Site, SourceVisitor, T
 from triptych.models.sites import attention_sites, attention_weights, input_norms
 from triptych.models.storage import read_model
 
@@ -54,6 +54,9 @@ class OwnModel(AttentionSource):
             if tensor.untyped_storage().data_ptr() not in attention
         )
         self.unread = {}
+
+    def accept(self, visitor: SourceVisitor[T]) -> T:
+        return visitor.visit_own(self)
 
     def read(self, site: Site) -> AttentionLayer:
         weights = self._weights[self._names[site]]

@@ -13,7 +13,7 @@ from torch import Tensor
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm
-from triptych.checkpoints.families import HOOKS
+from triptych.checkpoints.families import hook_of
 from triptych.checkpoints.family import Choice, NormSpec
 from triptych.checkpoints.fields import is_turned_round
 from triptych.checkpoints.layer import AttentionLayer, InputNorms
@@ -173,7 +173,7 @@ class LayerReader:
         place, spec, width = self.place, self.place.spec, q.d_out
         under = spec.scale if isinstance(spec.scale, str) else place.chosen(spec.scale)
         under_root = place.number(under) if under else float(width)
-        times, hook = place.chosen(spec.scale_times), HOOKS.get(spec.hook)
+        times, hook = place.chosen(spec.scale_times), hook_of(spec.hook)
         if hook is not None:
             scale = hook.scale(place, under_root)
         else:

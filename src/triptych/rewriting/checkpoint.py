@@ -3,7 +3,7 @@
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,7 +16,7 @@ from torch import Tensor
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import Family
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site, SourceVisitor
 from triptych.checkpoints.own import OwnModel
 from triptych.errors import DataError
 from triptych.files import file_hash, write_bytes, write_folder
@@ -91,7 +91,7 @@ def rewrite_checkpoint(
     source = open_checkpoint(folder, family)
     prepared = prepare(source, folder, recipe)
     request = _Request(checkpoint, folder, target, recipe, text, compare, progress or _tell_nobody)
-    return _REWRITINGS[type(source)](source, prepared, request).write()
+    return source.accept(_RewritingOf(prepared, request)).write()
 
 
 @final
@@ -377,10 +377,17 @@ class _FolderRewriting(_Rewriting):
             self.layers[site.name] = LayerRecord(module=site.module, steps=done.records, measured=measured)
 
 
-_REWRITINGS: dict[type[AttentionSource], Callable[..., _Rewriting]] = {
-    Checkpoint: _FolderRewriting,
-    OwnModel: _RunRewriting,
-}
+@final
+@dataclass(frozen=True)
+class _RewritingOf(SourceVisitor[_Rewriting]):
+    prepared: Prepared
+    request: _Request
+
+    def visit_checkpoint(self, source: Checkpoint) -> _Rewriting:
+        return _FolderRewriting(source, self.prepared, self.request)
+
+    def visit_own(self, source: OwnModel) -> _Rewriting:
+        return _RunRewriting(source, self.prepared, self.request)
 
 
 def _owners(source: Checkpoint) -> dict[str, Site]:

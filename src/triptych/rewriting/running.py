@@ -242,6 +242,8 @@ class TransformersModel(RunnableModel):
         # Whatever a model's own code says of a checkpoint, it comes in many classes.
         except Exception as error:
             raise DataError(f"{path}: transformers cannot load it: {first_line(error)}") from error
+        if self.model.main_input_name != "input_ids":
+            raise DataError(f"{name} reads {_inputs_besides_text(self.model) or 'no token ids'}, not text")
         self._missing = sorted(found["missing_keys"])
         _fill_with_nan(self.model, self._missing)
         self.by = f"transformers {transformers.__version__}"
@@ -280,11 +282,19 @@ class TransformersModel(RunnableModel):
         """One forward pass.
 
         Raises:
-            DataError: the file lacks tensors that the output depends on. `transformers` draws random ones
-                for these.
+            DataError: the file lacks tensors that the output depends on (`transformers` draws random ones
+                for these); or the model reads more than text.
         """
         self.seen = {}
-        found = self.model(**window.inputs)
+        try:
+            found = self.model(**window.inputs)
+        except (AttributeError, TypeError, ValueError) as error:
+            if other := _inputs_besides_text(self.model):
+                name = type(self.model).__name__
+                raise DataError(
+                    f"{name} reads {other} besides text, and does not run on text alone"
+                ) from error
+            raise
         result: Tensor = (found.logits if "logits" in found else found.last_hidden_state)[0]
         if self._missing and result.isnan().any():
             raise DataError(f"{self._path}: there is no tensor for {self._missing[0]}")
@@ -465,6 +475,15 @@ def _fill_with_nan(model: nn.Module, names: Sequence[str]) -> None:
         for name in names:
             if name in parameters:
                 parameters[name].fill_(torch.nan)
+
+
+def _inputs_besides_text(model: Any) -> str:
+    """What a model of `transformers` reads besides text: "images", "audio", …; "" if nothing."""
+    given = getattr(model, "input_modalities", ())
+    names = (given,) if isinstance(given, str) else given
+    return " and ".join(
+        {"image": "images", "video": "videos"}.get(name, name) for name in names if name != "text"
+    )
 
 
 def first_line(error: Exception) -> str:
