@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints.test_families import made
 from rewriting.test_calibration import bert, text_in
 from small_checkpoints import gpt2_that_runs
 from triptych.models import EncoderDecoder, ModelConfig, write_model
+from triptych.rewriting.comparing import open_original
 from triptych.rewriting.running import can_run, open_model
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
@@ -56,3 +58,20 @@ def test_without_transformers_a_run_of_ours_can_be_run_and_no_other_model(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert can_run(tmp_path / "ours") == ""
     assert "transformers, which would run it, is not installed" in can_run(tmp_path / "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("vit", "the original cannot be run: ViTModel reads images, not text"),
+        (
+            "clip",
+            "the original cannot be run: CLIPModel reads images besides text, and does not run on text alone",
+        ),
+    ],
+)
+def test_a_model_of_pictures_is_not_run_on_text_and_one_line_says_so(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    made(name, tmp_path)
+    assert open_original(tmp_path, None) == reason

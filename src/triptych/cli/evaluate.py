@@ -9,7 +9,15 @@ from typing import Annotated, Literal
 import typer
 
 import triptych
-from triptych.cli.options import PrecisionOption, StopOption, WorkersOption, number_of_workers
+from triptych.cli.options import (
+    AlphaOption,
+    BeamOption,
+    DeviceOption,
+    PrecisionOption,
+    StopOption,
+    WorkersOption,
+    number_of_workers,
+)
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.cli.progress import progress_bar
 from triptych.errors import DataError, UsageError
@@ -63,10 +71,8 @@ def evaluate(
             help="With --text: tokens between the starts of windows. Default: the context, side by side.",
         ),
     ] = None,
-    beam: Annotated[int | None, typer.Option("--beam", min=1, help="Beam size; 1 is greedy.")] = None,
-    alpha: Annotated[
-        float | None, typer.Option("--alpha", min=0, help="Exponent of the length penalty.")
-    ] = None,
+    beam: BeamOption = None,
+    alpha: AlphaOption = None,
     stop: StopOption = None,
     precision: PrecisionOption = "fp32",
     workers: WorkersOption = None,
@@ -74,9 +80,7 @@ def evaluate(
         Path | None, typer.Option("--out", "-o", help="Write the translations to this file.")
     ] = None,
     force: ForceOption = False,
-    device: Annotated[
-        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.")
-    ] = "auto",
+    device: DeviceOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
     """Score a translator on a test text, or a language model.

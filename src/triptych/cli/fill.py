@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 import triptych
+from triptych.cli.options import DeviceOption
 
 
 def fill(
@@ -16,9 +17,7 @@ def fill(
     count: Annotated[
         int, typer.Option("--count", min=1, help="How many tokens are shown for each mask.")
     ] = 5,
-    device: Annotated[
-        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.")
-    ] = "auto",
+    device: DeviceOption = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per mask, with probabilities and texts.")
     ] = False,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import triptych
-from triptych.cli.options import EngineOption, PrecisionOption
+from triptych.cli.options import DeviceOption, EngineOption, PrecisionOption
 from triptych.cli.selection import parse_index
 from triptych.decoding import Continuation, GenerationOptions, SamplingOptions, TextGenerator
 from triptych.errors import UsageError
@@ -69,9 +69,7 @@ def generate(
     ] = False,
     precision: PrecisionOption = "fp32",
     engine: EngineOption = "triptych",
-    device: Annotated[
-        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.")
-    ] = "auto",
+    device: DeviceOption = "auto",
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON object per prompt, with tokens and log-probabilities."),

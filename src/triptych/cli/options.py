@@ -24,6 +24,13 @@ EngineOption = Annotated[
         "faster in int8 on CPUs; the model is converted first).",
     ),
 ]
+BeamOption = Annotated[
+    int | None, typer.Option("--beam", min=1, help="Beam size; 1 is greedy. Default: the recipe's.")
+]
+AlphaOption = Annotated[float | None, typer.Option("--alpha", min=0, help="Exponent of the length penalty.")]
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.")
+]
 StopOption = Annotated[
     Literal["certain", "full"] | None,
     typer.Option(

@@ -12,6 +12,9 @@ import typer
 
 import triptych
 from triptych.cli.options import (
+    AlphaOption,
+    BeamOption,
+    DeviceOption,
     EngineOption,
     PrecisionOption,
     StopOption,
@@ -43,12 +46,8 @@ def translate(
         Path | None, typer.Option("--out", "-o", help="The output file. Default: standard output.")
     ] = None,
     force: ForceOption = False,
-    beam: Annotated[
-        int | None, typer.Option("--beam", min=1, help="Beam size; 1 is greedy. Default: the recipe's.")
-    ] = None,
-    alpha: Annotated[
-        float | None, typer.Option("--alpha", min=0, help="Exponent of the length penalty.")
-    ] = None,
+    beam: BeamOption = None,
+    alpha: AlphaOption = None,
     num_best: Annotated[int, typer.Option("--n-best", min=1, help="Number of translations per line.")] = 1,
     max_extra: Annotated[
         int | None,
@@ -60,9 +59,7 @@ def translate(
     precision: PrecisionOption = "fp32",
     workers: WorkersOption = None,
     engine: EngineOption = "triptych",
-    device: Annotated[
-        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.")
-    ] = "auto",
+    device: DeviceOption = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line, with scores and tokens.")
     ] = False,
