@@ -190,7 +190,7 @@ def _on_threads(work: Callable[["_Chunk"], HeadMeasures], chunks: "Sequence[_Chu
 def _with_rotary_pairs(parts: "_Parts", rotary_pairs: RotaryPairs) -> Tensor:
     """Singular values of the channels that stay, and the roots of the energies of the pairs that turn.
 
-    MapPair f, seen as two complex vectors u_f and v_f, has the mean square score ½ |xᵀu_f|² |yᵀv_f|² over
+    Pair f, seen as two complex vectors u_f and v_f, has the mean square score ½ |xᵀu_f|² |yᵀv_f|² over
     distances: ½ ‖u_f‖² ‖v_f‖² for inputs without a preferred direction.
     """
     times = torch.ones(parts.R["q"].shape[-1], dtype=torch.float64)
