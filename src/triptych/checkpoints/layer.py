@@ -3,13 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar, final
+from typing import Any, Generic, Literal, TypeVar, final
 
 from triptych.algebra.weights import AttentionWeights, Norm
-
-if TYPE_CHECKING:
-    from triptych.checkpoints.checkpoint import Checkpoint
-    from triptych.checkpoints.own import OwnModel
 
 T = TypeVar("T")
 
@@ -87,12 +83,12 @@ class SourceVisitor(ABC, Generic[T]):
     """An operation that differs between the kinds of sources; `AttentionSource.accept` calls one method."""
 
     @abstractmethod
-    def visit_checkpoint(self, source: "Checkpoint") -> T:
-        """The operation on a checkpoint in another library's format."""
+    def visit_checkpoint(self, source: Any) -> T:
+        """The operation on a `Checkpoint`, in another library's format."""
 
     @abstractmethod
-    def visit_own(self, source: "OwnModel") -> T:
-        """The operation on a model in our own format."""
+    def visit_own(self, source: Any) -> T:
+        """The operation on an `OwnModel`, in our own format."""
 
 
 class AttentionSource(ABC):
