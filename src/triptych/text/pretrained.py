@@ -9,7 +9,8 @@ import tokenizers
 from pydantic import BaseModel, ConfigDict, ValidationError
 from tokenizers import AddedToken
 
-from triptych.errors import DataError
+from triptych.errors import DataError, UsageError
+from triptych.text.chat import render_chat
 from triptych.text.sentencepiece import SPACE_MARK
 from triptych.text.tokenizers import (
     BYTE_OF,
@@ -123,6 +124,24 @@ class PretrainedTokenizer(Tokenizer):
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Each token in readable form: spaces are shown as "▁", parts of characters as U+FFFD."""
         return [self._readable(int(token)) for token in ids]
+
+    def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, as the checkpoint's chat template writes it."""
+        templates = self._record.chat_templates
+        if not templates:
+            return super().chat(messages, add_generation_prompt=add_generation_prompt)
+        if "default" not in templates:
+            raise UsageError(
+                f"{self._origin} has the chat templates {', '.join(sorted(templates))} and no default; "
+                "give a prompt without them"
+            )
+        return render_chat(
+            templates["default"],
+            messages,
+            self._record.tokens,
+            add_generation_prompt=add_generation_prompt,
+            origin=self._origin,
+        )
 
     def _readable(self, token: int) -> str:
         text = self._token_of.get(token, f"<unused {token}>")

@@ -1,0 +1,94 @@
+"""Conversations as text, by the chat template of a checkpoint."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from triptych.errors import DataError, UsageError
+
+_SCRIPT = Path(__file__).with_name("chat_rendering.py")
+# Of the clock: the process starts in a tenth of a second, but the machine may be busy. Its own limit is on
+# the time that it computes.
+_SECONDS = 60.0
+# Names under which the reasoning of an answer is given; templates read the first, some the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, object]],
+    tokens: Mapping[str, str],
+    *,
+    add_generation_prompt: bool,
+    origin: str,
+) -> str:
+    """The text of a conversation, as `transformers` renders it.
+
+    The template runs in a process of its own that may not read files, with limits on time, memory and text.
+
+    Args:
+        template: in jinja2's language.
+        messages: each with a "role" and a "content".
+        tokens: the named special tokens, such as `bos_token`.
+        add_generation_prompt: end with the beginning of an answer.
+        origin: what errors call the tokenizer.
+
+    Raises:
+        UsageError: there are no messages, they are no JSON, or the template refuses them.
+        DataError: the template is damaged, forbidden, runs for too long or writes too much.
+    """
+    if not messages:
+        raise UsageError("the conversation is empty; give at least one message")
+    variables = {
+        **tokens,
+        "messages": [_plain(message) for message in messages],
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    try:
+        request = json.dumps({"template": template, "variables": variables})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the messages cannot be given to a chat template: {error}") from None
+    where = f"the chat template of {origin}"
+    try:
+        done = subprocess.run(
+            # -P keeps the modules beside the script from taking the place of others.
+            [sys.executable, "-P", str(_SCRIPT)],
+            input=request.encode(),
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise DataError(
+            f"{where} runs for more than {_SECONDS:.0f} seconds; give a prompt without it"
+        ) from None
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        # The system ended it: it has no way to say why.
+        raise DataError(f"{where} takes too much time or memory; give a prompt without it") from None
+    if "text" in answer:
+        return str(answer["text"])
+    message = " ".join(str(answer["message"]).split())
+    match answer["error"]:
+        case "refusal":
+            raise UsageError(f"{where} refuses the messages: {message}")
+        case "forbidden":
+            raise DataError(f"{where} does what no template may: {message}; give a prompt without it")
+        case "too much":
+            raise DataError(f"{where} is stopped: {message}; give a prompt without it")
+        case _:
+            raise DataError(f"{where} is damaged: {message}; give a prompt without it")
+
+
+def _plain(message: Mapping[str, object]) -> dict[str, object]:
+    """The fields that say something; an answer's reasoning under every name that templates read."""
+    found = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((found[name] for name in _REASONING if name in found), None)
+    if reasoning is None:
+        return found
+    return {"thinking": reasoning, **found, "reasoning_content": reasoning}
