@@ -47,7 +47,7 @@ def type_of(name: str) -> str:
 
 def can_be_run(name: str) -> bool:
     family = family_of(type_of(name))
-    if family is None or family.model is None or name in REFUSED:
+    if family is None or family.model is None or family.model.kind == "encoder" or name in REFUSED:
         return False
     config = Settings(getattr(transformers, TINY[name].config)(**TINY[name].settings).to_dict(), name)
     return not any(config.holds(choice.when) for choice in family.model.refused)
@@ -224,7 +224,8 @@ def test_every_field_of_its_class_in_transformers_is_understood(name: str) -> No
 def test_every_family_that_is_run_has_a_tiny_model() -> None:
     run = {type_of(name) for name in RUN}
     for family in families():
-        assert family.model is None or run & {*family.model_types}, family.name
+        if family.model is not None and family.model.kind == "decoder":
+            assert run & {*family.model_types}, family.name
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -274,8 +275,9 @@ def test_the_same_tensors_turn_in_halves_in_llama_and_in_pairs_in_helium(tmp_pat
     changed(tmp_path, {}, fields)
     found = load_language_model(tmp_path).model(some_ids()).logits
     assert apart(found, halves) > 1e-3
+    helium_class = transformers.HeliumForCausalLM  # imports its module
     with in_float64():
-        helium = transformers.HeliumForCausalLM(transformers.HeliumConfig.from_pretrained(tmp_path)).eval()
+        helium = helium_class(transformers.HeliumConfig.from_pretrained(tmp_path)).eval()
     helium.load_state_dict(other.state_dict())
     assert apart(found, theirs(helium, some_ids()).logits) < 1e-10
 

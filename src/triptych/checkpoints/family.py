@@ -26,7 +26,7 @@ _EXPRESSIONS = (
     "both_ways", "needs", "layers", "inner", "more_layers", "uses", "size", "heads", "value_width",
     "scale", "soft_cap", "clip", "field", "borrowing", "value_norm", "factor", "strength", "every",
     "rows", "offset_rows", "activation", "bias", "out_bias", "tied", "residual_scale",
-    "from_norm", "embedding_scale",
+    "from_norm", "embedding_scale", "padding", "outputs", "num_types", "embedding_width", "map_bias", "token",
 )  # fmt: skip
 
 
@@ -403,6 +403,8 @@ class EmbeddedPositionsSpec(_Spec):
         table: module of the learned rows.
         rows: how many positions there are.
         offset_rows: rows of the table before that of position 0.
+        padding: the token that does not count, where positions count the tokens that do: its own row stands
+            before that of position 0; "" where positions count all tokens.
         layout: see `attention.sinusoidal`.
     """
 
@@ -411,6 +413,7 @@ class EmbeddedPositionsSpec(_Spec):
     table: str = ""
     rows: str = "max_position_embeddings"
     offset_rows: str = "0"
+    padding: str = ""
     layout: Literal["halves", "interleaved"] = "interleaved"
 
 
@@ -443,11 +446,32 @@ class FeedForwardSpec(_Spec):
 
 
 @final
+class MaskedSpec(_Spec):
+    """Masked tokens whose rows count as 0; see `architecture.MaskedTokens`.
+
+    Attributes:
+        when: on what condition they do.
+        token: that stands for masked ones.
+        padding: that is not counted.
+    """
+
+    when: str = ""
+    token: str
+    padding: str
+
+
+@final
 class HeadSpec(_Spec):
     """From the stream to logits.
 
     Attributes:
         at: the output map, below the names of the attention or above them.
+        when: on what condition of the configuration there is such a head.
+        transform: the map before it, likewise, and whether that has a bias (`map_bias`); "" without one.
+        activation: after that, by its name in `transformers`; "" for none.
+        norm: after that, named likewise.
+        bias_at: tensors of the bias, if it is not the map's own; those in the file are all the same.
+        outputs: how many logits there are, if not one for every token.
         tied: on what condition its weight is the table of the embeddings.
         bias: on what condition it has a bias.
         scale: of the logits.
@@ -455,6 +479,13 @@ class HeadSpec(_Spec):
     """
 
     at: str = "lm_head"
+    when: str = ""
+    transform: str = ""
+    map_bias: str = "true"
+    activation: str = ""
+    norm: tuple[NormSpec, ...] = ()
+    bias_at: tuple[str, ...] = ()
+    outputs: str = ""
     tied: str = "tie_word_embeddings | true"
     bias: str = "false"
     scale: str = ""
@@ -475,7 +506,11 @@ class ModelSpec(_Spec):
         embedding: module of the table.
         embedding_scale: what its rows are multiplied by; `root_scale`: by the root of the first of
             these whose condition holds.
+        embedding_width: of the table, where a map leads from it to the width of the model;
+            `embedding_map`: that map, which is there if the file has it.
+        types: module of the table of segments, `num_types`: its rows.
         positions: what is added for positions, the first whose condition holds.
+        masked: what becomes of masked tokens, if not what becomes of all.
         embedding_norm: of the sum.
         parallel: whether attention and feed-forward layer read the same stream: a condition, the first that
             is chosen.
@@ -489,7 +524,9 @@ class ModelSpec(_Spec):
         feed_forward_out_norm: likewise.
         feed_forward: the first whose condition holds.
         final_norm: after the last block.
-        head: to logits.
+        head: to logits, of a decoder.
+        heads: to logits, of an encoder: the first of which the file has the transform, or the output map.
+            With none of them the model ends with the stream.
         rest: tensors that change nothing, as patterns.
         harmless: fields of the configuration that change nothing of this family's models.
     """
@@ -499,9 +536,14 @@ class ModelSpec(_Spec):
     refused: tuple[Choice, ...] = ()
     eps: str = "rms_norm_eps | 1e-6"
     embedding: str = "embed_tokens"
+    embedding_width: str = ""
+    embedding_map: str = ""
+    types: str = ""
+    num_types: str = "type_vocab_size"
     embedding_scale: str = ""
     root_scale: tuple[Choice, ...] = ()
     positions: tuple[EmbeddedPositionsSpec, ...] = ()
+    masked: MaskedSpec | None = None
     embedding_norm: tuple[NormSpec, ...] = ()
     parallel: tuple[Choice, ...] = ()
     from_norm: str = "false"
@@ -513,6 +555,7 @@ class ModelSpec(_Spec):
     feed_forward: tuple[FeedForwardSpec, ...] = Field(min_length=1)
     final_norm: tuple[NormSpec, ...] = ()
     head: HeadSpec = HeadSpec()
+    heads: tuple[HeadSpec, ...] = ()
     rest: tuple[str, ...] = ()
     harmless: tuple[str, ...] = ()
 

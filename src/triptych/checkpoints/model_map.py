@@ -13,7 +13,7 @@ from typing import Never, final
 import torch
 
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.family import EmbeddedPositionsSpec, FeedForwardSpec, ModelSpec, NormSpec
+from triptych.checkpoints.family import EmbeddedPositionsSpec, FeedForwardSpec, HeadSpec, ModelSpec, NormSpec
 from triptych.checkpoints.fields import listed, not_understood_of_model
 from triptych.checkpoints.layer import Site
 from triptych.checkpoints.layer_map import LayerMap, norm_tensors, tensor_names
@@ -29,6 +29,7 @@ from triptych.models.architecture import (
     FeedForwardConfig,
     HeadConfig,
     LanguageModelArchitecture,
+    MaskedTokens,
     NormConfig,
     SublayerConfig,
 )
@@ -97,6 +98,7 @@ class _Mapping:
         if strange := not_understood_of_model(checkpoint.family, self.settings):
             self._refuse_field(strange)
         self.entries: list[Entry] = []
+        self.twice: set[str] = set()  # tensors that are others as well
 
     def model_map(self) -> ModelMap:
         architecture = self._architecture()
@@ -119,8 +121,18 @@ class _Mapping:
             embeddings=embeddings,
             blocks=blocks,
             final_norm=final_norm,
-            head=self._head(),
+            head=self._head() if spec.kind == "decoder" else self._head_of_encoder(),
+            order=self._order(),
         )
+
+    def _order(self) -> tuple[int, ...]:
+        """The blocks in the order of their use, where layers share them."""
+        spec, place = self.first.spec, self.first
+        uses, inner = place.number(spec.uses), place.count(spec.inner)
+        if uses == 1:
+            return ()
+        layers = round(uses * len(self.sites) / inner)
+        return tuple(int(layer / uses) * inner + number for layer in range(layers) for number in range(inner))
 
     @cached_property
     def d_model(self) -> int:
@@ -130,29 +142,75 @@ class _Mapping:
         spec, place = self.spec, self.first
         table = f"{place.beside(spec.embedding)}.weight"
         said = self.settings.value("vocab_size")
-        self._enter("embeddings.table.weight", table, (said if isinstance(said, int) else None, self.d_model))
+        self._enter("embeddings.table.weight", table, (said if isinstance(said, int) else None, self._width))
         found = EmbeddingsConfig(
             self.tensors.infos[table].shape[0],
             scale=self._number(spec.embedding_scale) * self._number(place.chosen(spec.root_scale)) ** 0.5,
-            norm=self._norm("embeddings.norm", place, spec.embedding_norm),
+            width=self._width if self._embedding_map() else None,
+            map_bias=f"{self._embedding_map()}.bias" in self.tensors.infos,
+            num_types=self._types(),
+            masked=self._masked(),
+            norm=self._norm("embeddings.norm", place, spec.embedding_norm, self._width),
         )
         positions = place.first(spec.positions)
         kind = "none" if positions is None else positions.kind
         embedded = place.position.kind
-        if kind != (embedded if embedded in ("learned", "sinusoidal") else "none"):
+        added = embedded in ("learned", "sinusoidal")
+        beside = ("distance table", "disentangled")  # which attention may have besides
+        if kind == "none" if added else kind != "none" and embedded not in beside:
             self._refuse(f"its attention says that positions are {embedded}, its embeddings {kind}")
         return found if positions is None else self._with_positions(found, positions)
 
+    @cached_property
+    def _width(self) -> int:
+        """Of the table of tokens."""
+        width = self.spec.embedding_width
+        return self.settings.count(width) if width else self.d_model
+
+    def _embedding_map(self) -> str:
+        """The map from the table's width to the model's; "" without one."""
+        module = self.first.beside(self.spec.embedding_map)
+        if not self.spec.embedding_map or f"{module}.weight" not in self.tensors.infos:
+            if self._width != self.d_model:
+                self._refuse(f"embeddings are {self._width} wide, and no map leads to {self.d_model}")
+            return ""
+        if all(ours != ("embeddings.map.weight",) for ours, _ in self.entries):
+            self._enter("embeddings.map.weight", f"{module}.weight", (self.d_model, self._width))
+            if f"{module}.bias" in self.tensors.infos:
+                self._enter("embeddings.map.bias", f"{module}.bias", (self.d_model,))
+        return module
+
+    def _masked(self) -> MaskedTokens | None:
+        spec, settings = self.spec.masked, self.settings
+        if spec is None or not settings.holds(spec.when):
+            return None
+        return MaskedTokens(settings.whole(spec.token), settings.whole(spec.padding))
+
+    def _types(self) -> int:
+        """How many segments there are rows for."""
+        if not self.spec.types or not self.settings.value(self.spec.num_types):
+            return 0
+        count = self.settings.count(self.spec.num_types)
+        name = f"{self.first.beside(self.spec.types)}.weight"
+        self._enter("embeddings.types.weight", name, (count, self._width))
+        return count
+
     def _with_positions(self, found: EmbeddingsConfig, spec: EmbeddedPositionsSpec) -> EmbeddingsConfig:
         rows, offset = self.settings.count(spec.rows), self.settings.whole(spec.offset_rows)
+        padding = None
+        if spec.padding:
+            padding = self.settings.whole(spec.padding)
+            offset = padding + 1
+            rows -= offset
         if spec.kind == "learned":
             name = f"{self.first.beside(spec.table)}.weight"
-            self._enter("embeddings.positions.weight", name, (rows + offset, self.d_model))
+            self._enter("embeddings.positions.weight", name, (rows + offset, self._width))
         return replace(
             found,
             positions=spec.kind,
             num_positions=rows,
             position_offset=offset,
+            padding_id=padding,
             sinusoidal_layout=spec.layout,
         )
 
@@ -181,32 +239,41 @@ class _Mapping:
             from_norm=place.holds(self.spec.from_norm),
         )
 
-    def _norm(self, ours: str, place: Place, norms: tuple[NormSpec, ...]) -> NormConfig | None:
-        """A norm; a LayerNorm has a bias where the file has one, and 0 for it elsewhere, as there."""
+    def _norm(
+        self, ours: str, place: Place, norms: tuple[NormSpec, ...], width: int | None = None
+    ) -> NormConfig | None:
         norm = place.first(norms)
         if norm is None or (norm.weight and not norm.at):
             return None
+        return self._norm_at(ours, place, norm, place.beside(norm.at), width or self.d_model)
+
+    def _norm_at(self, ours: str, place: Place, norm: NormSpec, module: str, width: int) -> NormConfig:
+        """A norm; a LayerNorm has a bias where the file has one, and 0 for it elsewhere, as there."""
         eps = place.number(norm.eps or self.spec.eps)
-        weight, bias = norm_tensors(self.tensors, place.beside(norm.at))
+        weight, bias = norm_tensors(self.tensors, module)
         has_bias = norm.kind == "layer" and bias in self.tensors.infos
         if norm.weight:
-            self._enter(f"{ours}.weight", weight, (self.d_model,))
+            self._enter(f"{ours}.weight", weight, (width,))
         if has_bias:
-            self._enter(f"{ours}.bias", bias, (self.d_model,))
+            self._enter(f"{ours}.bias", bias, (width,))
         return NormConfig(norm.kind, eps, norm.weight, has_bias, norm.offset)
 
     def _feed_forward(self, ours: str, place: Place) -> FeedForwardConfig:
         spec = place.first(self.spec.feed_forward)
         if spec is None:
             self._refuse(f"the feed-forward layer of block {place.layer} is of no kind that is known")
-        size, name = place.count(spec.size), place.value(spec.activation)
-        if name not in _ACTIVATIONS:
-            self._refuse(f"activation {name!r} is not one of {', '.join(_ACTIVATIONS)}: it cannot be run")
+        size, activation = place.count(spec.size), self._activation(place, spec.activation)
         bias = place.holds(spec.bias)
         out_bias = place.holds(spec.out_bias) if spec.out_bias else bias
         gated = bool(spec.gate or spec.fused)
         self._feed_forward_maps(ours, place, spec, size, (bias, out_bias))
-        return FeedForwardConfig(size, _ACTIVATIONS[name], gated, bias, out_bias)
+        return FeedForwardConfig(size, activation, gated, bias, out_bias)
+
+    def _activation(self, place: Place, expression: str) -> Activation:
+        name = place.value(expression)
+        if name not in _ACTIVATIONS:
+            self._refuse(f"activation {name!r} is not one of {', '.join(_ACTIVATIONS)}: it cannot be run")
+        return _ACTIVATIONS[name]
 
     def _feed_forward_maps(
         self, ours: str, place: Place, spec: FeedForwardSpec, size: int, biases: tuple[bool, bool]
@@ -235,7 +302,7 @@ class _Mapping:
 
     def _head(self) -> HeadConfig:
         spec, vocab_size = self.spec.head, self.tensors.infos[self._table].shape[0]
-        module = self._output_module()
+        module = self._above(spec.at)
         tied, bias = self.settings.holds(spec.tied), self.settings.holds(spec.bias)
         if tied:
             self._require_same(f"{module}.weight")
@@ -251,12 +318,68 @@ class _Mapping:
             soft_cap=None if cap is None else self.settings.number(spec.soft_cap),
         )
 
-    def _output_module(self) -> str:
-        """The output map: it stands above the names that attention layers share, as far as there are some."""
+    def _head_of_encoder(self) -> HeadConfig | None:
+        for spec in self.spec.heads:
+            first = self._above(spec.transform or spec.at)
+            if self.settings.holds(spec.when) and f"{first}.weight" in self.tensors.infos:
+                return self._head_with_transform(spec, first if spec.transform else "")
+        return None
+
+    def _head_with_transform(self, spec: HeadSpec, transform: str) -> HeadConfig:
+        place, infos, width = self.first, self.tensors.infos, self.d_model
+        if transform:
+            width = infos[f"{transform}.weight"].shape[0]
+            self._enter("head.map.weight", f"{transform}.weight", (width, self.d_model))
+            if map_bias := place.holds(spec.map_bias):
+                self._enter("head.map.bias", f"{transform}.bias", (width,))
+        norm = place.first(spec.norm)
+        outputs = self.settings.count(spec.outputs) if spec.outputs else None
+        count, output = outputs or infos[self._table].shape[0], self._above(spec.at)
+        tied = outputs is None and self.settings.holds(spec.tied)
+        if tied:
+            if width != self._width:
+                self._refuse(
+                    f"{transform}.weight leads to {width} channels, and {self._table} has {self._width}"
+                )
+            self._require_same(f"{output}.weight")
+        else:
+            self._enter("head.output.weight", f"{output}.weight", (count, width))
+        return HeadConfig(
+            tied=tied,
+            bias=self._output_bias(spec, output, count, tied=tied),
+            width=width,
+            transform=bool(transform),
+            outputs=outputs,
+            map_bias=bool(transform) and map_bias,
+            activation=self._activation(place, spec.activation) if spec.activation else None,
+            norm=None
+            if norm is None
+            else self._norm_at("head.norm", place, norm, self._above(norm.at), width),
+        )
+
+    def _output_bias(self, spec: HeadSpec, output: str, count: int, *, tied: bool) -> bool:
+        """Enter the bias of the output, which files may have under two names; one if tied."""
+        if not self.settings.holds(spec.bias):
+            return False
+        infos, own = self.tensors.infos, f"{output}.bias"
+        names = [self._above(name) for name in spec.bias_at] or [own]
+        if not tied and own in infos:
+            names = [own, *(name for name in names if name != own)]
+        found = [name for name in names if name in infos] or names[:1]
+        self._enter("head.output.bias", found[0], (count,))
+        for other in found[1:]:
+            if tied and not torch.equal(self.tensors.read(other), self.tensors.read(found[0])):
+                self._refuse(f"{other} is not {found[0]}: both are the bias of {output}")
+            self.twice.add(other)
+        return True
+
+    def _above(self, name: str) -> str:
+        """A module or tensor of the head: above the names that attention layers share, as far as some are."""
         outer = self.first.prefix.split(".")[:-1]
         above = ["".join(f"{part}." for part in outer[:count]) for count in range(len(outer), -1, -1)]
-        names = [f"{at}{self.spec.head.at}" for at in above]
-        return next((name for name in names if f"{name}.weight" in self.tensors.infos), names[-1])
+        names = [f"{at}{name}" for at in above]
+        infos = self.tensors.infos
+        return next((found for found in names if found in infos or f"{found}.weight" in infos), names[-1])
 
     def _require_same(self, output: str) -> None:
         """A tied output map may be in the file as well, if it is the table.
@@ -268,9 +391,7 @@ class _Mapping:
             return
         if not torch.equal(self.tensors.read(output), self.tensors.read(self._table)):
             self._refuse(f"{output} is not {self._table}, though {self.spec.head.tied} says so")
-        self.twice = output
-
-    twice = ""
+        self.twice.add(output)
 
     @property
     def _table(self) -> str:
@@ -296,11 +417,12 @@ class _Mapping:
         Raises:
             DataError: one is neither.
         """
-        used = {*found.tensors.names, self.twice}
+        used = {*found.tensors.names, *self.twice}
         patterns = [*self.spec.rest]
         for site in found.sites:
             place = self.checkpoint.place(site)
-            used |= LayerReader(place, self.tensors).map.names
+            reader = LayerReader(place, self.tensors)
+            used |= reader.map.names | {*reader.names_beside()} - {*reader.norm_names()}
             used |= {*stored_angles(place)}
             patterns += [place.within(known) for known in place.spec.known]
         strange = [

@@ -174,6 +174,26 @@ class BlockConfig:
 
 @final
 @dataclass(frozen=True)
+class MaskedTokens:
+    """Masked tokens as ESM has them: their rows count as 0, and all rows are multiplied by a number.
+
+    It is the share of tokens that were not masked in training over their share in the text.
+
+    Attributes:
+        token: that stands for masked ones.
+        padding: that does not count as a token of the text.
+        trained: share of tokens that were masked in training.
+
+    Source: `EsmEmbeddings` of github.com/huggingface/transformers.
+    """
+
+    token: int
+    padding: int
+    trained: float = 0.15 * 0.8
+
+
+@final
+@dataclass(frozen=True)
 class EmbeddingsConfig:
     """From token ids to the stream.
 
@@ -189,6 +209,7 @@ class EmbeddingsConfig:
             one itself has the position before the first. None where they count all.
         sinusoidal_layout: see `attention.sinusoidal`.
         num_types: rows of a table for the segments of a text; 0 without.
+        masked: what becomes of masked tokens, if not what becomes of all.
         norm: of the sum; None without.
         dropout: while training.
     """
@@ -203,6 +224,7 @@ class EmbeddingsConfig:
     padding_id: int | None = None
     sinusoidal_layout: Literal["halves", "interleaved"] = "interleaved"
     num_types: int = 0
+    masked: MaskedTokens | None = None
     norm: NormConfig | None = None
     dropout: float = 0.0
 

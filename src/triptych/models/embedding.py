@@ -1,10 +1,10 @@
 """What both kinds of models do with the tables of tokens and positions."""
 
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from triptych.attention import LearnedPositions, NoPositions, PositionIds, SinusoidalPositions
-from triptych.models.architecture import EmbeddingsConfig
+from triptych.models.architecture import EmbeddingsConfig, MaskedTokens
 
 
 def make_positions(config: EmbeddingsConfig, width: int) -> nn.Module:
@@ -36,3 +36,13 @@ def _counted(ids: Tensor, padding_id: int, start: int) -> PositionIds:
     """Positions that count the tokens but for the padding; see `EmbeddingsConfig.padding_id`."""
     tokens = (ids != padding_id).long()
     return PositionIds((tokens.cumsum(dim=1) + start) * tokens - 1, start + ids.shape[1])
+
+
+def without_masked(
+    config: MaskedTokens, x: Float[Tensor, "batch length width"], ids: Int[Tensor, "batch length"]
+) -> Float[Tensor, "batch length width"]:
+    """Rows of embeddings with those of masked tokens at 0; see `MaskedTokens`."""
+    masked = ids == config.token
+    share = masked.sum(dim=1).to(x.dtype) / (ids != config.padding).sum(dim=1)
+    factor = (1 - config.trained) / (1 - share)
+    return x.masked_fill(masked[..., None], 0.0) * factor[:, None, None]

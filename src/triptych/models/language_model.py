@@ -12,7 +12,7 @@ from triptych.models.architecture import EmbeddingsConfig, HeadConfig, LanguageM
 from triptych.models.blocks import Block, make_norm
 from triptych.models.configuration import LanguageModelConfig
 from triptych.models.dropout import Dropout
-from triptych.models.embedding import make_positions, rows_of_positions
+from triptych.models.embedding import make_positions, rows_of_positions, without_masked
 from triptych.models.feed_forward import ACTIVATIONS
 
 
@@ -59,6 +59,8 @@ class Embeddings(nn.Module):
         x, config = self.table(ids), self.config
         if config.scale != 1.0:
             x = x * config.scale
+        if config.masked is not None:
+            x = without_masked(config.masked, x, ids)
         x = self.positions(x, rows_of_positions(config, ids, start))
         if self.types is not None:
             x = x + self.types(torch.zeros_like(ids) if types is None else types)
