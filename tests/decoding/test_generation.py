@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from triptych.algebra.semantics import Temperature
 from triptych.attention import MultiHeadAttention
 from triptych.decoding.fused import PRECISIONS, Precision
 from triptych.decoding.generation import (
@@ -293,8 +294,14 @@ def test_the_model_itself_is_left_as_it_is() -> None:
     assert torch.equal(model(torch.tensor([PROMPTS[0]])).logits, kept)
 
 
-def test_windows_and_soft_caps_run_as_they_are_and_pieces_are_not_padded() -> None:
-    for changed, pads in (({"window": 3}, True), ({"soft_cap": 0.5}, True), ({"chunk": 3}, False)):
+def test_what_attention_does_besides_its_maps_is_done_in_batches_too() -> None:
+    changes: tuple[dict[str, Any], ...] = (
+        {"window": 3},
+        {"soft_cap": 0.5},
+        {"chunk": 3},
+        {"temperature": Temperature(0.5, 2.0)},
+    )
+    for changed in changes:
         model = make("rotary")
         for block in model.blocks:
             layer = block.self_attention  # type: ignore[union-attr]
@@ -302,6 +309,5 @@ def test_windows_and_soft_caps_run_as_they_are_and_pieces_are_not_padded() -> No
             semantics = replace(weights.semantics, **changed)
             block.self_attention = MultiHeadAttention.from_weights(replace(weights, semantics=semantics))
         engine = TextEngine(model)
-        assert engine.pads == pads
         found = generate_tokens(engine, PROMPTS, GenerationOptions(6))
         assert [list(one.ids) for (one,) in found] == [plain(model, prompt, 6) for prompt in PROMPTS]

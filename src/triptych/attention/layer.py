@@ -12,7 +12,7 @@ from triptych.algebra.semantics import Kind, Semantics
 from triptych.algebra.weights import AttentionWeights, Head, standard_scale
 from triptych.attention.cache import AttentionCache
 from triptych.attention.operation import Explanation, Path, attention, explain_attention
-from triptych.attention.positions import AttentionPositions, PositionIds
+from triptych.attention.positions import AttentionPositions, Places, PositionIds
 from triptych.attention.projections import AsWritten, Factored, Parameterisation, Route, parameterisation_of
 
 
@@ -273,7 +273,7 @@ class MultiHeadAttention(nn.Module):
             self.projections.queries(self._zeros(batch, query_len, self.d_model)),
             self._stored(semantics, self.projections.remember(y, y), None),
         )
-        places = _Places(max(0, key_len - query_len), None, None)
+        places = Places(max(0, key_len - query_len))
         inputs = self._inputs(semantics, q, places, remembered, mask, causal, dropout, path)
         found = explain_attention(
             inputs.q,
@@ -322,43 +322,23 @@ class MultiHeadAttention(nn.Module):
         value_memory: Tensor | None,
         cache: AttentionCache | None,
         positions: PositionIds | None,
-    ) -> tuple[Tensor, "_Places", tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, Places, tuple[Tensor, ...]]:
         """Queries, where they and the keys stand, and what is kept of all tokens attended to."""
         if memory is not None and cache is not None and cache.length:
-            return self.projections.queries(x), _FROM_THE_START, cache.entries
+            return self.projections.queries(x), Places(0), cache.entries
         if memory is None and value_memory is None:
             q, added = self.projections.of_one_sequence(x)
         else:
             keys_from = x if memory is None else memory
             added = self.projections.remember(keys_from, keys_from if value_memory is None else value_memory)
             q = self.projections.queries(x)
-        if memory is not None:
-            places = _FROM_THE_START
-        else:
-            places = _Places(0 if cache is None else cache.length, positions, None)
+        places = Places(0) if memory is not None else Places.of(cache, positions)
         added = self._stored(semantics, added, places)
         if cache is None:
-            if positions is not None and positions.sharing is None:
-                places = places._replace(keys=positions.ids)
             return q, places, added
         if memory is not None or not self._compares_positions(semantics):
             return q, places, cache.append(added)
-        return q, *self._with_positions(places, added, cache)
-
-    def _with_positions(
-        self, places: "_Places", added: tuple[Tensor, ...], cache: AttentionCache
-    ) -> tuple["_Places", tuple[Tensor, ...]]:
-        """What a cache holds once tokens are added, and where their keys stand."""
-        given, (batch, _, length, _) = places.given, added[0].shape
-        keeps = given is not None and given.sharing is None
-        if cache.length and (len(cache.entries) > len(added)) != keeps:
-            which = "without positions and these have some" if keeps else "with positions and these have none"
-            raise ValueError(f"the tokens in the cache came {which}: give them for all, or for none")
-        if given is None or not keeps:
-            return places, cache.append(added)
-        ids = given.ids.expand(batch, length)[:, None, :, None]
-        *remembered, keys = cache.append((*added, ids))
-        return places._replace(keys=keys[:, 0, :, 0]), tuple(remembered)
+        return q, *places.kept(cache, added)
 
     def _compares_positions(self, semantics: Semantics) -> bool:
         """Whether later queries must know where a key stands."""
@@ -366,7 +346,7 @@ class MultiHeadAttention(nn.Module):
         return turned_late or semantics.bias is not None or semantics.is_local
 
     def _stored(
-        self, semantics: Semantics, added: tuple[Tensor, ...], places: "_Places | None"
+        self, semantics: Semantics, added: tuple[Tensor, ...], places: Places | None
     ) -> tuple[Tensor, ...]:
         """What is kept of tokens, from what the maps make of them: keys as they are compared.
 
@@ -388,7 +368,7 @@ class MultiHeadAttention(nn.Module):
         self,
         semantics: Semantics,
         q: Tensor,
-        places: "_Places",
+        places: Places,
         remembered: tuple[Tensor, ...],
         mask: Tensor | None,
         causal: bool,
@@ -438,49 +418,6 @@ class MultiHeadAttention(nn.Module):
             near = semantics.visible(queries, keys)
             mask = near if mask is None else mask if near is None else mask & near
         return _Inputs(q, k, v, mask, added, route)
-
-
-class _Places(NamedTuple):
-    """Where the tokens of a call stand, and the keys that they see.
-
-    Attributes:
-        start: number of the first token, without positions given.
-        given: the positions given.
-        keys: of all keys, those of the cache included; None where they follow from their number.
-    """
-
-    start: int
-    given: PositionIds | None
-    keys: Tensor | None
-
-    def turned(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
-        """Queries or keys of the tokens."""
-        if self.given is None:
-            return rotary(x, self.start)
-        return rotary.at(x, self.given.ids, self.given.end)
-
-    def turned_keys(self, k: Tensor, rotary: RotaryEmbedding) -> Tensor:
-        """All keys."""
-        if self.given is None:
-            return rotary(k)
-        return rotary.at(k, self.of_keys(k), max(self.given.end, k.shape[2]))
-
-    def of_tokens(self, x: Tensor) -> Tensor:
-        """The position of every token."""
-        if self.given is None:
-            return torch.arange(self.start, self.start + x.shape[2], device=x.device)
-        return self.given.ids
-
-    def of_keys(self, k: Tensor) -> Tensor:
-        """The position of every key."""
-        if self.keys is not None:
-            return self.keys
-        if self.given is None:
-            return torch.arange(k.shape[2], device=k.device)
-        return self.given.of_slots(k.shape[2])
-
-
-_FROM_THE_START = _Places(0, None, None)
 
 
 def _map_takes_up_scale(weights: AttentionWeights) -> bool:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from triptych.algebra.positions import ALiBi, Pairing, RotaryEmbedding
 from triptych.algebra.semantics import Semantics
+from triptych.attention.cache import AttentionCache
 
 SinusoidalLayout = Literal["halves", "interleaved"]
 
@@ -55,6 +56,69 @@ class PositionIds(NamedTuple):
     def end_of(start: "int | PositionIds", x: Float[Tensor, "*batch length d"]) -> int:
         """A number above all positions of `x`."""
         return start.end if isinstance(start, PositionIds) else start + x.shape[-2]
+
+
+class Places(NamedTuple):
+    """Where the tokens of a call stand, and the keys that they see.
+
+    Attributes:
+        start: the position of the first token, where none are given.
+        given: the positions given.
+        keys: of all keys, those of a cache included; None where they follow from their number.
+    """
+
+    start: int
+    given: PositionIds | None = None
+    keys: Int[Tensor, "*rows key_len"] | None = None
+
+    @classmethod
+    def of(cls, cache: AttentionCache | None, given: PositionIds | None) -> "Places":
+        """Of tokens that follow those of a cache, if there is one."""
+        own = given.ids if cache is None and given is not None and given.sharing is None else None
+        return cls(0 if cache is None else cache.length, given, own)
+
+    def kept(self, cache: AttentionCache, added: tuple[Tensor, ...]) -> "tuple[Places, tuple[Tensor, ...]]":
+        """Add tokens to a cache, with their positions if they were given: where keys stand, and all entries.
+
+        Raises:
+            ValueError: positions were given of some tokens and not of others.
+        """
+        given, (batch, _, length, _) = self.given, added[0].shape
+        keeps = given is not None and given.sharing is None
+        if cache.length and cache.entries and (len(cache.entries) > len(added)) != keeps:
+            which = "without positions and these have some" if keeps else "with positions and these have none"
+            raise ValueError(f"the tokens in the cache came {which}: give them for all, or for none")
+        if given is None or not keeps:
+            return self, cache.append(added)
+        ids = given.ids.expand(batch, length)[:, None, :, None]
+        *held, keys = cache.append((*added, ids))
+        return self._replace(keys=keys[:, 0, :, 0]), tuple(held)
+
+    def turned(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """Queries or keys of the tokens."""
+        if self.given is None:
+            return rotary(x, self.start)
+        return rotary.at(x, self.given.ids, self.given.end)
+
+    def turned_keys(self, k: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """All keys."""
+        if self.given is None:
+            return rotary(k)
+        return rotary.at(k, self.of_keys(k), max(self.given.end, k.shape[2]))
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """The position of every token."""
+        if self.given is None:
+            return torch.arange(self.start, self.start + x.shape[2], device=x.device)
+        return self.given.ids
+
+    def of_keys(self, k: Tensor) -> Tensor:
+        """The position of every key."""
+        if self.keys is not None:
+            return self.keys
+        if self.given is None:
+            return torch.arange(k.shape[2], device=k.device)
+        return self.given.of_slots(k.shape[2])
 
 
 def sinusoidal(

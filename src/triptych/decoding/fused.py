@@ -20,16 +20,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych import thresholds
-from triptych.algebra.positions import apply_rotary
+from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
     AttentionCache,
     LayerOutput,
     LearnedPositions,
     MultiHeadAttention,
+    Places,
     PositionIds,
+    attention,
     causal_mask,
 )
+from triptych.models.blocks import OffsetNorm
 from triptych.models.experts import Experts
 from triptych.models.feed_forward import FeedForward
 
@@ -164,25 +167,30 @@ class FusedAttention(nn.Module):
     def __init__(self, layer: MultiHeadAttention, maps: Maps, is_cross: bool) -> None:
         super().__init__()
         weights = layer.weights()
-        if foreign := _beyond_fusing(weights):
+        if foreign := _beyond_fusing(weights, is_cross):
             raise ValueError(f"a layer with {', '.join(foreign)} cannot be fused")
         self.num_heads, self.is_cross = weights.num_heads, is_cross
         self.groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
-        self.rotary, self.bias = layer.semantics.rotary, layer.semantics.bias
-        if self.bias is not None:  # a recorded step must not fetch it from another device
-            parts = {name: part.to(weights.device) for name, part in self.bias.tensors().items()}
-            self.bias = replace(self.bias, **parts)  # type: ignore[type-var]
         q, k, v = (weights.multiplied(side) for side in ("q", "k", "v"))
-        self.width = max(q.d_out, v.d_out)
+        self.width, self.d_k = max(q.d_out, v.d_out), q.d_out
         self._parts = self.num_heads, self.groups, self.groups
-        scale = weights.semantics.scale
+        self.semantics = semantics = _for_steps(weights, self.groups)
+        self.rotary, self.bias = semantics.rotary, semantics.bias
+        self.positional = semantics.bias is not None or semantics.is_local
+        self.capped = semantics.soft_cap is not None or semantics.sinks is not None
+        # What queries meet before their product with keys: the scale must wait for it.
+        read = semantics.bias is not None and semantics.bias.reads_content
+        self.changed = semantics.qk_norm or semantics.clip is not None
+        self.scale = semantics.scale if self.changed or read else 1.0
+        scale = 1.0 if self.changed or read else semantics.scale
         scaled = Link(q.weight * scale, None if q.bias is None else q.bias * scale)
         queries = _stacked_rows(scaled.of_heads(self.num_heads), self.width)
         keys, values = (_stacked_rows(link.of_heads(self.groups), self.width) for link in (k, v))
         joined = [queries] if is_cross else [queries, keys, values]
         self.inward = maps.linear(*(torch.cat(parts) for parts in zip(*joined, strict=True)))
         self.outward = maps.linear(*_output_rows(weights, self.width))
-        self.memory_rows = torch.cat([keys[0], values[0]]), torch.cat([keys[1], values[1]])
+        if is_cross:
+            self.memory_rows = torch.cat([keys[0], values[0]]), torch.cat([keys[1], values[1]])
 
     def forward(
         self,
@@ -198,53 +206,99 @@ class FusedAttention(nn.Module):
         """As `MultiHeadAttention`; the mask may also be numbers added to the scores. No weights are given."""
         batch, length, _ = x.shape
         heads = self.inward(x).view(batch, length, -1, self.width).transpose(1, 2)
+        bias = None
         if self.is_cross:
             assert cache is not None
             k, v = cache.entries
         else:
-            heads, k, v = self._of_one_sequence(heads, cache, positions)
-        if causal or self.bias is not None or (mask is not None and mask.dtype == torch.bool):
-            mask = self._added(mask, x, k, causal, positions)
-        # The query heads of a group lie below each other, as rows of one product.
-        rows = heads.reshape(batch * self.groups, -1, self.width)
-        few = torch.compiler.is_compiling() or (rows.is_cpu and rows.shape[1] <= thresholds.FEW_QUERIES)
-        mixed = (self._by_products if few else self._by_kernel)(rows, k, v, mask)
+            heads, k, v, places = self._of_one_sequence(heads, cache, positions)
+            if self.positional:
+                mask, bias = self._compared(mask, heads, k, places)
+        if self.scale != 1.0:
+            heads = heads * self.scale
+        if self.capped:
+            mixed = self._written_out(heads, k, v, mask, bias, causal)
+        else:
+            if causal or bias is not None or (mask is not None and mask.dtype == torch.bool):
+                mask = self._added(mask, bias, x, k, causal)
+            # The query heads of a group lie below each other, as rows of one product.
+            rows = heads.reshape(batch * self.groups, -1, self.width)
+            few = torch.compiler.is_compiling() or (rows.is_cpu and rows.shape[1] <= thresholds.FEW_QUERIES)
+            mixed = (self._by_products if few else self._by_kernel)(rows, k, v, mask)
         joined = mixed.reshape(batch, self.num_heads, length, self.width).transpose(1, 2)
         return LayerOutput(self.outward(joined.reshape(batch, length, -1)), None)
 
     def _of_one_sequence(
         self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Places]:
         q, k, v = torch.split_with_sizes(heads, self._parts, 1)
+        places, semantics = Places.of(cache, positions), self.semantics
+        if self.changed:
+            q, k = self._normalised(q, semantics.q_norm), self._normalised(k, semantics.k_norm)
+            if semantics.clip is not None:
+                q, k, v = (t.clamp(-semantics.clip, semantics.clip) for t in (q, k, v))
         if self.rotary is not None:
-            start = positions or (0 if cache is None else cache.length)
-            q, k = self._rotated(q, start), self._rotated(k, start)
-        if cache is not None:
+            q, k = places.turned(q, self.rotary), places.turned(k, self.rotary)
+        if semantics.temperature is not None:
+            q = semantics.temperature(q, places.of_tokens(q))
+        if cache is None:
+            return q, k, v, places
+        if self.positional:
+            places, (k, v) = places.kept(cache, (k, v))
+        else:
             k, v = cache.append((k, v))
-        return q, k, v
+        return q, k, v, places
 
-    def _rotated(self, heads: Tensor, start: int | PositionIds) -> Tensor:
-        assert self.rotary is not None
-        tables = self.rotary.cos_sin(PositionIds.end_of(start, heads), heads.device, heads.dtype)
-        cos, sin = (PositionIds.rows(start, table, heads).expand(heads.shape[2], -1) for table in tables)
-        return apply_rotary(heads, cos, sin, self.rotary.pairing, self.rotary.start)
+    def _normalised(self, heads: Tensor, norm: HeadNorm | None) -> Tensor:
+        if norm is None:
+            return heads
+        return F.pad(norm(heads[..., : self.d_k]), (0, self.width - self.d_k))
+
+    def _compared(
+        self, mask: Tensor | None, q: Tensor, k: Tensor, places: Places
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The mask with what windows hide, and what is added to scores because of positions."""
+        length, key_len = q.shape[2], k.shape[2]
+        keys = places.of_keys(k)
+        queries = keys[key_len - length :] if places.given is None else places.given.ids
+        if self.semantics.is_local:
+            near = self.semantics.visible(queries, keys)
+            assert near is not None
+            if mask is None or mask.dtype == torch.bool:
+                mask = near if mask is None else mask & near
+            else:
+                mask = mask + numbers_of(near, k)
+        bias = None if self.bias is None else self.bias(q[..., : self.d_k], k[..., : self.d_k], queries, keys)
+        return mask, bias
 
     def _added(
-        self, mask: Tensor | None, x: Tensor, k: Tensor, causal: bool, positions: PositionIds | None
+        self, mask: Tensor | None, bias: Tensor | None, x: Tensor, k: Tensor, causal: bool
     ) -> Tensor | None:
         """All that is added to the scores, broadcasting to `[batch, num_heads, query_len, key_len]`."""
         length, key_len = x.shape[1], k.shape[2]
-        if mask is not None and mask.dtype == torch.bool:
-            mask = numbers_of(mask, k)
         if causal and length > 1:
-            triangle = numbers_of(causal_mask(length, key_len, k.device), k)[None, None]
-            mask = triangle if mask is None else mask + triangle
-        if self.bias is None:
-            return mask
-        keys = torch.arange(key_len, device=k.device) if positions is None else positions.of_slots(key_len)
-        queries = keys[key_len - length :] if positions is None else positions.ids
-        bias = self.bias(k, k, queries, keys)
-        return bias if mask is None else mask + bias
+            triangle = causal_mask(length, key_len, k.device)
+            if mask is None or mask.dtype == torch.bool:
+                mask = triangle if mask is None else mask & triangle
+            else:
+                mask = mask + numbers_of(triangle, k)
+        if mask is not None and mask.dtype == torch.bool:
+            if length > 1:  # what sees nothing, as padding on the left, sees everything: it is not read
+                mask = mask | ~mask.any(dim=-1, keepdim=True)
+            mask = numbers_of(mask, k)
+        added = mask if bias is None else bias if mask is None else mask + bias
+        return added if added is None or added.dim() == 4 else added[(None,) * (4 - added.dim())]
+
+    def _written_out(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool
+    ) -> Tensor:
+        """With soft caps or sinks, which no kernel has."""
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask > -math.inf
+        cap, sinks = self.semantics.soft_cap, self.semantics.sinks
+        return attention(
+            q, k, v, mask=mask, bias=bias, causal=causal, scale=1.0, soft_cap=cap, sinks=sinks
+        ).output
 
     def _by_products(self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         batch = k.shape[0]
@@ -265,12 +319,9 @@ class FusedAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
 
 
-def _beyond_fusing(weights: AttentionWeights) -> list[str]:
+def _beyond_fusing(weights: AttentionWeights, is_cross: bool) -> list[str]:
     """What a layer does that a `FusedAttention` does not."""
-    found = list(weights.semantics.beyond(("scale", "kind", "dropout", "rotary", "bias")))
-    rotary = weights.semantics.rotary
-    if rotary is not None and rotary.places is not None:
-        found.append("positions of a picture")
+    found = list(weights.semantics.beyond(("scale", "kind", "dropout"))) if is_cross else []
     if weights.norms_within:
         found.append("a norm between two maps")
     return found
@@ -297,13 +348,12 @@ def fused(model: nn.Module, maps: Maps, *, keep_others: bool = False) -> nn.Modu
             maps.experts(parent)
         for name, layer in parent.named_children():
             if isinstance(layer, MultiHeadAttention):
-                if keep_others and _beyond_fusing(layer.weights()):
+                is_cross = name == "cross_attention"
+                if keep_others and _beyond_fusing(layer.weights(), is_cross):
                     continue
-                setattr(parent, name, FusedAttention(layer, maps, is_cross=name == "cross_attention"))
-            elif isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+                setattr(parent, name, FusedAttention(layer, maps, is_cross))
+            elif isinstance(layer, nn.LayerNorm | nn.RMSNorm | OffsetNorm | LearnedPositions):
                 cast_parameters(layer, maps.dtype)
-            elif isinstance(layer, LearnedPositions):
-                layer.weight = _constant(layer.weight, maps.dtype)
     return copied
 
 
@@ -341,6 +391,26 @@ def _identity(x: Tensor) -> Tensor:
 def numbers_of(allowed: Tensor, like: Tensor) -> Tensor:
     """0 where a query may look and −inf where it may not."""
     return torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill_(~allowed, -math.inf)
+
+
+def _for_steps(weights: AttentionWeights, groups: int) -> Semantics:
+    """What a layer does besides, for keys in so many heads, on the layer's device."""
+    semantics = weights.semantics
+    norm, copies = semantics.k_norm, weights.num_key_heads
+    if norm is not None and norm.of_each_head and copies < groups:
+        times, whole = groups // copies, norm.over == "all heads"
+        parts = {
+            name: part.view(copies, -1).repeat_interleave(times, dim=0).flatten()
+            if whole
+            else part.repeat_interleave(times, dim=0)
+            for name, part in norm.tensors().items()
+            if whole or part.ndim == 2
+        }
+        semantics = semantics.with_learned({f"k_norm_{name}": part for name, part in parts.items()})
+    if semantics.bias is not None:  # a recorded step must not fetch it from another device
+        parts = {name: part.to(weights.device) for name, part in semantics.bias.tensors().items()}
+        semantics = replace(semantics, bias=replace(semantics.bias, **parts))  # type: ignore[type-var]
+    return semantics
 
 
 def _stacked_rows(link: Link, width: int) -> tuple[Tensor, Tensor]:

@@ -240,7 +240,7 @@ def generate_tokens(
     if options.beam_size > 1:
         return [beam_search(engine, ids, options) for ids in prompts]
     found: list[list[Generated]] = [[] for _ in prompts]
-    for batch in batches_of(prompts, max(1, batch_rows // options.num_samples), pads=engine.pads):
+    for batch in batches_of(prompts, max(1, batch_rows // options.num_samples), pads=True):
         # Rows are numbered within the batch; a caller knows them by the prompts' own numbers.
         numbers = [i * options.num_samples + s for i in batch for s in range(options.num_samples)]
 

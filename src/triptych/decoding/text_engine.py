@@ -74,7 +74,6 @@ class TextEngine:
         max_tokens: longest text that the model has positions for; None if there is no limit.
         vocab_size: number of tokens.
         num_choices: so many of them, from the first, may be chosen.
-        pads: whether texts of different lengths can be continued together.
     """
 
     @torch.no_grad()
@@ -101,7 +100,7 @@ class TextEngine:
             raise ValueError(reason)
         self.max_tokens, self.vocab_size = model.max_tokens, model.head.output.out_features
         self.num_choices = min(num_choices or self.vocab_size, self.vocab_size)
-        self.pads, self._absolute = _can_pad(model), model.architecture.embeddings.positions != "none"
+        self._absolute = _counts_places(model)
         self._num_layers = len(model.new_cache().own)
         # Products of int8 give float32 alone.
         dtype = torch.float32 if precision == "int8" else table.dtype
@@ -114,7 +113,7 @@ class TextEngine:
         """Read texts whole: what continuing them needs, and the logits of the token after each.
 
         Args:
-            texts: tokens, at least one each; of one length unless `pads`.
+            texts: tokens, at least one each.
             room: tokens to make room for.
         """
         longest = max(map(len, texts))
@@ -146,17 +145,11 @@ class TextEngine:
         return logits.float() if logits.dtype == torch.bfloat16 else logits
 
 
-def _can_pad(model: LanguageModel) -> bool:
-    """Whether padding on the left changes nothing that a model computes of the tokens after it.
-
-    It does not where positions are either those of the embeddings, which can be given, or compared inside
-    attention; pieces and temperatures count places from the first slot.
-    """
+def _counts_places(model: LanguageModel) -> bool:
+    """Whether it matters where a token stands, and not only how far from others."""
     semantics = [cast(Block, block).self_attention.semantics for block in model.blocks]
-    if any(of.chunk is not None or of.temperature is not None for of in semantics):
-        return False
-    absolute = model.architecture.embeddings.positions != "none"
-    return not (absolute and any(of.positions != "none" or of.is_local for of in semantics))
+    inside = any(of.chunk is not None or of.temperature is not None for of in semantics)
+    return inside or model.architecture.embeddings.positions != "none"
 
 
 def _prepared(model: LanguageModel, maps: Maps) -> tuple[LanguageModel, Callable[[Tensor], Tensor]]:

@@ -1,0 +1,152 @@
+"""A fused language model computes what the model does, whatever its layers do besides their maps."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heads import D_MODEL, NUM_HEADS, make_layer
+from tolerances import assert_same
+from triptych.algebra.positions import (
+    ALiBi,
+    DisentangledBias,
+    RelativePositionBias,
+    RotaryEmbedding,
+)
+from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
+from triptych.algebra.weights import AttentionWeights, Link
+from triptych.attention import MultiHeadAttention, PositionIds
+from triptych.decoding.fused import FusedAttention, Maps, fused
+from triptych.models import LanguageModel
+from triptych.models.architecture import (
+    BlockConfig,
+    EmbeddingsConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    LanguageModelArchitecture,
+    NormConfig,
+    SublayerConfig,
+)
+
+VOCAB, LENGTH, WIDTH = 11, 24, 6  # so long that many rows are computed by the kernel
+ROTARY = RotaryEmbedding(torch.tensor([0.7, 0.1]))
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def parts() -> dict[str, dict[str, Any]]:
+    norms = {"q_norm": HeadNorm(1e-6, drawn(WIDTH)), "k_norm": HeadNorm(1e-6, drawn(WIDTH), centred=True)}
+    of_all = {"q_norm": HeadNorm(1e-6, drawn(24), over="all heads"), "rotary": ROTARY}
+    return {
+        "rotary": {"rotary": ROTARY},
+        "norms, turned": {**norms, "rotary": ROTARY},
+        "norms of all heads": {**of_all, "k_norm": HeadNorm(1e-6, drawn(12), over="all heads")},
+        "norms, clip": {**norms, "clip": 0.8},
+        "norms of each head": {"q_norm": HeadNorm(1e-6, drawn(4, 6)), "k_norm": HeadNorm(1e-6, drawn(2, 6))},
+        "slopes": {"bias": ALiBi.of_count(NUM_HEADS)},
+        "buckets": {"bias": RelativePositionBias(drawn(6, NUM_HEADS), both_ways=False, max_distance=16)},
+        "distances": {"bias": DisentangledBias(drawn(4, 6, 6), drawn(4, 6, 6), 3, None, 0.4), "scale": 0.3},
+        "window, turned": {"window": 3, "rotary": ROTARY},
+        "chunk, temperature": {"chunk": 3, "temperature": Temperature(0.5, 2.0)},
+        "soft cap": {"soft_cap": 1.5, "rotary": ROTARY},
+        "sinks, window": {"sinks": drawn(NUM_HEADS), "window": 3, "rotary": ROTARY},
+    }
+
+
+def model_with(weights: AttentionWeights, kind: Any = "decoder", **frame: Any) -> LanguageModel:
+    norm = NormConfig("rms", offset=1.0, bias=False) if frame else NormConfig("rms", bias=False)
+    sublayer = SublayerConfig(norm=norm, out_norm=norm if frame else None)
+    feed_forward = FeedForwardConfig(20, "swish", gated=True, bias=bool(frame))
+    block = BlockConfig(sublayer, feed_forward, sublayer, parallel=False)
+    architecture = LanguageModelArchitecture(
+        kind=kind,
+        d_model=D_MODEL,
+        embeddings=EmbeddingsConfig(VOCAB, scale=2.0),
+        blocks=(block, block),
+        final_norm=norm,
+        head=HeadConfig(tied=not frame, bias=bool(frame), soft_cap=5.0 if frame else None),
+    )
+    layers = [MultiHeadAttention.from_weights(weights) for _ in architecture.blocks]
+    model = LanguageModel(architecture, layers).double().eval()
+    for name, parameter in model.named_parameters():
+        if "attention" not in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def decoder(part: str, written: str = "grouped") -> LanguageModel:
+    weights = make_layer(written, biased=True).weights("causal")
+    return model_with(replace(weights, semantics=replace(weights.semantics, **parts()[part])))
+
+
+def logits_of(model: nn.Module, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+    """A prompt whole, then token by token."""
+    cache, found = model.new_cache(), []
+    for i, j in ((0, 20), (20, 21), (21, 22), (22, LENGTH)):
+        given: dict[str, Any] = {}
+        if padding is not None:
+            places = torch.arange(j)
+            given["mask"] = (places >= padding[:, None])[:, None, None, :]
+            given["positions"] = PositionIds((places[i:] - padding[:, None]).clamp(min=0), j)
+        found.append(model(ids[:, i:j], cache=cache, **given).logits)
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("part", parts())
+@torch.no_grad()
+def test_a_fused_model_is_the_model_token_by_token(part: str) -> None:
+    model = decoder(part)
+    quick = fused(model, Maps.of("fp32", torch.float64))
+    assert all(isinstance(block.self_attention, FusedAttention) for block in quick.blocks)
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    expected = model(ids).logits
+    assert_same(logits_of(quick, ids), expected, kind="output")
+    assert_same(quick(ids).logits, expected, kind="output")
+    padding = torch.tensor([0, 3])
+    found = logits_of(quick, ids, padding)
+    for row, skipped in enumerate(padding.tolist()):
+        alone = model(ids[row : row + 1, skipped:]).logits
+        assert_same(found[row : row + 1, skipped:], alone, kind="output")
+
+
+@torch.no_grad()
+def test_sandwich_norms_relative_to_one_and_a_capped_head_are_fused() -> None:
+    weights = make_layer("factored", biased=False).weights("causal")
+    model = model_with(weights, framed=True)
+    quick = fused(model, Maps.of("fp32", torch.float64))
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
+
+
+@torch.no_grad()
+def test_a_layer_with_norms_between_its_maps_stays_as_it_is_written() -> None:
+    first = Link(drawn(1, 24, 8) / 5, norm=HeadNorm(1e-6, channels=4))
+    k_up = torch.zeros(4, 8, 7, dtype=torch.float64)
+    k_up[:, :4, :3], k_up[:, 4:, 3:] = drawn(4, 4, 3), torch.eye(4)
+    v_up = torch.cat([drawn(4, 4, 5), torch.zeros(4, 4, 5)], dim=1)
+    semantics = Semantics(0.4, "causal", rotary=RotaryEmbedding(torch.tensor([0.7, 0.1]), start=3))
+    q, o = (Link(drawn(4, 24, 7) / 5),), (Link(drawn(4, 5, 24) / 5),)
+    weights = AttentionWeights(24, 4, q, (first, Link(k_up)), (first, Link(v_up)), o, semantics)
+    model = model_with(weights)
+    maps = Maps.of("fp32", torch.float64)
+    with pytest.raises(ValueError, match="a layer with a norm between two maps cannot be fused"):
+        fused(model, maps)
+    quick = fused(model, maps, keep_others=True)
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
+
+
+@torch.no_grad()
+def test_an_encoder_is_fused() -> None:
+    weights = make_layer("factored", biased=True).weights("self")
+    bias = RelativePositionBias(drawn(6, NUM_HEADS), both_ways=True, max_distance=16)
+    model = model_with(replace(weights, semantics=replace(weights.semantics, bias=bias)), "encoder")
+    quick = fused(model, Maps.of("fp32", torch.float64))
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    seen = torch.arange(LENGTH) < torch.tensor([[LENGTH], [14]])
+    for mask in (None, seen[:, None, None, :]):
+        assert_same(quick(ids, mask=mask).logits, model(ids, mask=mask).logits, kind="output")
