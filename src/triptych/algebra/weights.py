@@ -435,7 +435,7 @@ def _product(one: Tensor, two: Tensor) -> Tensor:
 
 
 def _applied(rows: Tensor, weight: Tensor) -> Tensor:
-    """`rows @ weight`. On a CPU, float16 is multiplied in float32, in which the products are summed anyway."""
+    """`rows @ weight`. On a CPU, float16 is multiplied in float32, in which products are summed anyway."""
     if weight.dtype == torch.float16 and weight.device.type == "cpu":
         return (rows.float() @ weight.float()).half()  # two to four times as fast
     return rows @ weight
