@@ -27,7 +27,7 @@ from triptych.reports import (
 )
 from triptych.rewriting import rewrite
 from triptych.text.generated import example_pairs, generate_pairs
-from triptych.training import Recipe, read_recipe
+from triptych.training import Recipe, read_recipe, require_translation
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import Display
 from triptych.training.state import own_files
@@ -144,7 +144,7 @@ def demo(
         UsageError: the folder holds something else than a demo.
     """
     require_extra("demo", "num2words", "vl_convert", what="the demo")
-    recipe = read_recipe(recipes.find("demo"), overrides)
+    recipe = require_translation(read_recipe(recipes.find("demo"), overrides), "the demo")
     place = _working_place(recipe, folder, force)
     summary = _train(recipe, place, display, force)
     if summary.outcome.signal_number is not None:
@@ -211,7 +211,11 @@ def _working_place(recipe: Recipe, folder: Path, force: bool) -> Path:
 
 def _require_demo(recipe: Recipe, folder: Path) -> None:
     found = read_recipe(folder / "recipe.toml")
-    if found.name != recipe.name or None in (found.data.train.generated, found.data.valid.generated):
+    if not (
+        isinstance(found, Recipe)
+        and found.name == recipe.name
+        and None not in (found.data.train.generated, found.data.valid.generated)
+    ):
         raise UsageError(f"{folder} has another run: give another folder")
 
 

@@ -7,8 +7,14 @@ import pytest
 
 import triptych.recipes
 from triptych.models import PRESETS
-from triptych.training import Recipe, read_recipe, resolve
-from triptych.training.fitting import choices, fit_tokenizer, fit_training
+from triptych.training import AnyRecipe, LanguageRecipe, Recipe, read_recipe, resolve
+from triptych.training.fitting import (
+    choices,
+    fit_language_tokenizer,
+    fit_language_training,
+    fit_tokenizer,
+    fit_training,
+)
 
 DATA = {
     "train": {"generated": 100, "generated_part": "train"},
@@ -17,13 +23,16 @@ DATA = {
 SHIPPED = sorted(Path(triptych.recipes.__file__).parent.glob("*.toml"))
 
 
-def fit(recipe: Recipe, num_tokens: int, device: str = "cpu") -> Recipe:
+def fit(recipe: AnyRecipe, num_tokens: int, device: str = "cpu") -> AnyRecipe:
     """For a text whose batches are full to nine tenths."""
 
     def steps_per_epoch(recipe: Recipe) -> int:
         of_update = recipe.training.batch_tokens * recipe.training.accumulate_batches
         return max(round(num_tokens / (0.9 * of_update)), 1)
 
+    if isinstance(recipe, LanguageRecipe):
+        fitted = fit_language_tokenizer(recipe, 5 * num_tokens, device)
+        return fit_language_training(fitted, num_tokens, device)
     fitted = fit_tokenizer(recipe, 10 * num_tokens, device)
     return fit_training(fitted, num_tokens, device, steps_per_epoch)
 
@@ -124,3 +133,28 @@ def test_with_a_warm_up_given_the_schedule_is_the_papers() -> None:
 
 def test_a_batch_holds_the_longest_sentence_there_may_be() -> None:
     assert fitted(5_000, data={**DATA, "max_sentence_tokens": 700}).training.batch_tokens == 701
+
+
+def test_a_language_model_grows_with_its_text_and_keeps_what_is_given() -> None:
+    data = {"train": {"files": ["a.txt"]}}
+    recipes = [
+        fit(resolve({"task": "language-model", "data": data}), num_tokens)
+        for num_tokens in (20_000, 200_000, 5_000_000)
+    ]
+    for recipe in recipes:
+        assert recipe.model.gated
+        assert recipe.training.warmup_steps == min(recipe.training.max_steps // 20, 1000)
+        assert recipe.training.batch_size * recipe.model.context <= 4096
+    widths = [recipe.model.d_model for recipe in recipes]
+    assert widths == [128, 128, 256]
+    totals = [r.training.max_steps * r.training.batch_size * r.model.context for r in recipes]
+    assert totals == sorted(set(totals))
+    assert totals[0] / 20_000 > totals[1] / 200_000 > totals[2] / 5_000_000
+    given = resolve(
+        {"task": "language-model", "data": data, "model": {"d_model": 96, "activation": "gelu"},
+         "training": {"max_steps": 7, "batch_size": 3}}
+    )  # fmt: skip
+    chosen = fit(given, 5_000_000)
+    assert (chosen.model.d_model, chosen.model.activation) == (96, "gelu")
+    assert (chosen.training.max_steps, chosen.training.batch_size) == (7, 3)
+    assert not [line for line in choices(given, chosen) if line.startswith(("model.d_model", "training.max"))]

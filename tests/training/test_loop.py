@@ -37,7 +37,7 @@ def make_trainer(folder: Path, **training: object) -> Trainer:
     validation = ValidationConfig(every_steps=1000, bleu=False, metric="loss")
     model = EncoderDecoder.of(config, _VOCAB_SIZE, _VOCAB_SIZE, 0)
     objective = Translation(model, make_batches(60), make_batches(4), chosen, validation, None)
-    return Trainer(chosen, validation, objective, folder, Counters())
+    return Trainer(chosen, validation.every_steps, objective, folder, Counters())
 
 
 def test_in_bfloat16_a_run_learns_what_it_does_in_float32(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -12,7 +13,7 @@ from pydantic import BaseModel
 from triptych.errors import UsageError
 from triptych.text import generate_pairs, read_parallel
 from triptych.training import read_recipe, resolve
-from triptych.training.recipe import Recipe
+from triptych.training.recipe import LanguageRecipe, Recipe
 from triptych.training.reference import keys, with_keys
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "recipes.md"
@@ -30,9 +31,10 @@ def test_the_page_is_up_to_date() -> None:
 
 def _leaves(model: type[BaseModel]) -> Iterator[str]:
     for name, field in model.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from _leaves(inner)
+        kinds = [field.annotation, *get_args(field.annotation)]
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if sections and get_origin(field.annotation) is not dict:
+            yield from _leaves(sections[0])
         else:
             yield name
 
@@ -40,7 +42,7 @@ def _leaves(model: type[BaseModel]) -> Iterator[str]:
 def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
     lines = [line for line in keys().splitlines() if line.startswith("| `")]
     rows = [line.strip("| ").split(" | ") for line in lines]
-    assert {row[0].strip("`") for row in rows} == set(_leaves(Recipe))
+    assert {row[0].strip("`") for row in rows} == {*_leaves(Recipe), *_leaves(LanguageRecipe)}
     for row in rows:
         assert len(row) == 4, row
         assert all(cell.strip() for cell in row), row

@@ -1,6 +1,5 @@
 """A run interrupted in any way and resumed ends in the same weights, to the last bit."""
 
-import os
 import re
 import signal
 import subprocess
@@ -8,18 +7,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from interrupting import KillAt, KillError, SignalAt, assert_same_run
 from triptych import runs
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.training import Recipe, read_recipe, resolve
 from triptych.training.metrics import read_metrics
-from triptych.training.progress import Display, LineDisplay, Moment
+from triptych.training.progress import LineDisplay
 from triptych.training.state import read_counters
 
 _STEPS = 24
@@ -74,21 +72,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assert_same_run(actual: Path, expected: Path) -> None:
-    for name in ("model.safetensors", "state/last.safetensors"):
-        ours, theirs = load_file(actual / name), load_file(expected / name)
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            assert torch.equal(ours[key], theirs[key]), f"{name}: {key} differs"
-    timed = {"seconds", "tokens_per_second"}
-    for ours, theirs in zip(
-        read_metrics(actual / "metrics.jsonl"), read_metrics(expected / "metrics.jsonl"), strict=True
-    ):
-        assert {k: v for k, v in ours.items() if k not in timed} == {
-            k: v for k, v in theirs.items() if k not in timed
-        }
-
-
 def test_the_same_seed_gives_the_same_run_to_the_last_bit(uninterrupted: Path, tmp_path: Path) -> None:
     runs.train(small_recipe(), tmp_path / "run", LineDisplay())
     assert_same_run(tmp_path / "run", uninterrupted)
@@ -122,7 +105,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_bit_identical(
     uninterrupted: Path, tmp_path: Path, stop_at: int
 ) -> None:
     folder = tmp_path / "run"
-    outcome = runs.train(small_recipe(), folder, _SignalAt(stop_at, signal.SIGINT)).outcome
+    outcome = runs.train(small_recipe(), folder, SignalAt(stop_at, signal.SIGINT)).outcome
     assert outcome.signal_number == signal.SIGINT
     assert outcome.counters.step == stop_at
     assert runs.resume(folder, (), LineDisplay()).outcome.signal_number is None
@@ -202,7 +185,7 @@ def test_resuming_with_other_text_is_refused_and_named(tmp_path: Path, changed: 
         part: {"source": str(tmp_path / f"{part}.de"), "target": str(tmp_path / f"{part}.en")}
         for part in ("train", "valid")
     } | {"cache": ""}
-    runs.train(resolve(tree), tmp_path / "run", _SignalAt(4, signal.SIGTERM))
+    runs.train(resolve(tree), tmp_path / "run", SignalAt(4, signal.SIGTERM))
     text = (tmp_path / changed).read_text()
     # The last line alone, by one letter.
     (tmp_path / changed).write_text(text.removesuffix("hier\n") + "Hier\n")
@@ -217,7 +200,7 @@ def test_resuming_with_other_text_is_refused_and_named(tmp_path: Path, changed: 
 
 def test_resuming_with_another_way_to_validate_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    runs.train(small_recipe(), folder, _SignalAt(4, signal.SIGTERM))
+    runs.train(small_recipe(), folder, SignalAt(4, signal.SIGTERM))
     recipe = (folder / "recipe.toml").read_text()
     (folder / "recipe.toml").write_text(recipe.replace("max_sentences = 3", "max_sentences = 4"))
     with pytest.raises(TriptychError, match=r"changed since the run began: how it is validated"):
@@ -240,7 +223,7 @@ def test_the_best_is_chosen_by_loss_while_bleu_is_noise_and_the_card_says_so(tmp
     assert summary.figures()["best_by"] == "loss"
     card = (whole / "README.md").read_text()
     assert "Best validation, chosen by loss (BLEU decides once its 95 % interval lies above 5): " in card
-    runs.train(resolve(tree), stopped, _SignalAt(_VALIDATE_EVERY + 1, signal.SIGTERM))
+    runs.train(resolve(tree), stopped, SignalAt(_VALIDATE_EVERY + 1, signal.SIGTERM))
     assert runs.resume(stopped, (), LineDisplay()).outcome.counters.best_by == "loss"
     assert_same_run(stopped, whole)
 
@@ -258,7 +241,7 @@ def test_what_was_chosen_is_said_stored_and_not_chosen_again(
     assert "training.batch_tokens = 512" in line
     stored = read_recipe(whole / "recipe.toml")
     assert stored.training.batch_tokens == 512
-    runs.train(resolve(tree), stopped, _SignalAt(2, signal.SIGTERM))
+    runs.train(resolve(tree), stopped, SignalAt(2, signal.SIGTERM))
     before = (stopped / "recipe.toml").read_text()
     runs.resume(stopped, (), LineDisplay())
     assert (stopped / "recipe.toml").read_text() == before
@@ -317,7 +300,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_lines_and_rate_and_keeps_the_
 def test_a_full_disk_leaves_the_state_before_it_whole(tmp_path: Path) -> None:
     """A limit on the size of files stands in for the full disk: writes fail in mid-file."""
     folder = tmp_path / "run"
-    runs.train(small_recipe(), folder, _SignalAt(4, signal.SIGTERM))
+    runs.train(small_recipe(), folder, SignalAt(4, signal.SIGTERM))
     state = folder / "state" / "last.safetensors"
     before = state.read_bytes()
     limit = len(before) // 2
@@ -378,8 +361,8 @@ def test_a_run_killed_before_its_first_step_resumes_from_any_folder(
     uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    with pytest.raises(_KillError):
-        runs.train(small_recipe(), folder, _KillAt(1))
+    with pytest.raises(KillError):
+        runs.train(small_recipe(), folder, KillAt(1))
     assert read_counters(folder / "state").step == 0
     (folder / "state" / ".last.safetensors.half.tmp").write_bytes(b"left by the kill")
     monkeypatch.chdir(tmp_path)
@@ -397,7 +380,7 @@ def test_relative_paths_are_found_again_from_another_folder(
     spec = {"source": "a.de", "target": "a.en"}
     tree["data"] = {"train": spec, "valid": spec, "cache": ""}
     monkeypatch.chdir(tmp_path)
-    runs.train(resolve(tree), Path("run"), _SignalAt(2, signal.SIGTERM))
+    runs.train(resolve(tree), Path("run"), SignalAt(2, signal.SIGTERM))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert runs.resume(tmp_path / "run", (), LineDisplay()).outcome.counters.step == 6
@@ -435,41 +418,6 @@ def test_accumulated_batches_learn_like_one_large_batch(tmp_path: Path) -> None:
     assert len(losses[0]) == 6
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0]
-
-
-class _SignalAt(Display):
-    """Sends this process a signal at a step."""
-
-    def __init__(self, step: int, number: signal.Signals) -> None:
-        self.step, self.number = step, number
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def update(self, moment: Moment) -> None:
-        if moment.step == self.step:
-            os.kill(os.getpid(), self.number)
-
-    def say(self, message: str) -> None: ...
-
-
-class _KillError(Exception):
-    pass
-
-
-class _KillAt(_SignalAt):
-    """Ends the run without a word, as a kill would."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(step, signal.SIGKILL)
-
-    def update(self, moment: Moment) -> None:
-        if moment.step == self.step:
-            raise _KillError
 
 
 def _write_recipe(path: Path, **training: object) -> None:

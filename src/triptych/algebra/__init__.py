@@ -1,4 +1,4 @@
-"""The bilinear forms of attention heads, measures of them, and rewrites of their weights."""
+"""The forms behind a head's weights, and what can be measured of them without their writing."""
 
 from triptych.algebra.forms import BilinearForm
 

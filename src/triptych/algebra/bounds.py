@@ -1,8 +1,8 @@
-"""Upper bounds on how far a layer's scores, attention rows and head outputs can move. They need no data.
+"""How far a layer's scores, attention rows and head outputs can move, whatever the input: no data needed.
 
-The bounds hold for inputs of length √d or less, which is what a norm without weight and bias produces. If
-the norm has a weight γ and a bias β (with post-norm: the norm of the layer before), fold both into the maps
-first. The bounds do not apply to inputs that no norm produces. They hold for one layer, not for a network.
+All hold for inputs no longer than √d, which is what a norm without gain and shift makes. Where a norm with
+gain γ and shift β makes them (with post-norm that of the layer before), fold both into the maps first. Of
+inputs that no norm makes nothing is said. They are of one layer: composed over a network they say nothing.
 """
 
 import math
@@ -22,20 +22,20 @@ from triptych.algebra.weights import AttentionWeights, Side
 
 
 def score_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Tensor, " num_heads"]:
-    """Upper bound on how far a score of each head can move: `d σ₁(ΔW_QK) · scale`.
+    """The most that a score of each head can move: `d σ₁(ΔW_QK) · scale`.
 
-    The key bias adds the same number to all scores of a row. It is not counted where the softmax cancels it.
-    Biases that count make inputs one wider, and the bound is `2d σ₁` of the form with the row
+    What adds the same number to a row of scores is not counted where the softmax is blind to it: that of
+    the key bias. Biases that count make inputs one wider, and the bound is `2d σ₁` of the form with the row
     `b / √d`. Under rotary positions it is the sum of the bounds of the rotary pairs, which hold
     at every distance.
 
     Args:
-        before: the layer before the rewrite. Its norm is ignored: fold it first.
-        after: the layer after the rewrite.
+        before: a layer; its norm is passed over (fold it first).
+        after: the same in another writing, or nearly the same.
 
     Raises:
-        RewriteRefusedError: no such bound is known, because queries and keys are normalised or clipped, or
-            are multiplied with distances.
+        RewriteRefusedError: no such bound is known: queries and keys are normalised or clipped, or distances
+            meet them.
     """
     semantics = before.semantics
     if semantics.rotary is not None and semantics.clip is None and not semantics.qk_norm:
@@ -49,17 +49,17 @@ def score_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Tens
 
 
 def output_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Tensor, " num_heads"]:
-    """Upper bound on how far the output of each head can move, attention weights unchanged: `√d σ₁(ΔW_OV)`.
+    """The most that the output of each head can move, if it attends as before: `√d σ₁(ΔW_OV)`.
 
-    A value bias counts as one more row of the form, `b_V / √d` for inputs of length √(2d). The output bias
-    belongs to no head and is ignored, so a value bias that was folded into it counts as moved.
+    A value bias counts as one more row of the form, `b_V / √d` for inputs of length √(2d). The bias of the
+    output belongs to no head and is passed over: a value bias that went into it counts as moved.
 
     Args:
-        before: the layer before the rewrite. Its norm is ignored: fold it first.
-        after: the layer after the rewrite.
+        before: a layer; its norm is passed over (fold it first).
+        after: the same in another writing, or nearly the same.
 
     Raises:
-        RewriteRefusedError: no such bound is known, because values are clipped.
+        RewriteRefusedError: no such bound is known: values are clipped.
     """
     if reason := why_channels_stay(before.semantics, "ov"):
         raise RewriteRefusedError("output_bound", f"no bound of the outputs is known: {reason}")
@@ -72,13 +72,13 @@ def output_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Ten
 
 
 def row_bound(spread: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """Upper bound on how far a row of attention weights can move in total variation: `tanh(spread / 4)`.
+    """The most that a row of attention weights can move in total variation: `tanh(spread / 4)`.
 
     Two softmaxes whose scores differ by Δ have TV(p, p̂) ≤ tanh((max Δ − min Δ)/4), with equality for two
     keys at their worst.
 
     Args:
-        spread: max Δ − min Δ over a row of scores, measured or bounded by `2 · score_bound`.
+        spread: max Δ − min Δ of a row of scores: as measured, or at most `2 · score_bound`.
     """
     return torch.tanh(spread / 4)
 

@@ -1,4 +1,4 @@
-"""The number of channels that each head keeps under a common budget."""
+"""How many channels each head keeps, where all of them together have so many."""
 
 import heapq
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ def allocate(
     energy: float | None = None,
     share: float | None = None,
 ) -> list[int]:
-    """Choose the rank of every form, from a share of energy to keep or from a budget.
+    """The rank of every form: the lowest that keeps a share of its energy, or what a budget is best spent on.
 
-    A budget first gives every form one channel. It then takes the other channels by descending energy per
-    cost, and skips those that exceed the budget or have no energy.
+    A budget first gives every form one channel. Then it buys the channels that are left by descending energy
+    per cost, passing over those that it no longer pays for and those that carry nothing.
 
-    Up to the first channel that is skipped, no ranks of at most the same cost keep more energy: with λ the
+    Up to the first channel passed over, no ranks of at most the same cost keep more energy: with λ the
     ratio of the last channel bought, the ranks found maximise Σ (energy − λ · cost), since in every form
     energies only fall and just those of ratio above λ (some of those at λ) were taken; ranks of more energy
     for no more cost would make it larger. With one cost for all it is the best use of the whole budget.
@@ -34,11 +34,11 @@ def allocate(
         share: what the ranks may cost, of what all channels cost, above 0 and at most 1.
 
     Returns:
-        The rank of every form, at least 1, which alone may exceed a small budget.
+        A rank for every form, at least 1: that alone may exceed a small budget.
 
     Raises:
-        ValueError: both or neither of `energy` and `share` are given, a value is out of range, or spectra
-            and costs do not fit the description above.
+        ValueError: not just one of `energy` and `share`, one out of range, or spectra and costs that are
+            not as said above.
     """
     _require_sound(spectra, costs, energy, share)
     if energy is not None:
@@ -62,7 +62,7 @@ def allocate(
 
 
 def _rank_within(spectrum: Float[Tensor, " channels"], energy: float) -> int:
-    """The lowest rank that keeps this share, up to rounding."""
+    """The lowest rank that keeps this share, but for rounding."""
     kept = spectrum.cumsum(dim=0)
     return 1 + int(kept[:-1].lt(energy * (1 - 1e-12) * kept[-1]).sum())
 

@@ -1,7 +1,7 @@
-"""Measures of heads with random maps: the chance level to compare trained heads with.
+"""What measures of a head are when its maps are random: the level that others have to be seen against.
 
-Maps have independent normal entries. Means are over many draws of small maps and few draws of large maps,
-which vary less. Each is within 2 % of the true mean, for every size.
+Maps have independent normal entries. Means are over many draws of small maps and few of large ones, which
+vary less: each is within 2 % of the true one, for every size.
 """
 
 from functools import cache
@@ -20,7 +20,7 @@ _SIZE_OF_DRAWS = 1 << 16
 
 @cache
 def random_spectra(d: int, width: int) -> Spectrum:
-    """Spectra of forms L Rᵀ of random maps, `[d, width]` both, one per draw."""
+    """Of forms L Rᵀ of random maps, `[d, width]` both; one a draw."""
     generator, draws = np.random.default_rng(0), _draws(width)
     left, right = (_triangles(generator, draws, d, width) for _ in range(2))
     return Spectrum(torch.linalg.svdvals(left @ right.mT))

@@ -1,7 +1,7 @@
-"""The cost of a parameterisation in parameters, operations and memory.
+"""What a writing costs: parameters, multiplications, memory.
 
-Costs are counted from the chains of maps and from the maps they share; no parameterisation is known here by
-name. Only shapes are used, so weights may be on the "meta" device.
+Everything is counted from the chains of maps and from what they share; no parameterisation is known
+here by name. Shapes are enough: weights on the "meta" device do.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ Route = Literal["expanded", "absorbed"]
 @final
 @dataclass(frozen=True)
 class WritingCost:
-    """The cost of one layer, independent of sequence lengths.
+    """The cost of one layer's writing, before anything is said of lengths.
 
     Attributes:
         parameters: learned numbers, biases included.
-        query_flops: floating-point operations (a multiplication and an addition are two) that make the
+        query_flops: floating-point operations (a multiplication and an addition are two) to make the
             queries of one token; likewise `memory_flops` for its keys and values, `output_flops` for
-            the output map. Additions of biases are not counted; a diagonal map is one multiplication per
-            channel.
-        pair_flops: operations for one pair of a query and a key, all heads: its score and its share of the
-            output.
-        cached_numbers: numbers cached per token while decoding.
+            bringing the heads' outputs together. Additions of biases are not counted; a diagonal map
+            is one multiplication a channel.
+        pair_flops: for one pair of a query and a key: its score, and its share of the output, all
+            heads.
+        cached_numbers: what is kept of a token while decoding.
     """
 
     parameters: int
@@ -38,14 +38,15 @@ class WritingCost:
 
     @property
     def token_flops(self) -> int:
-        """Operations for one token of self-attention, which is query and key, without its pairs."""
+        """Of a token that is query and key in one, as in self-attention, without its pairs."""
         return self.query_flops + self.memory_flops + self.output_flops
 
 
 def writing_cost(weights: AttentionWeights) -> WritingCost:
-    """Count the cost of a layer from its shapes and the maps it shares.
+    """Count what a writing costs, from its shapes and from what it shares.
 
-    If queries and keys come from one map and one sequence, the map is counted once, with the keys.
+    Queries made by the map that makes the keys are counted with the keys, once: that is so where
+    both read the same sequence.
     """
     memory_flops = maps_flops((weights.k, weights.v))
     return WritingCost(
@@ -59,12 +60,12 @@ def writing_cost(weights: AttentionWeights) -> WritingCost:
 
 
 def maps_flops(chains: Sequence[Chain], streams: int = 1) -> int:
-    """Floating-point operations of chains of maps for one token. A shared map counts once.
+    """Floating-point operations of chains of maps for one token; a map that several use counts once.
 
     Args:
         chains: maps that are applied one after the other.
-        streams: number of vectors per token that enter the chains: 1 for the input, `num_heads` for the
-            heads' outputs. A map with fewer copies than streams is applied to several of them.
+        streams: vectors of the token that enter: 1 for the input, `num_heads` for the heads' outputs.
+            A map of fewer copies than streams is applied to several of them.
     """
     flops: dict[int, int] = {}
     for chain in chains:
@@ -76,10 +77,9 @@ def maps_flops(chains: Sequence[Chain], streams: int = 1) -> int:
 
 
 def cached_numbers(weights: AttentionWeights) -> int:
-    """Count the numbers cached per token while decoding.
+    """Numbers kept of a token while decoding.
 
-    If keys and values begin with maps that all heads share, the output of these maps is cached; otherwise
-    keys and values are.
+    What keys and values have in common as far as all heads share it, each of the two otherwise.
     """
     entries = {
         tuple(id(link) for link in made): _numbers(weights, made)
@@ -89,7 +89,7 @@ def cached_numbers(weights: AttentionWeights) -> int:
 
 
 def _applied_before_storing(weights: AttentionWeights, chain: Chain) -> tuple[Chain, Chain]:
-    """Split a chain of keys or values at the point where tokens are cached: maps before it, and after."""
+    """A chain of keys or values, cut where a token is stored: what is applied before, and after."""
     common = [i for i, link in enumerate(chain) if link in weights.k and link in weights.v]
     if common and weights.k != weights.v:
         cut = common[-1] + 1
@@ -99,19 +99,19 @@ def _applied_before_storing(weights: AttentionWeights, chain: Chain) -> tuple[Ch
 
 
 def _width(weights: AttentionWeights, chain: Chain) -> int:
-    """Output width of a chain, per head."""
+    """Width of what a chain makes, one head's."""
     return chain[-1].d_out if chain else weights.d_model
 
 
 def _numbers(weights: AttentionWeights, chain: Chain) -> int:
-    """Numbers that a chain outputs per token, all copies together."""
+    """Numbers that a chain makes of one token, all copies."""
     return max(link.copies for link in chain) * chain[-1].d_out if chain else weights.d_model
 
 
 @final
 @dataclass(frozen=True)
 class PassCost:
-    """The cost of one pass of a layer: some queries over the keys that they see.
+    """The cost of one pass of a layer: some queries, over the keys they may see.
 
     Attributes:
         route: "expanded" where keys and values are made of what is remembered of each token;
@@ -187,7 +187,7 @@ def _has_absorbed_route(weights: AttentionWeights) -> bool:
 
 @dataclass(frozen=True)
 class _Value:
-    """An intermediate result of a pass: its maps, number of tokens, vectors per token and their width."""
+    """Something a pass has made: by which maps, for how many tokens, how many vectors of what width."""
 
     key: tuple[object, ...]
     tokens: int
@@ -196,7 +196,7 @@ class _Value:
 
 
 class _Pass:
-    """Adds up the costs of one pass. Results that two chains share are made once."""
+    """Walks through one pass and adds up; what two chains have in common is made once."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class _Pass:
         self.kept: set[tuple[object, ...]] = set()
 
     def cost(self) -> PassCost:
-        """Run the pass and return the sums."""
+        """Walk, and give the sums."""
         weights, heads = self.weights, self.weights.num_heads
         x = self._value(("input",), self.query_len, 1, weights.d_model)
         q = self._chain(x, weights.q)
@@ -261,7 +261,7 @@ class _Pass:
         return _Value(key, tokens, streams, width)
 
     def _remembered(self, made: _Value) -> _Value:
-        """The cached numbers of all tokens, those in the cache included."""
+        """What is remembered of all tokens, those in the cache included."""
         return _Value(made.key, self.key_len, made.streams, made.width)
 
     def _chain(self, value: _Value, chain: Chain) -> _Value:

@@ -48,9 +48,9 @@ class _Reduced(NamedTuple):
 class BilinearForm:
     """The form A = left rightᵀ, or a batch of them (heads, layers).
 
-    The width r is free: small (a factored head), d (a head that is one matrix W: left = W, right = identity)
-    or larger. Every method works on the whole batch in one call. Results depend on A only and not on its
-    factors; exceptions are the factors and widths themselves, and the number of singular values, which is k.
+    r is free: thin (a factored head), d (a head written as one matrix W: left = W, right = identity),
+    or more. Every method works on the whole batch in one call. What it returns depends on A only, not
+    on the writing, but for the factors and widths themselves and, by r, how many singular values are listed.
 
     Products (`dense`, `apply`, `scores`, `compose`) keep the factors' dtype. Measures and decompositions
     of float16 and bfloat16 factors are computed, and returned, in float32; rounding back is for the
@@ -408,14 +408,14 @@ class BilinearForm:
         return _Reduced(Q_left, _finite_product(R_left, R_right.mT), Q_right)
 
     def _core(self) -> Tensor:
-        """The core of `_reduce`, a small matrix with the singular values of A, at half the cost."""
+        """That of `_reduce`, a small matrix with the singular values of A, at half the cost."""
         factors = self._working_factors()
         learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in factors)
         left, right = (torch.linalg.qr(factor, mode="reduced" if learns else "r").R for factor in factors)
         return _finite_product(left, right.mT)  # without Q, R has no gradient
 
     def _squeeze(self, what: str) -> Tensor:
-        """A small matrix with the traces and non-zero eigenvalues of a square A and of its powers.
+        """Small matrix with the traces and non-zero eigenvalues of a square A and of its powers.
 
         rightᵀ left has them too, but its rounding grows with the condition of the gauge.
         """
@@ -451,7 +451,7 @@ class BilinearForm:
 
 
 def are_finite(numbers: Tensor) -> bool:
-    """Whether all entries are finite. Reads the numbers once, in memory order."""
+    """Whether there is no NaN and no infinity; reads the numbers once, in the order of the memory."""
     if not numbers.numel():
         return True
     by_stride = sorted(range(numbers.ndim), key=numbers.stride, reverse=True)

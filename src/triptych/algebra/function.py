@@ -1,7 +1,7 @@
-"""A slow reference implementation of attention layers, in any dtype.
+"""What an attention layer computes, written out: its maps, and what stands between them and the softmax.
 
-It computes the output of a layer from `AttentionWeights`. Tests compare it with the models that checkpoints
-come from; rewrites are compared with their originals by it.
+`AttentionWeights` has everything to compute the output of a layer, slowly and in any dtype. That is how a
+reading of a checkpoint is checked against the model that wrote it, and a rewrite against the original.
 """
 
 import math
@@ -25,8 +25,8 @@ def attend(
 
     Args:
         weights: the layer.
-        x: the input of the queries; without a memory, of keys and values too.
-        memory: the input of keys and values.
+        x: what queries are made of; keys and values too without a memory.
+        memory: what keys and values are made of.
         mask: True = may attend, broadcasts to `[batch, heads, query_len, key_len]`.
     """
     q, k, v = channels(weights, x, memory)
@@ -38,7 +38,7 @@ def attend(
 
 
 class Channels(NamedTuple):
-    """Queries of every head, and keys and values of every key-value head, before rotary embeddings."""
+    """Queries of every head, keys and values of every key and value head, before positions turn them."""
 
     q: Float[Tensor, "batch heads query_len d_k"]
     k: Float[Tensor, "batch key_heads key_len d_k"]
@@ -50,7 +50,7 @@ def channels(
     x: Float[Tensor, "batch query_len d_model"],
     memory: Float[Tensor, "batch key_len d_memory"] | None = None,
 ) -> Channels:
-    """Apply the maps and the norms after them to the inputs; arguments as those of `attend`."""
+    """What the maps, and the norms after them, make of the inputs; arguments as those of `attend`."""
     y = x if memory is None else memory
     semantics = weights.semantics
     q = _through(weights, "q", x)
@@ -63,7 +63,7 @@ def channels(
 
 
 def of_heads(t: Float[Tensor, "batch copies length width"], num_heads: int) -> Tensor:
-    """Repeat each copy for every query head that reads it."""
+    """Each copy once for every query head that reads it."""
     return t.repeat_interleave(num_heads // t.shape[1], dim=1)
 
 
@@ -73,7 +73,7 @@ def probabilities(
     k: Float[Tensor, "batch key_heads key_len d_k"],
     mask: Bool[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "batch heads query_len key_len"]:
-    """The attention weights, from the output of `channels`; the mask as that of `attend`."""
+    """How much each query takes from each key, from what `channels` gave; the mask as that of `attend`."""
     semantics = weights.semantics
     query_positions, key_positions = (torch.arange(t.shape[2], device=t.device) for t in (q, k))
     if semantics.rotary is not None:
@@ -94,7 +94,7 @@ def probabilities(
 
 
 def _through(weights: AttentionWeights, side: Side, x: Tensor) -> Tensor:
-    """Apply the chain of a side; returns `[batch, copies, length, width]`."""
+    """A side's chain applied, `[batch, copies, length, width]`."""
     x = x[:, None].to(weights.dtype)
     for link in weights.chain(side):
         if x.shape[1] not in (1, link.copies):

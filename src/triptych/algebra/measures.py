@@ -1,8 +1,9 @@
-"""Measures of the heads of one attention layer, computed without d × d matrices.
+"""Everything that is measured of the heads of one attention layer, without ever forming a d × d matrix.
 
-Each map is decomposed as W = Q R with orthonormal columns in Q. All measures need only the small triangles R
-and the small products Q_aᵀ Q_b. For weights of float32 or less, both come from products W_aᵀ W_b in float64,
-a few heads at a time. For float64 weights, and for maps that are nearly rank deficient, they come from a QR.
+Each map is written W = Q R with orthonormal columns in Q. What is asked of the forms and of pairs of maps
+then needs only the small triangles R and the small products Q_aᵀ Q_b. Both come from products W_aᵀ W_b in
+float64, a few heads at a time, where the weights have at most float32's digits; from a QR of each map where
+they have more, or where a map is too near to losing rank.
 
 Positions decide what can be said of where a head looks. Rotary embeddings turn pairs of channels by the
 distance of key and query, so W_Q W_Kᵀ is the form of tokens at distance 0 only. For rotary heads, energies of
@@ -43,8 +44,8 @@ class RotaryPairs:
 
     Attributes:
         first: one channel of each pair; likewise `second`.
-        slow: whether a pair turns by less than a radian over the longest text, and so counts as fixed.
-        factor: a number that these channels of queries and keys are also multiplied by.
+        slow: whether a pair turns by less than a radian over the longest text: then it is as good as fixed.
+        factor: what these channels of queries, and those of keys, are multiplied by besides.
     """
 
     first: tuple[int, ...]
@@ -54,7 +55,7 @@ class RotaryPairs:
 
     @classmethod
     def of(cls, rotation: RotaryEmbedding, longest: int) -> "RotaryPairs":
-        """The pairs of a rotary embedding, for texts of at most `longest` tokens."""
+        """Those that a rotation turns, in texts of at most that many tokens."""
         first, second = rotation.pairs
         return cls(
             first=tuple(first),
@@ -67,19 +68,19 @@ class RotaryPairs:
 @final
 @dataclass(frozen=True, eq=False)
 class HeadMeasures:
-    """Measures of a layer's heads, in float64; NaN where a map is not finite.
+    """What was measured of a layer's heads, in float64; NaN where a map is not finite.
 
     Attributes:
-        qk: the spectrum of W_QK; for rotary heads, the energies of their pairs instead.
-        ov: the spectrum of W_OV.
-        similarity: similarity of each two of W_Q, W_K and W_V; None where the two read different inputs or
-            share a map.
+        qk: the spectrum of W_QK, or what takes its place.
+        ov: that of W_OV.
+        similarity: of the maps to queries, keys and values, in pairs; None where they read different inputs,
+            or are made by a map that both have (one for several, or a latent).
         norms: Frobenius norm of each map.
         symmetry: tr(A²)/‖A‖² of W_QK: 1 symmetric, −1 antisymmetric; None for rotary heads and others whose
-            queries and keys cannot be exchanged.
-        copying: Σ Re λ / Σ |λ| of the eigenvalues of W_OV: 1 if a head adds what it reads, −1 if it
-            subtracts it; None if W_OV is not square, and in cross-attention.
-        finite: whether all four maps of a head are finite.
+            queries and keys cannot change places.
+        copying: Σ Re λ / Σ |λ| of the eigenvalues of W_OV: 1 where what is read is written back, −1 where
+            it is taken away; None if it is not square, and in cross-attention.
+        finite: whether all four maps are.
     """
 
     qk: Spectrum
@@ -94,7 +95,8 @@ class HeadMeasures:
 def comparable(weights: AttentionWeights) -> frozenset[MapPair]:
     """The pairs of maps of a layer that can be compared.
 
-    Maps that read different inputs (queries of cross-attention) or share a map are left out.
+    Queries of cross-attention read another text than keys and values do; of maps that share one, that is all
+    there would be to see.
     """
     itself = weights.semantics.kind != "cross"
     return frozenset(
@@ -112,7 +114,7 @@ def measure_heads(
     """Measure every head of a layer, a few at a time on each of torch's threads.
 
     Args:
-        weights: the layer. Biases and norms are ignored, those between two links too.
+        weights: its maps; biases and norms are left out, and what stands between two links is passed over.
         rotary_pairs: None for heads whose scores do not depend on the distance.
         compared: pairs of maps to compare; all that are `comparable` if None.
     """
@@ -148,7 +150,7 @@ def _measured(
 
 
 def _joined(chunks: list[HeadMeasures]) -> HeadMeasures:
-    """Concatenate the measures of chunks of heads."""
+    """The same of all heads: those of one chunk after those of another."""
 
     def joined(of: Callable[[HeadMeasures], Tensor | None]) -> Tensor | None:
         parts = [of(chunk) for chunk in chunks]
@@ -171,9 +173,9 @@ def _joined(chunks: list[HeadMeasures]) -> HeadMeasures:
 
 
 def _on_threads(work: Callable[["_Chunk"], HeadMeasures], chunks: "Sequence[_Chunk]") -> list[HeadMeasures]:
-    """Apply `work` to every chunk, on as many threads as torch uses.
+    """What `work` makes of every chunk, as many at a time as torch has threads, each on one of them.
 
-    Each chunk runs on one thread, because its matrices are too small to share.
+    The matrices are too small for several threads to share one.
     """
     threads = torch.get_num_threads()
     if threads == 1 or len(chunks) == 1:
@@ -249,22 +251,22 @@ class _Parts:
         self.R = {side: of.R for side, of in self.spans.items()}
 
     def known(self, values: Tensor) -> Tensor:
-        """Set the values of heads that are not finite to NaN."""
+        """NaN in place of what is of a head that is not finite."""
         shape = (-1,) + (1,) * (values.ndim - 1)
         return values.where(self.finite.view(shape), math.nan)
 
     def singular_values(self, one: Side, other: Side) -> Tensor:
-        """The singular values of the form of two maps."""
+        """Of the form of two maps."""
         values: Tensor = torch.linalg.svdvals(self.R[one] @ self.R[other].mT)
         return values
 
     def turned(self, one: Side, other: Side) -> Tensor | None:
-        """A small matrix with the traces and non-zero eigenvalues of a form and its powers; None if none."""
+        """Small, with the traces and non-zero eigenvalues of a form and its powers; None if it has none."""
         between = self._between.get((one, other))
         return None if between is None else self.R[one] @ self.R[other].mT @ between.mT
 
     def compared(self, one: Side, other: Side) -> MapSimilarity | None:
-        """The similarity of two maps; None if their inputs differ."""
+        """Two maps that read the same; None if they do not."""
         between = self._between.get((one, other))
         if between is None:
             return None
@@ -278,8 +280,8 @@ class _Chunk:
     """A few heads.
 
     Attributes:
-        maps: the copies of each side that these heads use.
-        places: the copy that each head uses, by side.
+        maps: of each side the copies they use.
+        places: which copy each head does.
     """
 
     maps: dict[Side, Tensor]
@@ -330,7 +332,7 @@ def _triangles(squares: dict[Side, Tensor]) -> dict[Side, tuple[Tensor, Tensor]]
 
 
 def _full_span(triangle: Tensor, square: Tensor) -> Span:
-    """The span of maps that are zero or have full column rank."""
+    """Of maps that are zero or have all their columns independent."""
     alive = _alive(square)
     basis = torch.eye(triangle.shape[-1], dtype=triangle.dtype) * alive
     return Span(triangle * alive, basis, alive[:, 0, 0] * triangle.shape[-1])

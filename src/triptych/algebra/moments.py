@@ -1,7 +1,7 @@
-"""Second moments of queries, keys and mixed values of one attention layer over a text.
+"""Second moments of what meets in the heads of one attention layer, gathered over a text.
 
-The data-aware rewrites need nothing else of the data: one number per pair of channels of a head.
-The text is read once.
+They are all that the data-aware rewrites need of the data: a few numbers per pair of channels of one head,
+never one per pair of input channels, and never a text twice.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from triptych.errors import DataError
 @final
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Means over a text, in float64, of the channels of a layer.
+    """Means over a text, in float64, of the channels of one writing of a layer.
 
-    They hold for the layer as it was when they were gathered, not for another choice of gauge. Queries and
-    keys are taken after their biases and norms and before rotary embeddings. All pairs of queries and keys
-    count alike: masks and distances are ignored.
+    They belong to that writing: of one in another gauge they say nothing. Queries and keys are those after
+    their biases and norms, before positions turn them. Keys meet every query of the text alike here: who
+    sees whom, and at which distance, is left out.
 
     Attributes:
-        count: number of query tokens; `key_count`: number of key tokens.
+        count: tokens that ask; `key_count`: tokens that are asked.
         longest: tokens of the longest sequence, padding included.
         q: `[num_heads, d_k, d_k]`, E[qᵀq] of every head; `k`: `[key_heads, d_k, d_k]`, likewise, uncentred.
         q_mean: `[num_heads, d_k]`, E[q]; `k_mean`: `[key_heads, d_k]`, E[k].
@@ -59,7 +59,7 @@ class Moments:
 
 @final
 class MomentsGatherer:
-    """Sums moments over a text: call `add(weights, x)` for each batch, then `result()`."""
+    """Sums over a text, batch by batch: `gatherer.add(weights, x)` for each, then `result()`."""
 
     def __init__(self) -> None:
         self._counts = [0, 0]
@@ -76,16 +76,16 @@ class MomentsGatherer:
         tokens: Bool[Tensor, "batch query_len"] | None = None,
         memory_tokens: Bool[Tensor, "batch key_len"] | None = None,
     ) -> None:
-        """Add a batch.
+        """Take a batch in.
 
         Args:
             weights: the layer, the same for every batch.
             x: what queries are made of; keys and values too without a memory.
             memory: what keys and values are made of.
-            mask: True = may attend, as in `attend`. It hides padding from queries; `tokens` says what is
-                counted.
-            tokens: True for tokens of x that are text and not padding; all if None.
-            memory_tokens: likewise for the memory.
+            mask: True = may attend, as in `attend`. It hides keys of padding from queries; what is not
+                to be counted, `tokens` says.
+            tokens: which of x are tokens of the text, not padding; all if None.
+            memory_tokens: the same of the memory.
         """
         q, k, v = channels(weights, x, memory)
         p = probabilities(weights, q, k, mask)
@@ -108,11 +108,11 @@ class MomentsGatherer:
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
 
     def result(self) -> Moments:
-        """The means over all batches.
+        """The means over all that was taken in.
 
         Raises:
-            DataError: no token was added, or the layer's values are not finite (as for a query that sees no
-                key).
+            DataError: there was no token, or what the layer computes of them is not finite (a query that
+                may see nothing, say).
         """
         if not all(self._counts):
             raise DataError("there are no tokens to take moments of: give some text")
@@ -138,6 +138,6 @@ class MomentsGatherer:
 
 
 def _counted(t: Tensor, tokens: Tensor | None) -> Float[Tensor, "heads count width"]:
-    """Flatten `[batch, heads, length, width]` over batch and length, without padding."""
+    """`[batch, heads, length, width]`, the tokens of all texts of the batch one after the other."""
     rows = t.transpose(0, 1).double()
     return rows.flatten(1, 2) if tokens is None else rows[:, tokens]

@@ -1,7 +1,7 @@
-"""Similarity of maps: measures of their entries, and of the subspaces they span.
+"""How alike two maps are: measures of the matrices as written, and of the subspaces they span.
 
-The basis of a head (its gauge) is an accident of training. Measures that compare entries depend on it;
-measures that compare column spaces depend on the head's function only. Each measure says which it is.
+A head's basis is the training run's choice (the gauge): what compares entries says something about that
+choice, what compares column spaces says something about the head. Both are given, and which is which.
 """
 
 import math
@@ -15,17 +15,17 @@ from triptych.algebra.subspaces import chance_of_as_much
 
 
 class MapSimilarity(NamedTuple):
-    """Similarity of two maps, for every head.
+    """Two maps of every head side by side.
 
     Attributes:
         cosine: of the entries, −1 to 1; depends on the basis. NaN where the shapes differ.
-        procrustes: the same after the best rotation of one map, 0 to 1; invariant under rotations.
-        cka: of the rows as examples, 0 to 1 (Kornblith et al. 2019, arXiv 1905.00414, linear, uncentred);
-            invariant under rotations.
+        procrustes: the same after the best rotation of one of them, 0 to 1: does not depend on rotations.
+        cka: of the rows as examples, 0 to 1 (Kornblith et al. 2019, arXiv 1905.00414, linear, uncentred):
+            does not depend on rotations either.
         angles: principal angles of the column spaces, ascending, in radians; NaN past the ranks.
-        overlap: mean squared cosine of the principal angles, 0 to 1; invariant under changes of basis.
-        chance: the mean overlap of random subspaces of the same dimensions.
-        p_value: the probability of at least this overlap for random subspaces.
+        overlap: mean squared cosine of the principal angles, 0 to 1: does not depend on the basis.
+        chance: what the overlap is on average for random subspaces of the same dimensions.
+        p_value: how probable an overlap as large or larger is for random subspaces.
     """
 
     cosine: Float[Tensor, " heads"]
@@ -38,12 +38,12 @@ class MapSimilarity(NamedTuple):
 
     @property
     def times_chance(self) -> Float[Tensor, " heads"]:
-        """The overlap divided by its chance level."""
+        """The overlap over its chance level."""
         return self.overlap / self.chance
 
 
 class Span(NamedTuple):
-    """The column space of a map W = Q R, with orthonormal columns in Q.
+    """What of a map W = Q R, with orthonormal columns in Q, is needed to compare it.
 
     Attributes:
         R: `[heads, k, width]`.
@@ -74,8 +74,8 @@ def map_similarity(
     """Compare two maps that read the same input, head by head.
 
     Args:
-        one: a map per head; finite.
-        other: another, with as many heads and the same d.
+        one: a map of every head; finite.
+        other: another, of as many heads and of the same d.
 
     Raises:
         ValueError: they do not read the same input, or are not finite.
@@ -93,11 +93,11 @@ def map_similarity(
 
 
 def compare(one: Span, other: Span, between: Float[Tensor, "heads k other_k"], d: int) -> MapSimilarity:
-    """Compare two maps by their spans.
+    """The same of maps known by their spans.
 
     Args:
-        one: the span of a map Q R per head.
-        other: the span of another, Q' R'.
+        one: of a map Q R of every head.
+        other: of another, Q' R'.
         between: QᵀQ'.
         d: height of both maps.
     """
@@ -125,10 +125,10 @@ def compare(one: Span, other: Span, between: Float[Tensor, "heads k other_k"], d
 def sketches(
     left: Float[Tensor, "forms d r"], right: Float[Tensor, "forms other_d r"], seed: int = 0
 ) -> Float[Tensor, "forms numbers"]:
-    """Unit vectors of 100 numbers for forms A = left rightᵀ, whose products approximate the cosines.
+    """A hundred numbers of every form A = left rightᵀ, of length 1: products of two are near the cosine.
 
-    The numbers are xᵀ A y for random x and y, which are the same for all forms of one size and seed. The
-    product of two sketches has an error of about 1/8. The sketch of a zero form is zero.
+    They are xᵀ A y for random x and y, the same for all forms of one size and seed; the product of two
+    sketches is off by about an eighth. Forms that are zero have zeros.
     """
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.promote_types(left.dtype, torch.float32)
@@ -148,9 +148,9 @@ def sketches(
 
 
 def alike(sketched: Float[Tensor, "forms numbers"], at_least: float, most: int) -> list[tuple[int, int]]:
-    """The `most` likeliest pairs i < j of forms whose absolute cosine may be `at_least`, in order.
+    """Pairs i < j of forms whose cosine may be `at_least`, of either sign; the `most` likeliest, in order.
 
-    Only a few rows of products are in memory at a time.
+    A few rows of all products are held at a time.
     """
     best = sketched.new_empty(0)
     pairs = torch.empty(0, 2, dtype=torch.long)
@@ -171,7 +171,7 @@ def cosine_of_forms(
     other_left: Float[Tensor, "d s"],
     other_right: Float[Tensor, "other_d s"],
 ) -> float:
-    """⟨A, B⟩ / (‖A‖ ‖B‖) of two forms given by their factors; 0 if one is zero. Neither form is built."""
+    """⟨A, B⟩ / (‖A‖ ‖B‖) of A = left rightᵀ and B likewise, without forming either; 0 if one is zero."""
     l, r, m, s = (factor.double() for factor in (left, right, other_left, other_right))  # noqa: E741
     norms = math.sqrt(_inner(l, r, l, r) * _inner(m, s, m, s))
     return _inner(l, r, m, s) / norms if norms else 0.0
@@ -184,7 +184,7 @@ _SKETCH_MARGIN = 0.38
 
 
 def _inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> float:
-    """⟨A, B⟩ = Σ A_ij B_ij of two forms given by their factors."""
+    """Of A and B, Σ A_ij B_ij."""
     return float(((left.mT @ other_left) * (right.mT @ other_right)).sum())
 
 

@@ -1,7 +1,7 @@
-"""Split a layer into layers with some of its heads, and join them again.
+"""Some heads of a layer as a layer of their own, and layers of some heads as one.
 
-A layer is the sum of its heads. Rewrites that treat each group of heads by itself can therefore work on a few
-groups at a time, which bounds their memory.
+A layer is the sum of its heads, so whatever treats each group of heads by itself can be done a few groups
+at a time, in as little memory.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link
 
 
 def heads_of(weights: AttentionWeights, start: int, stop: int) -> AttentionWeights:
-    """Heads `start` to `stop` as a layer. The output bias goes with head 0.
+    """Heads `start` to `stop` as a layer; the output bias stays with head 0.
 
     Args:
-        weights: a layer with one map per side and no maps shared between sides.
+        weights: a layer of one map a side, with nothing shared between sides.
         start: the first head of a group.
         stop: the head after the last one of a group.
     """
@@ -38,7 +38,7 @@ def heads_of(weights: AttentionWeights, start: int, stop: int) -> AttentionWeigh
 
 
 def joined(parts: Sequence[AttentionWeights]) -> AttentionWeights:
-    """Join the heads of all parts into one layer. Output biases add up; narrower heads are zero-padded."""
+    """The heads of all parts in one layer; output biases add up, narrower heads get channels of zeros."""
     first = parts[0]
 
     def together(chains: Sequence[Chain]) -> Chain:
@@ -59,11 +59,11 @@ def joined(parts: Sequence[AttentionWeights]) -> AttentionWeights:
 
 
 def joined_links(links: Sequence[Link], order: Sequence[int] | None = None) -> Link:
-    """Join the copies of several maps into one map; narrower ones are zero-padded.
+    """The copies of all maps in one; narrower ones get channels of zeros.
 
     Args:
-        links: maps of a few heads each.
-        order: copy i of the result is copy `order[i]` of the inputs; None to keep their order.
+        links: of a few heads each.
+        order: copy i of the result is copy `order[i]` of all of them; as they come if None.
     """
     if len(links) == 1 and order is None:
         return links[0]
@@ -84,7 +84,7 @@ def joined_links(links: Sequence[Link], order: Sequence[int] | None = None) -> L
 
 
 def separable(weights: AttentionWeights) -> bool:
-    """Whether `heads_of` can split a layer."""
+    """Whether `heads_of` can tell the heads of a layer apart."""
     chains = [weights.chain(side) for side in SIDES]
     if any(len(chain) != 1 for chain in chains) or len({id(chain[0]) for chain in chains}) < len(chains):
         return False
@@ -97,7 +97,7 @@ def separable(weights: AttentionWeights) -> bool:
 
 
 def groups_of(weights: AttentionWeights, most_numbers: int) -> list[tuple[int, int]]:
-    """Ranges of heads, in whole groups, with a limited number of parameters (at least one group each)."""
+    """Runs of heads, whole groups each, whose maps are no more than so many numbers (or one group)."""
     copies = max(1, min(weights.num_key_heads, weights.num_value_heads))
     group = weights.num_heads // copies
     numbers = sum(link.weight.numel() for link in weights.links()) // copies
@@ -115,7 +115,7 @@ def _copies(link: Link, start: int, stop: int, heads: int) -> Link:
 
 
 def _padded(tensor: Tensor, columns: int, rows: int | None = None) -> Tensor:
-    """Pad with zeros to a number of columns and rows."""
+    """With zeros up to so many columns, and rows."""
     more_columns = columns - tensor.shape[-1]
     more_rows = 0 if rows is None else rows - tensor.shape[-2]
     if not more_columns and not more_rows:
@@ -126,7 +126,7 @@ def _padded(tensor: Tensor, columns: int, rows: int | None = None) -> Tensor:
 
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:
-    """Concatenate copies, in the memory layout (rows or columns) of the first."""
+    """All copies one after the other, in memory as the first has them: in rows or in columns."""
     if weights[0].is_meta:  # torch would load its compiler to do this with shapes alone
         return weights[0].new_empty(len(weights), *weights[0].shape[1:])
     if weights[0].ndim == 3 and weights[0].mT.is_contiguous():

@@ -1,4 +1,4 @@
-"""Measures of the singular values of a form."""
+"""What is read off the singular values of a form."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 @final
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """Singular values and their measures. The measures neither overflow nor underflow unless the values do.
+    """Singular values, and what is read off them; nothing of it overflows or vanishes where they do not.
 
     Attributes:
         values: descending.
@@ -22,7 +22,7 @@ class Spectrum:
 
     @property
     def spectral_norm(self) -> Float[Tensor, "*batch"]:
-        """σ₁, the largest stretch of a row."""
+        """σ₁: the most that a row can be stretched."""
         return self.values[..., 0]
 
     @property
@@ -32,7 +32,7 @@ class Spectrum:
 
     @property
     def condition(self) -> Float[Tensor, "*batch"]:
-        """σ₁ over the smallest singular value; infinite if that is 0 up to rounding."""
+        """σ₁ over the smallest; infinite where that is 0, but for rounding, or all are."""
         largest, smallest = self.values[..., 0], self.values[..., -1]
         lost = smallest <= largest * _ROUNDING
         return torch.where(lost, math.inf, largest / or_one(smallest))
@@ -60,13 +60,13 @@ class Spectrum:
 
     @property
     def kept(self) -> Float[Tensor, "*batch k"]:
-        """Share of Σσ² in the first 1, 2, … values; 1 if all are 0."""
+        """Share of Σσ² in the first 1, 2, … of them; 1 if all are 0."""
         squares = self._relative.square()
         shares = squares.cumsum(dim=-1) / or_one(squares.sum(dim=-1, keepdim=True))
         return torch.where(self._alive[..., None], shares, 1.0)
 
     def rank(self, tolerance: float) -> Int[Tensor, "*batch"]:
-        """The number of values above `tolerance` times the largest."""
+        """How many are above `tolerance` times the largest."""
         return self.values.gt(self.values[..., :1] * tolerance).sum(dim=-1)
 
     def rank_within(self, loss: float) -> Int[Tensor, "*batch"]:
@@ -90,5 +90,5 @@ _ROUNDING = 1e-12
 
 
 def or_one(x: Tensor) -> Tensor:
-    """Replace 0 by 1 in a divisor."""
+    """A divisor: 1 in place of 0."""
     return torch.where(x > 0, x, 1.0)

@@ -1,4 +1,4 @@
-"""The probability that random subspaces overlap at least as much as two given ones.
+"""How probable it is that random subspaces share as much as two subspaces do.
 
 For random projections P and Q of ranks p and q in d dimensions, tr(P Q) is the sum of the squared cosines of
 the principal angles. It is the Pillai–Bartlett trace of a multivariate analysis of variance. Its squared
@@ -31,8 +31,8 @@ def chance_of_as_much(
 ) -> Float[Tensor, " heads"]:
     """Upper tail of tr(P Q) at `shared`, for random subspaces of `p` and `q` dimensions out of `d`.
 
-    The relative error is at most 1/8 above 10⁻⁴; below, the order of magnitude is right. It is exact if one
-    of the subspaces or of their complements is a line.
+    Off by at most an eighth where it is above 10⁻⁴, and of the right order below; exact if one of the
+    subspaces, or of their complements, is a line.
     """
     found = torch.ones_like(shared)
     for one, other in {*zip(p.tolist(), q.tolist(), strict=True)}:
@@ -56,14 +56,14 @@ def _tail(shared: Tensor, p: int, q: int, d: int) -> Tensor:
 
 
 def _tail_of_a_line(shared: Tensor, q: int, d: int) -> Tensor:
-    """Upper tail of the squared cosine of a random line with a q-dimensional subspace, a beta variable."""
+    """Of the squared cosine of a random line with a subspace of q dimensions: a beta variable's."""
     a, b = q / 2, (d - q) / 2
     above, below = _beyond(shared, a, b), _beyond(1 - shared, b, a)
     return torch.where(shared > q / d, above, 1 - below).clamp(0, 1)
 
 
 def _beyond(at: Tensor, a: float, b: float) -> Tensor:
-    """Upper tail of a Beta(a, b) variable at `at`, exact up to rounding if `at` is above the mean."""
+    """The share of a Beta(a, b) variable above `at`: exact but for rounding where that is above its mean."""
     nodes, weights = _beta_rules(torch.tensor([b]), torch.tensor([1.0]), 64)
     # ∫ x^(a−1) (1−x)^(b−1) from `at` to 1, with 1 − x = (1 − at) t.
     inner = ((1 - (1 - at[:, None]) * nodes[0]) ** (a - 1) * weights[0]).sum(dim=-1)
@@ -74,13 +74,13 @@ def _beyond(at: Tensor, a: float, b: float) -> Tensor:
 @final
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """A table of the upper tail of tr(P Q), as normal deviates with the same tail.
+    """Of tr(P Q) at many places: with which normal deviate its tail is reached.
 
     Attributes:
-        places: values of tr(P Q), ascending.
-        deviates: the deviates, ascending.
-        most: the largest possible value of tr(P Q).
-        slope: −d log(tail) / d place at the last place.
+        places: ascending.
+        deviates: of the same tails, ascending.
+        most: the largest that tr(P Q) can be.
+        slope: −d log(tail) / d place at the last of them.
     """
 
     places: Float[Tensor, " places"]
@@ -89,7 +89,7 @@ class _Table:
     slope: float
 
     def tail(self, at: Float[Tensor, " heads"]) -> Float[Tensor, " heads"]:
-        """The tail at a value. Deviates are interpolated linearly; past the last, the tail falls to 0."""
+        """Between two places the deviate is linear; past the last the tail falls to 0 at the end."""
         last = self.places[-1]
         right = torch.searchsorted(self.places, at).clamp(1, len(self.places) - 1)
         left = right - 1

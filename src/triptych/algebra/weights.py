@@ -1,8 +1,9 @@
-"""`AttentionWeights`: the maps of one attention layer and its `Semantics`.
+"""`AttentionWeights`: one attention layer, its maps and what it does besides.
 
-Layers and checkpoints produce it; measures and rewrites take it. Queries, keys, values and outputs are each a
-*chain* of affine maps: one link for the paper's projections, two for stacked ones, none if the input itself
-is used. Shared maps are the same object: a layer with W^Q = W^K has `weights.q is weights.k`.
+Our layers give it, every checkpoint gives it, every measurement and every rewrite takes it. Queries,
+keys, values and outputs are each a *chain* of affine maps: one link for the paper's projections, two
+for stacked ones, none where the input itself is used. What is shared is the same object: a layer with
+W^Q = W^K has `weights.q is weights.k`.
 """
 
 import math
@@ -30,9 +31,9 @@ class Link:
         weight: `[copies, d_in, d_out]`, or `[copies, width]` for a diagonal map. A copy serves
             `num_heads / copies` consecutive heads.
         bias: `[copies, d_out]` or None.
-        norm: the norm after the map, before the next map of its chain; None if there is none. Two maps can be
-            folded only if there is no norm between them.
-        learned: False for a map without parameters (a slice of the input, a fixed factor).
+        norm: of what the map puts out, before the next map of its chain reads it; None if there is none,
+            which is what lets the two be folded.
+        learned: False for a map without numbers of its own (a slice of the input, a fixed factor).
     """
 
     weight: Float[Tensor, "copies *matrix"]
@@ -59,20 +60,20 @@ class Link:
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters, biases included."""
+        """Learned numbers held, all copies and biases."""
         if not self.learned:
             return 0
         return self.weight.numel() + (0 if self.bias is None else self.bias.numel())
 
     @property
     def flops(self) -> int:
-        """Floating-point operations to apply every copy to one token, without biases."""
+        """Floating-point operations to apply every copy to one token; a bias counts as none."""
         if self.diagonal:
             return self.weight.numel()
         return 2 * self.weight.numel() if self.learned else 0
 
     def of_heads(self, num_heads: int) -> "Link":
-        """Repeat the copies to `num_heads`, a multiple of their number."""
+        """The same map in more copies: `num_heads`, a multiple of those there are."""
         times = num_heads // self.copies
         if times == 1:
             return self
@@ -80,7 +81,7 @@ class Link:
         return replace(self, weight=self.weight.repeat_interleave(times, dim=0), bias=bias)
 
     def then(self, other: "Link") -> "Link":
-        """The product of both maps: `x W₁ W₂ + (b₁ W₂ + b₂)`."""
+        """Both maps as one: `x W₁ W₂ + (b₁ W₂ + b₂)`."""
         copies = math.lcm(self.copies, other.copies)
         if self.copies == 1 and not (self.diagonal or other.diagonal):
             # One product with all copies beside each other, instead of one with a copy of this map for each.
@@ -99,7 +100,7 @@ class Link:
         )
 
     def __call__(self, x: Float[Tensor, "batch copies length d_in"]) -> Tensor:
-        """Apply copy i to slice i (or every copy to the only slice), then the norm.
+        """Apply copy i to slice i (or the only slice to every copy), then the norm.
 
         Returns:
             `[batch, copies, length, d_out]`.
@@ -125,7 +126,7 @@ class Norm:
     Attributes:
         weight: `[d_model]`, as stored.
         bias: `[d_model]` or None.
-        offset: added to the stored weight: 1 for families that store `w` of `1 + w`.
+        offset: what the stored weight is relative to: 1 for the families that store `w` of `1 + w`.
     """
 
     weight: Float[Tensor, " d_model"]
@@ -141,20 +142,20 @@ class AttentionWeights:
         q = chain_q(x)   k = chain_k(y)   v = chain_v(y)
         out = Σ_i chain_o(softmax(scale · q_i k_iᵀ + …) v_i) + o_bias
 
-    `algebra.function.attend` computes the layer from these weights.
+    With its `semantics` it is all that `algebra.function.attend` needs.
 
     Attributes:
         d_model: width of the input.
         num_heads: number of query heads.
-        q: chain of maps that makes the queries; likewise `k` and `v`. An empty chain is the input itself.
+        q: chain of maps to the queries; likewise `k`, `v`. An empty chain is the input itself.
         o: chain of maps from each head's output, summed over heads; its links have no bias.
         o_bias: `[d_out]`, added once.
         semantics: what the layer does besides its maps.
-        norm: the pre-norm whose output is `x` (and `y`, unless kind is "cross"); None hides it from
-            `fold_norm`.
-        memory_norm: likewise for the memory of cross-attention.
-        norm_place: the place of the norm in the residual block.
-        other_norm_readers: other readers of the norm's output, in words ("" if none).
+        norm: the pre-norm whose output is `x` (and `y`, unless kind is "cross"), if it is to be
+            seen by `fold_norm`.
+        memory_norm: the same for the memory of a cross-attention.
+        norm_place: where the residual's norm stands.
+        other_norm_readers: what else reads the norm's output, besides this layer ("" if nothing).
         bias_slots: the maps whose bias the target format can hold.
     """
 
@@ -196,7 +197,7 @@ class AttentionWeights:
                     yield link
 
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors, shared ones once."""
+        """Every tensor held, once."""
         for link in self.links():
             yield link.weight
             if link.bias is not None:
@@ -215,7 +216,7 @@ class AttentionWeights:
 
     @property
     def norms_within(self) -> bool:
-        """Whether there is a norm between two maps of a side."""
+        """Whether a norm stands between two maps of a side."""
         return any(link.norm is not None for link in self.links())
 
     def tied(self, one: Side, other: Side) -> bool:
@@ -224,7 +225,7 @@ class AttentionWeights:
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters of the maps and their biases, shared ones once."""
+        """Learned numbers of the maps and their biases, shared ones once."""
         return sum(link.num_parameters for link in self.links()) + (
             0 if self.o_bias is None else self.o_bias.numel()
         )
@@ -242,8 +243,8 @@ class AttentionWeights:
     def multiplied(self, side: Side) -> Link:
         """The chain of a side as one link per head (or group); the identity for an empty chain.
 
-        Norms between two links (`Link.norm`) are ignored. Check for them before replacing a chain by its
-        product.
+        What stands between two links (`Link.norm`) is passed over: whoever replaces the chain by its
+        product has to look.
 
         For the output side the bias is None: `o_bias` belongs to all heads together.
         """
@@ -280,12 +281,12 @@ class AttentionWeights:
 
     @property
     def W_K(self) -> Float[Tensor, "num_heads d_model d_k"]:
-        """Key maps, one per query head (groups repeated)."""
+        """Key maps, one a query head (groups repeated)."""
         return self.per_head("k")
 
     @property
     def W_V(self) -> Float[Tensor, "num_heads d_model d_v"]:
-        """Value maps, one per query head (groups repeated)."""
+        """Value maps, one a query head (groups repeated)."""
         return self.per_head("v")
 
     @property
@@ -311,7 +312,7 @@ class AttentionWeights:
         )
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
-        """Apply a function to every tensor (cast, move, clone). Shared tensors stay shared."""
+        """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""
         chains: dict[int, Chain] = {}
         links: dict[int, Link] = {}
 
@@ -345,10 +346,10 @@ class AttentionWeights:
         )
 
     def with_scale(self, scale: float) -> "AttentionWeights":
-        """Change the scale without changing the scores: the query map takes up the ratio.
+        """The same scores under another scale: the query map takes up the ratio.
 
         Raises:
-            ValueError: the queries have no map of their own.
+            ValueError: the queries have no map of their own to take it up.
         """
         if math.isclose(scale, self.scale, rel_tol=1e-12):
             return self
@@ -366,9 +367,9 @@ class AttentionWeights:
         )
 
     def multiplied_out(self) -> "AttentionWeights":
-        """Multiply out every side to one link, in float32 or wider. Shared chains stay shared.
+        """The same maps with one link a side, in at least float32; what was shared stays so.
 
-        As in `multiplied`, norms between two links are ignored.
+        As `multiplied`, it passes over what stands between two links.
         """
         wide = torch.promote_types(self.dtype, torch.float32)
         whole = self if all(len(self.chain(side)) == 1 for side in SIDES) else self.to(wide)
@@ -381,9 +382,9 @@ class AttentionWeights:
         return replace(whole, q=q, k=k, v=v, o=o)
 
     def evened(self, groups: int) -> "AttentionWeights":
-        """Repeat copies to one per head for queries and outputs, and to `groups` for keys and values.
+        """The same maps with one copy a head for queries and outputs, and `groups` for keys and values.
 
-        Chains of several links and shared chains do not change.
+        Chains of several links and shared ones stay as they are.
         """
 
         def even(side: Side, copies: int) -> Chain:
@@ -396,7 +397,7 @@ class AttentionWeights:
         return replace(self, q=even("q", heads), k=even("k", groups), v=even("v", groups), o=even("o", heads))
 
     def without_norms(self) -> "AttentionWeights":
-        """The weights without the norms before their maps."""
+        """The maps alone; the norms before them stay where they are."""
         return replace(self, norm=None, memory_norm=None)
 
     def to(self, dtype: torch.dtype) -> "AttentionWeights":
@@ -409,8 +410,8 @@ class Head:
     """The two forms of one head.
 
     Attributes:
-        qk: `W_QK`, which decides where the head attends.
-        ov: `W_OV`, which decides what it writes.
+        qk: `W_QK`, where it looks.
+        ov: `W_OV`, what it moves.
     """
 
     qk: BilinearForm
@@ -435,7 +436,7 @@ def _product(one: Tensor, two: Tensor) -> Tensor:
 
 
 def _applied(rows: Tensor, weight: Tensor) -> Tensor:
-    """`rows @ weight`. On a CPU, float16 is multiplied in float32, in which products are summed anyway."""
+    """`rows @ weight`. In float16 on a CPU by way of float32, in which such products are summed anyway."""
     if weight.dtype == torch.float16 and weight.device.type == "cpu":
         return (rows.float() @ weight.float()).half()  # two to four times as fast
     return rows @ weight

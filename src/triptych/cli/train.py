@@ -14,6 +14,9 @@ from triptych.errors import UsageError
 from triptych.training import read_recipe
 from triptych.training.progress import display_for
 
+# The command that uses what a run has learned.
+_USES = {"translation": "translate", "language-model": "generate", "masked-language-model": "fill"}
+
 
 def train(
     recipe: Annotated[
@@ -72,5 +75,5 @@ def train(
         display.say(
             f"done: {outcome.counters.step:,} steps, {outcome.counters.tokens:,} target tokens in "
             f"{outcome.counters.seconds / 60:.1f} min; {folder} holds the {outcome.chosen} model. "
-            f"Try it: triptych translate {folder}"
+            f"Try it: triptych {_USES[summary.task]} {folder}"
         )

@@ -6,6 +6,7 @@ from triptych.runs.generation import (
     OpenedModel,
     evaluate_text,
     fill,
+    open_language_model,
     open_text_model,
 )
 from triptych.runs.training import Summary, resume, train
@@ -19,6 +20,7 @@ __all__ = [
     "evaluate_text",
     "fill",
     "holds_run",
+    "open_language_model",
     "open_text_model",
     "resume",
     "train",

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from triptych.files import write_text
-from triptych.training import Recipe, TrainingResult
+from triptych.training import AnyRecipe, LanguageRecipe, Recipe, TrainingResult
 from triptych.training.judging import LEAST_BLEU
 from triptych.training.progress import Display
 
@@ -13,7 +13,7 @@ _CARD_END = "\n<!-- Written by triptych; if you change this page, it is left as 
 
 
 def write_card(
-    folder: Path, recipe: Recipe, outcome: TrainingResult, num_parameters: int, display: Display
+    folder: Path, recipe: AnyRecipe, outcome: TrainingResult, num_parameters: int, display: Display
 ) -> None:
     """Write the card of a finished run, unless somebody wrote one in its place."""
     path, text = folder / "README.md", _model_card(recipe, outcome, num_parameters)
@@ -30,7 +30,42 @@ def _text_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _model_card(recipe: Recipe, outcome: TrainingResult, num_parameters: int) -> str:
+def _model_card(recipe: AnyRecipe, outcome: TrainingResult, num_parameters: int) -> str:
+    if isinstance(recipe, LanguageRecipe):
+        return _language_card(recipe, outcome, num_parameters)
+    return _translation_card(recipe, outcome, num_parameters)
+
+
+def _language_card(recipe: LanguageRecipe, outcome: TrainingResult, num_parameters: int) -> str:
+    counters, model, scores = outcome.counters, recipe.model, outcome.scores or {}
+    writes = recipe.task == "language-model"
+    tag, kind = ("text-generation", "decoder") if writes else ("fill-mask", "encoder")
+    of_tokens = "the next token" if writes else f"masked tokens ({recipe.masking.share:.0%} of the text)"
+    command = "triptych generate path/to/this/folder" if writes else "triptych fill path/to/this/folder"
+    figures = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
+    return f"""---
+library_name: triptych
+tags: [{tag}]
+---
+
+# {recipe.name}
+
+A Transformer {kind} that predicts {of_tokens}, trained with triptych: {model.num_layers} layers, d_model
+{model.d_model}, {model.num_heads} heads, context {model.context}, {model.norm}-norm ({model.norm_kind}),
+{model.positions.scheme} positions, {num_parameters:,} parameters.
+
+- Training: {counters.step:,} steps, {counters.tokens:,} tokens, {counters.seconds / 60:.1f} minutes.
+- Best validation: {abs(counters.best_score or 0.0):.4f} nats per token at step {counters.best_step:,}.
+- Average of the last checkpoints: {figures}. `model.safetensors` holds the {outcome.chosen} model.
+- `recipe.toml` is the whole recipe; `metrics.jsonl` has the curves.
+
+```sh
+{command}
+```
+"""
+
+
+def _translation_card(recipe: Recipe, outcome: TrainingResult, num_parameters: int) -> str:
     counters, model = outcome.counters, recipe.model
     best = abs(counters.best_score or 0.0)
     noise = recipe.validation.metric == "bleu" and counters.best_by == "loss"

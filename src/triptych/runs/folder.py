@@ -21,7 +21,7 @@ from triptych.models import EncoderDecoder, read_model, write_model
 from triptych.models.device import find_device
 from triptych.storage.tensors import read_json
 from triptych.text import TokenizerPair
-from triptych.training import DecodingConfig, Recipe, read_recipe
+from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
 from triptych.training.state import RUN_FILES, own_files
 
 RECIPE, DECODING = "recipe.toml", "decoding.toml"
@@ -108,7 +108,7 @@ class Run:
             raise UsageError(f"the run folder {folder} does not exist")
         recipe = None
         if (folder / RECIPE).exists():
-            recipe = read_recipe(folder / RECIPE)
+            recipe = require_translation(read_recipe(folder / RECIPE), folder)
             decoding = recipe.decoding
         elif (folder / DECODING).exists():
             decoding = _read_decoding(folder / DECODING)

@@ -5,16 +5,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from triptych.checkpoints.models import load_language_model
+from triptych.checkpoints.own import is_own
 from triptych.decoding import (
     Filling,
     Likelihood,
     fill_masks,
     measure_likelihood,
 )
+from triptych.errors import DataError
 from triptych.models import LanguageModel
 from triptych.models.device import find_device
+from triptych.models.storage import read_own_model
+from triptych.runs.folder import settings
+from triptych.runs.language import TOKENIZER
 from triptych.storage.tensors import read_json
-from triptych.text import Tokenizer, load_tokenizer
+from triptych.text import Tokenizer, load_tokenizer, read_tokenizer
 
 
 class OpenedModel(NamedTuple):
@@ -38,9 +43,32 @@ def open_text_model(path: str | Path, device: str = "auto") -> OpenedModel:
         UsageError: no such device.
         DataError: files missing or damaged, or a family that cannot be run.
     """
+    if Path(path).is_dir() and is_own(settings(Path(path))):
+        return open_language_model(path, device)
     loaded = load_language_model(path, find_device(device))
     tokenizer = load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
     return OpenedModel(loaded.model, tokenizer, _end_ids(loaded.folder, loaded.config))
+
+
+def open_language_model(path: str | Path, device: str = "auto") -> OpenedModel:
+    """The language model of a run of ours.
+
+    Raises:
+        UsageError: no such device.
+        DataError: files missing or damaged, files of different runs, or a run that translates.
+    """
+    folder = Path(path)
+    model = read_own_model(folder)
+    if not isinstance(model, LanguageModel):
+        raise DataError(f"{folder} translates: it has no language model; see triptych translate")
+    tokenizer = read_tokenizer(folder / TOKENIZER)
+    if tokenizer.vocab_size != model.vocab_size:
+        raise DataError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model {model.vocab_size:,}: "
+            "the files come from different runs"
+        )
+    ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    return OpenedModel(model.to(find_device(device)), tokenizer, ends)
 
 
 def evaluate_text(

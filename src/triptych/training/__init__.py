@@ -4,19 +4,24 @@ from triptych.training.loop import Trainer, TrainingResult
 from triptych.training.objective import Loss, output_loss, reference_loss
 from triptych.training.rdrop import rdrop_loss, reference_rdrop_loss
 from triptych.training.recipe import (
+    AnyRecipe,
     DataConfig,
     DecodingConfig,
+    LanguageRecipe,
     Recipe,
     TrainingConfig,
     ValidationConfig,
     read_recipe,
+    require_translation,
     resolve,
 )
 from triptych.training.schedule import learning_rate
 
 __all__ = [
+    "AnyRecipe",
     "DataConfig",
     "DecodingConfig",
+    "LanguageRecipe",
     "Loss",
     "Recipe",
     "Trainer",
@@ -29,5 +34,6 @@ __all__ = [
     "read_recipe",
     "reference_loss",
     "reference_rdrop_loss",
+    "require_translation",
     "resolve",
 ]

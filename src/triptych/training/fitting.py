@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from triptych.models import PRESETS
-from triptych.training.recipe import Recipe
+from triptych.training.recipe import AnyRecipe, LanguageRecipe, Recipe
 
 _MOST_WARMUP_STEPS = 4000  # the paper's, of its 100,000 steps
 _WARMUP_SHARE = 10
@@ -45,6 +45,14 @@ class _Limits:
 _CPU = _Limits(((300_000, "small"), (0, "tiny")), 16_000, 4096, 4e7)
 _GPU = _Limits(((5_000_000, "base"), (300_000, "small"), (0, "tiny")), 37_000, 16_384, 2.5e9)
 
+_LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {"num_layers": 4, "d_model": 128, "num_heads": 4, "context": 64},
+    "small": {"num_layers": 6, "d_model": 256, "num_heads": 4, "context": 128},
+    "base": {"num_layers": 12, "d_model": 512, "num_heads": 8, "context": 512},
+}
+# RMSNorm and SwiGLU without biases, as most of today's language models have them.
+_BLOCKS = {"norm_kind": "rms", "activation": "swish", "gated": True, "bias": False}
+
 
 def fit_tokenizer(recipe: Recipe, num_chars: int, device: str) -> Recipe:
     """Choose the size of the vocabulary.
@@ -58,9 +66,7 @@ def fit_tokenizer(recipe: Recipe, num_chars: int, device: str) -> Recipe:
         The recipe with `tokenizer.vocab_size`: about 3 √num_chars of the text of one vocabulary.
     """
     chars = num_chars if recipe.tokenizer.joint else num_chars / 2
-    most = _limits(device).vocab_size
-    size = round(min(max(3 * math.sqrt(chars), 500), most) / 100) * 100
-    return recipe.filled({"tokenizer": {"vocab_size": size}})
+    return recipe.filled({"tokenizer": {"vocab_size": _vocab_size(chars, device)}})
 
 
 def fit_training(
@@ -80,10 +86,10 @@ def fit_training(
     limits = _limits(device)
     preset = next(name for least, name in limits.presets if num_tokens >= least)
     model = {**PRESETS[preset].model_dump(exclude_none=True), "norm": "pre"}
-    passes = min(max(_PASSES * math.sqrt(_OF_TOKENS / num_tokens), _FEWEST_PASSES), _MOST_PASSES)
-    total = min(passes * num_tokens, limits.total_tokens)
-    batch = min(max(2 ** int(math.log2(max(total / _USUAL_STEPS, 1))), _SMALLEST_BATCH), limits.batch_tokens)
-    batch = max(batch, recipe.data.max_sentence_tokens + 1)  # a batch holds its longest sentence
+    total = min(_passes(num_tokens) * num_tokens, limits.total_tokens)
+    batch = max(
+        _batch_tokens(total, limits), recipe.data.max_sentence_tokens + 1
+    )  # a batch holds its longest sentence
     recipe = recipe.filled({"model": model, "training": {"batch_tokens": batch}})
     of_epoch, most_epochs = steps_per_epoch(recipe), recipe.training.max_epochs
     steps = max(math.ceil(of_epoch * total / num_tokens / 10) * 10, _FEWEST_STEPS)
@@ -93,6 +99,19 @@ def fit_training(
     if "warmup_steps" not in recipe.training.model_fields_set:
         recipe = recipe.filled({"training": _schedule(steps, recipe.model.d_model)})
     return recipe.filled({"validation": {"every_steps": min(max(steps // 10, 1), 1000)}})
+
+
+def _vocab_size(chars: int | float, device: str) -> int:
+    return round(min(max(3 * math.sqrt(chars), 500), _limits(device).vocab_size) / 100) * 100
+
+
+def _passes(num_tokens: int) -> float:
+    return min(max(_PASSES * math.sqrt(_OF_TOKENS / num_tokens), _FEWEST_PASSES), _MOST_PASSES)
+
+
+def _batch_tokens(total: int | float, limits: _Limits) -> int:
+    usual: int = 2 ** int(math.log2(max(total / _USUAL_STEPS, 1)))
+    return min(max(usual, _SMALLEST_BATCH), limits.batch_tokens)
 
 
 def _schedule(steps: int, d_model: int) -> dict[str, Any]:
@@ -107,13 +126,49 @@ def _schedule(steps: int, d_model: int) -> dict[str, Any]:
     }
 
 
-def choices(before: Recipe, after: Recipe) -> list[str]:
+def fit_language_tokenizer(recipe: LanguageRecipe, num_chars: int, device: str) -> LanguageRecipe:
+    """Choose the size of the vocabulary: about 3 √num_chars of the training text."""
+    return recipe.filled({"tokenizer": {"vocab_size": _vocab_size(num_chars, device)}})
+
+
+def fit_language_training(recipe: LanguageRecipe, num_tokens: int, device: str) -> LanguageRecipe:
+    """Choose the model of a language model's run and its schedule.
+
+    Args:
+        recipe: with its tokenizer.
+        num_tokens: of the training text.
+        device: "cpu" or "cuda".
+
+    Returns:
+        The recipe with every choice in it.
+    """
+    limits = _limits(device)
+    preset = next(name for least, name in limits.presets if num_tokens >= least)
+    recipe = recipe.filled({"model": {**_LANGUAGE_MODELS[preset], **_BLOCKS}})
+    context, most_epochs = recipe.model.context, recipe.training.max_epochs
+    total = min(_passes(num_tokens) * num_tokens, limits.total_tokens)
+    recipe = recipe.filled({"training": {"batch_size": max(_batch_tokens(total, limits) // context, 1)}})
+    of_update = recipe.training.batch_size * context * recipe.training.accumulate_batches
+    of_epoch = max(math.ceil(num_tokens / of_update), 1)
+    steps = max(math.ceil(total / of_update / 10) * 10, _FEWEST_STEPS)
+    steps = steps if most_epochs is None else most_epochs * of_epoch
+    recipe = recipe.filled({"training": {"max_steps": steps}})
+    steps = recipe.training.max_steps if most_epochs is None else min(recipe.training.max_steps, steps)
+    peak = 0.004 * math.sqrt(128 / recipe.model.d_model)
+    schedule = {"warmup_steps": min(max(steps // 20, 1), 1000), "learning_rate": float(f"{peak:.2g}")}
+    every = {"every_steps": min(max(steps // 10, 1), 1000)}
+    return recipe.filled({"training": schedule, "validation": every})
+
+
+def choices(before: AnyRecipe, after: AnyRecipe) -> list[str]:
     """What was chosen, as `section.key = value`; of the model the sizes alone."""
+    language = ("num_layers", "context") if isinstance(after, LanguageRecipe) else ()
     told = {
         "tokenizer": ("vocab_size",),
-        "model": ("d_model", "d_ff", "num_heads", "norm"),
+        "model": ("d_model", "d_ff", "num_heads", "norm", *language),
         "training": (
-            *("max_steps", "batch_tokens", "warmup_steps", "learning_rate", "schedule", "clip_norm"),
+            *("max_steps", "batch_tokens", "batch_size"),
+            *("warmup_steps", "learning_rate", "schedule", "clip_norm"),
         ),
         "validation": ("every_steps",),
     }
@@ -126,6 +181,8 @@ def choices(before: Recipe, after: Recipe) -> list[str]:
             for key in keys
             if key not in given and key in chosen.model_fields_set
         ]
+    if not (isinstance(before, Recipe) and isinstance(after, Recipe)):
+        return found
     layers = [f"model.{side}.num_layers = {getattr(after.model, side).num_layers}"
               for side in ("encoder", "decoder")
               if "num_layers" not in getattr(before.model, side).model_fields_set]  # fmt: skip

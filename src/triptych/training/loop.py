@@ -24,7 +24,7 @@ from triptych.training.objectives import Objective, TrainingBatch
 from triptych.training.optimizers import Optimizer
 from triptych.training.precision import NarrowTwin
 from triptych.training.progress import Display, Moment
-from triptych.training.recipe import OptimisationConfig, ValidationConfig
+from triptych.training.recipe import OptimisationConfig
 from triptych.training.schedule import learning_rate
 from triptych.training.state import (
     RUN_FILES,
@@ -67,7 +67,7 @@ class Trainer:
     def __init__(
         self,
         config: OptimisationConfig,
-        validation: ValidationConfig,
+        validate_every: int,
         objective: Objective[Any, Any],
         folder: Path,
         counters: Counters,
@@ -76,13 +76,13 @@ class Trainer:
 
         Args:
             config: the optimisation.
-            validation: how the run is judged.
+            validate_every: updates between validations.
             objective: what is learned; holds model and text.
             folder: the run folder; must exist when the run begins.
             counters: of a new run, with fingerprints and folder filled in.
         """
         self.config = config
-        self.validation = validation
+        self.validate_every = validate_every
         self.objective = objective
         self.model: OwnModel = objective.model
         self.steps_per_epoch = -(-len(objective.train.plan(0)) // config.accumulate_batches)
@@ -160,7 +160,7 @@ class Trainer:
                 now = time.monotonic()
                 self.counters.seconds = now - clock
                 self._record(display, loss, tokens, tokens / (now - started))
-                if self.counters.step % self.validation.every_steps == 0:
+                if self.counters.step % self.validate_every == 0:
                     self._validate(display)
                 elif self.counters.step % self.config.save_every_steps == 0:
                     self._save()
@@ -270,7 +270,8 @@ class Trainer:
     def _validate(self, display: Display) -> None:
         counters = self.counters
         figures = self._measure()
-        self.metrics.add({"step": counters.step, **figures})
+        sample = self._sample()
+        self.metrics.add({"step": counters.step, **figures, **({"valid_sample": sample} if sample else {})})
         judged, best = self.objective.judge(figures), self._best()
         better = best is None or judged.better_than(best)
         if better:
@@ -282,6 +283,8 @@ class Trainer:
             counters.validations_since_best += 1
         mark = f"  (best by {judged.by})" if better else ""
         display.say(f"validation at step {counters.step:,}: {self.objective.describe(figures)}{mark}")
+        if sample:
+            display.say(sample)
         self._keep_checkpoint()
         self._saved_step = -1  # what was saved at this step knows nothing of its validation
         self._save()
@@ -298,6 +301,13 @@ class Trainer:
         finally:
             self._set_mode(training=True)
         return figures
+
+    def _sample(self) -> str | None:
+        self._set_mode(training=False)
+        try:
+            return self.objective.sample()
+        finally:
+            self._set_mode(training=True)
 
     def _best(self) -> Score | None:
         counters = self.counters
@@ -346,13 +356,17 @@ class Trainer:
     def _diverged(
         self, step: int, rate: float, loss: float, norm: float, batches: Sequence[TrainingBatch]
     ) -> str:
-        lines = sorted(line for batch in batches for line in self.objective.places(batch))
+        lines = sorted(line for batch in batches for line in self.objective.lines(batch))
         path = self.state_folder / "diverged.json"
-        write_text(path, json.dumps({"step": step, "learning_rate": rate, "lines": lines}) + "\n")
+        where = {"epoch": self.counters.epoch + 1, "batch": self.counters.batch, "lines": lines}
+        write_text(path, json.dumps({"step": step, "learning_rate": rate, **where}) + "\n")
         shown = ", ".join(map(str, lines[:20])) + (", …" if len(lines) > 20 else "")
+        on = f"a batch of lines {shown} of the training text (all in {path})"
+        if not lines:
+            on = f"batch {self.counters.batch:,} of pass {self.counters.epoch + 1} over the training text"
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         return (
-            f"step {step}: {what} at learning rate {rate:.3g}, on a batch of lines {shown} of the training "
-            f"text (all in {path}); the state of step {self._saved_step} is kept. Lower "
-            "training.learning_rate, lengthen training.warmup_steps or set training.clip_norm"
+            f"step {step}: {what} at learning rate {rate:.3g}, on {on}; the state of step "
+            f"{self._saved_step} is kept. Lower training.learning_rate, lengthen training.warmup_steps or "
+            "set training.clip_norm"
         )

@@ -12,7 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from triptych.models.language_model import LanguageModelHead
 from triptych.thresholds import CHUNK_LOGITS, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
 
@@ -67,6 +69,53 @@ def output_loss(
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             return Loss(*_OutputLoss.apply(x, weight, targets, label_smoothing, dtype))  # type: ignore[no-untyped-call]
         return Loss(*_loss_alone(x.to(dtype), weight.to(dtype), targets, label_smoothing))
+
+
+def head_loss(
+    head: LanguageModelHead,
+    x: Float[Tensor, "tokens d_model"],
+    targets: Int[Tensor, " tokens"],
+    label_smoothing: float = 0.0,
+) -> Loss:
+    """The loss of what a language model's head says, without the whole array of logits.
+
+    Args:
+        head: any; a scale or biases of its logits are taken into what `output_loss` multiplies. Under a soft
+            cap, the logits of a chunk at a time are made again for their gradient.
+        x: the stream at the positions that count.
+        targets: token ids.
+        label_smoothing: as in `output_loss`.
+    """
+    features, weight, config = head.features(x), head.output.weight, head.config
+    if config.scale != 1.0:
+        features = features * config.scale
+    if head.output.bias is not None:
+        scaled = torch.full_like(features[:, :1], config.scale)
+        features = torch.cat([features, scaled], dim=1)
+        weight = torch.cat([weight, head.output.bias[:, None]], dim=1)
+    if config.soft_cap is None:
+        return output_loss(features, weight, targets, label_smoothing)
+    cap, parts = config.soft_cap, []
+    for rows in chunks(features, weight):
+        parts.append(
+            checkpoint(
+                _capped_loss, features[rows], weight, targets[rows], label_smoothing, cap, use_reentrant=False
+            )
+        )
+    if not parts:
+        return output_loss(features, weight, targets, label_smoothing)
+    smoothed, likelihood = (torch.stack(sums).sum() for sums in zip(*parts, strict=True))
+    return Loss(smoothed, likelihood.detach())
+
+
+def _capped_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float, cap: float
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    log_p = (cap * torch.tanh(F.linear(x, weight).to(wide) / cap)).log_softmax(dim=-1)
+    likelihood = -log_p.gather(1, targets[:, None]).sum()
+    smoothed = (1 - label_smoothing) * likelihood - label_smoothing * log_p.mean(dim=-1).sum()
+    return smoothed, likelihood
 
 
 def computing_dtype(x: Tensor) -> torch.dtype:

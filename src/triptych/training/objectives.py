@@ -88,8 +88,8 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         """As much of a batch of the plan as has about so many tokens, 1 item or more."""
 
     @abstractmethod
-    def places(self, batch: BatchT) -> tuple[int, ...]:
-        """Where in the training text a batch is from."""
+    def lines(self, batch: BatchT) -> tuple[int, ...]:
+        """The lines of the training text that a batch is made of; empty where it has none."""
 
     def padding_waste(self) -> float:
         """Share of padding in the training batches."""
@@ -112,6 +112,10 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         """The figures in words."""
         loss = figures["valid_loss"]
         return f"loss {loss:.4f}  perplexity {math.exp(min(loss, 50)):.2f}"
+
+    def sample(self) -> str | None:
+        """What the model writes now, for a person to look at; None for nothing."""
+        return None
 
 
 # Translates the validation text with a model and measures its BLEU.
@@ -178,7 +182,7 @@ class Translation(Objective[EncoderDecoder, Batch]):
         longest = max(batch.src.shape[1], batch.tgt_out.shape[1])
         return indices[: max(tokens // longest, 1)]
 
-    def places(self, batch: Batch) -> tuple[int, ...]:
+    def lines(self, batch: Batch) -> tuple[int, ...]:
         return batch.line_numbers
 
     def padding_waste(self) -> float:

@@ -8,14 +8,15 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from triptych.errors import UsageError
-from triptych.models import PRESETS, ModelConfig
+from triptych.models import PRESETS, LanguageModelConfig, ModelConfig
 from triptych.text import CorpusSpec, TokenizerSpec
+from triptych.text.documents import LanguageCorpusSpec
 
 
 class _Section(BaseModel):
@@ -157,6 +158,83 @@ class ValidationConfig(_Section):
         return self
 
 
+class LanguageDataConfig(_Section):
+    """The text of a language model.
+
+    Attributes:
+        train: what is learned from; the tokenizer sees only this.
+        valid: what the run is judged by while it trains, whole; if it is left out, the end of `train`.
+        valid_share: share of the characters of `train` that validate where `valid` is left out.
+        within_documents: tokens attend to those of their own document alone; otherwise documents follow each
+            other as one text.
+        cache: folder for tokenized text, shared by runs; training maps it into memory.
+    """
+
+    train: LanguageCorpusSpec
+    valid: LanguageCorpusSpec | None = None
+    valid_share: float = Field(0.1, gt=0, lt=1)
+    within_documents: bool = False
+    cache: str = Field(".cache/triptych", min_length=1)
+
+
+class LanguageTrainingConfig(OptimisationConfig):
+    """The optimisation of a language model.
+
+    Training replaces some of what a recipe leaves out (`fitting.py`): max_steps, batch_size, warmup_steps and
+    learning_rate follow the size of the text, the model and the machine.
+
+    Attributes:
+        batch_size: rows of `model.context` tokens in a batch.
+    """
+
+    batch_size: int = Field(32, ge=1)
+    max_steps: int = Field(5000, ge=1)
+    optimizer: Literal["adam", "adamw", "muon"] = "adamw"
+    weight_decay: float = Field(0.1, ge=0)
+    warmup_steps: int = Field(200, ge=1)
+    schedule: Literal["inverse_sqrt", "linear", "cosine", "wsd"] = "cosine"
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-8, gt=0)
+    clip_norm: float = Field(1.0, ge=0)
+    average_last: int = Field(1, ge=1)
+
+
+class LanguageValidationConfig(_Section):
+    """How the run is judged while it trains: by its loss on the whole validation text.
+
+    Attributes:
+        every_steps: updates between validations; where it is left out, a tenth of the steps, 1,000 at most.
+        sample_tokens: length of the text that the model writes at each validation; 0 for none.
+        sample_prompt: how that text begins; if empty, as a document does.
+    """
+
+    every_steps: int = Field(500, ge=1)
+    sample_tokens: int = Field(0, ge=0)
+    sample_prompt: str = ""
+
+
+class MaskingConfig(_Section):
+    """What is hidden from a masked language model. Source: Devlin et al. 2018, arXiv 1810.04805.
+
+    Attributes:
+        share: of the tokens, hidden and to be told.
+        masked: share of these that the mask stands for.
+        random: share of these that another token stands for; the rest stay as they are.
+        whole_words: all tokens of a word are hidden, or none.
+    """
+
+    share: float = Field(0.15, gt=0, lt=1)
+    masked: float = Field(0.8, ge=0, le=1)
+    random: float = Field(0.1, ge=0, le=1)
+    whole_words: bool = False
+
+    @model_validator(mode="after")
+    def _shares_sum_to_at_most_one(self) -> "MaskingConfig":
+        if self.masked + self.random > 1:
+            raise ValueError(f"masked {self.masked} and random {self.random} are more than all")
+        return self
+
+
 class DecodingConfig(_Section):
     """How the finished model translates unless told otherwise; the paper's values.
 
@@ -174,8 +252,11 @@ class DecodingConfig(_Section):
     stop: Literal["certain", "full"] = "certain"
 
 
-class Recipe(_Section):
-    """A training run, whole.
+RecipeT = TypeVar("RecipeT", bound="_AnyRecipe")
+
+
+class _AnyRecipe(_Section):
+    """What every recipe has.
 
     Attributes:
         name: of the run; its folder is `runs/NAME` unless another is given.
@@ -184,6 +265,34 @@ class Recipe(_Section):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(1, ge=0, lt=2**63)
+
+    def filled(self: RecipeT, choices: dict[str, Any]) -> RecipeT:
+        """The recipe with these values where it gives none.
+
+        Raises:
+            UsageError: they do not go with what is given.
+        """
+        tree = _merge(choices, self.model_dump(mode="json", exclude_unset=True))
+        try:
+            return type(self).model_validate(tree)
+        except ValidationError as error:
+            raise UsageError(
+                f"the recipe, with defaults for its text: {_explain(error, type(self))}"
+            ) from None
+
+    def to_toml(self) -> str:
+        """The resolved recipe, every default written down."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+class Recipe(_AnyRecipe):
+    """A run that learns to translate, whole.
+
+    Attributes:
+        task: what is learned. The tables below are those of "translation".
+    """
+
+    task: Literal["translation"] = "translation"
     data: DataConfig
     tokenizer: TokenizerSpec = TokenizerSpec()
     model: ModelConfig = ModelConfig()
@@ -231,24 +340,57 @@ class Recipe(_Section):
             raise ValueError("model.output_bias is only for imported checkpoints: leave it out")
         return self
 
-    def filled(self, choices: dict[str, Any]) -> "Recipe":
-        """The recipe with these values where it gives none.
 
-        Raises:
-            UsageError: they do not go with what is given.
-        """
-        tree = _merge(choices, self.model_dump(mode="json", exclude_unset=True))
-        try:
-            return Recipe.model_validate(tree)
-        except ValidationError as error:
-            raise UsageError(f"the recipe, with defaults for its text: {_explain(error)}") from None
+class LanguageRecipe(_AnyRecipe):
+    """A run that learns the tokens of a text, whole.
 
-    def to_toml(self) -> str:
-        """The resolved recipe, every default written down."""
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+    Attributes:
+        task: a decoder learns the next token, or an encoder masked tokens.
+    """
+
+    task: Literal["language-model", "masked-language-model"]
+    data: LanguageDataConfig
+    tokenizer: TokenizerSpec = TokenizerSpec()
+    model: LanguageModelConfig = LanguageModelConfig()
+    training: LanguageTrainingConfig = LanguageTrainingConfig()
+    masking: MaskingConfig = MaskingConfig()
+    validation: LanguageValidationConfig = LanguageValidationConfig()
+
+    @property
+    def kind(self) -> Literal["decoder", "encoder"]:
+        """Of the model."""
+        return "decoder" if self.task == "language-model" else "encoder"
+
+    @model_validator(mode="after")
+    def _sections_belong_to_the_task(self) -> "LanguageRecipe":
+        if (
+            self.task == "language-model"
+            and "masking" in self.model_fields_set
+            and self.masking != MaskingConfig()
+        ):
+            raise ValueError("masking is for task = 'masked-language-model'")
+        if self.task != "language-model" and self.validation.sample_tokens:
+            raise ValueError(
+                "validation.sample_tokens is for task = 'language-model': an encoder writes no text"
+            )
+        return self
 
 
-def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+AnyRecipe = Recipe | LanguageRecipe
+
+
+def require_translation(recipe: AnyRecipe, where: Path | str) -> Recipe:
+    """The recipe, which must be one of a translation run.
+
+    Raises:
+        UsageError: it is not; `where` says whose it is.
+    """
+    if not isinstance(recipe, Recipe):
+        raise UsageError(f"{where} is a run of a {recipe.task.replace('-', ' ')}, which does not translate")
+    return recipe
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """Read a TOML recipe and apply `a.b=value` overrides.
 
     Raises:
@@ -265,7 +407,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return resolve(tree, overrides, origin=str(path))
 
 
-def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "the recipe") -> Recipe:
+def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "the recipe") -> AnyRecipe:
     """Make a recipe of a tree of plain values, a model preset and overrides.
 
     `model.preset` names the configuration that the other keys of `[model]` change; without one, training
@@ -276,18 +418,36 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
     """
     for override in overrides:
         tree = _merge(tree, _parse_override(override))
+    kind = _kind_of(tree, origin)
     if not isinstance(tree.get("model", {}), dict):
         raise UsageError(f"{origin}: model is a section, not a value: write model.preset={tree['model']!r}")
-    if "preset" in tree.get("model", {}):
+    if kind is Recipe and "preset" in tree.get("model", {}):
         model = dict(tree["model"])
         preset = model.pop("preset")
         if not isinstance(preset, str) or preset not in PRESETS:
             raise UsageError(f"{origin}: model.preset is {preset!r}{_nearest(str(preset), list(PRESETS))}")
         tree = {**tree, "model": _merge(PRESETS[preset].model_dump(exclude_none=True), model)}
     try:
-        return Recipe.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
-        raise UsageError(f"{origin}: {_explain(error)}") from None
+        raise UsageError(f"{origin}: {_explain(error, kind)}") from None
+
+
+def _kind_of(tree: dict[str, Any], origin: str) -> type[Recipe] | type[LanguageRecipe]:
+    """What a recipe of a tree's task is made of.
+
+    Raises:
+        UsageError: there is no such task.
+    """
+    task = tree.get("task", "translation")
+    tasks = {
+        name: kind
+        for kind in (Recipe, LanguageRecipe)
+        for name in get_args(kind.model_fields["task"].annotation)
+    }
+    if not isinstance(task, str) or task not in tasks:
+        raise UsageError(f"{origin}: task is {task!r}{_nearest(str(task), list(tasks))}")
+    return tasks[task]
 
 
 def _parse_override(text: str) -> dict[str, Any]:
@@ -311,11 +471,11 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, kind: type[_AnyRecipe]) -> str:
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        known = _known_keys([str(part) for part in first["loc"][:-1]])
+        known = _known_keys(kind, [str(part) for part in first["loc"][:-1]])
         return f"unknown key {path}{_nearest(str(first['loc'][-1]), known)}"
     if first["type"] == "unknown_option":
         path = ".".join([path, first["ctx"]["key"]])
@@ -327,12 +487,14 @@ def _explain(error: ValidationError) -> str:
     return f"{where}{message}{shown}{more}"
 
 
-def _known_keys(path: list[str]) -> list[str]:
-    section: Any = Recipe
+def _known_keys(kind: type[_AnyRecipe], path: list[str]) -> list[str]:
+    section: Any = kind
     for part in path:
         section = section.model_fields[part].annotation
+        if get_origin(section) is not None:  # a section that may be left out
+            section = next(one for one in get_args(section) if one is not type(None))
     keys = list(section.model_fields)
-    return [*keys, "preset"] if path == ["model"] else keys
+    return [*keys, "preset"] if kind is Recipe and path == ["model"] else keys
 
 
 def _nearest(word: str, known: list[str]) -> str:

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from triptych.files import write_text
-from triptych.models import PRESETS
-from triptych.training.recipe import Recipe
+from triptych.models import PRESETS, ModelConfig
+from triptych.training.recipe import LanguageRecipe, Recipe
 
 BEGIN, END = "<!-- keys: made by `make docs` -->", "<!-- end of keys -->"
 # A section of a kind that has been shown before is not shown again.
@@ -36,13 +36,14 @@ def with_keys(page: str) -> str:
 
 
 def keys() -> str:
-    """A table for every section of a recipe: key, type, default, meaning."""
-    return "\n".join(_section(Recipe, ""))
+    """A table for every section of both kinds of recipes: key, type, default, meaning."""
+    return "\n".join([*_section(Recipe, ""), "## Every key of a language model's recipe\n",
+                      *_section(LanguageRecipe, "")])  # fmt: skip
 
 
 def _section(model: type[BaseModel], path: str) -> Iterator[str]:
     yield f"### `[{path}]`\n" if path else "### At the top\n"
-    if path == "model":
+    if model is ModelConfig:
         yield f"`preset` ({_either(PRESETS)}; `base` if not given) names what the other keys change.\n"
     meanings = _meanings(model)
     sections: list[tuple[type[BaseModel], str]] = []
@@ -77,7 +78,9 @@ def _meanings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return models[0] if models else None
 
 
 def _type(field: FieldInfo) -> str:

@@ -1,6 +1,6 @@
-"""Rewrites: pure functions from `AttentionWeights` to new weights and a record of the change.
+"""Rewrites: pure functions from `AttentionWeights` to new ones and a record of what was done.
 
-Each rewrite is a function (`fold`) and a record of its options (`Fold`) in the list `REWRITES`.
+Each is a function (`fold`) and, with its options, a record (`Fold`) in the list `REWRITES`.
 """
 
 from triptych.algebra.rewrites.biases import DropKeyBias, FoldValueBias, drop_key_bias, fold_value_bias

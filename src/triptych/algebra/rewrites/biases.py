@@ -1,4 +1,4 @@
-"""Rewrites that remove biases: those of keys, which the softmax cancels, and those of values."""
+"""Biases that can go: that of the keys is seen by no softmax, that of the values is one of the output."""
 
 from dataclasses import replace
 from typing import Literal, final
@@ -54,18 +54,18 @@ class FoldValueBias(LayerRewrite):
 
 
 def drop_key_bias(weights: AttentionWeights) -> Rewritten:
-    """Drop the key bias. It adds `q · b_K`, the same number for every key, to a row of scores.
+    """Leave out the bias of the keys: it adds `q · b_K`, the same for every key, to a row of scores.
 
     Args:
-        weights: the layer. Keys that share maps with queries or values get maps of their own first, unless
-            the other sides can keep the bias.
+        weights: the layer. Keys that share maps with queries or values are given their own first,
+            unless the others can take up what they lose.
 
     Returns:
-        Weights with the same function; the given weights if the keys have no bias.
+        A writing of the same function; the weights given if the keys have no bias.
 
     Raises:
-        RewriteRefusedError: the softmax does not cancel it (rotary positions, a soft cap, sinks, QK-norm,
-            clipped keys).
+        RewriteRefusedError: the softmax would see it (rotary positions, a soft cap, sinks, QK-norm, clipped
+            keys).
     """
     if not _biased(weights.k):
         return unchanged("drop_key_bias", weights, "the keys have no bias")
@@ -94,18 +94,18 @@ def drop_key_bias(weights: AttentionWeights) -> Rewritten:
 
 
 def fold_value_bias(weights: AttentionWeights) -> Rewritten:
-    """Fold the value bias into the output bias: `b_O += Σ_i b_V,i W_i^O`.
+    """Move the bias of the values into that of the output: `b_O += Σ_i b_V,i W_i^O`.
 
-    Attention weights of a row sum to 1, so a head adds its value bias unchanged. The bias of a group counts
-    once for every query head that reads the group. For a query that a mask hides all keys from, our layers
-    return zeros before and the bias after: there the function changes.
+    The weights of a row sum to 1, so a head passes its value bias on unweighted. A bias of a group
+    counts once for every query head that reads the group. A query that a mask lets see no key gets zeros
+    from our layers before, and the bias after: there the function is another.
 
     Args:
-        weights: the layer. Values that share maps with queries or keys get maps of their own first, unless
-            the other sides can keep the bias.
+        weights: the layer. Values that share maps with queries or keys are given their own first,
+            unless the others can take up what they lose.
 
     Returns:
-        Weights with the same function; the given weights if the values have no bias.
+        A writing of the same function; the weights given if the values have no bias.
 
     Raises:
         RewriteRefusedError: rows do not sum to 1 (attention dropout, sinks), values are clipped, or the
@@ -161,7 +161,7 @@ def _biased(chain: Chain) -> bool:
 
 
 def _require_bias_reaches_end(name: str, side: Side, chain: Chain) -> None:
-    """Refuse a norm anywhere after the first bias of a chain."""
+    """Refuse if something stands anywhere after the first bias of a chain."""
     first = next(place for place, link in enumerate(chain) if link.bias is not None)
     require_nothing_between(name, side, chain[first:])
 
@@ -169,7 +169,7 @@ def _require_bias_reaches_end(name: str, side: Side, chain: Chain) -> None:
 def _without_bias(
     weights: AttentionWeights, side: Literal["k", "v"]
 ) -> tuple[AttentionWeights, tuple[str, ...]]:
-    """The weights without the bias of one side, the other sides unchanged; and notes on what that took."""
+    """The writing with no bias on one side, the others' functions as they were; and what that took."""
     chain = weights.chain(side)
     bare = {id(link): replace(link, bias=None) for link in chain if link.bias is not None}
     losing = tuple(
@@ -193,7 +193,7 @@ def _without_bias(
 
 
 def _can_take_up(weights: AttentionWeights, side: Side, bare: dict[int, Link]) -> bool:
-    """Whether the last map of a side can take up the biases of the maps before it."""
+    """Whether the last map of a side can hold, besides its bias, what others of its maps lose."""
     *before, last = weights.chain(side)
     return (
         id(last) not in bare

@@ -1,7 +1,7 @@
-"""Changes of the channels between the two maps of a form, for both forms.
+"""The channels between the two maps of a form, and how rewrites change them.
 
-In a form A = L Rᵀ, the *common* factor is shared by all heads of a group (W_K, W_V), and each head has an
-*own* factor (W_Q, W_Oᵀ).
+Written once for both forms. Of a form A = L Rᵀ, the *common* factor is the one that all heads of a
+group have (W_K, W_V), the *own* factor each has for itself (W_Q, W_Oᵀ).
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ class JointBasis(NamedTuple):
     shared: Float[Tensor, "groups d k"]
 
     def of_width(self, width: int) -> "JointBasis":
-        """The first `width` channels, padded with zeros if there are fewer."""
+        """The first channels; zeros are added if there are fewer."""
         if width > self.S.shape[-1]:
             more = (0, width - self.S.shape[-1])
             return JointBasis(
@@ -65,7 +65,7 @@ class JointBasis(NamedTuple):
         return JointBasis(self.S[:, :width], rank, *(part[..., :width] for part in self[2:]))
 
     def of_widths(self, widths: Sequence[int]) -> "JointBasis":
-        """The first channels of each group, by its width, padded with zeros up to the widest."""
+        """The first channels of each group, as many as it is to have, and zeros up to the widest."""
         cut, ends = self.of_width(max(widths)), torch.tensor(widths, device=self.S.device)
         kept = torch.arange(max(widths), device=self.S.device) < ends[:, None]
         return JointBasis(
@@ -87,10 +87,9 @@ def joint_basis(
     Through the thin QR of each own factor: [A_1; …] and [R_1 common_1ᵀ; …] have the same S and B.
 
     Args:
-        own: the heads' own factors; those that share a common factor are stacked below each other.
-        common: the common factors.
-        signs: the factor in whose columns (over all heads of a group) the entry of largest magnitude is made
-            positive.
+        own: the heads' own factors; those that have a common factor together, one below the other.
+        common: the factors that they have in common.
+        signs: in whose columns, all heads of a group together, the entry of largest magnitude is positive.
     """
     groups, members, _, r = own.shape
     R = torch.linalg.qr(own).R
@@ -131,10 +130,10 @@ def why_channels_stay(semantics: Semantics, form: Form) -> str:
 def times(
     weights: AttentionWeights, side: Side, change: Float[Tensor, "copies r width"], notes: list[str]
 ) -> Chain:
-    """Change the channels of a side: `… W` → `… W G`, and for the output `W …` → `Gᵀ W …`.
+    """The chain of a side in other channels: `… W` → `… W G`, and for the output `W …` → `Gᵀ W …`.
 
-    Only the map at that end changes if it is a learned map. Otherwise the chain is multiplied out, and a note
-    says so.
+    Only the map at that end changes, if it has the numbers for it; else the chain is multiplied out,
+    and a note says so.
     """
     chain, factor = weights.chain(side), Link(change)
     end = chain[0 if side == "o" else -1] if chain else None
@@ -154,7 +153,7 @@ def each_link(
     sides: Sequence[Side] = SIDES,
     num_heads: int | None = None,
 ) -> AttentionWeights:
-    """Apply a change to every map of some sides. Shared maps stay shared."""
+    """The writing with every map of some sides changed, for as many heads; what was shared stays so."""
     links: dict[int, Link] = {}
     chains: dict[int, Chain] = {}
 
@@ -184,7 +183,7 @@ def each_link(
 
 
 def with_learned_maps(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
-    """Replace fixed slices of the input with learned maps: layers hold no other fixed slices."""
+    """Fixed slices of the input as maps of their own: no layer holds other fixed ones."""
     if all(link.learned for side in ("q", "k", "v") for link in weights.chain(side)):
         return weights
     notes.append("the fixed slices of the input became learned maps")
@@ -196,7 +195,7 @@ def with_learned_maps(weights: AttentionWeights, notes: list[str]) -> AttentionW
 
 
 def newly_apart(before: AttentionWeights, after: AttentionWeights) -> tuple[str, ...]:
-    """A note for each pair of sides that shared maps before and no longer do."""
+    """A note for each two sides that had their maps together and have them no longer."""
     pairs: list[tuple[Side, Side]] = [("q", "k"), ("k", "v")]
     if not before.tied("q", "k"):
         pairs.append(("q", "v"))
@@ -208,7 +207,7 @@ def newly_apart(before: AttentionWeights, after: AttentionWeights) -> tuple[str,
 
 
 def in_working_precision(weights: AttentionWeights) -> AttentionWeights:
-    """Cast to float32 or wider, because torch has no SVD for narrower dtypes."""
+    """The weights, in float32 at least: there is no SVD below."""
     working = torch.promote_types(weights.dtype, torch.float32)
     return weights if working == weights.dtype else weights.to(working)
 
@@ -218,7 +217,7 @@ class Move(NamedTuple):
 
     Attributes:
         form: `[num_heads]`, ‖ΔW_QK‖ or ‖ΔW_OV‖ (Frobenius).
-        bias: `[num_heads]`, the same for the bias, which acts as one more row of the form:
+        bias: `[num_heads]`, what happens to the bias, which acts as one more row of the form:
             ‖Δ(b_Q W_Kᵀ)‖ or ‖Δ(b_V W_O)‖.
     """
 
@@ -227,24 +226,24 @@ class Move(NamedTuple):
 
     @property
     def whole(self) -> Float[Tensor, " num_heads"]:
-        """The move of the form with its bias row."""
+        """Of the form with its bias row."""
         return torch.hypot(self.form, self.bias)
 
 
 def move(before: AttentionWeights, after: AttentionWeights, form: Form) -> Move:
-    """How far a form of every head moves between two sets of weights."""
+    """How far a form of every head moves from one writing to another."""
     one, other = (before.qk, after.qk) if form == "qk" else (before.ov, after.ov)
     return Move(one.difference_norm(other), (bias_row(before, form) - bias_row(after, form)).norm(dim=-1))
 
 
 def size(weights: AttentionWeights, form: Form) -> Move:
-    """The norms of a form of every head and of its bias row."""
+    """The norms of a form of every head and of its bias row: how far it is from nothing."""
     whole = weights.qk if form == "qk" else weights.ov
     return Move(whole.frobenius_norm(), bias_row(weights, form).norm(dim=-1))
 
 
 def bias_row(weights: AttentionWeights, form: Form) -> Float[Tensor, "num_heads d"]:
-    """The query bias as keys see it, `b_Q W_Kᵀ`, or the value bias in the output, `b_V W_O`."""
+    """What the bias of queries is to a key, `b_Q W_Kᵀ`, or that of values to the output, `b_V W_O`."""
     bias = weights.head_bias("q" if form == "qk" else "v")
     reader = weights.W_K.mT if form == "qk" else weights.W_O
     if bias is None:
@@ -253,7 +252,7 @@ def bias_row(weights: AttentionWeights, form: Form) -> Float[Tensor, "num_heads 
 
 
 def one_map(weights: AttentionWeights, side: Side, notes: list[str]) -> Link:
-    """The chain of a side as one learned map that no other side shares; a note says if it was several."""
+    """The chain of a side as one learned map, shared with no other; a note says so if it was several."""
     if len(weights.chain(side)) > 1:
         notes.append(f"the maps of {NAMES[side]} were multiplied out")
     (link,) = (

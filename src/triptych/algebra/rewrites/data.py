@@ -1,7 +1,7 @@
-"""Data-aware truncation: the channels with the least error of scores and outputs on a text.
+"""Fewer channels, chosen by what a text does with them: the least error of scores and outputs on it.
 
-The best approximation of a text's scores is a truncated SVD of all of them, queries × keys. Second moments
-suffice: with G_q = R_qᵀ R_q and G_k = R_kᵀ R_k, the scores have the singular values of R_q R_kᵀ.
+The best rank of the scores of a text is a truncated SVD of all of them, queries × keys. Their second moments
+stand for them: with G_q = R_qᵀ R_q and G_k = R_kᵀ R_k, the scores have the singular values of R_q R_kᵀ.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def truncate_on_data(
     centred: bool | None = None,
     prior: float = PRIOR,
 ) -> Rewritten:
-    """Truncate the forms to a lower rank with the least mean square error on a text.
+    """The forms of a lower rank with the least mean square error on a text.
 
         QK:  G_q = Σ_i E[q_iᵀ q_i],  R_q R_kᵀ = U S Vᵀ:   q̂_i = q_i R_q⁻¹ U_r S_r^½,   k̂ = k R_k⁻¹ V_r S_r^½
         OV:  H = E[zᵀz] of the mixed values z = p v, R_H [W_O,1 … W_O,n] = U S Vᵀ:  v̂ = v R_H⁻¹ U_r S_r^½
@@ -53,23 +53,23 @@ def truncate_on_data(
     head has its values for itself. Of a group, H is the mean over its heads, and each W_O,i is then fitted
     to its own head's moments: the least error for these value channels, though others might do better.
 
-    Chains of several maps are kept where possible, and biases are transformed too.
+    Chains of several maps stay so where they can, and biases go along.
 
     Args:
-        weights: the layer, as it was when the moments were gathered.
+        weights: the layer, written as when the moments were gathered.
         moments: of a text.
         qk_rank: 1 ≤ rank ≤ width of the queries, or one for each key head; None to leave W_QK alone. Where
-            they differ, narrower heads are padded with channels of zeros.
+            they differ, the channels that a head has less than others are zero.
         ov_rank: 1 ≤ rank ≤ width of the values, or one for each value head; None to leave W_OV alone.
-        centred: whether to subtract the mean of keys, which the softmax cancels, and of mixed values, whose
-            mean goes into the output bias. This keeps more of what varies, which is better for the logits
-            and not always for the probabilities. If None, it is done where the layer allows it.
-        prior: the weight of isotropic inputs, as large as those of the text, next to the text. Larger values
-            keep more directions that a short text happens not to use.
+        centred: whether the mean is taken off keys, as the softmax is blind to it, and off mixed values,
+            whose mean goes into the output's bias. It lets more be kept of what varies: better for the
+            logits, not always for the probabilities. Where it may be, if None.
+        prior: how much inputs without preferred direction, as large as those of the text, count beside it.
+            More than the default keeps directions that a short text happens not to use.
 
     Returns:
-        Weights with factors of that width. The record's `error` is the largest error of a form relative to
-        its mean square on the text; its bound is the largest move of a head's form in Frobenius norm.
+        Factors of that width. The record's `error` is the largest error of a form relative to its mean
+        square on the text; its bound is the move of a head's form in Frobenius norm, as everywhere.
 
     Raises:
         RewriteRefusedError: a rank out of range; channels that cannot be mixed; moments of another
@@ -125,16 +125,16 @@ def measure_energies(
     centred: bool | None = None,
     prior: float = PRIOR,
 ) -> Float[Tensor, "groups k"]:
-    """Energies of the channels of a form's best basis, for every group of heads: descending, float64.
+    """What each channel of the best basis of a form carries, for every group of heads: descending, float64.
 
-    A truncation loses the sum of the energies that it leaves out: of Σ_i ‖W_QK,i‖² (‖W_OV,i‖²) without
-    moments; with them, of the mean square scores q kᵀ (outputs) on the text. For heads that share a value
-    head, outputs are counted as if all of them mixed its values alike. `allocate` distributes ranks by them.
+    Σ of those left out is what a rank loses: of Σ_i ‖W_QK,i‖² (‖W_OV,i‖²) without moments, of the mean
+    square scores q kᵀ (outputs) on the text with them; but of outputs of heads that read one value head, as
+    if they all mixed its values alike. What `allocate` shares channels out by.
 
     Args:
         weights: the layer.
         form: which of the two.
-        moments: of a text; None to use the maps alone without biases, as `truncate` does.
+        moments: of a text; None to go by the maps alone, biases left out, as `truncate` does.
         centred: as in `truncate_on_data`.
         prior: as in `truncate_on_data`.
 
@@ -156,10 +156,10 @@ def measure_energies(
 
 
 def require_moments_of(name: str, weights: AttentionWeights, moments: Moments, forms: Sequence[Form]) -> None:
-    """Refuse moments that do not fit the heads or channels of a layer, for the named forms.
+    """Refuse moments of a layer with other heads or channels, where those of some forms are looked at.
 
     Raises:
-        RewriteRefusedError: they do not fit; the message gives both sizes.
+        RewriteRefusedError: both sizes.
     """
     q, k, v = (weights.multiplied(side) for side in ("q", "k", "v"))
     for form, what, found, wanted in (
@@ -194,7 +194,7 @@ def _centred(name: str, weights: AttentionWeights, form: Form, asked: bool | Non
 
 
 class _Grams(NamedTuple):
-    """Second moments of queries and keys or of mixed values, with the prior.
+    """Second moments, with the prior: of queries and keys, or of mixed values.
 
     Attributes:
         heads: `[num_heads, r, r]`, of queries or of mixed values.
@@ -232,7 +232,7 @@ def _grams(weights: AttentionWeights, moments: Moments, form: Form, centred: boo
 def _basis(
     weights: AttentionWeights, moments: Moments, form: Form, centred: bool, prior: float
 ) -> JointBasis:
-    """The basis of every group whose first channels have the most energy on the text."""
+    """The channels of every group that carry the most, on the text."""
     grams, groups = _grams(weights, moments, form, centred, prior), num_groups(weights, form)
     of_groups = grams.heads.unflatten(0, (groups, -1))  # type: ignore[no-untyped-call]
     if grams.keys is None:
@@ -242,7 +242,7 @@ def _basis(
 
 
 def _root(gram: Float[Tensor, "*batch r r"]) -> Float[Tensor, "*batch r r"]:
-    """R with RᵀR = G; unlike Cholesky's, it also exists for singular G."""
+    """R with RᵀR = G, where Cholesky's would stop at a G that is singular."""
     values, vectors = torch.linalg.eigh((gram + gram.mT) / 2)
     root: Tensor = values.clamp(min=0.0).sqrt()[..., :, None] * vectors.mT
     return root
@@ -259,7 +259,7 @@ def _cut_qk(
     prior: float,
     notes: list[str],
 ) -> _Cut:
-    """Truncate W_QK; also return, per head, the mean square error of the scores and their mean square."""
+    """W_QK at those ranks; of every head the mean square error of its scores q kᵀ, and their mean square."""
     basis = _basis(weights, moments, "qk", centred, prior).of_widths(ranks)
     to_q, to_k = _whole_where_full(basis.own[:, 0], ranks), _whole_where_full(basis.common[:, 0], ranks)
     grams = _grams(weights, moments, "qk", centred, prior=0.0)
@@ -280,7 +280,7 @@ def _cut_ov(
     prior: float,
     notes: list[str],
 ) -> _Cut:
-    """Truncate W_OV; also return, per head, the mean square error of its output and its mean square."""
+    """W_OV at those ranks; of every head the mean square error of its output, and its mean square."""
     basis = _basis(weights, moments, "ov", centred, prior).of_widths(ranks)
     heads, groups = weights.num_heads, len(ranks)
     to_v = _whole_where_full(basis.common[:, 0], ranks)

@@ -1,4 +1,4 @@
-"""Rewrites of products of maps: multiply them out, factor them, and separate shared maps."""
+"""Products of maps: multiplied out, taken apart again, and what is shared made separate."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -85,7 +85,7 @@ class Factor(LayerRewrite):
 
 
 class _Plan(NamedTuple):
-    """Sides that are folded or kept together, and their folded chains."""
+    """Sides that are decided together, and their chains multiplied out."""
 
     name: str
     sides: tuple[Side, ...]
@@ -110,7 +110,7 @@ class _Price(NamedTuple):
                 return (cost.parameters + self.tokens * cost.cached_numbers) * self.number_bytes
 
     def of_sides(self, weights: AttentionWeights, plan: _Plan) -> int:
-        """The part of the cost that the sides of a plan make up."""
+        """The part of it that the sides of a plan make up."""
         chains = [weights.chain(side) for side in plan.sides]
         parameters = sum(
             link.num_parameters for link in {id(link): link for c in chains for link in c}.values()
@@ -128,7 +128,7 @@ class _Price(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """The unit of the cost, in words."""
+        """What is counted, in words."""
         match self.by:
             case "parameters":
                 return "parameters"
@@ -147,32 +147,33 @@ def fold(
     tokens: int = 1,
     number_bytes: int | None = None,
 ) -> Rewritten:
-    """Multiply the maps of a chain into one map per head: `x W₁ W₂ + (b₁ W₂ + b₂)`.
+    """Multiply the maps of a chain into one a head: `x W₁ W₂ + (b₁ W₂ + b₂)`.
 
-    For the side "o" this folds the fourth matrix with its 1/√d_k into W^O. For the side "qk" it multiplies
-    the form itself into one matrix `W_QK = W_Q W_Kᵀ` per head, and the input takes the place of the keys. The
-    query bias becomes `b_Q W_Kᵀ`; the key bias, which the softmax cancels, is dropped.
+    On the side "o" this takes the 4th matrix with its 1/√d_k into W^O. The side "qk" multiplies the
+    form itself: one matrix `W_QK = W_Q W_Kᵀ` a head, to be compared with the input in place of keys;
+    the query bias becomes `b_Q W_Kᵀ`, and the key bias, to which the softmax is blind, is dropped.
 
-    A product can cost more than its factors: W₁ W₂ of inner width r has more parameters than both factors if
-    r < d_in d_out / (d_in + d_out), and W_QK if d_k < d_model / 2. The record says for each side which of the
-    two was kept, with both numbers. Sides that share a map are folded or kept together.
+    Not every product is cheaper than its factors: W₁ W₂ of inner width r has more numbers than both
+    where r < d_in d_out / (d_in + d_out), and W_QK where d_k < d_model / 2. The record says for each
+    side what was kept, with both numbers. Sides that share a map are decided together.
 
     Args:
         weights: the layer.
-        sides: the chains to fold; "qk" only if named, and before "q" and "k".
-        keep: the cheaper of product and factors (the product if they cost the same), or the named one at any
-            cost.
-        by: the cost to compare: parameters; FLOPs of self-attention over `tokens` tokens, pairs included; or
-            bytes of the parameters and of a cache of `tokens` tokens.
+        sides: whose chains to look at; "qk" only if named, and before "q" and "k".
+        keep: the cheaper of the two writings (the product if they cost the same), or the one named
+            whatever it costs.
+        by: what is to be cheap: the learned numbers; the FLOPs of self-attention over `tokens`
+            tokens, their pairs included; or the bytes of the numbers and of a cache of `tokens` tokens.
         tokens: length of the sequence, for the last two.
-        number_bytes: bytes per number, for the last; that of the weights' dtype if None.
+        number_bytes: size of a number where the weights are kept, for the last; that of their dtype if
+            None.
 
     Returns:
-        Weights with the same function; the given weights if no side changes.
+        A writing of the same function; the weights given, if every side stays as it is.
 
     Raises:
-        RewriteRefusedError: there is a norm between the maps (between values and output, for example) or, for
-            "qk", between queries and keys.
+        RewriteRefusedError: something stands between the maps (a norm between
+            values and output) or, for "qk", between queries and keys.
         ValueError: tokens < 1.
     """
     _require_choices(sides, keep, by)
@@ -209,10 +210,10 @@ def fold(
 
 
 def _require_choices(sides: Sequence[str], keep: str, by: str) -> None:
-    """Check options against their choices.
+    """Refuse what is not one of the choices.
 
     Raises:
-        ValueError: an option is not among them; the message lists them.
+        ValueError: one is not; the message has those there are.
     """
     # A string is a sequence of sides, too: "qk" would be q and k.
     named = [("sides", side, get_args(FoldedSide)) for side in ([sides] if isinstance(sides, str) else sides)]
@@ -222,7 +223,7 @@ def _require_choices(sides: Sequence[str], keep: str, by: str) -> None:
 
 
 def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) -> list[_Plan]:
-    """Plan W_Q W_Kᵀ as one matrix per head; no plan if it already is one or has no parameters."""
+    """W_Q W_Kᵀ as one matrix a head: no plan if it is one, or has no numbers of its own."""
     one_matrix = not weights.k and len(weights.q) <= 1
     if "qk" not in sides or one_matrix or not any(link.learned for link in (*weights.q, *weights.k)):
         return []
@@ -251,7 +252,7 @@ def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) 
 
 
 def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) -> list[_Plan]:
-    """Plan each chain of several maps as one map; chains that share a map are in one plan."""
+    """Each chain of several maps as one, those that share a map in one plan."""
     plans: list[_Plan] = []
     planned: set[Side] = set()
     for side in SIDES:
@@ -279,7 +280,7 @@ def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) ->
 
 
 def _sharing(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
-    """A side and all sides that share maps with it, directly or through another side."""
+    """A side and all that share maps with it, directly or through another."""
     found = {side}
     while more := {other for one in found for other in sharing_sides(weights, one)} - found:
         found |= more
@@ -300,25 +301,25 @@ def factor(
     tolerance: float | None = None,
     bounded: bool = False,
 ) -> Rewritten:
-    """Factor a form that is one matrix, W_QK = W_Q W_Kᵀ, by its SVD.
+    """Take a form written as one matrix apart: W_QK = W_Q W_Kᵀ, by its SVD.
 
-    The query bias is factored too: `[W; b] = [W_Q; b_Q] W_Kᵀ`, whose rank must not exceed d_k. W_Q and W_K
-    have the same singular values √σ, largest first. The scale of the scores does not change.
+    The query bias goes along: `[W; b] = [W_Q; b_Q] W_Kᵀ`, the rank of which is what has to fit d_k.
+    W_Q and W_K share the singular values, √σ each, largest first. The scale of the scores stays.
 
     Args:
         weights: a layer whose keys are the input itself.
         d_k: width of queries and keys; None for the largest rank of a head.
         tolerance: singular values up to tolerance · σ₁ count as rounding, d_model times the dtype's
             epsilon if None.
-        bounded: whether a d_k below the rank is allowed; the result is then the nearest form of that rank.
+        bounded: whether a d_k below the rank is allowed, for the nearest form of that rank.
 
     Returns:
-        The factored weights. The tier is "bounded" if more than rounding is lost, with the bound
-        ‖Δ[W; b]‖_F ≥ ‖ΔW_QK‖_F.
+        The factored writing; its tier is "bounded" if more than rounding was left out, and the bound
+        ‖Δ[W; b]‖_F, at least ‖ΔW_QK‖_F.
 
     Raises:
-        RewriteRefusedError: the form is not one matrix (rotary, QK-norm), is already a product, or has a
-            rank above d_k; the message names the head and both numbers.
+        RewriteRefusedError: the form is no matrix (rotary, QK-norm), is a product already, or has a
+            larger rank than d_k; the message names the head and both numbers.
     """
     _require_one_matrix(weights)
     whole = weights.multiplied("q")
@@ -382,18 +383,18 @@ def _require_one_matrix(weights: AttentionWeights) -> None:
 def expand(weights: AttentionWeights) -> Rewritten:
     """Give queries, keys and values of every head maps of their own.
 
-    Tied chains are separated, and fixed slices become learned maps, with the same values. Chains that share
-    only their first map (latent) and heads that weight the channels of one map (collaborative) are multiplied
-    out, because no parameterisation has a copy of such a map for each reader.
+    Tied chains become separate ones, and fixed slices learned maps, of the very same numbers. Where
+    chains share only their first map (latent), or heads weigh one map's channels (collaborative),
+    they are multiplied out: no writing has a copy of such a map for each reader.
 
     Args:
         weights: the layer.
 
     Returns:
-        Larger weights with the same function; the given weights if nothing is tied.
+        A writing of the same function, for more memory; the weights given if nothing is tied.
 
     Raises:
-        RewriteRefusedError: a chain must be multiplied out, and there is a norm between its maps.
+        RewriteRefusedError: a chain must be multiplied out, and something stands between its maps.
     """
     mixing = any(link.diagonal for side in ("q", "k") for link in weights.chain(side))
     chains: dict[Side, Chain] = {}

@@ -1,7 +1,7 @@
-"""The canonical basis of a head's channels (its gauge).
+"""The basis of a head's channels: every choice is the same head, so there is one to agree on.
 
-`W_Q → W_Q G`, `W_K → W_K G⁻ᵀ` leaves W_QK unchanged for any invertible G, and `W_V → W_V G`,
-`W_O → G⁻¹ W_O` leaves W_OV unchanged. Query heads that share a key head have one G in common.
+`W_Q → W_Q G`, `W_K → W_K G⁻ᵀ` leaves W_QK alone for any invertible G, and `W_V → W_V G`,
+`W_O → G⁻¹ W_O` leaves W_OV alone. Query heads that read one key head have one G together.
 """
 
 from collections.abc import Sequence
@@ -71,14 +71,15 @@ class GaugeFix(LayerRewrite):
 
 
 def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Rewritten:
-    """Write W_QK and W_OV in their canonical basis, which is the same for every gauge of a head.
+    """Write W_QK and W_OV in the basis that all their writings share.
 
-    By SVD: W_Q and W_K (W_V and W_O) get the same singular values √σ, largest first, and the entry of
-    largest magnitude in every column of W_Q (W_V) is positive. For a group, the stacked query maps (the
-    output maps side by side) take the place of W_Q (W_O). Biases are transformed too.
+    By SVD: W_Q and W_K (W_V and W_O) get the same singular values √σ, largest first, and the entry
+    of largest magnitude of every column of W_Q (W_V) is positive. Of a group, the query maps one
+    below the other (the output maps side by side) take the place of one W_Q (W_O). Biases go along.
 
-    The widths do not change. Channels beyond the rank are zero, except those that a bias needs. Chains of
-    several maps are kept: the last map of queries, keys and values changes, and the first of the output.
+    The widths stay. Channels beyond the rank are zero, but for those that a bias cannot do without.
+    Chains of several maps stay so: the last map of queries, keys and values changes, and the first
+    of the output.
 
     Args:
         weights: the layer.
@@ -88,9 +89,9 @@ def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Re
         The same function; the same numbers for every gauge of it, if the singular values are distinct.
 
     Raises:
-        RewriteRefusedError: a form has no gauge, or there is a norm between its two maps; the message names
-            the form.
-        ValueError: an unknown form.
+        RewriteRefusedError: a form has no gauge of its own, or something stands between its two maps;
+            the message names the form.
+        ValueError: a form there is not.
     """
     if unknown := sorted(set(forms) - set(FORMS)):
         raise ValueError(f"forms names {', '.join(unknown)}: the forms are qk and ov")
@@ -123,7 +124,7 @@ def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Re
 
 
 def _why_no_gauge(weights: AttentionWeights, form: Form) -> tuple[str, str]:
-    """The reason why a form has no gauge ("" if it has one), and what to do about it."""
+    """The reason, "" if there is none, and what to do about it."""
     if reason := why_channels_stay(weights.semantics, form):
         return reason, ""
     one, other = (weights.chain(side) for side in SIDES_OF[form])
@@ -167,12 +168,11 @@ def _completed(
     common: Float[Tensor, "groups d r"],
     common_bias: Float[Tensor, "groups r"] | None,
 ) -> tuple[Float[Tensor, "groups r r"], Float[Tensor, "groups r r"]]:
-    """G and its inverse transposed, completed to the full width.
+    """G and its inverse transposed, as far as the maps and their biases can tell.
 
-    If the rank of the form is below its number of channels, G of the basis alone is not invertible, and a
-    bias may act through the channels that it leaves out. Biases are rows of the maps for an input that is
-    always 1. The part of the form with these rows that is missing has no more rank than there are channels
-    left.
+    Where the form has less rank than channels, G of the basis is no gauge, and a bias may act
+    through what it leaves out. Biases are rows of the maps for one more input, always 1: what is
+    missing of the form with these rows has no more rank than there are channels to spare.
     """
     r = own.shape[-1]
     basis = basis.of_width(r)

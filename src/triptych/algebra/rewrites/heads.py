@@ -1,4 +1,4 @@
-"""Rewrites of the set of heads: permute, prune, and repeat key-value heads."""
+"""Which heads there are: permuted, left out, and each given its own key-value head."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ class PruneHeads(LayerRewrite):
         return self.select(layer.weights, self.look(layer)).done
 
     def look(self, layer: Layer) -> tuple[Tensor, ...]:
-        """The importance of every head: of its form and bias, and on the text."""
+        """What every head does: its form and its bias, and on the text."""
         does = measure_pruning(layer.weights)
         importance = does.whole
         if self.number is not None and self.on_text:
@@ -169,15 +169,15 @@ def permute_heads(
     Args:
         weights: the layer.
         order: head i of the result is head `order[i]` of the weights.
-        distances_follow: whether the queries and keys of distances (disentangled positions) may be permuted
-            too, as is possible if they share the layer's maps.
+        distances_follow: whether queries and keys of distances (disentangled positions) may be put in the
+            same order, as they may where they share the layer's maps.
 
     Returns:
         The same function: a sum of heads has no order.
 
     Raises:
-        RewriteRefusedError: not a permutation; a permutation that splits heads that share maps; or
-            positions add a bias of each head's own, which would not be permuted.
+        RewriteRefusedError: not a permutation; one that would tear heads from others that read the
+            same maps; or positions that add a bias of each head's own, which would stay behind.
     """
     heads = weights.num_heads
     if sorted(order) != list(range(heads)):
@@ -229,27 +229,27 @@ def prune_heads(
     does: Move | None = None,
     distances_follow: bool = False,
 ) -> Rewritten:
-    """Remove heads. The widths of the others do not change.
+    """Leave heads out. The widths of the others stay.
 
-    A key-value head is removed with the last query head that reads it. If the remaining groups have
-    different sizes, key-value heads are repeated to make smaller groups of one size; the layer may then have
-    more parameters and a larger cache than before.
+    A key-value head goes with the last of the heads that read it. Where the groups that are left
+    would have different sizes, key-value heads are repeated for smaller ones of one size: the layer may
+    then hold and cache more numbers than before.
 
     Args:
         weights: the layer.
-        heads: numbers of the query heads to remove.
-        bounded: whether heads whose output is not zero may be removed too.
-        does: the result of `measure_pruning`, if known; weights may then be on the "meta" device.
+        heads: numbers of the query heads to leave out.
+        bounded: whether heads that do something may go too.
+        does: what `measure_pruning` finds, if it is known: shapes of weights (on the "meta" device) are then
+            enough.
         distances_follow: as in `permute_heads`.
 
     Returns:
-        Weights with the same function if `W_V W_O` and `b_V W_O` of each removed head are exactly 0.
-        Otherwise, if allowed, the bound is the largest ‖W_OV‖ removed (the value bias counts as one more
-        row).
+        The same function if `W_V W_O` and `b_V W_O` of each head is exactly 0; else, if allowed, one
+        whose bound is the largest ‖W_OV‖ left out (the value bias counts as one more row).
 
     Raises:
-        RewriteRefusedError: the output of a head is not zero (the message gives its ‖W_OV‖); a number is out
-            of range or given twice; no head would be left; or positions add a bias of each head's own.
+        RewriteRefusedError: a head does something, with its ‖W_OV‖; a number out of range or given
+            twice; no head would be left; or positions add a bias of each head's own.
     """
     _require_prunable(weights, heads)
     if not heads:
@@ -303,12 +303,12 @@ def prune_heads(
 def leave_heads(
     weights: AttentionWeights, kept: Sequence[int], served: Mapping[Side, int]
 ) -> AttentionWeights:
-    """Keep some heads of a part of a layer, as `prune_heads` does for the whole layer.
+    """Some heads of a part of a layer, as `prune_heads` of the whole layer has them.
 
     Args:
         weights: a few groups of heads, one map a side and nothing shared between sides.
-        kept: the heads to keep, in order, at least one.
-        served: how many heads share one map of each side in the pruned layer.
+        kept: the heads of it that are left, in order, at least one.
+        served: how many heads read one map of each side in the whole layer afterwards.
     """
 
     def select(side: Side, link: Link) -> Link:
@@ -320,25 +320,25 @@ def leave_heads(
 
 
 def measure_pruning(weights: AttentionWeights) -> Move:
-    """‖W_V W_O‖ and ‖b_V W_O‖ of every head; together they bound the effect of removing it."""
+    """‖W_V W_O‖ and ‖b_V W_O‖ of every head: together, the bound of leaving it out."""
     return _done_by(weights.to(torch.float64), list(range(weights.num_heads)))
 
 
 def measure_importance(
     weights: AttentionWeights, moments: Moments | None = None
 ) -> Float[Tensor, " num_heads"]:
-    """The importance of each head. `prune_heads` removes the least important ones first.
+    """How much each head does: the least is the first for `prune_heads` to leave out.
 
     Args:
         weights: the layer.
-        moments: of the layer, over a text.
+        moments: of a text, of the layer as it is written.
 
     Returns:
-        With moments √E‖z W_O‖², the root mean square length of a head's output on the text. Without,
-        ‖W_V W_O‖ with `b_V W_O` as one more row, which bounds the effect of removing the head.
+        With moments √E‖z W_O‖², the root mean square length of what a head adds to the output on the text.
+        Without, ‖W_V W_O‖ with `b_V W_O` as one more row: the bound of leaving it out.
 
     Raises:
-        RewriteRefusedError: the moments do not fit the layer; the message gives both sizes.
+        RewriteRefusedError: the moments are of other heads or channels, with both sizes.
     """
     if moments is None:
         return measure_pruning(weights).whole
@@ -349,19 +349,19 @@ def measure_importance(
 
 
 def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) -> Rewritten:
-    """Repeat key-value heads, so that fewer query heads, or only one, share each of them.
+    """Give fewer query heads, or each, a key and a value head of their own, copies of those that they read.
 
     Args:
         weights: the layer.
-        num_kv_heads: number of key-value heads of the result: a multiple of the present number that divides
-            the number of query heads. None for one per query head.
+        num_kv_heads: number of key-value heads of the result, a multiple of those there are that divides the
+            number of heads; one for every head if None.
 
     Returns:
-        Larger weights with the same function; the given weights if the number does not change.
+        The same function, for more memory; the weights given if there are as many already.
 
     Raises:
-        RewriteRefusedError: the numbers do not divide; or queries must be multiplied out (heads that weight
-            the channels of one key map), and there is a norm between their maps.
+        RewriteRefusedError: numbers that do not divide; queries must be multiplied out for it (heads that
+            weigh the channels of one key map), and something stands between their maps.
     """
     heads = weights.num_heads if num_kv_heads is None else num_kv_heads
     both: tuple[Side, Side] = ("k", "v")
@@ -403,12 +403,12 @@ def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) 
 
 
 def _with_heads(weights: AttentionWeights, kept: Sequence[int]) -> AttentionWeights:
-    """The weights with the per-head parts of their semantics, in the order of the heads kept."""
+    """The weights with what each head does besides its maps, in the order of the heads kept."""
     return replace(weights, semantics=weights.semantics.of_heads(kept))
 
 
 def _taken(link: Link, copies: Tensor) -> Link:
-    """Select copies, in an order. A fixed map becomes a learned map unless all copies stay in place."""
+    """Some of the copies, in some order; a fixed map of which not all is left in place is fixed no longer."""
     if copies.tolist() == list(range(link.copies)):
         return link
     copies = copies.to(link.weight.device)
@@ -427,7 +427,7 @@ def _require_heads_without_numbers(name: str, weights: AttentionWeights, distanc
 
 
 def _notes_on_heads(weights: AttentionWeights) -> tuple[str, ...]:
-    """Notes on other things that may belong to single heads."""
+    """What else might be each head's own."""
     if not weights.semantics.qk_norm:
         return ()
     return ("a gain of the QK-norm of each head's own, if there is one, lies outside and must follow",)
@@ -447,10 +447,10 @@ def _require_prunable(weights: AttentionWeights, heads: Sequence[int]) -> None:
 
 
 def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
-    """‖W_V W_O‖ and ‖b_V W_O‖ of some heads; exactly 0 if no channel is used on both sides.
+    """‖W_V W_O‖ and ‖b_V W_O‖ of some heads: exactly 0 where no channel is used on both sides.
 
-    With clipped values, channels do not cancel each other: the norm is then Σ_c ‖W_V,c‖ ‖W_O,c‖ over
-    channels c, and likewise for the bias.
+    Clipped values need not cancel each other across channels: then it is Σ_c ‖W_V,c‖ ‖W_O,c‖ over channels c,
+    and likewise of the bias.
     """
     weights = in_working_precision(weights)
     W_V, W_O, bias = weights.W_V[heads], weights.W_O[heads], weights.head_bias("v")

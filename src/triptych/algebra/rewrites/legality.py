@@ -1,4 +1,4 @@
-"""Preconditions that several rewrites check."""
+"""What more than one rewrite asks before it touches a map."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ INPUT_SIDES: tuple[Side, ...] = ("q", "k", "v")
 
 
 def why_clipping_counts(semantics: Semantics) -> str:
-    """Why the values of queries, keys and values must not change; "" if they may."""
+    """Why queries, keys and values must stay the numbers that they are; "" if they need not."""
     if semantics.clip is None:
         return ""
     clip = f"±{semantics.clip:g}"
@@ -19,7 +19,7 @@ def why_clipping_counts(semantics: Semantics) -> str:
 
 
 def why_key_bias_counts(semantics: Semantics) -> str:
-    """Why adding a constant to all scores of a query changes the output; "" if the softmax cancels it."""
+    """Why a number added to every score of a query would be seen; "" if the softmax is blind to it."""
     if semantics.positions == "rotary":
         return (
             "under rotary positions the key bias is turned with each key, so it does not add the same number "
@@ -45,20 +45,20 @@ def why_key_bias_counts(semantics: Semantics) -> str:
 
 
 def require_whole_number(name: str, what: str, value: object) -> None:
-    """Check that a value is a whole number before it is compared with sizes.
+    """Refuse what is no whole number before it is compared with sizes.
 
     Raises:
-        RewriteRefusedError: it is not; the message names it.
+        RewriteRefusedError: it is something else, named.
     """
     if type(value) is not int:
         raise RewriteRefusedError(name, f"{what} is {value!r}: it must be a whole number")
 
 
 def require_finite(name: str, weights: AttentionWeights) -> None:
-    """Check that all maps are finite.
+    """Refuse maps that hold NaN or infinity.
 
     Raises:
-        RewriteRefusedError: one is not; the message says which, and how many entries.
+        RewriteRefusedError: one does; the message says which, and how many.
     """
     for side in SIDES:
         for link in weights.chain(side):
@@ -72,16 +72,16 @@ def require_finite(name: str, weights: AttentionWeights) -> None:
 
 
 def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "") -> None:
-    """Check that there is no norm after any map of a chain.
+    """Refuse to carry anything out of a chain through what stands after one of its maps.
 
     Args:
         name: of the rewrite.
         side: whose chain it is.
-        chain: the maps that must have no norm after them.
+        chain: the maps that must have nothing after them.
         advice: what to do instead.
 
     Raises:
-        RewriteRefusedError: there is one; the message names it and the map before it.
+        RewriteRefusedError: something does; the message names it and the map it follows.
     """
     for place, link in enumerate(chain, start=1):
         if link.norm is not None:
@@ -94,7 +94,7 @@ def share_a_map(one: Chain, other: Chain) -> bool:
 
 
 def sharing_sides(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
-    """The sides among q, k and v that share a map with a side, without the side itself."""
+    """Those of q, k, v that share a map with a side, the side itself left out."""
     return tuple(
         other
         for other in INPUT_SIDES
@@ -103,7 +103,7 @@ def sharing_sides(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
 
 
 def separate(chain: Chain) -> Chain:
-    """Copies of shared maps, with the same values."""
+    """The same numbers in maps of their own."""
     return tuple(
         replace(link, weight=link.weight.clone(), bias=None if link.bias is None else link.bias.clone())
         for link in chain
@@ -111,16 +111,16 @@ def separate(chain: Chain) -> Chain:
 
 
 def with_chains(weights: AttentionWeights, chains: dict[Side, Chain]) -> AttentionWeights:
-    """The weights with some of their chains replaced."""
+    """The writing with some of its chains changed."""
     return replace(weights, **{str(side): chain for side, chain in chains.items()})  # type: ignore[arg-type]
 
 
 def unchanged(name: str, weights: AttentionWeights, note: str) -> Rewritten:
-    """The given weights, and a record that says why nothing changed."""
+    """The weights themselves, and a record that says why there was nothing to do."""
     return rewritten(name, "bit-exact", weights, weights, notes=(note,))
 
 
 def named(sides: tuple[Side, ...]) -> str:
-    """Join sides for a sentence: "q", "k and v", "q, k and v"."""
+    """Sides in a sentence: "q", "k and v", "q, k and v"."""
     *first, last = sides
     return f"{', '.join(first)} and {last}" if first else last

@@ -1,4 +1,4 @@
-"""Merge key-value heads, so that more query heads share each of them."""
+"""Fewer key-value heads: several query heads read one, where each reads its own now."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -69,19 +69,19 @@ class MergeKVHeads(LayerRewrite):
 def merge_kv_heads(
     weights: AttentionWeights, num_kv_heads: int, *, bounded: bool = False, tolerance: float = 1e-9
 ) -> Rewritten:
-    """Merge key-value heads, so that consecutive query heads share one.
+    """Let consecutive query heads read one key-value head, where each reads its own now.
 
-    Key heads with equal values are kept once. Otherwise the channels of a group are expressed in the basis
-    that fits all its heads best, and W_K gets its first d_k channels:
+    Key heads that are the same numbers are simply kept once. Else the channels of a group are put
+    into the basis that serves all its heads best, W_K its d_k first channels:
 
         C = [W_K,1 R_1ᵀ … W_K,n R_nᵀ] = B S Vᵀ   (W_Q,i = Q_i R_i)
         W_K = B S^½   W_Q,i = W_Q,i W_K,iᵀ B S^-½
 
-    and likewise for W_V. The function does not change if the heads of a group are equal up to gauge.
-    Otherwise the forms of a group move by √Σ_{i>d_k} S_i², which is the minimum.
+    and likewise for W_V. Nothing moves if the heads of a group are equal up to gauge; else the forms
+    of a group move by √Σ_{i>d_k} S_i², the least there is.
 
-    Biases of queries are transformed as one more row of the form. Biases of keys are dropped if the softmax
-    cancels them. Biases of values become one per group, or move to the output bias.
+    Biases: those of queries go along, as one more row of the form; those of keys are left out, where
+    the softmax is blind to them; those of values become one a group, or go into that of the output.
 
     Args:
         weights: the layer.
@@ -90,11 +90,12 @@ def merge_kv_heads(
         tolerance: how far a group may move, relative to its norm, and still count as equal.
 
     Returns:
-        The grouped weights. The bound is the largest move of a head's form (its bias row included).
+        The grouped writing; its bound is the largest move of a head's form (its bias row included).
 
     Raises:
-        RewriteRefusedError: heads differ (the message gives the worst group, its move and its norm); numbers
-            do not divide; channels cannot be mixed (rotary positions, QK-norm); a bias has no place.
+        RewriteRefusedError: heads differ, with the worst group, its move and its norm; numbers that do
+            not divide; channels that cannot be mixed (rotary positions, QK-norm); a bias that
+            can go nowhere.
     """
     return _merge("merge_kv_heads", weights, num_kv_heads, _KeysOfForms(), bounded, tolerance)
 
@@ -106,7 +107,7 @@ def merge_rotary_kv_heads(
     bounded: bool = False,
     tolerance: float = 1e-9,
 ) -> Rewritten:
-    """Merge key-value heads of a layer with rotary positions.
+    """Let consecutive query heads read one key-value head, where queries and keys are turned by positions.
 
     Each rotary pair of a group gets one complex key direction, the best for all its heads. The queries of
     each head take it up by a complex factor (see `merge_rotary_pairs`). Channels that are not turned, and
@@ -119,12 +120,12 @@ def merge_rotary_kv_heads(
         tolerance: how far a group may move, relative to its norm, and still count as equal.
 
     Returns:
-        The grouped weights. The bound is the largest move of a head's form: of W_OV, or the root mean square
+        The grouped writing. Its bound is the largest move of a head's form: of W_OV, or the root mean square
         over distances m of that of W_Q R(m) W_Kᵀ (biases, those of keys too, are rows of it).
 
     Raises:
-        RewriteRefusedError: heads differ (the message gives the worst group, its move and its norm); numbers
-            do not divide; the layer has no rotary positions, or QK-norm; a value bias has no place.
+        RewriteRefusedError: heads differ, with the worst group, its move and its norm; numbers that do
+            not divide; no rotary positions, QK-norm; a value bias that can go nowhere.
     """
     name = "merge_rotary_kv_heads"
     require_rotary(name, weights)
@@ -132,19 +133,19 @@ def merge_rotary_kv_heads(
 
 
 class _Keys(ABC):
-    """How the queries and keys of a group are merged, and how far they move."""
+    """What a group's queries and keys have in common, and how far it moves."""
 
     @abstractmethod
     def require_mixable(self, name: str, plain: AttentionWeights) -> None:
-        """Check that different key heads can be merged."""
+        """Refuse where different key heads cannot become one."""
 
     @abstractmethod
     def ready(self, name: str, plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
-        """The layer, prepared for merging its keys."""
+        """The layer as its keys can be merged."""
 
     @abstractmethod
     def merged(self, plain: AttentionWeights, groups: int) -> AttentionWeights:
-        """The nearest weights with that many key heads."""
+        """The nearest writing with that many key heads."""
 
     @abstractmethod
     def move(self, before: AttentionWeights, after: AttentionWeights) -> Move:
@@ -156,12 +157,12 @@ class _Keys(ABC):
 
     @abstractmethod
     def checked(self) -> str:
-        """The conditions that `require_mixable` checks, in words."""
+        """What `require_mixable` looked at, in words."""
 
 
 @final
 class _KeysOfForms(_Keys):
-    """Merges the forms of heads without rotary positions."""
+    """Channels that can be mixed."""
 
     def require_mixable(self, name: str, plain: AttentionWeights) -> None:
         _require_channels_free(name, plain, "qk")
@@ -184,7 +185,7 @@ class _KeysOfForms(_Keys):
 
 @final
 class _KeysOfRotaryPairs(_Keys):
-    """Merges the rotary pairs of heads one by one."""
+    """Channels that turn."""
 
     def require_mixable(self, name: str, plain: AttentionWeights) -> None:
         require_rotary(name, plain)
@@ -286,7 +287,7 @@ def _require_shared_out(name: str, weights: AttentionWeights, num_kv_heads: int)
 
 
 def _with_one_map_a_side(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
-    """Expand queries and outputs to a map per head, keys and values to one per group; nothing is shared."""
+    """Queries and outputs with a map a head, keys and values with one a group; nothing shared."""
     q, k, v, o = (one_map(weights, side, notes) for side in SIDES)
     heads = weights.num_heads
     return replace(weights, q=(q.of_heads(heads),), k=(k,), v=(v,), o=(o.of_heads(heads),))
@@ -324,7 +325,7 @@ def _require_channels_free(name: str, weights: AttentionWeights, form: Form) -> 
 
 
 def _without_key_bias(name: str, plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
-    """Drop the key bias, which mixed channels cannot keep: the softmax must cancel it, or it must be zero."""
+    """Channels that are mixed carry no key bias: it must be one that the softmax is blind to, or zero."""
     bias = plain.k[0].bias
     if bias is None:
         return plain
@@ -337,7 +338,7 @@ def _without_key_bias(name: str, plain: AttentionWeights, notes: list[str]) -> A
 
 
 def _merged(plain: AttentionWeights, groups: int, mixed: Sequence[Form], keys: _Keys) -> AttentionWeights:
-    """The nearest weights with that many key-value heads."""
+    """The nearest writing with that many key-value heads."""
     result = plain
     for form in FORMS:
         side = _common_side(form)
@@ -351,7 +352,7 @@ def _merged(plain: AttentionWeights, groups: int, mixed: Sequence[Form], keys: _
 
 
 def _merged_qk(plain: AttentionWeights, groups: int) -> AttentionWeights:
-    """Merge W_QK. The own factor of a key head stacks all queries that read it."""
+    """Rows of the own factors are those of all queries that read one of the present key heads."""
     (q,), (k,) = plain.q, plain.k
     members = k.copies // groups
     own = q.weight.reshape(groups, members, -1, q.d_out)
@@ -377,13 +378,13 @@ def _merged_ov(plain: AttentionWeights, groups: int) -> AttentionWeights:
 
 
 def _bias_is_lost(before: AttentionWeights, after: AttentionWeights, tolerance: float) -> bool:
-    """Whether the value biases of some group would act differently."""
+    """Whether the value biases of some group act otherwise than they did."""
     lost = (bias_row(before, "ov") - bias_row(after, "ov")).norm(dim=-1)
     return bool((lost > tolerance * bias_row(before, "ov").norm(dim=-1).max()).any())
 
 
 def _worst_group(moves: dict[Form, Move], sizes: dict[Form, Move], groups: int, tolerance: float) -> str:
-    """Describe the group that moves most relative to its norm; "" if all are within the tolerance."""
+    """The group that moves most relative to its norm, in words; "" if none moves more than the tolerance."""
     worst, said = tolerance, ""
     for form, moved in moves.items():
         norms = _of_groups(sizes[form].whole, groups)

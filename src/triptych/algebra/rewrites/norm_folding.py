@@ -1,4 +1,4 @@
-"""Rewrites that fold the weight γ and bias β of a norm into the maps that read it."""
+"""The gain and shift of a norm, taken up by the maps that read it."""
 
 from dataclasses import replace
 from typing import Literal, final
@@ -55,24 +55,25 @@ class FoldOtherNorms(Rewrite):
 
 
 def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> Rewritten:
-    """Fold a norm's weight γ and bias β into the maps that read it: `b += β W`, then `W = diag(γ) W`.
+    """Fold a norm's gain γ and shift β into the maps that read it: `b += β W`, then `W = diag(γ) W`.
 
-    In self-attention these are the maps of queries, keys and values. In cross-attention they are those of
-    the queries; keys and values take up the memory's norm. If the input itself is the key (one matrix W per
-    head), `W = diag(γ) W diag(γ)` and `b = (β W + b) ∘ γ`; the remaining `q · β` is the same for all scores
-    of a row.
+    Every map that reads the norm takes it: those to queries, keys and values of self-attention;
+    those to queries only in cross-attention, where keys and values take the memory's norm. Where the
+    input itself is the key (one matrix W a head), `W = diag(γ) W diag(γ)`, `b = (β W + b) ∘ γ`, and the
+    `q · β` left over is the same for a whole row of scores.
 
     Args:
         weights: a layer with `norm`, or with `memory_norm` in cross-attention, or with both.
-        others: other maps that read the norm and take it up too (`fold_norm_into_map`); None if they must
-            not change.
+        others: what else reads the norm and will take it up (`fold_norm_into_map`); None if that is to stay
+            as it is.
 
     Returns:
-        Weights with the same function of the normalised input. The norms that were folded are None.
+        A writing of the same function of the normalised input, with no gain or shift left: the norms
+        that were folded are None.
 
     Raises:
-        RewriteRefusedError: there is no norm; it is not a pre-norm; something else reads it; a map that reads
-            it is not learned, or has no bias slot for β.
+        RewriteRefusedError: there is no norm; it stands elsewhere (post-norm, sandwich), or something
+            else reads it; a map that reads it has no numbers of its own, or no bias slot for β.
     """
     cross = weights.semantics.kind == "cross"
     of_memory = weights.memory_norm if cross else weights.norm
@@ -112,7 +113,7 @@ def _as_map(norm: Norm) -> Link:
 
 
 def _folded_chains(weights: AttentionWeights, read: dict[Side, Norm | None]) -> dict[Side, Chain]:
-    """The chains with their first map folded with its norm. Shared maps stay shared."""
+    """The chains whose first map has taken up its norm; what was shared is shared still."""
     links: dict[tuple[Link, Norm], Link] = {}
     chains: dict[tuple[Chain, Norm], Chain] = {}
     found: dict[Side, Chain] = {}
@@ -129,15 +130,15 @@ def _folded_chains(weights: AttentionWeights, read: dict[Side, Norm | None]) -> 
 def require_readers_foldable(
     place: Literal["pre", "post", "sandwich"], norm: Norm | None, readers: dict[str, bool]
 ) -> tuple[str, ...]:
-    """Check that the maps outside the attention that read a norm can take it up; returns what was checked.
+    """What was looked at, if the maps outside the attention that read a norm can take it up.
 
     Args:
-        place: the place of the norm.
-        norm: its weight and bias; None if its place alone decides.
-        readers: the maps that read it, by name, and whether they have a bias slot.
+        place: of the norm.
+        norm: its gain and shift; None where its place is reason enough.
+        readers: all that reads it, by name: whether there is a bias slot.
 
     Raises:
-        RewriteRefusedError: post-norm, sandwich, or a bias β that is not zero without a slot for it.
+        RewriteRefusedError: post-norm, sandwich, or a shift β that is not zero and no slot for it.
     """
     _require_before(_NAME_OF_OTHERS, place)
     checked = ["pre-norm", "nothing else reads the norm", "every map that reads it is learned"]
@@ -151,15 +152,15 @@ def require_readers_foldable(
 
 
 def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Fold a norm's weight γ and bias β into one map: `b += W β`, then `W = W diag(γ)`.
+    """One map that reads a norm, with its gain γ and shift β: `b += W β`, then `W = W diag(γ)`.
 
     Args:
-        norm: weight and bias, `[d_in]`.
-        weight: `[…, d_out, d_in]`, as in `torch.nn.Linear`.
-        bias: `[…, d_out]`; None if there is none.
+        norm: gain and shift, `[d_in]`.
+        weight: `[…, d_out, d_in]`, as `torch.nn.Linear` has it.
+        bias: `[…, d_out]`; None without.
 
     Returns:
-        The new weight and bias. The bias does not change if β is zero.
+        The new weight and bias, the bias as it was where β is zero.
 
     Raises:
         RewriteRefusedError: β is not zero, and there is no bias to take it.
@@ -172,10 +173,10 @@ def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple
 
 
 def _require_before(name: str, place: str) -> None:
-    """Check that a norm is a pre-norm with no other readers.
+    """Refuse norms that stand elsewhere than before what reads them alone.
 
     Raises:
-        RewriteRefusedError: it is not.
+        RewriteRefusedError: this one does.
     """
     if place == "post":
         raise RewriteRefusedError(name, "the norm is a post-norm: the residual carries its gain, too")
@@ -186,10 +187,10 @@ def _require_before(name: str, place: str) -> None:
 def _require_foldable(
     weights: AttentionWeights, read: dict[Side, Norm | None], others: OtherReaders | None
 ) -> tuple[str, ...]:
-    """Check that every reader of the norms can take them up; returns what was checked.
+    """What was looked at, if every reader of the norms can take them up.
 
     Raises:
-        RewriteRefusedError: one cannot, or is missing.
+        RewriteRefusedError: one cannot, or is not here.
     """
     _require_before(_NAME, weights.norm_place)
     if not any(read.values()):
@@ -227,7 +228,7 @@ def _require_map(side: Side, chain: Chain) -> None:
 
 
 def _require_gain_passes_to_queries(weights: AttentionWeights, *, shifted: bool) -> None:
-    """Check that the softmax treats `q · (γ ∘ y + β)`, where y is the key, like `(q ∘ γ) · y`."""
+    """Refuse unless `q · (γ ∘ y + β)`, where y itself is the key, is `(q ∘ γ) · y` to the softmax."""
     semantics = weights.semantics
     if semantics.meets_distances or semantics.qk_norm:
         what = (

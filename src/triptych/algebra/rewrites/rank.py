@@ -1,4 +1,4 @@
-"""Rewrites to a lower rank: truncated forms, and keys and values from one latent."""
+"""Fewer channels: the nearest forms of a rank, and all keys and values from one latent."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -59,28 +59,28 @@ class ToLatent(LayerRewrite):
 def truncate(
     weights: AttentionWeights, *, qk_rank: Ranks | None = None, ov_rank: Ranks | None = None
 ) -> Rewritten:
-    """Truncate the forms to the nearest ones of a lower rank in Frobenius norm, head by head.
+    """The nearest forms of a lower rank in Frobenius norm, head by head.
 
-    A ≈ (U_r S_r^½)(S_r^½ V_rᵀ), with error √(Σ_{i>r} σ_i²). Heads that share a key (value) head keep sharing
-    one: its channels are the first r right singular vectors of [W_QK,1; …; W_QK,n], which are the best for
-    all of them together. A form that is one matrix becomes a product.
+    A ≈ (U_r S_r^½)(S_r^½ V_rᵀ), an error of √(Σ_{i>r} σ_i²). Heads that read one key (value) head keep
+    one: its channels are the first r right singular vectors of [W_QK,1; …; W_QK,n], the nearest for all
+    of them together. A form that is one matrix becomes a product.
 
-    Chains of several maps are kept where possible; their last map changes. The query bias is projected on
-    the channels that are left. The part of the value bias outside them moves to the output bias.
+    Chains of several maps stay so where they can: the last map changes. The query bias goes along, in
+    the channels that are left; what they cannot carry of the value bias goes into that of the output.
 
     Args:
         weights: the layer.
         qk_rank: 1 ≤ rank ≤ width of the queries, or one for each key head; None to leave W_QK alone. Where
-            they differ, narrower heads are padded with channels of zeros.
+            they differ, the channels that a head has less than others are zero.
         ov_rank: 1 ≤ rank ≤ width of the values, or one for each value head; None to leave W_OV alone.
 
     Returns:
-        Weights with factors of that width. The bound is the largest move of a head's form (the bias counts as
-        one more row). The tier is exact if no form had a larger rank.
+        Factors of that width. The bound is the largest move of a head's form (the bias counts as one
+        more row of it); the tier is exact if no form had a larger rank.
 
     Raises:
         RewriteRefusedError: a rank out of range, with both numbers; channels that cannot be mixed
-            (rotary positions, QK-norm); a key bias that the softmax does not cancel.
+            (rotary positions, QK-norm); a key bias that the softmax would miss.
 
     Source: Eckart & Young 1936, doi 10.1007/BF02288367.
     """
@@ -126,23 +126,23 @@ def truncate(
 
 
 def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritten:
-    """Compute keys and values of all heads from one latent: `W_K,i = W^D U_i^K`, `W_V,i = W^D U_i^V`.
+    """Make keys and values of all heads from one latent: `W_K,i = W^D U_i^K`, `W_V,i = W^D U_i^V`.
 
-    At full rank g (d_k + d_v), W^D is [W_K,1 … W_K,g | W_V,1 … W_V,g] and the U_i select columns. At lower
-    ranks, W^D and the U_i are the nearest product of that rank, by SVD, each with √σ.
+    At full rank g (d_k + d_v), W^D is [W_K,1 … W_K,g | W_V,1 … W_V,g] and the U_i select. Below, W^D
+    and the U_i are the nearest product of that rank, by SVD, the singular values shared out evenly.
 
     Args:
         weights: the layer. Keys and values with one map have it once in W^D.
-        rank: width r of the latent, at most d_model or the full rank. None for the full rank, or for d_model
-            if that is smaller, which is as exact.
+        rank: width r of the latent, at most d_model or the full rank; the full rank if None, or
+            d_model where that is smaller, which is as exact.
 
     Returns:
-        The latent weights. If r is below the rank of the maps side by side, the bound is the largest move of
-        a head's form (the bias counts as one more row).
+        The latent writing. Where r is below the rank of the maps side by side its bound is the largest
+        move of a head's form (the bias counts as one more row of it).
 
     Raises:
-        RewriteRefusedError: rotary positions; no map for keys or values; a rank out of range (the message
-            gives the numbers); a norm between two maps.
+        RewriteRefusedError: rotary positions; no map for keys or values; a rank out of range, with the
+            numbers; something stands between two maps.
     """
     _require_latent(weights)
     chains = (weights.k, weights.v)
@@ -203,10 +203,10 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
 def require_ranks(
     name: str, weights: AttentionWeights, qk_rank: Ranks | None, ov_rank: Ranks | None
 ) -> dict[Form, list[int]]:
-    """The target rank of every group of heads, for the forms to truncate.
+    """The rank of every group of heads, for the forms that are to have a lower one.
 
     Raises:
-        RewriteRefusedError: no rank is given, a rank is out of range, or the channels cannot be mixed.
+        RewriteRefusedError: no rank is given, or one out of range; or the channels cannot be mixed.
     """
     asked: dict[Form, Ranks | None] = {"qk": qk_rank, "ov": ov_rank}
     ranks = {
@@ -220,7 +220,7 @@ def require_ranks(
 
 
 def num_groups(weights: AttentionWeights, form: Form) -> int:
-    """The number of channel bases of a form: one for each key (value) head."""
+    """How many bases of channels a form has: one for each key (value) head."""
     if form == "ov":
         return weights.num_value_heads
     # The input itself as keys: each head then gets its own channels of it.
@@ -230,9 +230,9 @@ def num_groups(weights: AttentionWeights, form: Form) -> int:
 def without_fixed_widths(
     name: str, weights: AttentionWeights, forms: Collection[Form], notes: list[str]
 ) -> AttentionWeights:
-    """Multiply out output maps that fix a width, because d_k and d_v change.
+    """Several output maps as one where a layer could not have them any more.
 
-    A new d_v does not fit the width between output maps, and a new d_k changes a fixed 1/√d_k.
+    Another d_v is not the width between them, and another d_k makes a fixed 1/√d_k another number.
     """
     if len(weights.o) < 2:
         return weights
@@ -274,7 +274,7 @@ def _require_blind_to_key_bias(weights: AttentionWeights, form: Form) -> None:
 def _truncate_qk(
     weights: AttentionWeights, ranks: list[int], notes: list[str]
 ) -> tuple[AttentionWeights, list[int]]:
-    """Truncate W_QK; also return the ranks that it had."""
+    """W_QK at those ranks, and the ranks that it had."""
     q, k = (weights.multiplied(side) for side in ("q", "k"))
     if not weights.k:
         k = k.of_heads(weights.num_heads)  # the input itself, in which each head now has its own channels
@@ -288,9 +288,9 @@ def _truncate_qk(
 def _truncate_ov(
     weights: AttentionWeights, ranks: list[int], rounding: float, notes: list[str]
 ) -> tuple[AttentionWeights, AttentionWeights, list[int]]:
-    """Truncate W_OV; returns the weights truncated, the result, and the ranks that W_OV had.
+    """W_OV at those ranks: what it was made from, the result, and the ranks that it had.
 
-    If the channels left cannot keep the value bias, it is first moved to the output bias, where allowed.
+    If the channels left cannot carry the value bias, it goes into the output's first, where it may.
     """
     v = weights.multiplied("v")
     basis = joint_basis(weights.W_O.mT.reshape(v.copies, 1, -1, v.d_out), v.weight[:, None], "common")
@@ -333,9 +333,9 @@ def _require_latent(weights: AttentionWeights) -> None:
 def _product_of_rank(
     whole: Float[Tensor, "d_model full"], rank: int
 ) -> tuple[Float[Tensor, "d_model rank"], Float[Tensor, "rank full"], int]:
-    """Two factors of the nearest matrix of a rank, and the rank of the matrix.
+    """Two factors of the nearest matrix of a rank, and the rank that it takes to be exact.
 
-    At full width these are the matrix itself and the identity.
+    At full width the matrix itself and the identity.
     """
     d_model, full = whole.shape
     if rank == full:

@@ -1,4 +1,4 @@
-"""The result of a rewrite, and its refusal."""
+"""What a rewrite gives back, and how it refuses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,22 +27,22 @@ class RewriteRefusedError(TriptychError, ValueError):
         self.advice = advice
 
     def at(self, site: str) -> "RewriteRefusedError":
-        """The same refusal with the name of a model's layer."""
+        """The same refusal, saying at which layer of a model."""
         return RewriteRefusedError(f"{self.name} at {site}", self.reason, self.advice)
 
 
 @final
 @dataclass(frozen=True)
 class Cut:
-    """The truncation of one form of every head, as `choice` describes it.
+    """What was left of one form of every head, as a choice says it.
 
     Attributes:
-        words: a template with {ranks} ("rank 4"), {each} ("4"), {most} and {worst}.
-        ranks: the rank of each group of heads.
-        most: the number of channels before, or the largest rank.
-        worst: the largest loss of a head, by the measure that `words` names.
-        lost: the share of the energy that each head lost: of its form, or of the mean square of its scores or
-            outputs on a text.
+        words: with {ranks} ("rank 4"), {each} ("4"), {most} and {worst} in their places.
+        ranks: of each group of heads.
+        most: channels that there were, or the largest rank.
+        worst: the largest loss of a head, by the measure that the words name.
+        lost: of every head, the share of the energy that was left out: of the squares of its form, or of the
+            mean square of what it does on a text.
     """
 
     words: str
@@ -53,14 +53,14 @@ class Cut:
 
     @classmethod
     def of_groups(cls, cuts: Sequence["Cut"]) -> "Cut":
-        """Join the cuts of consecutive groups of heads."""
+        """Of groups of heads one after the other."""
         ranks = tuple(rank for cut in cuts for rank in cut.ranks)
         lost = tuple(share for cut in cuts for share in cut.lost)
         return cls(cuts[0].words, ranks, max(cut.most for cut in cuts), max(cut.worst for cut in cuts), lost)
 
     @classmethod
     def shares(cls, lost: Float[Tensor, "*heads"], whole: Float[Tensor, "*heads"]) -> tuple[float, ...]:
-        """`lost / whole` of every head; 0 where `whole` is 0."""
+        """`lost / whole` of every head, 0 where there is nothing."""
         return tuple((lost / torch.where(whole > 0, whole, 1.0)).clamp(min=0.0).flatten().tolist())
 
     def __str__(self) -> str:
@@ -78,14 +78,14 @@ class RewriteRecord:
     Attributes:
         name: of the rewrite.
         tier: "bit-exact", "rounding-exact" (equal in exact arithmetic) or "bounded".
-        checked: the preconditions that were checked, in words.
-        before: the cost before; likewise `after`.
-        choice: what the rewrite decided and why, with the numbers; "" if nothing.
-        notes: other facts that a reader must know, such as maps that were untied.
+        checked: the preconditions that were looked at, in words.
+        before: the writing's cost; likewise `after`.
+        choice: what it decided by itself and why, with the numbers; "" if nothing.
+        notes: what else a reader must know (maps that were untied first, say).
         bound: largest Frobenius norm by which a form of a head moves; 0 if exact.
-        error: largest mean square error of a form's scores or outputs, relative to their mean square, on the
-            calibration text; None without one.
-        cuts: the truncations that `choice` describes, group by group.
+        error: largest mean square error of a form's scores or outputs, relative to their mean square, on
+            the text whose moments the rewrite went by; None if it went by none.
+        cuts: what `choice` says, where forms were cut group by group.
     """
 
     name: str
@@ -110,12 +110,12 @@ class Rewritten(NamedTuple):
 def of_groups(
     records: Sequence[RewriteRecord], before: AttentionWeights, after: AttentionWeights
 ) -> RewriteRecord:
-    """Join the records of consecutive groups of heads into one record of the layer.
+    """What a rewrite did to a layer, from what it did to its groups of heads one after the other.
 
     Args:
         records: of the groups.
-        before: the whole layer before the rewrite; it may be on the "meta" device.
-        after: likewise after the rewrite.
+        before: the whole layer before; its shapes (on the "meta" device) are enough.
+        after: the same after.
     """
     cuts = tuple(Cut.of_groups(cuts) for cuts in zip(*(record.cuts for record in records), strict=True))
     choices = map(str, cuts) if cuts else dict.fromkeys(record.choice for record in records)
@@ -145,7 +145,7 @@ def rewritten(
     bound: float = 0.0,
     error: float | None = None,
 ) -> Rewritten:
-    """The result of a rewrite, with the costs before and after."""
+    """The result of a rewrite, with the cost of both writings."""
     costs = writing_cost(before), writing_cost(after)
     cuts = () if isinstance(choice, str) else tuple(choice)
     words = choice if isinstance(choice, str) else "; ".join(map(str, cuts))

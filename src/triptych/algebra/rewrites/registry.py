@@ -1,4 +1,4 @@
-"""The list of rewrites, and the reading of calls such as `truncate(rank=6)` and of tables of a recipe."""
+"""The list of rewrites, and how one is written: `truncate(rank=6)`, or as a table of a recipe."""
 
 import ast
 import json
@@ -54,12 +54,12 @@ EXACT: tuple[Rewrite, ...] = (
 
 
 def read_rewrite(given: Rewrite | str | Mapping[str, Any]) -> Rewrite:
-    """Read a rewrite from a call (`"truncate(rank=6)"`, `"expand"`) or from a table; a `Rewrite` is returned.
+    """A rewrite as it is, from a call (`"truncate(rank=6)"`, `"expand"`), or from a table with its name.
 
-    Calls are parsed, never run. Options are literals, given by name.
+    Calls are parsed, never run: options are literals, given by name.
 
     Raises:
-        UsageError: not a call; or an unknown rewrite, option or value.
+        UsageError: no call; or a rewrite, an option or a value that there is not.
     """
     if isinstance(given, Rewrite):
         return given
@@ -86,10 +86,10 @@ def read_rewrite(given: Rewrite | str | Mapping[str, Any]) -> Rewrite:
 
 
 def require_order(rewrites: Sequence[Rewrite]) -> None:
-    """Check that no rewrite undoes one before it.
+    """Refuse rewrites that undo or spoil what comes before them.
 
     Raises:
-        UsageError: two are in the wrong order; the message gives the reason.
+        UsageError: two in the wrong order, with the reason.
     """
     for before, after in pairwise(rewrites):
         if after.place < before.place:
@@ -97,7 +97,7 @@ def require_order(rewrites: Sequence[Rewrite]) -> None:
 
 
 def option_names(kind: type[Rewrite]) -> list[str]:
-    """The options of a rewrite: its own, then those that all rewrites have."""
+    """Options of a rewrite: its own, then those that every rewrite has."""
     names = [name for name, field in kind.model_fields.items() if not field.exclude]
     return sorted(names, key=lambda name: name in Rewrite.model_fields)
 
@@ -119,7 +119,7 @@ def signature(kind: type[Rewrite]) -> str:
 
 
 def _call(text: str) -> dict[str, Any]:
-    """The name and options of a call. A name alone is a call without options."""
+    """Name and options of a call; the name alone is one without options."""
     wrong = f"{text!r} is no rewrite: write truncate(rank=6), or expand"
     try:
         found = ast.parse(text.strip(), mode="eval").body

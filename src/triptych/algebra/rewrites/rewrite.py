@@ -1,4 +1,4 @@
-"""The base classes of rewrites: records of options that can be applied to a layer."""
+"""What every rewrite is: a record of its options that can be applied to a layer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ from triptych.algebra.weights import AttentionWeights
 @final
 @dataclass(frozen=True)
 class OtherReaders:
-    """The maps outside a layer that read its norm.
+    """What reads the norm of a layer besides the layer, where it can take up gain and shift along with it.
 
     Attributes:
         maps: their names.
-        refused: why they cannot take up the norm; "" if they can.
+        refused: why they cannot; "" if they can.
     """
 
     maps: tuple[str, ...]
@@ -31,15 +31,15 @@ class OtherReaders:
 @final
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer between two rewrites, or a few groups of its heads.
+    """A layer on its way through rewrites, or a few groups of its heads.
 
     Attributes:
         name: for messages.
-        weights: the current weights, float64.
-        longest_text: the number of positions that the model is made for.
-        moments: of the current layer over the calibration text; None without one.
-        others: other maps that read its norm; None if none are known.
-        first_head: the number of the first of these heads in the whole current layer.
+        weights: as they are now, float64.
+        longest_text: positions that the model is made for.
+        moments: of the layer as it is now over the calibration text; None without one.
+        others: what else reads its norm; None if nothing does that is known.
+        first_head: number of the first head here, of the whole layer as it is now.
     """
 
     name: str
@@ -92,20 +92,20 @@ class Rewrite(BaseModel, ABC):
 
     @property
     def needs_text(self) -> bool:
-        """Whether the rewrite needs a calibration text."""
+        """Whether it looks at what layers do on a text."""
         return False
 
     def prepare(self, layers: Iterable[Layer], *, skip_refused: bool = False) -> "Rewrite":
-        """Prepare the rewrite with what depends on all layers together.
+        """The rewrite with what only all layers together can tell.
 
         Args:
-            layers: the layers, whole or in consecutive parts.
+            layers: each whole, or in parts one after the other.
             skip_refused: whether a layer that refuses the rewrite is left as it is.
         """
         return self
 
     def options(self) -> dict[str, Any]:
-        """The name and options as JSON values, which `registry.read_rewrite` reads."""
+        """Name and options as JSON has them, to be read by `registry.read_rewrite`."""
         return {"rewrite": self.name, **self.model_dump(mode="json", exclude_none=True)}
 
 
@@ -113,10 +113,10 @@ class LayerRewrite(Rewrite, ABC):
     """A rewrite of attention layers.
 
     Attributes:
-        by_groups: whether it treats each group of heads by itself, apart from `select`.
-        selects: whether it removes or reorders heads (`select`).
-        at_end: whether it only copies numbers, so that it can be applied to the stored weights if no other
-            rewrite follows.
+        by_groups: whether it treats each group of heads by itself, but for what `select` decides.
+        selects: whether it leaves heads out, or puts them in another order (`select`).
+        at_end: whether it only copies numbers, so that it can be applied to those that are stored, as long as
+            no other rewrite comes after it.
     """
 
     by_groups: ClassVar[bool] = False
@@ -132,15 +132,15 @@ class LayerRewrite(Rewrite, ABC):
         """
 
     def look(self, layer: Layer) -> tuple[Tensor, ...]:
-        """The numbers that `select` needs of some heads, one for each."""
+        """What `select` has to know of some heads, one number for each."""
         return ()
 
     def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
-        """Remove or sort heads, if `selects`.
+        """Leave heads out or sort them, where `selects`.
 
         Args:
-            whole: the layer; it may be on the "meta" device.
-            seen: the numbers of `look` for all heads.
+            whole: the layer; its shapes (on the "meta" device) are enough.
+            seen: what `look` saw of all heads.
 
         Raises:
             RewriteRefusedError: with the reason.
@@ -149,10 +149,10 @@ class LayerRewrite(Rewrite, ABC):
 
 
 def still_tied(layer: Layer, done: Rewritten) -> Rewritten:
-    """Check that shared maps are still shared; returns the result.
+    """The result, if maps that were one still are.
 
     Raises:
-        RewriteRefusedError: they are not, and the layer would become larger.
+        RewriteRefusedError: they are not, and the layer would have become larger on the way.
     """
     if apart := newly_apart(layer.weights, done.weights):
         name = done.record.name

@@ -1,15 +1,15 @@
-"""Truncate W_Q and W_K of rotary heads before the rotation, with the least error of the scores.
+"""Rotary heads with maps of a lower rank: W_Q and W_K cut before the rotation, by what the scores see.
 
-A key k becomes k̂ = k P_K + c_K with P_K of rank r, before the rotation, and a query q̂ = q P_Q + c_Q. The
-error of the scores q R(m) kᵀ, over all queries and distances m, depends on the metric M:
+A key k becomes k̂ = k P_K + c_K with P_K of rank r, before positions turn it, and a query q̂ = q P_Q + c_Q.
+Of a key the scores q R(m) kᵀ, over all queries and distances m, see what M lets through:
 
     M = mean over m of R(m)ᵀ E[qᵀq] R(m),     E |q R(m) (k − k̂)ᵀ|² = tr(M E[(k − k̂)ᵀ(k − k̂)])
 
-so the best k̂ of a rank is a truncated SVD in the metric M. For queries, keys turn the other way. The two
-sides are fitted alternately, each to the other side's current maps.
+so the best k̂ of a rank is a truncated SVD in the metric M. To queries the keys turn the other way, and each
+side in its turn gets the best there is for the other as it has become.
 
-No mean can be subtracted, because under rotary positions the softmax does not cancel a key bias. But if there
-is a bias (c, else 0), the mean of all tokens goes into it and takes no rank, and only what varies is cut.
+No mean can be taken off: under rotary positions the softmax sees a key bias. But what all tokens have in
+common takes no rank where a bias is there to hold it (c, else 0), and only what varies is cut.
 """
 
 from collections.abc import Sequence
@@ -48,31 +48,31 @@ def truncate_rotary_maps(
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Rewritten:
-    """Truncate W_Q and W_K of rotary heads with the least mean square error of the scores.
+    """Lower the rank of rotary heads' W_Q and W_K, with the least mean square error of the scores.
 
-    Keys are truncated for the given queries, then queries for those keys, and so on; this never increases the
-    error of a group of heads. The first truncation of the keys is optimal, but the alternation may end in a
-    local minimum. It is therefore also started from the strongest rotary pairs, and the better result is
-    taken. `truncate_rotary_pairs` removes whole pairs, which saves channels and loses more.
+    Keys are cut for the queries as they are, then queries for those keys, and so on in turn, which never
+    makes the error of a group of heads larger. The first cut of the keys is the best there is; that of both
+    need not be, so this is also done from the strongest rotary pairs, and the better end is taken. Pairs by
+    themselves (`truncate_rotary_pairs`) save channels, and are a far narrower choice.
 
     Args:
-        weights: the layer, as it was when the moments were gathered. Channels that are not rotated are
-            truncated with the others.
-        qk_rank: 1 ≤ rank ≤ width of the queries, or one for each key head. It applies to the key head and
-            to every query head that reads it.
-        moments: of a text; None for isotropic inputs of mean square 1.
+        weights: the layer, written as when the moments were gathered; channels that are not turned are cut
+            with the others.
+        qk_rank: 1 ≤ rank ≤ width of the queries, or one for each key head. The key head and every query
+            head that reads it get it.
+        moments: of a text; for inputs without preferred direction and of mean square 1 if None.
         longest: tokens of the text whose pairs count, L − m of them at distance m; None for texts long
             against the beat of any two pairs.
 
     Returns:
-        Maps of the same widths. The record's `error` is the largest mean square error of a head's scores over
-        distances, relative to their mean square. Its bound is the largest root mean square, over long
-        distances m, of the Frobenius norm by which W_Q R(m) W_Kᵀ moves (biases are rows of it). With moments,
-        a bias may move far to keep the scores on the text.
+        Maps of the same widths, written back into all channels. The record's `error` is the largest mean
+        square of what a head's scores lose, over distances, relative to that of all its scores. Its bound is
+        the largest root mean square, over long distances m, of the Frobenius norm by which W_Q R(m) W_Kᵀ
+        moves (biases are rows of it). On a text, a bias may move far to save what a text sees.
 
     Raises:
         RewriteRefusedError: the layer has no rotary positions, or norms between its maps and the rotation;
-            ranks out of range; moments that do not fit the layer.
+            ranks out of range; moments of another writing.
     """
     name = "truncate_rotary_maps"
     rotation = require_rotary(name, weights)
@@ -123,10 +123,10 @@ def measure_rotary_energies(
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Float[Tensor, "groups d_k"]:
-    """Energies of the directions of each group's keys in the scores of its heads: descending, float64.
+    """What each direction of the keys of a group carries of its heads' scores: descending, float64.
 
-    Truncating the keys alone loses the sum of the energies that are left out. `allocate` distributes ranks by
-    them. Arguments as those of `truncate_rotary_maps`.
+    Σ of those left out is the mean square of the scores that keys of a rank lose, queries whole. What
+    `allocate` shares ranks out by. Arguments as those of `truncate_rotary_maps`.
     """
     name = "measure_rotary_energies"
     rotation = require_rotary(name, weights)
@@ -142,7 +142,7 @@ class _Maps(NamedTuple):
 
 
 class _Best(NamedTuple):
-    """The decomposition from which the best maps of a side follow at any rank.
+    """What is needed for the best maps of a side at any rank.
 
     Attributes:
         energies: `[groups, members, d]`, of the directions, descending.
@@ -160,7 +160,7 @@ class _Best(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """Second moments of queries and keys, and how the rotation mixes them.
+    """Second moments of queries and keys, and how turning mixes them.
 
     Attributes:
         q: `[groups, members, d + 1, d + 1]`, E[(q, 1)ᵀ(q, 1)] of the query heads of every key head; likewise
@@ -188,7 +188,7 @@ class _Scores:
         longest: int | None,
         prior: float,
     ) -> "_Scores":
-        """Gather the moments of a layer in float64."""
+        """Of a layer in float64."""
         if moments is not None:
             require_moments_of(name, weights, moments, ("qk",))
         q, k = (_grams(weights, side, moments, prior) for side in ("q", "k"))
@@ -220,10 +220,10 @@ class _Scores:
         return _Maps(*(eye.expand(*gram.shape[:2], -1, -1) for gram in (self.q, self.k)))
 
     def best(self, side: _Turned, maps: _Maps) -> _Best:
-        """The best maps of a side for the current maps of the other side.
+        """What maps of a side lose least, with those of the other side as they are now.
 
-        Up to a constant, the error is E‖(y X − ŷ) A^½‖². A are the other side's new moments as this side sees
-        them, and y X is the best ŷ of full rank.
+        The error is E‖(y X − ŷ) A^½‖² and a constant, with A what is seen of the other side's new moments
+        and y X the best ŷ of full rank.
         """
         other, new = (self.k, maps.k) if side == "q" else (self.q, maps.q)
         moments, cross = new.mT @ other @ new, other[..., :-1, :] @ new
@@ -237,7 +237,7 @@ class _Scores:
         return _Best(energies.clamp(min=0.0).flip(-1), directions.flip(-1), into, back)
 
     def cut(self, side: _Turned, maps: _Maps, kept: Float[Tensor, "groups d"]) -> _Maps:
-        """The best maps of a side for the directions of each group that `kept` marks with 1."""
+        """The best maps of a side: of every group the directions that are kept, marked by 1."""
         best = self.best(side, maps)
         directions = best.directions * kept[:, None, None, :]
         P = best.into @ directions @ directions.mT @ best.back
@@ -250,18 +250,18 @@ class _Scores:
         return maps._replace(**{side: torch.cat([P, c], dim=-2)})
 
     def with_keys(self, P: Float[Tensor, "groups 1 d d"]) -> _Maps:
-        """Maps that project the keys (without their mean, if a bias holds it) and keep the queries."""
+        """Keys through a projection, their mean whole where a bias holds it; queries as they are."""
         mean = self.k[..., -1:, :-1]
         c = mean - mean @ P if "k" in self.free else torch.zeros_like(mean)
         return self.identity._replace(k=torch.cat([P, c], dim=-2))
 
     def pair_energies(self, first: list[int], second: list[int]) -> Float[Tensor, "groups pairs"]:
-        """½ E|q_f|² E|k_f|² of every pair, summed over the heads of a group."""
+        """½ E|q_f|² E|k_f|² of every pair, of all heads of a group."""
         q, k = (gram.diagonal(dim1=-2, dim2=-1) for gram in (self.q, self.k))
         return ((q[..., first] + q[..., second]) * (k[..., first] + k[..., second])).sum(dim=1) / 2
 
     def error(self, maps: _Maps) -> Float[Tensor, "groups members"]:
-        """Mean square error of the scores of every head."""
+        """Mean square of what the scores of every head lose."""
         q, k = self.q, self.k
         crossed = self._product(q[..., :-1, :] @ maps.q, k[..., :-1, :] @ maps.k)
         after = self._product(maps.q.mT @ q @ maps.q, maps.k.mT @ k @ maps.k)
@@ -282,14 +282,14 @@ class _Scores:
         return (q * self.seen("q", k)).sum(dim=(-2, -1))
 
     def _varying(self, side: _Turned) -> Float[Tensor, "groups members d d"]:
-        """The moments to truncate, centred if a bias can hold the mean."""
+        """What has to be cut: about the mean where a bias may hold that."""
         gram = self.q if side == "q" else self.k
         mean = gram[..., -1:, :-1]
         return gram[..., :-1, :-1] - mean.mT @ mean if side in self.free else gram[..., :-1, :-1]
 
 
 def _fitted(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]) -> _Maps:
-    """Fit both sides alternately from two starts, and take the better result for each group."""
+    """Both sides fitted in turn, from the best keys and from rotary pairs; of each group the better end."""
     kept = _first(scores, ranks)
     pairs = _strongest_pairs(scores, rotation, ranks)
     ends = [scores.cut("k", scores.identity, kept), scores.with_keys(pairs[:, None])]
@@ -303,7 +303,7 @@ def _fitted(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]) ->
 
 
 def _first(scores: _Scores, ranks: Sequence[int]) -> Float[Tensor, "groups d"]:
-    """A mask of the first channels of each group, as many as its rank."""
+    """1 for the first channels of each group, as many as its rank; 0 for the others."""
     of_groups = torch.tensor(ranks, device=scores.q.device)[:, None]
     return (torch.arange(scores.width, device=scores.q.device) < of_groups).to(scores.q.dtype)
 
@@ -311,7 +311,7 @@ def _first(scores: _Scores, ranks: Sequence[int]) -> Float[Tensor, "groups d"]:
 def _strongest_pairs(
     scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]
 ) -> Float[Tensor, "groups d d"]:
-    """The projection on the strongest pairs within a group's rank, then on channels that are not rotated."""
+    """The projection on as many pairs of a group as a rank has room for, then on channels that stay."""
     first, second = rotation.pairs
     order = scores.pair_energies(first, second).argsort(dim=-1, descending=True, stable=True)
     stays = sorted(set(range(scores.width)) - {*first, *second})

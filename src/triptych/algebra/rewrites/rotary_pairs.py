@@ -39,20 +39,20 @@ def truncate_rotary_pairs(
 ) -> Rewritten:
     """Keep the rotary pairs that carry most of the scores; the others become zero.
 
-    The widths do not change, because formats pair channels by their place. Heads that share a key head keep
-    the same pairs. Channels that are not rotated do not change.
+    The widths stay, as the format pairs channels by their place. Heads that read one key head keep the same
+    pairs. Channels that are not turned are left alone.
 
     Args:
-        weights: the layer, as it was when the moments were gathered.
-        pairs: the number of pairs to keep, or one number for each key head.
-        moments: of a text; None for isotropic inputs as large as a norm makes them.
-        longest: length of the texts whose token pairs count; None for texts much longer than the beat of any
-            two rotary pairs. It tells pairs that hardly turn from the others (see `pair_scores`).
+        weights: the layer, written as when the moments were gathered.
+        pairs: how many to keep, or how many for each key head.
+        moments: of a text; for inputs without preferred direction, as large as a norm makes them, if None.
+        longest: tokens of the text whose pairs count; None for texts long against the beat of any two
+            pairs. It tells pairs that hardly turn from those that do (see `pair_scores`).
 
     Returns:
-        The layer with zeros. The record's `error` is the largest mean square error of a head's scores over
-        distances, relative to that of all its pairs. Its bound is the largest root mean square, over
-        distances m, of the Frobenius norm by which W_Q R(m) W_Kᵀ moves (biases are rows of it).
+        The same layer with zeros. The record's `error` is the largest mean square of what a head's scores
+        lose, over distances, relative to that of all its pairs. Its bound is the largest root mean square,
+        over distances m, of the Frobenius norm by which W_Q R(m) W_Kᵀ moves (biases are rows of it).
 
     Raises:
         RewriteRefusedError: the layer has no rotary positions, or norms between its maps and the rotation;
@@ -112,26 +112,26 @@ def pair_scores(
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Float[Tensor, "num_heads pairs pairs"]:
-    """E[s_f s_g] of the contributions of rotary pairs f and g to a score q kᵀ, over tokens and distances.
+    """E[s_f s_g] of the scores q kᵀ that two rotary pairs give one pair of tokens, over tokens and distances.
 
     With complex q_f, k_f the score of pair f at distance m is s_f = Re(q_f k_f* e^{imθ_f}), so
 
         E[s_f s_g] = ½ Re(E[q_f q_g*] E[k_f k_g*]* φ(θ_f − θ_g) + E[q_f q_g] E[k_f k_g]* φ(θ_f + θ_g))
 
-    with φ(θ) the mean of e^{imθ} over pairs of tokens. In texts much longer than the beat of any two rotary
-    pairs, φ is 0 except for θ = 0, which leaves the energies ½ E|q_f|² E|k_f|² on the diagonal. A pair that
-    hardly turns within `longest` has φ near 1, and counts like channels without positions.
+    with φ(θ) the mean of e^{imθ} over pairs of tokens. In texts long against the beat of any two pairs it is
+    0 but for θ = 0, which leaves the energies ½ E|q_f|² E|k_f|² on the diagonal. A pair that hardly turns
+    within `longest` has φ near 1, and counts as channels that have no position.
 
     Args:
         weights: the layer.
-        rotation: its rotary embedding.
-        moments: of a text; None for isotropic inputs of mean square 1.
-        longest: length of a text, all token pairs of which count (in causal layers, with the key first); None
-            for infinite length.
+        rotation: what turns it.
+        moments: of a text; for inputs without preferred direction and of mean square 1 if None.
+        longest: tokens of a text, all pairs of which count, those behind if the layer is causal; None for no
+            end.
 
     Returns:
-        Symmetric matrices in float64. Their sums are the mean squares of the scores; their diagonals are the
-        energies of the pairs.
+        Symmetric, its sum the mean square of the scores in all pairs; the energies are its diagonal. In
+        float64.
     """
     G_q, G_k = _channel_moments(weights, moments)
     P_q, N_q = _complex_moments(G_q, rotation)
@@ -148,9 +148,9 @@ def measure_pair_energies(
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Float[Tensor, "groups pairs"]:
-    """Energies of the rotary pairs of every group of heads, descending. `allocate` distributes pairs by them.
+    """What the pairs of every group of heads carry, descending: what `allocate` shares pairs out by.
 
-    They are the diagonals of `pair_scores`, summed over a group; the arguments are the same.
+    Arguments as those of `pair_scores`, of which these are the diagonals, summed over a group.
     """
     rotation = require_rotary("measure_pair_energies", weights)
     scores = pair_scores(weights, rotation, moments, longest)
@@ -163,11 +163,12 @@ def _energies(scores: Float[Tensor, "heads pairs pairs"], groups: int) -> Float[
 
 
 def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
-    """The rotary embedding of a layer, if its rotary pairs can be rewritten one by one.
+    """The rotary embedding of a layer, if its pairs are what meets in its scores.
 
     Raises:
-        RewriteRefusedError: the layer has no rotary positions, or those of patches of a picture; there is a
-            norm before them; queries and keys are clipped; or the rotation has more channels than a head.
+        RewriteRefusedError: the layer has no rotary positions, or those of patches of a picture; a norm
+            stands before them, queries and keys are clipped, or the rotation turns more channels than there
+            are.
     """
     rotation = weights.semantics.rotary
     if rotation is None:
@@ -214,7 +215,7 @@ def rotary_pair_forms(
     k: Float[Tensor, "num_heads k_rows width"],
     rotation: RotaryEmbedding,
 ) -> RotaryPairForms:
-    """The forms of the rotary pairs and of the channels that are not rotated, for every head."""
+    """The forms that turn, and the one that does not, of the maps of every head."""
     stays = _stays(rotation, q.shape[-1])
     doubled = []
     for maps in (q, k):
@@ -227,7 +228,7 @@ def rotary_pair_forms(
 def rotary_move(before: AttentionWeights, after: AttentionWeights) -> Float[Tensor, " num_heads"]:
     """Root mean square over distances m of ‖Δ W_Q R(m) W_Kᵀ‖ (Frobenius), biases as rows, for rotary heads.
 
-    Over distances much longer than the beat of any two pairs it is √(½ Σ_f ‖ΔZ_f‖² + ‖Δ fixed‖²).
+    Over distances long against the beat of any two pairs it is √(½ Σ_f ‖ΔZ_f‖² + ‖Δ fixed‖²).
     """
     one, other = (_forms_with_biases(weights) for weights in (before, after))
     # The doubled form has twice the square of the complex one.
@@ -240,12 +241,12 @@ def rotary_move(before: AttentionWeights, after: AttentionWeights) -> Float[Tens
 def at_any_distance(
     shares: tuple[float, ...], moved: Float[Tensor, " num_heads"], sizes: Float[Tensor, " num_heads"]
 ) -> tuple[float, ...]:
-    """The larger of each head's shares lost: over the distances of a text, or over long distances."""
+    """Of every head the larger share left out: over the distances of a text, or over long ones."""
     return tuple(map(max, shares, Cut.shares(moved.square(), sizes.square())))
 
 
 def rotary_size(weights: AttentionWeights) -> Float[Tensor, " num_heads"]:
-    """The norm that `rotary_move` is relative to: that of the forms themselves."""
+    """The same of the forms themselves: how far they are from nothing."""
     forms = _forms_with_biases(weights)
     total = forms.pairs.frobenius_norm().square().sum(dim=-1) / 4
     if forms.fixed is not None:
@@ -254,16 +255,16 @@ def rotary_size(weights: AttentionWeights) -> Float[Tensor, " num_heads"]:
 
 
 def merge_rotary_pairs(plain: AttentionWeights, groups: int) -> AttentionWeights:
-    """The nearest weights with `groups` key heads, merged pair by pair.
+    """The nearest writing with that many key heads: each pair of a group on one line of its own.
 
-    Let v_j be the keys of a group's heads in one rotary pair, and w_j = Σ ‖u_i‖² over the queries that read
-    key head j. The common key v is the first left singular vector of [√w_1 v_1 … √w_n v_n]; then v_j ≈ c_j v
-    and u_i → u_i c_j*. This minimises Σ ‖ΔZ‖², which is 0 if the v_j are complex multiples of each other.
-    Channels that are not rotated get the basis that fits all heads best.
+    Of v_j, the keys of the group's heads in a pair, the common one is the first left singular vector v of
+    [√w_1 v_1 … √w_n v_n], w_j = Σ ‖u_i‖² of the queries that read j: then v_j ≈ c_j v, and u_i → u_i c_j*. It
+    is the least Σ ‖ΔZ‖² there is, and nothing if the v_j are complex multiples of one. Channels that are
+    not turned get the basis that serves all heads best.
 
     Args:
-        plain: one map per side; queries with a map per head, and no key bias that the result cannot hold.
-        groups: number of key heads of the result, a divisor of the present number.
+        plain: one map a side; queries with one a head, keys with no more bias than the result can hold.
+        groups: number of key heads of the result, a divisor of that there is.
     """
     (q,), (k,), rotation = plain.q, plain.k, _rotary(plain)
     members = k.copies // groups
@@ -288,7 +289,7 @@ def merge_rotary_pairs(plain: AttentionWeights, groups: int) -> AttentionWeights
 
 
 def _merge_fixed(q: Link, k: Link, rotation: RotaryEmbedding, new_q: Tensor, new_k: Tensor) -> None:
-    """Merge the channels that are not rotated, in place."""
+    """The channels that are not turned, in place."""
     stays = _stays(rotation, q.d_out)
     if not stays:
         return
@@ -301,7 +302,7 @@ def _merge_fixed(q: Link, k: Link, rotation: RotaryEmbedding, new_q: Tensor, new
 
 
 def _stays(rotation: RotaryEmbedding, width: int) -> list[int]:
-    """The channels that are not rotated."""
+    """The channels that are not turned."""
     first, second = rotation.pairs
     return sorted(set(range(width)) - {*first, *second})
 
@@ -342,7 +343,7 @@ def _with_qk(
 
 
 def _channel_moments(weights: AttentionWeights, moments: Moments | None) -> tuple[Tensor, Tensor]:
-    """The moments of queries and keys, for every query head."""
+    """Of queries and keys, one a query head."""
     heads = weights.num_heads
     if moments is None:
         q, k = (_with_row(weights.multiplied(side).of_heads(heads)).double() for side in _QK)
@@ -365,8 +366,8 @@ def mean_turn(
 ) -> Complex[Tensor, "pairs pairs"]:
     """Mean of e^{imθ} over the distances m of all pairs of a text of L tokens, L − |m| at each.
 
-    In both directions it is Fejér's kernel, (sin ½Lθ / sin ½θ)² / L². In one direction, over ½ L (L + 1), the
-    real part is ½ ((sin ½Lθ / sin ½θ)² + L) and the imaginary part (L sin θ − sin Lθ) / (2 sin ½θ)².
+    Both ways it is Fejér's kernel, (sin ½Lθ / sin ½θ)² / L²; of one way, that is twice the real part less L,
+    and (L sin θ − sin Lθ) / (2 sin ½θ)² the imaginary one, over ½ L (L + 1).
     """
     if longest is None:
         return (theta == 0).to(torch.complex128)

@@ -1,4 +1,4 @@
-"""The rewrite that truncates forms, and how it chooses ranks."""
+"""The step that lowers ranks, and how ranks are shared out."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ class Truncate(LayerRewrite):
     """Lower the rank of W_QK and W_OV; of rotary heads, that of W_Q and W_K before they are rotated.
 
     Attributes:
-        ranks: the rank of every form of every layer and group of heads, once `prepare` has chosen them.
+        ranks: of every form of every layer and group of heads, once `prepare` has shared them out.
     """
 
     name = "truncate"
@@ -81,13 +81,13 @@ class Truncate(LayerRewrite):
         return self.criterion != "free"
 
     def prepare(self, layers: Iterable[Layer], *, skip_refused: bool = False) -> "Truncate":
-        """Choose the ranks of every form of every layer.
+        """Ranks of every form of every layer.
 
-        Scores and outputs have different units, so the energy of a channel counts relative to the energy of
-        all forms of its kind.
+        Scores and outputs have different units: what a channel carries counts as its share of what all forms
+        of its kind carry.
 
         Raises:
-            UsageError: the rank is above the width of every head.
+            UsageError: a rank that no head has.
         """
         if self.rank is not None:
             self._require_rank(layers)
@@ -125,10 +125,10 @@ class Truncate(LayerRewrite):
         return self.model_copy(update={"ranks": fixed})
 
     def _ranks_that_keep(self, energy: float, layer: Layer, form: Form, spectrum: Tensor) -> list[int]:
-        """For each group, the lowest rank with which all its heads keep a share of their energy.
+        """For each group the lowest rank with which all its heads keep a share of their energy.
 
-        The search begins with the rank at which the group as a whole keeps the share. Single heads may keep
-        less, and queries are truncated as well as keys; so ranks are tried by bisection up to the full rank.
+        What a group keeps as a whole is where to begin: one of its heads may keep less than another, and
+        queries are cut as well as keys. Then by halves, each rank tried out; the full rank keeps everything.
         """
         low = allocate(list(spectrum), [1.0] * len(spectrum), energy=energy)
         high, first = [spectrum.shape[1]] * len(spectrum), True
@@ -154,10 +154,10 @@ class Truncate(LayerRewrite):
         return results[0] if len(results) == 1 else _as_one("truncate", layer.weights, results)
 
     def _require_rank(self, layers: Iterable[Layer]) -> None:
-        """Check that some layer has heads at least as wide as the rank. Narrower ones do not change.
+        """Some layer has heads as wide; those that are narrower stay as they are.
 
         Raises:
-            UsageError: no layer has.
+            UsageError: none has.
         """
         assert self.rank is not None
         widest = 0
@@ -185,7 +185,7 @@ class Truncate(LayerRewrite):
 
     @property
     def _centred(self) -> bool | None:
-        """None for wherever the layer allows it, which the record then states."""
+        """None: wherever the layer allows, as the record then says."""
         return None if self.criterion == "centred" else False
 
     def _ranks(self, layer: Layer, form: Form) -> list[int]:
@@ -198,7 +198,7 @@ class Truncate(LayerRewrite):
         return [max(1, rank // self._step(layer, form))] * copies
 
     def _step(self, layer: Layer, form: Form) -> int:
-        """The number of channels that are kept or removed together."""
+        """Channels that go together."""
         in_pairs = form == "qk" and layer.weights.semantics.rotary is not None and self.rotary == "pairs"
         return 2 if in_pairs else 1
 
@@ -213,7 +213,7 @@ class Truncate(LayerRewrite):
 
 
 def _as_one(name: str, before: AttentionWeights, results: Sequence[Rewritten]) -> Rewritten:
-    """Join several results of one step into one record."""
+    """Several results of one step as one record."""
     records = [result.record for result in results]
     exact = all(record.tier != "bounded" for record in records)
     record = replace(
@@ -236,7 +236,7 @@ def _width(weights: AttentionWeights, form: Form) -> int:
 
 
 def _longest(layer: Layer, moments: Moments | None) -> int:
-    """The longest sequence: of the calibration text, or else the number of the model's positions."""
+    """How far apart tokens come: in the text if there is one, else in what the model is made for."""
     return layer.longest_text if moments is None else moments.longest
 
 
@@ -245,7 +245,7 @@ def _groups(weights: AttentionWeights, form: Form) -> int:
 
 
 def _numbers_a_channel(weights: AttentionWeights, form: Form) -> int:
-    """Parameters per channel of one group, over all heads that read it."""
+    """Parameters that one channel of one group costs, over all heads that read it."""
     sides: tuple[Literal["q", "k", "v", "o"], ...] = ("q", "k") if form == "qk" else ("v", "o")
     widths = {side: sum(link.weight.shape[1] for link in weights.chain(side)[:1]) for side in SIDES}
     widths["o"] = weights.o[-1].d_out if weights.o else weights.d_model

@@ -1,0 +1,224 @@
+"""What a run of a language model needs: its text in shards, its tokenizer and objective."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+
+from triptych.decoding.generation import GenerationOptions, generate_tokens
+from triptych.decoding.sampling import SamplingOptions
+from triptych.decoding.text_engine import TextEngine
+from triptych.errors import DataError
+from triptych.models import LanguageModel
+from triptych.models.device import find_device
+from triptych.runs.preparing import Prepared, digests
+from triptych.text import (
+    LanguageCorpusSpec,
+    PackedBatches,
+    TextPart,
+    Tokenizer,
+    TokenShards,
+    read_documents,
+    read_tokenizer,
+    tokenize_corpus,
+    train_tokenizer,
+    write_shards,
+)
+from triptych.text.documents import fingerprint, require_text
+from triptych.training import LanguageRecipe
+from triptych.training.fitting import choices, fit_language_tokenizer, fit_language_training
+from triptych.training.language import TokensOfText
+from triptych.training.masking import MaskedBatches
+from triptych.training.progress import Display
+
+TOKENIZER = "tokenizer.json"
+# A tokenizer learns no more from a longer text.
+_CHARACTERS_FOR_TOKENIZER = 100_000_000
+
+
+def prepare_language(recipe: LanguageRecipe, base: Path, display: Display) -> Prepared:
+    """A new run: train the tokenizer, and choose what the recipe leaves out.
+
+    Args:
+        recipe: as given.
+        base: folder that relative paths of the recipe are relative to.
+        display: is told of what is read and chosen.
+    """
+    device = find_device(recipe.training.device).type
+    text = _Text(recipe, base)
+    given, recipe = recipe, fit_language_tokenizer(recipe, text.num_chars, device)
+    display.say(f"text: {text.num_chars:,} characters; training a {recipe.tokenizer.kind} tokenizer")
+    tokenizer = train_tokenizer(recipe.tokenizer, text.for_tokenizer())
+    train, valid = text.shards(tokenizer, display)
+    recipe = fit_language_training(recipe, train.num_tokens, device)
+    if chosen := ", ".join(choices(given, recipe)):
+        display.say(f"left out of the recipe, chosen for {train.num_tokens:,} tokens on {device}: {chosen}")
+    return _prepared(recipe, text, tokenizer, train, valid)
+
+
+def take_up_language(recipe: LanguageRecipe, folder: Path, base: Path, display: Display) -> Prepared:
+    """A run that has begun; arguments as those of `prepare_language`, and its folder."""
+    text, tokenizer = _Text(recipe, base), read_tokenizer(folder / TOKENIZER)
+    return _prepared(recipe, text, tokenizer, *text.shards(tokenizer, display))
+
+
+class _Text:
+    """The training and the validation text of a recipe, in parts."""
+
+    def __init__(self, recipe: LanguageRecipe, base: Path) -> None:
+        self._data, self._base = recipe.data, base
+        self.num_chars = sum(len(part.text) for part in self._read(recipe.data.train))
+        if recipe.data.valid is None:
+            self.num_chars = self._cut = int(self.num_chars * (1 - recipe.data.valid_share))
+
+    def for_tokenizer(self) -> Iterator[str]:
+        """The beginning of the training text, as long as a tokenizer needs it."""
+        left = _CHARACTERS_FOR_TOKENIZER
+        for part in self._train():
+            yield part.text[:left]
+            left -= len(part.text)
+            if left <= 0:
+                return
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Of the training and the validation text."""
+        data = self._data
+        train = fingerprint(data.train, base=self._base)
+        if data.valid is None:
+            return train, f"{train} from {self._cut}"
+        return train, fingerprint(data.valid, base=self._base)
+
+    def shards(self, tokenizer: Tokenizer, display: Display) -> tuple[TokenShards, TokenShards]:
+        """Both texts as tokens on the disk.
+
+        Raises:
+            DataError: one of them is too short to learn from or to be judged by.
+        """
+        display.say(f"tokenizing with {tokenizer.vocab_size:,} tokens")
+        data, cache = self._data, self._base / self._data.cache
+        if data.valid is not None:
+            train, valid = (
+                tokenize_corpus(spec, tokenizer, cache_folder=cache, base=self._base)
+                for spec in (data.train, data.valid)
+            )
+        else:
+            identity = f"{self.fingerprints()[1]} {tokenizer.to_json()}"
+            name = hashlib.sha256(identity.encode()).hexdigest()[:32]
+            train = write_shards(self._train(), tokenizer, cache / f"shards-{name}-train")
+            valid = write_shards(self._end(), tokenizer, cache / f"shards-{name}-valid")
+        for part, shards in (("training", train), ("validation", valid)):
+            if shards.num_tokens < 2:
+                raise DataError(f"the {part} text has {shards.num_tokens} tokens: at least two are needed")
+            display.say(
+                f"{part} text: {shards.num_documents:,} documents, {shards.num_tokens:,} tokens, "
+                f"{shards.bytes_per_token:.2f} bytes a token"
+            )
+        return train, valid
+
+    def _train(self) -> Iterator[TextPart]:
+        parts = self._read(self._data.train)
+        return parts if self._data.valid is not None else _before(parts, self._cut)
+
+    def _end(self) -> Iterator[TextPart]:
+        return _after(self._read(self._data.train), self._cut)
+
+    def _read(self, spec: LanguageCorpusSpec) -> Iterator[TextPart]:
+        return require_text(read_documents(spec, base=self._base), spec.describe())
+
+
+def _before(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
+    """The first characters; what is cut through ends there."""
+    for part in parts:
+        if len(part.text) >= num_chars:
+            if num_chars:
+                yield TextPart(part.text[:num_chars])
+            return
+        num_chars -= len(part.text)
+        yield part
+
+
+def _after(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
+    """All but the first characters."""
+    for part in parts:
+        if len(part.text) <= num_chars:
+            num_chars -= len(part.text)
+            continue
+        yield from chain([part._replace(text=part.text[num_chars:])], parts)
+
+
+def _prepared(
+    recipe: LanguageRecipe, text: _Text, tokenizer: Tokenizer, train: TokenShards, valid: TokenShards
+) -> Prepared:
+    def packed(shards: TokenShards, *, shuffle: bool) -> PackedBatches:
+        return PackedBatches(
+            shards,
+            context=recipe.model.context,
+            batch_size=recipe.training.batch_size if shuffle else _rows_of_validation(recipe),
+            seed=recipe.seed,
+            within_documents=recipe.data.within_documents,
+            shuffle=shuffle,
+        )
+
+    def objective() -> TokensOfText:
+        model = LanguageModel.of(recipe.model, recipe.kind, tokenizer.vocab_size)
+        model = model.to(find_device(recipe.training.device))
+        learned, judged = packed(train, shuffle=True), packed(valid, shuffle=False)
+        if recipe.task == "language-model":
+            sample = _sampler(recipe, tokenizer)
+            return TokensOfText(model, learned, judged, valid.bytes_per_token, sample)
+        hidden, told = (_masked(recipe, inner, tokenizer) for inner in (learned, judged))
+        return TokensOfText(model, hidden, told, valid.bytes_per_token)
+
+    def fingerprints() -> dict[str, str]:
+        both = [part.encode() for part in text.fingerprints()]
+        judged = [part.model_dump_json().encode() for part in (recipe.masking, recipe.validation)]
+        parts = {
+            "the training text (data.train)": [both[0]],
+            "the validation text (data.valid)": [both[1], str(recipe.data.within_documents).encode()],
+            "the tokenizer": [tokenizer.to_json().encode()],
+            "the model": [recipe.model.model_dump_json().encode()],
+            "how it is validated (validation, masking)": judged,
+        }
+        return digests(parts)
+
+    return Prepared(recipe, objective, lambda folder: tokenizer.save(folder / TOKENIZER), fingerprints)
+
+
+def _rows_of_validation(recipe: LanguageRecipe) -> int:
+    """As many as fill a batch of about 8,192 tokens: larger ones are no faster."""
+    return max(8192 // recipe.model.context, 1)
+
+
+def _masked(recipe: LanguageRecipe, inner: PackedBatches, tokenizer: Tokenizer) -> MaskedBatches:
+    assert tokenizer.mask_id is not None, "a tokenizer that is trained here has a mask"
+    return MaskedBatches(
+        inner,
+        recipe.masking,
+        mask_id=tokenizer.mask_id,
+        never_ids=tokenizer.special_ids,
+        vocabulary=tokenizer.vocabulary,
+        seed=recipe.seed,
+    )
+
+
+def _sampler(recipe: LanguageRecipe, tokenizer: Tokenizer) -> Callable[[LanguageModel], str] | None:
+    validation = recipe.validation
+    if not validation.sample_tokens:
+        return None
+    options = GenerationOptions(
+        max_new_tokens=validation.sample_tokens,
+        sampling=SamplingOptions(temperature=0.8, top_k=200),
+        seed=recipe.seed,
+        stop_ids=() if tokenizer.eos_id is None else (tokenizer.eos_id,),
+    )
+    prompt = tokenizer.encode(validation.sample_prompt)[0]
+    if not prompt and tokenizer.bos_id is not None:
+        prompt = [tokenizer.bos_id]
+
+    def sample(model: LanguageModel) -> str:
+        ((found,),) = generate_tokens(TextEngine(model), [prompt], options)
+        text = tokenizer.decode([[*prompt, *found.ids]])[0]
+        # A terminal would obey what an untrained model writes.
+        return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+    return sample

@@ -1,0 +1,63 @@
+"""Runs that are stopped or killed at a step, and whether two runs are the same to the last bit."""
+
+import os
+import signal
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from safetensors.torch import load_file
+
+from triptych.training.metrics import read_metrics
+from triptych.training.progress import Display, Moment
+
+
+def assert_same_run(actual: Path, expected: Path) -> None:
+    for name in ("model.safetensors", "state/last.safetensors"):
+        ours, theirs = load_file(actual / name), load_file(expected / name)
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert torch.equal(ours[key], theirs[key]), f"{name}: {key} differs"
+    timed = {"seconds", "tokens_per_second"}
+    for ours, theirs in zip(
+        read_metrics(actual / "metrics.jsonl"), read_metrics(expected / "metrics.jsonl"), strict=True
+    ):
+        assert {k: v for k, v in ours.items() if k not in timed} == {
+            k: v for k, v in theirs.items() if k not in timed
+        }
+
+
+class SignalAt(Display):
+    """Sends this process a signal at a step."""
+
+    def __init__(self, step: int, number: signal.Signals) -> None:
+        self.step, self.number = step, number
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def update(self, moment: Moment) -> None:
+        if moment.step == self.step:
+            os.kill(os.getpid(), self.number)
+
+    def say(self, message: str) -> None: ...
+
+
+class KillError(Exception):
+    pass
+
+
+class KillAt(SignalAt):
+    """Ends the run without a word, as a kill would."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step, signal.SIGKILL)
+
+    def update(self, moment: Moment) -> None:
+        if moment.step == self.step:
+            raise KillError

@@ -1,0 +1,323 @@
+"""Runs of language models: what they learn, and that a run interrupted in any way ends in the same bits."""
+
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from interrupting import KillAt, KillError, SignalAt, assert_same_run
+from triptych import runs
+from triptych.errors import DataError, TriptychError, UsageError
+from triptych.models import LanguageModel, LanguageModelConfig, read_model
+from triptych.models.architecture import HeadConfig
+from triptych.models.language_model import LanguageModelHead
+from triptych.text import PackedBatches, TokenShards, read_tokenizer, write_shards
+from triptych.training import LanguageRecipe, resolve
+from triptych.training.language import TokensOfText
+from triptych.training.masking import MaskedBatches, word_beginnings
+from triptych.training.metrics import read_metrics
+from triptych.training.objective import head_loss
+from triptych.training.precision import NarrowTwin
+from triptych.training.progress import LineDisplay
+from triptych.training.recipe import MaskingConfig
+from triptych.training.state import read_counters
+
+_STEPS = 12
+LINES = [f"the {colour} {animal} sat on mat {i}" for i, (colour, animal) in enumerate(
+    [(c, a) for c in ("red", "blue", "old", "tiny") for a in ("cat", "dog", "owl", "hen", "fox")] * 6
+)]  # fmt: skip
+
+
+def recipe_of(folder: Path, task: str = "language-model", **sections: dict[str, object]) -> LanguageRecipe:
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("\n".join(LINES) + "\n")
+    tree: dict[str, object] = {
+        "task": task,
+        "seed": 3,
+        "data": {
+            "train": {"files": [str(text)], "documents": "line"},
+            "cache": str(folder / "cache"),
+            **sections.get("data", {}),
+        },
+        "tokenizer": {"vocab_size": 300},
+        "model": {"num_layers": 1, "d_model": 16, "num_heads": 2, "context": 16, "dropout": 0.1,
+                  **sections.get("model", {})},
+        "training": {"max_steps": _STEPS, "batch_size": 8, "warmup_steps": 2, "learning_rate": 0.01,
+                     "save_every_steps": 3, "log_every_steps": 2, "threads": 1, "optimizer": "muon",
+                     "average_last": 2, **sections.get("training", {})},
+        "validation": {"every_steps": 4, **sections.get("validation", {})},
+    }  # fmt: skip
+    recipe = resolve(tree)
+    assert isinstance(recipe, LanguageRecipe)
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A whole run of each task, by its name, in folders `run` beside their text."""
+    found = {}
+    for task in ("language-model", "masked-language-model"):
+        folder = tmp_path_factory.mktemp(task)
+        runs.train(recipe_of(folder, task), folder / "run", LineDisplay())
+        found[task] = folder / "run"
+    return found
+
+
+@pytest.mark.parametrize("task", ["language-model", "masked-language-model"])
+@pytest.mark.parametrize("stop_at", [2, 4, 7])
+def test_a_run_stopped_by_a_signal_and_resumed_is_bit_identical(
+    task: str, stop_at: int, finished: dict[str, Path], tmp_path: Path
+) -> None:
+    whole = finished[task]
+    recipe = recipe_of(whole.parent, task)
+    outcome = runs.train(recipe, tmp_path / "run", SignalAt(stop_at, signal.SIGINT)).outcome
+    assert (outcome.signal_number, outcome.counters.step) == (signal.SIGINT, stop_at)
+    runs.resume(tmp_path / "run", (), LineDisplay())
+    assert_same_run(tmp_path / "run", whole)
+    assert read_counters(whole / "state").epoch >= 1, "it must cross a pass over the text"
+
+
+def test_a_killed_run_resumes_to_the_same_bits(finished: dict[str, Path], tmp_path: Path) -> None:
+    whole = finished["language-model"]
+    with pytest.raises(KillError):
+        runs.train(recipe_of(whole.parent), tmp_path / "run", KillAt(5))
+    assert read_counters(tmp_path / "run" / "state").step < 5
+    runs.resume(tmp_path / "run", (), LineDisplay())
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_a_full_disk_leaves_the_state_before_it_whole(finished: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    runs.train(recipe_of(finished["language-model"].parent), folder, SignalAt(4, signal.SIGTERM))
+    state = folder / "state" / "last.safetensors"
+    before = state.read_bytes()
+    limit = len(before) // 2
+    code = (
+        f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+        "from triptych.cli.main import run; run()"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code, "train", "--resume", str(folder)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert process.returncode == 1, process.stderr
+    assert "could not be saved" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert state.read_bytes() == before
+
+
+def test_a_loss_that_is_not_finite_stops_and_says_where_in_the_text(tmp_path: Path) -> None:
+    training = {"learning_rate": 1e30, "warmup_steps": 1, "clip_norm": 0.0, "optimizer": "adam",
+                "weight_decay": 0.0, "save_every_steps": 1}  # fmt: skip
+    with pytest.raises(TriptychError, match=r"step 2: the .* on batch 2 of pass 1 over the training text; "):
+        runs.train(recipe_of(tmp_path, training=training), tmp_path / "run", LineDisplay())
+    assert read_counters(tmp_path / "run" / "state").step == 1
+
+
+def test_other_text_is_refused_when_resuming(tmp_path: Path) -> None:
+    runs.train(recipe_of(tmp_path), tmp_path / "run", SignalAt(2, signal.SIGTERM))
+    (tmp_path / "text.txt").write_text("\n".join([*LINES[:-1], "the end"]) + "\n")
+    with pytest.raises(TriptychError, match=r"changed since the run began: the training text \(data.train\)"):
+        runs.resume(tmp_path / "run", (), LineDisplay())
+
+
+@pytest.mark.parametrize("task", ["language-model", "masked-language-model"])
+def test_a_run_learns_and_its_figures_agree(task: str, finished: dict[str, Path]) -> None:
+    records = read_metrics(finished[task] / "metrics.jsonl")
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert losses[-1] < losses[0] - 0.3
+    last = [record for record in records if "valid_loss" in record][-1]
+    assert last["valid_perplexity"] == pytest.approx(math.exp(last["valid_loss"]))
+    card = (finished[task] / "README.md").read_text()
+    assert f"tags: [{'text-generation' if task == 'language-model' else 'fill-mask'}]" in card
+
+
+def test_a_validation_is_the_loss_of_the_whole_text_held_out(finished: dict[str, Path]) -> None:
+    folder = finished["language-model"]
+    opened = runs.open_language_model(folder, "cpu")
+    text = (folder.parent / "text.txt").read_text()
+    documents = text.splitlines()
+    held_out, start = [], int(sum(map(len, documents)) * 0.9)
+    for line in documents:  # the characters of documents, their ends not counted
+        held_out += [line[start:]] if len(line) > start else []
+        start = max(start - len(line), 0)
+    eos = opened.tokenizer.eos_id
+    ids = [token for one in opened.tokenizer.encode(held_out) for token in [*one, eos]]
+    total, num_bytes = 0.0, sum(len(line.encode()) for line in held_out)
+    with torch.no_grad():
+        for begin in range(0, len(ids) - 1, 16):
+            read, said = ids[begin : begin + 16], ids[begin + 1 : begin + 17]
+            logits = opened.model(torch.tensor([read])).logits[0, : len(said)]
+            total += F.cross_entropy(logits, torch.tensor(said), reduction="sum").item()
+    summary = read_metrics(folder / "metrics.jsonl")
+    best = min(
+        value
+        for record in summary
+        for name, value in record.items()
+        if name in ("valid_loss", "average_valid_loss")
+    )
+    assert total / (len(ids) - 1) == pytest.approx(best, rel=1e-5)
+    bits = next(record for record in summary if best in record.values())
+    name = "average_valid_bits_per_byte" if "average_valid_loss" in bits else "valid_bits_per_byte"
+    assert bits[name] == pytest.approx(best * len(ids) / num_bytes / math.log(2), rel=1e-5)
+
+
+def test_a_run_continues_text_and_one_that_fills_masks_fills_them(finished: dict[str, Path]) -> None:
+    opened = runs.open_text_model(finished["language-model"], "cpu")
+    assert opened.end_ids == (opened.tokenizer.eos_id,)
+    ((best, *_),) = runs.fill(finished["masked-language-model"], "the [MASK] cat", device="cpu")
+    assert best.probability > 0
+    with pytest.raises(DataError, match="which does not translate"):
+        read_model(finished["language-model"])
+
+
+def test_samples_of_text_are_shown_and_logged(tmp_path: Path) -> None:
+    validation = {"sample_tokens": 5, "sample_prompt": "the red"}
+    recipe = recipe_of(tmp_path, validation=validation, training={"max_steps": 4})
+    runs.train(recipe, tmp_path / "run", LineDisplay())
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    samples = [record["valid_sample"] for record in records if "valid_sample" in record]
+    assert len(samples) == 1
+    assert samples[0].startswith("the red")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"validation": {"sample_tokens": 3}}, "an encoder writes no text"),
+        ({"training": {"batch_tokens": 3}}, "unknown key training.batch_tokens: did you mean batch_size"),
+        ({"data": {"valid_share": 1.5}}, "data.valid_share"),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(
+    sections: dict[str, dict[str, object]], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        recipe_of(tmp_path, "masked-language-model", **sections)
+
+
+def test_an_unknown_task_names_those_there_are() -> None:
+    with pytest.raises(UsageError, match="task is 'language-modle': did you mean language-model"):
+        resolve({"task": "language-modle"})
+
+
+def shards_of(folder: Path, finished: dict[str, Path]) -> TokenShards:
+    tokenizer = read_tokenizer(finished["masked-language-model"] / "tokenizer.json")
+    return write_shards(LINES, tokenizer, folder)
+
+
+def masked(shards: TokenShards, finished: dict[str, Path], **config: object) -> MaskedBatches:
+    tokenizer = read_tokenizer(finished["masked-language-model"] / "tokenizer.json")
+    return MaskedBatches(
+        PackedBatches(shards, context=32, batch_size=20, seed=1),
+        MaskingConfig.model_validate(config),
+        mask_id=0, never_ids=tokenizer.special_ids, vocabulary=tokenizer.vocabulary, seed=1,
+    )  # fmt: skip
+
+
+def test_tokens_are_hidden_in_the_shares_asked_for_and_differently_in_every_pass(
+    finished: dict[str, Path], tmp_path: Path
+) -> None:
+    batches = masked(shards_of(tmp_path, finished), finished, share=0.3)
+    plan = batches.plan(0)
+    num_hidden = num_masked = num_same = num_real = 0
+    for indices in plan:
+        clear, batch = batches.inner.collate(indices[1:]), batches.collate(indices)
+        hidden = batch.targets != -1
+        assert torch.equal(batch.targets[hidden], clear.ids[hidden])
+        assert torch.equal(batch.ids[~hidden], clear.ids[~hidden])
+        assert batch.num_target_tokens == int(hidden.sum())
+        num_hidden += int(hidden.sum())
+        num_masked += int((batch.ids[hidden] == 0).sum())
+        num_same += int((batch.ids[hidden] == clear.ids[hidden]).sum())
+        num_real += clear.num_target_tokens
+    # Ends of documents are among the tokens and never hidden.
+    assert 0.2 < num_hidden / num_real < 0.3
+    assert num_masked / num_hidden == pytest.approx(0.8, abs=0.05)
+    assert num_same / num_hidden == pytest.approx(0.1, abs=0.05)
+    again, other = batches.collate(plan[0]), batches.collate(np.array([1, *plan[0][1:]]))
+    assert torch.equal(again.ids, batches.collate(plan[0]).ids)
+    assert not torch.equal(again.targets, other.targets)
+
+
+def test_whole_words_are_hidden_or_none_of_them(finished: dict[str, Path], tmp_path: Path) -> None:
+    batches = masked(shards_of(tmp_path, finished), finished, share=0.3, whole_words=True)
+    tokenizer = read_tokenizer(finished["masked-language-model"] / "tokenizer.json")
+    begins = torch.from_numpy(word_beginnings(tokenizer.vocabulary))
+    specials = torch.tensor(sorted(tokenizer.special_ids))
+    num_joined = 0
+    for indices in batches.plan(0):
+        clear, batch = batches.inner.collate(indices[1:]).ids, batches.collate(indices)
+        hidden = batch.targets != -1
+        inside = ~begins[clear[:, 1:]] & (batches.inner.collate(indices[1:]).targets[:, 1:] != -1)
+        before = ~torch.isin(clear[:, :-1], specials)
+        joined = inside & before & ~torch.isin(clear[:, 1:], specials)
+        assert torch.equal(hidden[:, 1:][joined], hidden[:, :-1][joined])
+        num_joined += int(joined.sum())
+    assert num_joined > 100
+
+
+@pytest.mark.parametrize("chunk", [3, None])
+@pytest.mark.parametrize(
+    "config",
+    [
+        HeadConfig(),
+        HeadConfig(scale=0.25),
+        HeadConfig(tied=False, bias=True, scale=2.0),
+        HeadConfig(soft_cap=2.0, bias=True),
+        HeadConfig(transform=True, activation="gelu", soft_cap=5.0, scale=3.0),
+    ],
+)
+def test_the_loss_of_every_head_is_that_of_its_logits(
+    config: HeadConfig, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chunk is not None:
+        monkeypatch.setattr("triptych.training.objective.MIN_CHUNK_TOKENS", chunk)
+        monkeypatch.setattr("triptych.training.objective.MAX_CHUNK_TOKENS", chunk)
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(13, 6)
+    head = LanguageModelHead(config, 6, table).double()
+    if head.output.bias is not None:
+        torch.nn.init.normal_(head.output.bias)
+    x = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(13, (8,))
+    found = head_loss(head, x, targets, 0.1)
+    weights = [x, *head.parameters()]
+    expected = F.cross_entropy(head(x), targets, reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(found.smoothed, expected)
+    torch.testing.assert_close(found.likelihood, F.cross_entropy(head(x), targets, reduction="sum").detach())
+    gradients = torch.autograd.grad(found.smoothed, weights)
+    for one, other in zip(gradients, torch.autograd.grad(expected, weights), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_in_bfloat16_the_twin_of_a_language_model_gives_the_gradients_of_float32(
+    norm: str, finished: dict[str, Path], tmp_path: Path
+) -> None:
+    batches = PackedBatches(shards_of(tmp_path, finished), context=16, batch_size=8, seed=0)
+    batch = batches.collate(batches.plan(0)[0])
+    gradients = []
+    for narrow in (False, True):
+        torch.manual_seed(0)
+        config = LanguageModelConfig(num_layers=2, d_model=16, num_heads=2, context=16, norm=norm)
+        model = LanguageModel.of(config, "decoder", 300)
+        objective = TokensOfText(model, batches, batches, 1.0)
+        twin = NarrowTwin(model) if narrow else None
+        if twin is not None:
+            twin.follow()
+        objective.loss(twin.model if twin else model, batch).smoothed.backward()
+        if twin is not None:
+            twin.hand_over_gradients()
+        found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients.append(torch.cat([gradient.flatten() for gradient in found]))
+    exact, rounded = gradients
+    assert exact.shape == rounded.shape
+    assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()
