@@ -384,3 +384,18 @@ def test_weights_that_are_mapped_can_be_changed_and_the_file_stays(tmp_path: Pat
     with torch.no_grad():
         loaded.model.embeddings.table.weight.zero_()
     assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells what is mapped")
+def test_large_maps_are_not_copied_from_the_file(tmp_path: Path) -> None:
+    made("llama", tmp_path, {"vocab_size": 400, "head_dim": 400, "intermediate_size": 400})
+    model = load_language_model(tmp_path).model
+    mapped = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(tmp_path / "model.safetensors")):
+            start, _, end = line.split()[0].partition("-")
+            mapped.append(range(int(start, 16), int(end, 16)))
+    large = {name: p.data_ptr() for name, p in model.named_parameters() if p.nbytes > 60_000}
+    assert len(large) == 2 * 7 + 2
+    for name, place in large.items():
+        assert any(place in part for part in mapped), name

@@ -13,7 +13,14 @@ from triptych.algebra.weights import AttentionWeights, Head, standard_scale
 from triptych.attention.cache import AttentionCache
 from triptych.attention.operation import Explanation, Path, attention, explain_attention
 from triptych.attention.positions import AttentionPositions, Places, PositionIds
-from triptych.attention.projections import AsWritten, Factored, Parameterisation, Route, parameterisation_of
+from triptych.attention.projections import (
+    AsWritten,
+    Factored,
+    Grouped,
+    Parameterisation,
+    Route,
+    parameterisation_of,
+)
 
 
 class LayerOutput(NamedTuple):
@@ -84,7 +91,12 @@ class MultiHeadAttention(nn.Module):
 
     @classmethod
     def from_weights(
-        cls, weights: AttentionWeights, dropout: float | None = None, *, named: bool = False
+        cls,
+        weights: AttentionWeights,
+        dropout: float | None = None,
+        *,
+        named: bool = False,
+        adopted: bool = False,
     ) -> "MultiHeadAttention":
         """A layer that holds these weights, in the parameterisation that their structure calls for.
 
@@ -96,6 +108,8 @@ class MultiHeadAttention(nn.Module):
                 parameterisation; otherwise the scale stays what it is.
             dropout: while training; that of the weights if None.
             named: whether only a layer will do that the recipe of a model can ask for.
+            adopted: whether the layer may hold the tensors of the weights themselves, as they are, and not
+                copies. Their scale then stays what it is.
 
         Raises:
             ValueError: rotary positions do not go with the parameterisation or do not fit, the weights carry
@@ -105,6 +119,13 @@ class MultiHeadAttention(nn.Module):
         semantics = weights.semantics
         dropout = semantics.dropout if dropout is None else dropout
         weights, parameterisation = parameterisation_of(weights, named=named)
+        if adopted and isinstance(parameterisation, Factored | Grouped):
+            with torch.device("meta"):
+                layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
+            layer.projections.adopt(weights)
+            layer._hold(replace(semantics, dropout=0.0))
+            layer._check_rotation()
+            return layer
         with torch.random.fork_rng(devices=[]):  # numbers are drawn only to be overwritten
             layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
         layer = layer.to(dtype=weights.dtype, device=weights.device)
@@ -113,17 +134,25 @@ class MultiHeadAttention(nn.Module):
             weights = weights.with_scale(usual)
         layer.projections.load(replace(weights, semantics=replace(semantics, scale=usual)))
         layer._hold(replace(weights.semantics, dropout=0.0))
-        rotary = semantics.rotary
+        layer._check_rotation()
+        return layer
+
+    def _check_rotation(self) -> None:
+        """The rotary positions go with the parameterisation.
+
+        Raises:
+            ValueError: they do not, or do not fit.
+        """
+        rotary, parameterisation = self._semantics.rotary, self.parameterisation
         if rotary is not None and parameterisation.no_rotary:
             raise ValueError(
                 f"{parameterisation.name} cannot have rotary positions: {parameterisation.no_rotary}"
             )
-        if rotary is not None and max(rotary.pairs[1]) >= layer._key_width:
+        if rotary is not None and max(rotary.pairs[1]) >= self._key_width:
             raise ValueError(
                 f"{max(rotary.pairs[1]) + 1} channels are rotated, but queries and keys are "
-                f"{layer._key_width} wide: they must fit"
+                f"{self._key_width} wide: they must fit"
             )
-        return layer
 
     @property
     def semantics(self) -> Semantics:

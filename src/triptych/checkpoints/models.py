@@ -98,7 +98,7 @@ def _attention(
 ) -> MultiHeadAttention:
     weights = checkpoint.read(found.sites[number]).weights.without_norms().to(dtype)
     try:
-        return MultiHeadAttention.from_weights(weights, dropout=0.0)
+        return MultiHeadAttention.from_weights(weights, dropout=0.0, adopted=True)
     except ValueError as error:
         raise DataError(f"{checkpoint.name}: {checkpoint.family.name} cannot be run: {error}") from None
 

@@ -281,6 +281,34 @@ class Projections(nn.Module):
         if mine.o_bias is not None:
             mine.o_bias.copy_(torch.zeros_like(mine.o_bias) if weights.o_bias is None else weights.o_bias)
 
+    @torch.no_grad()
+    def adopt(self, weights: AttentionWeights) -> None:
+        """Make the numbers of a writing of the same structure the parameters themselves.
+
+        Nothing is copied where they lie in memory as ours do. For parameterisations whose maps are all
+        learned, with one parameter for a map and one for its bias, such as `Factored` and `Grouped`.
+
+        Raises:
+            ValueError: the structures differ.
+        """
+        mine = self.weights()
+        if difference := structural_difference(mine, weights):
+            raise ValueError(f"{self._name} cannot hold these weights: {difference}")
+        pairs = [(mine.o_bias, weights.o_bias)]
+        for own, given in zip(mine.links(), weights.links(), strict=True):
+            pairs += [(own.weight, given.weight), (own.bias, given.bias)]
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        for view, numbers in pairs:
+            if view is None:
+                continue
+            held = view if view._base is None else view._base
+            module, _, name = names[id(held)].rpartition(".")
+            if numbers is None:
+                numbers = torch.zeros(view.shape, dtype=weights.dtype, device=weights.device)
+            order = sorted(range(view.ndim), key=lambda dim: -view.stride(dim))
+            new = nn.Parameter(numbers.permute(order).reshape(held.shape))
+            setattr(self.get_submodule(module), name, new)
+
     def _load_link(self, name: str, own: Link, given: Link) -> None:
         """Copy the numbers of one map; `own` is what there is of it, by name."""
         if own.learned:
