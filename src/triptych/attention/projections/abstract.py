@@ -305,7 +305,8 @@ class Projections(nn.Module):
             module, _, name = names[id(held)].rpartition(".")
             if numbers is None:
                 numbers = torch.zeros(view.shape, dtype=weights.dtype, device=weights.device)
-            order = sorted(range(view.ndim), key=lambda dim: -view.stride(dim))
+            strides = view.stride()
+            order = sorted(range(view.ndim), key=strides.__getitem__, reverse=True)
             new = nn.Parameter(numbers.permute(order).reshape(held.shape))
             setattr(self.get_submodule(module), name, new)
 
