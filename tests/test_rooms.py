@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"attention", "models", "text"},  # attention: learned positions are tables
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
     "runs": {"checkpoints", "decoding", "models", "storage", "text", "training"},
-    "rewriting": {"algebra", "attention", "checkpoints", "models", "runs", "storage"},
+    "rewriting": {"algebra", "attention", "checkpoints", "models", "runs", "storage", "text"},
     "converting": {"algebra", "attention", "checkpoints", "decoding", "models", "rewriting", "runs", "text"},
     # a model by the library that is to run it
     "engines": {"checkpoints", "converting", "decoding", "models", "runs"},
@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inspection": {"algebra", "checkpoints", "reports"},
     "costing": {"algebra", "attention", "reports"},
     "recipes": set(),
+    "harness": {"decoding", "models", "runs", "text"},  # a model as another program takes it
     "demonstration": {
         *("algebra", "decoding", "models", "recipes", "reports", "rewriting", "runs", "text", "training"),
     },

@@ -13,7 +13,7 @@ from triptych.decoding.generation import (
     generated_attention,
 )
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions, Stop, length_penalty
-from triptych.decoding.likelihood import Likelihood, measure_likelihood
+from triptych.decoding.likelihood import Likelihood, measure_likelihood, score_continuations
 from triptych.decoding.sampling import SamplingOptions
 from triptych.decoding.search import search
 from triptych.decoding.text_engine import TextEngine
@@ -49,6 +49,7 @@ __all__ = [
     "measure_bleu",
     "measure_likelihood",
     "score_bleu",
+    "score_continuations",
     "score_translations",
     "search",
 ]

@@ -109,6 +109,43 @@ def token_losses(
     return found
 
 
+@torch.inference_mode()
+def score_continuations(
+    model: LanguageModel,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    max_tokens: int,
+    batch_rows: int = 16,
+) -> list[tuple[float, bool]]:
+    """Of each pair of a context and a continuation, the continuation's log-probability in nats.
+
+    Args:
+        model: decoder-only.
+        pairs: token ids; a context has at least one. What is past `max_tokens` is cut off on the left.
+        max_tokens: longest text that is read.
+        batch_rows: texts read together, shorter ones filled up on the right, which no token before sees.
+
+    Returns:
+        The log-probability, and whether every token of the continuation is the most probable one.
+    """
+    texts = [[*before, *after][-max_tokens - 1 :] for before, after in pairs]
+    found = [(0.0, True)] * len(pairs)
+    order = sorted((i for i in range(len(pairs)) if pairs[i][1]), key=lambda i: -len(texts[i]))
+    device = model.embeddings.table.weight.device
+    model.eval()
+    for start in range(0, len(order), batch_rows):
+        batch = order[start : start + batch_rows]
+        rows = [torch.tensor(texts[i][:-1]) for i in batch]
+        read = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+        for i, logits in zip(batch, model(read).logits, strict=True):
+            count = min(len(pairs[i][1]), len(texts[i]) - 1)
+            own = logits[len(texts[i]) - 1 - count : len(texts[i]) - 1]
+            targets = torch.tensor(texts[i][-count:], device=device)
+            own = own if own.dtype == torch.float64 else own.float()
+            log_probs = own.log_softmax(dim=-1).gather(1, targets[:, None])
+            found[i] = float(log_probs.double().sum()), bool((own.argmax(dim=-1) == targets).all())
+    return found
+
+
 def measure_likelihood(
     model: LanguageModel,
     tokenizer: Tokenizer,

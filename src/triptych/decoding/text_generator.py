@@ -184,6 +184,12 @@ class TextGenerator:
             UsageError: a prompt is empty or past the model's positions; the message says which.
         """
         texts = [self._encoded(prompt, number, len(prompts), chat) for number, prompt in enumerate(prompts)]
+        return self.continue_tokens(texts, options)
+
+    def continue_tokens(
+        self, texts: Sequence[Sequence[int]], options: GenerationOptions
+    ) -> list[list[Continuation]]:
+        """Continue texts that are token ids already; see `generate`."""
         options = self._with_ends(options)
         streams = {
             i * options.num_samples + sample: TextStream(self.tokenizer, ids, options.stop_texts)

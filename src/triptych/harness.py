@@ -1,0 +1,136 @@
+"""Language models for lm-evaluation-harness (`pip install 'triptych[lm-eval]'`).
+
+The class derives from the harness's own, so this module can be imported only where that is installed.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+from triptych.decoding import (
+    GenerationOptions,
+    Precision,
+    SamplingOptions,
+    TextGenerator,
+    score_continuations,
+)
+from triptych.errors import UsageError
+from triptych.extras import require_extra
+from triptych.runs import open_text_model
+
+require_extra("lm-eval", "lm_eval", what="a model for lm-evaluation-harness")
+from lm_eval.api.model import LM  # noqa: E402
+
+_LONGEST = 2048  # tokens, where the model itself sets no limit
+_NEW_TOKENS = 256  # that the harness asks for where a task does not say
+
+
+@final
+class HarnessModel(LM):  # type: ignore[misc]
+    """A decoder-only model as `lm_eval.simple_evaluate(model, tasks)` takes it.
+
+    Texts are cut into tokens as the harness's own models do it: a context and its continuation together,
+    white space at the end of the context counting as the beginning of the continuation.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        device: str = "auto",
+        precision: Precision = "fp32",
+        batch_size: int | str = 16,
+        max_length: int | None = None,
+    ) -> None:
+        """Open a model.
+
+        Args:
+            path: a run folder, a folder in Hugging Face's format, or a name on the Hub.
+            device: where the model goes; "auto" takes a GPU if there is one.
+            precision: of the maps when text is generated; scores are those of the model as it is.
+            batch_size: texts at a time; "auto" is 16.
+            max_length: longest text in tokens; the model's positions if None, or 2,048 without a limit.
+
+        Raises:
+            UsageError: an encoder, or no such device.
+            DataError: files missing or damaged, or a family that cannot be run.
+        """
+        super().__init__()
+        model, tokenizer, end_ids = open_text_model(path, device)
+        self._batch = 16 if batch_size == "auto" else int(batch_size)
+        self._generator = TextGenerator(
+            model, tokenizer, precision=precision, end_ids=end_ids, batch_rows=self._batch
+        )
+        self._longest = int(max_length or model.max_tokens or _LONGEST)
+        begin = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+        if begin is None:
+            raise UsageError(f"{path}: its tokenizer has no token that begins or ends a text")
+        self._begin = begin
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Of every (context, continuation) the log-probability, and whether it is the greedy one."""
+        return self._scored([self._pair(*request.args) for request in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Of every text the log-probability of all its tokens, the last window as long as the others."""
+        windows = [list(self._windows(self._encode(request.args[0]))) for request in requests]
+        found = iter(self._scored([window for of_text in windows for window in of_text]))
+        return [sum(next(found)[0] for _ in of_text) for of_text in windows]
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Of every (context, options) the continuation up to a stop string."""
+        together: dict[GenerationOptions, list[int]] = {}
+        for number, request in enumerate(requests):
+            together.setdefault(_options(request.args[1]), []).append(number)
+        texts = [""] * len(requests)
+        for options, numbers in together.items():
+            room = max(1, self._longest - options.max_new_tokens)
+            prompts = [self._encode(requests[i].args[0])[-room:] or [self._begin] for i in numbers]
+            found = self._generator.continue_tokens(prompts, options)
+            for number, (one,) in zip(numbers, found, strict=True):
+                texts[number] = one.text
+        return texts
+
+    def _encode(self, text: str) -> list[int]:
+        (ids,) = self._generator.tokenizer.encode([text], add_special=True, parse_special=True)
+        return ids
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        spaces = len(context) - len(context.rstrip())
+        if spaces:
+            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        whole, before = self._encode(context + continuation), self._encode(context) if context else []
+        if not before:
+            return ([self._begin], whole) if whole[:1] != [self._begin] else (whole[:1], whole[1:])
+        return whole[: len(before)], whole[len(before) :]
+
+    def _windows(self, ids: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+        whole = [self._begin, *(ids[1:] if ids[:1] == [self._begin] else ids)]
+        for start in range(1, len(whole), self._longest):
+            end = min(start + self._longest, len(whole))
+            yield whole[max(0, end - self._longest - 1) : start], whole[start:end]
+
+    def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        return score_continuations(self._generator.model, pairs, self._longest, self._batch)
+
+
+def _options(given: dict[str, Any]) -> GenerationOptions:
+    """The harness's options, as `transformers` names them.
+
+    Raises:
+        UsageError: values out of range.
+    """
+    until = given.get("until") or ()
+    temperature = float(given.get("temperature") or 0.0) if given.get("do_sample", True) else 0.0
+    drawn = given if temperature > 0 else {}
+    try:
+        return GenerationOptions(
+            int(given.get("max_gen_toks") or given.get("max_new_tokens") or _NEW_TOKENS),
+            SamplingOptions(
+                temperature=temperature,
+                top_k=drawn.get("top_k") or None,
+                top_p=drawn.get("top_p") or None,
+                min_p=drawn.get("min_p") or None,
+            ),
+            stop_texts=tuple([until] if isinstance(until, str) else until),
+        )
+    except ValueError as error:
+        raise UsageError(f"a task's generation_kwargs: {error}") from None
