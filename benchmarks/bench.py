@@ -29,6 +29,7 @@ from benchmarks.tables import (
     compression,
     curves,
     decoding,
+    generation,
     gpu,
     inspection,
     parameterisations,
@@ -36,13 +37,16 @@ from benchmarks.tables import (
     scaling,
     stream,
     training,
+    training_lm,
 )
 
 TABLES = {
     "ceilings": ceilings.measure,
     "training": training.measure,
+    "training-lm": training_lm.measure,
     "curves": curves.measure,
     "decoding": decoding.measure,
+    "generation": generation.measure,
     "stream": stream.measure,
     "attention": attention.measure,
     "inspection": inspection.measure,

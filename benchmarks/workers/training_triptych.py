@@ -14,6 +14,7 @@ from triptych.cli.process import keep_freed_memory, limit_kernel_cache
 from triptych.models import PRESETS, EncoderDecoder, ModelConfig
 from triptych.text import Batch, EncodedCorpus, TokenBatches, TokenSequences
 from triptych.training import Trainer
+from triptych.training.objectives import Translation
 from triptych.training.recipe import ValidationConfig
 from triptych.training.state import Counters
 
@@ -33,11 +34,10 @@ class TrainerLearner(Learner):
             config=SCHEDULE.model_copy(
                 update={"precision": options["precision"], "compile": options.get("compile", False)}
             ),
-            validation=ValidationConfig(),
-            model=self.model,
-            train=_no_text(text),
-            valid=_no_text(text),
-            score=None,
+            validate_every=1000,
+            objective=Translation(
+                self.model, _no_text(text), _no_text(text), SCHEDULE, ValidationConfig(), score=None
+            ),
             folder=Path(self.folder.name),
             counters=Counters(),
         )
