@@ -19,7 +19,7 @@ def assert_same_run(actual: Path, expected: Path) -> None:
         assert ours.keys() == theirs.keys()
         for key in ours:
             assert torch.equal(ours[key], theirs[key]), f"{name}: {key} differs"
-    timed = {"seconds", "tokens_per_second"}
+    timed = {"seconds", "tokens_per_second", "peak_share"}
     for ours, theirs in zip(
         read_metrics(actual / "metrics.jsonl"), read_metrics(expected / "metrics.jsonl"), strict=True
     ):

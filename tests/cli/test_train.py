@@ -96,7 +96,7 @@ def test_a_recipe_that_is_not_there_names_those_that_are(triptych: Command) -> N
     assert answer.code == 2
     assert (
         "there is no recipe dmo: give a TOML file, or one of demo, multi30k, multi30k-best, paper-base, "
-        "paper-big, shakespeare-char-cpu, tatoeba" in (answer.err)
+        "paper-big, shakespeare-char, shakespeare-char-cpu, tatoeba, tatoeba-lm, tatoeba-mlm" in (answer.err)
     )
 
 

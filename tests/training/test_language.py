@@ -134,6 +134,7 @@ def test_a_run_learns_and_its_figures_agree(task: str, finished: dict[str, Path]
     losses = [record["loss"] for record in records if "loss" in record]
     assert losses[-1] < losses[0] - 0.3
     last = [record for record in records if "valid_loss" in record][-1]
+    assert all(record["peak_share"] > 0 for record in records if "tokens_per_second" in record)
     assert last["valid_perplexity"] == pytest.approx(math.exp(last["valid_loss"]))
     card = (finished[task] / "README.md").read_text()
     assert f"tags: [{'text-generation' if task == 'language-model' else 'fill-mask'}]" in card

@@ -22,6 +22,7 @@ from triptych.training.judging import Score
 from triptych.training.metrics import MetricsLog
 from triptych.training.objectives import Objective, TrainingBatch
 from triptych.training.optimizers import Optimizer
+from triptych.training.peak import count_operations, measure_peak
 from triptych.training.precision import NarrowTwin
 from triptych.training.progress import Display, Moment
 from triptych.training.recipe import OptimisationConfig
@@ -96,6 +97,9 @@ class Trainer:
         if config.compile:
             compile_blocks(list(objective.blocks(self._computing)), self.device)
         self._saved_step = -1
+        # Of a target token, and of this machine a second; known once a plan has been made.
+        self.operations_per_token: float | None = None
+        self.peak: float | None = None
 
     def resume(self) -> None:
         """Take up the saved state.
@@ -120,21 +124,27 @@ class Trainer:
         return max(self._last_step() - self.counters.step, 0)
 
     def measure_seconds(self, batch: TrainingBatch) -> float:
-        """Seconds of forward and backward pass of a batch, the second time.
+        """Seconds of forward and backward pass of a batch, the second time; the first counts its operations.
 
         Weights, gradients and random numbers are left as they were.
         """
         random = torch.get_rng_state()
         on_gpu = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         self._set_mode(training=True)
-        for _ in range(2):
-            started = time.monotonic()
+
+        def work() -> None:
             loss = self.objective.training_loss(self._computing, batch, self.config.max_steps).smoothed
             loss.backward()  # type: ignore[no-untyped-call]
             if self._twin is not None:
                 self._twin.hand_over_gradients()
             loss.item()  # waits for a GPU
-            seconds = time.monotonic() - started
+
+        self.operations_per_token = count_operations(work) / batch.num_target_tokens
+        started = time.monotonic()
+        work()
+        seconds = time.monotonic() - started
+        dtype = torch.bfloat16 if self._twin is not None else torch.float32
+        self.peak = measure_peak(self.device, dtype)
         self.optimizer.zero_grad()
         torch.set_rng_state(random)
         if on_gpu is not None:
@@ -244,7 +254,8 @@ class Trainer:
         counters.window_tokens += tokens
         mean = counters.window_loss / counters.window_tokens
         lr = self.optimizer.rate
-        display.update(Moment(counters.step, self._last_step(), counters.epoch + 1, mean, lr, rate))
+        share = self._peak_share(rate)
+        display.update(Moment(counters.step, self._last_step(), counters.epoch + 1, mean, lr, rate, share))
         if counters.step % self.config.log_every_steps == 0:
             self.metrics.add(
                 {
@@ -255,9 +266,16 @@ class Trainer:
                     "tokens": counters.tokens,
                     "seconds": round(counters.seconds, 3),
                     "tokens_per_second": round(rate, 1),
+                    **({} if share is None else {"peak_share": round(share, 4)}),
                 }
             )
             counters.window_loss, counters.window_tokens = 0.0, 0
+
+    def _peak_share(self, tokens_per_second: float) -> float | None:
+        """The operations of training as a share of what the machine does in matrix products alone."""
+        if self.operations_per_token is None or self.peak is None:
+            return None
+        return tokens_per_second * self.operations_per_token / self.peak
 
     def _last_step(self) -> int:
         if self.config.max_epochs is None:

@@ -13,7 +13,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 @dataclass(frozen=True)
 class Moment:
-    """Where training stands. The loss is in nats per target token; the rate in target tokens per second."""
+    """Where training stands. The loss is in nats per target token; the rate in target tokens per second.
+
+    Attributes:
+        peak_share: of the operations a second that the machine reaches in matrix products alone; None if not
+            measured.
+    """
 
     step: int
     max_steps: int
@@ -21,6 +26,7 @@ class Moment:
     loss: float
     learning_rate: float
     tokens_per_second: float
+    peak_share: float | None = None
 
 
 class Display(ABC):
@@ -117,9 +123,10 @@ class LineDisplay(Display):
 
 
 def _figures(moment: Moment) -> str:
+    share = "" if moment.peak_share is None else f"  {moment.peak_share:.0%} of peak"
     return (
         f"epoch {moment.epoch}  loss {moment.loss:.3f}  lr {moment.learning_rate:.2e}  "
-        f"{moment.tokens_per_second:,.0f} tok/s"
+        f"{moment.tokens_per_second:,.0f} tok/s{share}"
     )
 
 
