@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -20,12 +19,10 @@ from triptych.models.language_model import LanguageModelHead
 from triptych.text import PackedBatches, TokenShards, read_tokenizer, write_shards
 from triptych.training import LanguageRecipe, resolve
 from triptych.training.language import TokensOfText
-from triptych.training.masking import MaskedBatches, word_beginnings
 from triptych.training.metrics import read_metrics
 from triptych.training.objective import head_loss
 from triptych.training.precision import NarrowTwin
 from triptych.training.progress import LineDisplay
-from triptych.training.recipe import MaskingConfig
 from triptych.training.state import read_counters
 
 _STEPS = 12
@@ -212,57 +209,6 @@ def test_an_unknown_task_names_those_there_are() -> None:
 def shards_of(folder: Path, finished: dict[str, Path]) -> TokenShards:
     tokenizer = read_tokenizer(finished["masked-language-model"] / "tokenizer.json")
     return write_shards(LINES, tokenizer, folder)
-
-
-def masked(shards: TokenShards, finished: dict[str, Path], **config: object) -> MaskedBatches:
-    tokenizer = read_tokenizer(finished["masked-language-model"] / "tokenizer.json")
-    return MaskedBatches(
-        PackedBatches(shards, context=32, batch_size=20, seed=1),
-        MaskingConfig.model_validate(config),
-        mask_id=0, never_ids=tokenizer.special_ids, vocabulary=tokenizer.vocabulary, seed=1,
-    )  # fmt: skip
-
-
-def test_tokens_are_hidden_in_the_shares_asked_for_and_differently_in_every_pass(
-    finished: dict[str, Path], tmp_path: Path
-) -> None:
-    batches = masked(shards_of(tmp_path, finished), finished, share=0.3)
-    plan = batches.plan(0)
-    num_hidden = num_masked = num_same = num_real = 0
-    for indices in plan:
-        clear, batch = batches.inner.collate(indices[1:]), batches.collate(indices)
-        hidden = batch.targets != -1
-        assert torch.equal(batch.targets[hidden], clear.ids[hidden])
-        assert torch.equal(batch.ids[~hidden], clear.ids[~hidden])
-        assert batch.num_target_tokens == int(hidden.sum())
-        num_hidden += int(hidden.sum())
-        num_masked += int((batch.ids[hidden] == 0).sum())
-        num_same += int((batch.ids[hidden] == clear.ids[hidden]).sum())
-        num_real += clear.num_target_tokens
-    # Ends of documents are among the tokens and never hidden.
-    assert 0.2 < num_hidden / num_real < 0.3
-    assert num_masked / num_hidden == pytest.approx(0.8, abs=0.05)
-    assert num_same / num_hidden == pytest.approx(0.1, abs=0.05)
-    again, other = batches.collate(plan[0]), batches.collate(np.array([1, *plan[0][1:]]))
-    assert torch.equal(again.ids, batches.collate(plan[0]).ids)
-    assert not torch.equal(again.targets, other.targets)
-
-
-def test_whole_words_are_hidden_or_none_of_them(finished: dict[str, Path], tmp_path: Path) -> None:
-    batches = masked(shards_of(tmp_path, finished), finished, share=0.3, whole_words=True)
-    tokenizer = read_tokenizer(finished["masked-language-model"] / "tokenizer.json")
-    begins = torch.from_numpy(word_beginnings(tokenizer.vocabulary))
-    specials = torch.tensor(sorted(tokenizer.special_ids))
-    num_joined = 0
-    for indices in batches.plan(0):
-        clear, batch = batches.inner.collate(indices[1:]).ids, batches.collate(indices)
-        hidden = batch.targets != -1
-        inside = ~begins[clear[:, 1:]] & (batches.inner.collate(indices[1:]).targets[:, 1:] != -1)
-        before = ~torch.isin(clear[:, :-1], specials)
-        joined = inside & before & ~torch.isin(clear[:, 1:], specials)
-        assert torch.equal(hidden[:, 1:][joined], hidden[:, :-1][joined])
-        num_joined += int(joined.sum())
-    assert num_joined > 100
 
 
 @pytest.mark.parametrize("chunk", [3, None])

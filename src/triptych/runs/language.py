@@ -13,7 +13,9 @@ from triptych.models import LanguageModel
 from triptych.models.device import find_device
 from triptych.runs.preparing import Prepared, digests
 from triptych.text import (
+    LanguageBatch,
     LanguageCorpusSpec,
+    MaskedBatches,
     PackedBatches,
     TextPart,
     Tokenizer,
@@ -28,7 +30,7 @@ from triptych.text.documents import fingerprint, require_text
 from triptych.training import LanguageRecipe
 from triptych.training.fitting import choices, fit_language_tokenizer, fit_language_training
 from triptych.training.language import TokensOfText
-from triptych.training.masking import MaskedBatches
+from triptych.training.objectives import Batches
 from triptych.training.progress import Display
 
 TOKENIZER = "tokenizer.json"
@@ -149,13 +151,29 @@ def _after(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
 def _prepared(
     recipe: LanguageRecipe, text: _Text, tokenizer: Tokenizer, train: TokenShards, valid: TokenShards
 ) -> Prepared:
-    def packed(shards: TokenShards, *, shuffle: bool) -> PackedBatches:
-        return PackedBatches(
+    def packed(shards: TokenShards, *, shuffle: bool) -> Batches[LanguageBatch]:
+        context, within = recipe.model.context, recipe.data.within_documents
+        rows = recipe.training.batch_size if shuffle else _rows_of_validation(recipe)
+        if recipe.task == "language-model":
+            return PackedBatches(
+                shards,
+                context=context,
+                batch_size=rows,
+                seed=recipe.seed,
+                within_documents=within,
+                shuffle=shuffle,
+            )
+        return MaskedBatches(
             shards,
-            context=recipe.model.context,
-            batch_size=recipe.training.batch_size if shuffle else _rows_of_validation(recipe),
+            tokenizer,
+            context=context,
+            batch_size=rows,
             seed=recipe.seed,
-            within_documents=recipe.data.within_documents,
+            share=recipe.masking.share,
+            masked=recipe.masking.masked,
+            random=recipe.masking.random,
+            whole_words=recipe.masking.whole_words,
+            within_documents=within,
             shuffle=shuffle,
         )
 
@@ -163,11 +181,8 @@ def _prepared(
         model = LanguageModel.of(recipe.model, recipe.kind, tokenizer.vocab_size)
         model = model.to(find_device(recipe.training.device))
         learned, judged = packed(train, shuffle=True), packed(valid, shuffle=False)
-        if recipe.task == "language-model":
-            sample = _sampler(recipe, tokenizer)
-            return TokensOfText(model, learned, judged, valid.bytes_per_token, sample)
-        hidden, told = (_masked(recipe, inner, tokenizer) for inner in (learned, judged))
-        return TokensOfText(model, hidden, told, valid.bytes_per_token)
+        sample = _sampler(recipe, tokenizer) if recipe.task == "language-model" else None
+        return TokensOfText(model, learned, judged, valid.bytes_per_token, sample)
 
     def fingerprints() -> dict[str, str]:
         both = [part.encode() for part in text.fingerprints()]
@@ -187,18 +202,6 @@ def _prepared(
 def _rows_of_validation(recipe: LanguageRecipe) -> int:
     """As many as fill a batch of about 8,192 tokens: larger ones are no faster."""
     return max(8192 // recipe.model.context, 1)
-
-
-def _masked(recipe: LanguageRecipe, inner: PackedBatches, tokenizer: Tokenizer) -> MaskedBatches:
-    assert tokenizer.mask_id is not None, "a tokenizer that is trained here has a mask"
-    return MaskedBatches(
-        inner,
-        recipe.masking,
-        mask_id=tokenizer.mask_id,
-        never_ids=tokenizer.special_ids,
-        vocabulary=tokenizer.vocabulary,
-        seed=recipe.seed,
-    )
 
 
 def _sampler(recipe: LanguageRecipe, tokenizer: Tokenizer) -> Callable[[LanguageModel], str] | None:

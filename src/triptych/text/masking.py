@@ -13,8 +13,6 @@ from triptych.text.sentencepiece import SPACE_MARK
 from triptych.text.shards import TokenShards
 from triptych.text.tokenizers import Tokenizer
 
-# Of the tokens to be said again, what share becomes the mask token, and another one; the rest stays.
-_MASKED, _REPLACED = 0.8, 0.1
 _CONTINUES = "##"
 
 
@@ -22,9 +20,9 @@ _CONTINUES = "##"
 class MaskedBatches:
     """Cuts a corpus into rows of `context` tokens, of which some are hidden; these are the targets.
 
-    Of each row, a share of `probability` is chosen, at least one token, special tokens never; 80 % of these
-    become the mask token, 10 % any other token, and 10 % stay. In each epoch every token of the corpus is in
-    one row. Rows begin at other places, and other tokens are hidden, in every epoch.
+    Of each row, a share of the tokens is chosen, at least one, and special tokens only where a row has no
+    others. Some of these become the mask token, some any other token, and the rest stay. In each epoch every
+    token of the corpus is in one row. Every epoch begins rows at other places and hides other tokens.
 
     Order and masks are a function of the corpus, the tokenizer, the other arguments and the epoch alone; what
     is hidden in a row does not depend on the batch that it is in.
@@ -35,7 +33,9 @@ class MaskedBatches:
         context: tokens in a row.
         batch_size: rows in a batch; the last batch of an epoch may have fewer.
         seed: with the epoch, determines order and masks; 0 or more.
-        probability: share of the tokens that are chosen, more than 0.
+        share: of the tokens, chosen, more than 0.
+        masked: share of these that become the mask token.
+        random: share of these that become any other token.
         whole_words: choose words, of which every token is a target.
         within_documents: tokens attend to those of their own document alone.
         shuffle: False gives the rows from the first token on, in order, for evaluation.
@@ -54,7 +54,9 @@ class MaskedBatches:
         context: int,
         batch_size: int,
         seed: int,
-        probability: float = 0.15,
+        share: float = 0.15,
+        masked: float = 0.8,
+        random: float = 0.1,
         whole_words: bool = False,
         within_documents: bool = False,
         shuffle: bool = True,
@@ -65,7 +67,8 @@ class MaskedBatches:
             raise UsageError(f"the corpus in {shards.folder} is empty; give more text")
         self._shards, self._context, self._batch_size = shards, context, batch_size
         self._seed, self._shuffle, self._within_documents = seed, shuffle, within_documents
-        self._probability, self._mask_id = probability, tokenizer.mask_id
+        self._share, self._masked, self._random = share, masked, random
+        self._mask_id = tokenizer.mask_id
         self._fill_id = tokenizer.mask_id if tokenizer.pad_id is None else tokenizer.pad_id
         self._is_special = np.zeros(tokenizer.vocab_size, dtype=bool)
         self._is_special[list(tokenizer.special_ids)] = True
@@ -112,14 +115,16 @@ class MaskedBatches:
     @property
     def num_target_tokens(self) -> int:
         """About how many tokens of one pass are learned from."""
-        return max(1, round(self._probability * self._shards.num_tokens))
+        return max(1, round(self._share * self._shards.num_tokens))
 
     def _choose(
         self, tokens: Int64[np.ndarray, "length"], generator: np.random.Generator
     ) -> Bool[np.ndarray, "length"]:
         """Which tokens are to be said again."""
         is_ordinary = ~self._is_special[tokens]
-        wanted = max(1, round(self._probability * int(is_ordinary.sum())))
+        if not is_ordinary.any():
+            is_ordinary[:1] = True  # a batch without a target has no loss
+        wanted = max(1, round(self._share * int(is_ordinary.sum())))
         joins = np.zeros(len(tokens), dtype=bool)
         if self._joints is not None:
             joins_left, joins_right = self._joints
@@ -139,8 +144,8 @@ class MaskedBatches:
     ) -> Int64[np.ndarray, "length"]:
         fate = generator.random(len(tokens))
         others = generator.choice(self._ordinary, len(tokens))
-        hidden = np.where(fate < _MASKED, self._mask_id, others)
-        return np.where(chosen & (fate < _MASKED + _REPLACED), hidden, tokens)
+        hidden = np.where(fate < self._masked, self._mask_id, others)
+        return np.where(chosen & (fate < self._masked + self._random), hidden, tokens)
 
 
 def _joints(tokenizer: Tokenizer) -> tuple[Bool[np.ndarray, "vocab"], Bool[np.ndarray, "vocab"]]:
