@@ -43,7 +43,8 @@ def tiny(name: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int 
     model = getattr(transformers, made.model)(getattr(transformers, made.config)(**made.settings))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+            if parameter.requires_grad:  # RoFormer's table of angles is fixed
+                parameter.add_(0.2 * torch.randn_like(parameter))
             parameter.data = parameter.to(dtype)  # of the parameters alone: Llama 4 has a complex buffer
     model.config.dtype = dtype
     model.save_pretrained(folder)

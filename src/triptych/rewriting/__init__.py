@@ -1,4 +1,4 @@
-"""Attention written another way: in memory, and in a checkpoint, with a certificate."""
+"""Rewrites of attention, in memory and of checkpoints, with certificates."""
 
 from triptych.rewriting.models import (
     RewriteResult,

@@ -1,4 +1,4 @@
-"""What attention layers do on a text: second moments for the rewrites that look at data."""
+"""Second moments of attention layers on a calibration text, for the data-aware rewrites."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,27 +29,27 @@ def gather_moments(
     most_tokens: int = MOST_TOKENS,
     most_bytes: int = MOST_BYTES,
 ) -> dict[str, Moments]:
-    """Moments of layers as they are before a step, over a text.
+    """Gather the moments of layers over a text, as the layers are before a step.
 
-    The model's own forward makes the inputs of every layer; the layer as the steps before have left it makes
-    queries, keys and outputs of them. What it is given each time it is used counts alike, in models that use
-    one layer several times.
+    The inputs of every layer come from the forward pass of the original model. Queries, keys and outputs are
+    computed by the layer after the previous steps. In models that apply one layer several times, all uses
+    count alike.
 
     Args:
         source: the checkpoint.
-        folder: that it lies in.
-        sites: of the layers.
-        before: a layer through all steps before this one.
-        text: to run on.
-        most_tokens: where to stop.
-        most_bytes: layers that need more are listened to in several passes, as many in each as that allows.
+        folder: the folder of the checkpoint.
+        sites: the layers.
+        before: applies all steps before this one to a layer.
+        text: the calibration text.
+        most_tokens: the number of tokens to read at most.
+        most_bytes: the memory for moments. If all layers need more, the text is read in several passes.
 
     Returns:
-        By the name of the layer.
+        The moments by layer name.
 
     Raises:
-        UsageError: the model cannot be run, or the text is not of its kind; a layer that has lost heads with
-            norms of their own.
+        UsageError: the model cannot be run; the text is not of the kind that it reads; or heads that have
+            norms of their own were removed.
     """
     found: dict[str, Moments] = {}
     model: RunnableModel | None = None
@@ -67,7 +67,7 @@ def gather_moments(
 
 
 def _within(source: AttentionSource, sites: Sequence[Site], most_bytes: int) -> Iterator[list[Site]]:
-    """Layers in order, as many together as take so many bytes, or one."""
+    """Group layers in order, within a number of bytes, at least one layer each."""
     together: list[Site] = []
     left = most_bytes
     for site in sites:
@@ -82,7 +82,7 @@ def _within(source: AttentionSource, sites: Sequence[Site], most_bytes: int) -> 
 
 
 def _bytes_held(weights: AttentionWeights) -> int:
-    """Of a layer's maps and moments, in float64; those of keys count as those of queries."""
+    """Bytes of a layer's maps and moments in float64; keys count like queries."""
     widths = [weights.multiplied(side).d_out for side in ("q", "k", "v")]
     return 8 * (weights.num_parameters + weights.num_heads * sum(width * (width + 1) for width in widths))
 
@@ -94,10 +94,10 @@ def _listener(read: AttentionLayer, before: Callable[[AttentionLayer], Rewritten
 
 
 def require_heads_without_norms(read: AttentionLayer, kept: Sequence[int] | None) -> None:
-    """Refuse to measure heads of which some are gone, where what stands outside the maps is each head's own.
+    """Check that heads can be measured after some of them were removed.
 
     Raises:
-        UsageError: heads are gone, and those that are left have norms of their own, or together.
+        UsageError: heads were removed, and the others have norms of their own or in common.
     """
     semantics = read.weights.semantics
     if kept is None or list(kept) == list(range(read.weights.num_heads)):

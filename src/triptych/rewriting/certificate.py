@@ -1,7 +1,7 @@
-"""What a rewrite claims of its result, in a file beside it that anyone can try again.
+"""Certificates: the claims of a rewrite, which anyone can verify.
 
-`certificate.json` names every tensor by its hash, every step with what it checked and what it bounds, and the
-errors that were measured on what was saved. Its last entry is a hash of all others.
+`certificate.json` lists the hash of every tensor, every step with its checks and bounds, and the errors
+measured on the saved weights. Its last entry is a hash of all other entries.
 """
 
 import hashlib
@@ -36,13 +36,12 @@ class _Record(BaseModel):
 
 @final
 class Cost(_Record):
-    """Of one attention layer.
+    """The cost of one attention layer.
 
     Attributes:
-        parameters: learned numbers, biases included.
-        flops_per_token: to make queries, keys, values and output of one token.
-        kv_bytes_per_token: kept of a token while decoding, in the dtype of the checkpoint; 0 for attention
-            that keeps nothing, as that of encoders.
+        parameters: number of parameters, biases included.
+        flops_per_token: operations that make queries, keys, values and output of one token.
+        kv_bytes_per_token: bytes cached per token while decoding, in the checkpoint's dtype; 0 for encoders.
     """
 
     parameters: int
@@ -51,7 +50,7 @@ class Cost(_Record):
 
     @classmethod
     def of(cls, cost: WritingCost, cache_bytes: int) -> "Cost":
-        """From a writing's; `cache_bytes` for each number that is kept of a token."""
+        """Convert a `WritingCost`, with `cache_bytes` bytes per cached number."""
         return cls(
             parameters=cost.parameters,
             flops_per_token=cost.token_flops,
@@ -73,14 +72,13 @@ class StepRecord(_Record):
     Attributes:
         rewrite: its name.
         tier: bit-exact, rounding-exact (equal in exact arithmetic) or bounded.
-        checked: the preconditions that were looked at.
-        before: the cost of the layer's maps before the step, without what the format fills up; likewise
-            `after`.
-        choice: what was decided, with the numbers.
-        notes: what else a reader must know.
+        checked: the preconditions that were checked.
+        before: the cost of the layer's maps before the step, without padding; likewise `after`.
+        choice: what the rewrite decided, with the numbers.
+        notes: other facts that a reader must know.
         bound: the largest Frobenius norm by which a form of a head moves; 0 if exact.
-        error: largest mean square error of what a head does on the calibration text, relative; None without.
-        refused: why the step was left out here; "" if it was done.
+        error: largest relative mean square error of a head on the calibration text; None without a text.
+        refused: why the step was skipped; "" if it was done.
     """
 
     rewrite: str
@@ -96,7 +94,7 @@ class StepRecord(_Record):
 
     @classmethod
     def of(cls, name: str, record: RewriteRecord, cache_bytes: int) -> "StepRecord":
-        """From what a rewrite says of itself."""
+        """Convert a `RewriteRecord`."""
         return cls(
             rewrite=name,
             tier=record.tier,
@@ -112,19 +110,19 @@ class StepRecord(_Record):
 
 @final
 class Measured(_Record):
-    """What a layer's attention puts out on the probes, or the maps that read a norm: before and after.
+    """Output differences of an attention layer, or of the maps that read a norm, on the probes.
 
-    Both are computed in float64 from the saved numbers, and in the checkpoint's own dtype.
+    Outputs before and after are computed from the saved weights, in float64 and in the checkpoint's dtype.
 
     Attributes:
-        worst_absolute: largest entry of the difference in float64.
-        relative: norm of the difference over that of the output.
-        error_ratio: error of the rewritten layer in the checkpoint's dtype over that of the original in it,
-            both against the original in float64.
-        score_bound: largest move of a score that the weights allow for all that the norms before the layer
-            can give it, without data; None where nothing but rounding moves, or no bound is known.
-        output_bound: largest move of a head's output that they allow where it attends as before, likewise.
-        no_bound: why there is none of one of these; "" if there is, or nothing but rounding moves.
+        worst_absolute: largest absolute difference in float64.
+        relative: norm of the difference divided by the norm of the output.
+        error_ratio: error of the rewritten layer divided by that of the original, both computed in the
+            checkpoint's dtype and compared with the original in float64.
+        score_bound: upper bound on the change of a score for all inputs that the norms before the layer can
+            produce; None if only rounding differs, or if no bound is known.
+        output_bound: likewise for the output of a head with unchanged attention weights.
+        no_bound: why a bound is missing; "" if none is, or if only rounding differs.
     """
 
     worst_absolute: float
@@ -141,10 +139,10 @@ class LayerRecord(_Record):
 
     Attributes:
         module: its name in the checkpoint.
-        steps: what was done to it, or refused.
-        measured: errors on the probes; None for a layer in which nothing changed.
-        measured_on_text: errors on what the original is given for some positions of the text that whole
-            models were compared on; None without such a text.
+        steps: the steps that were done or refused.
+        measured: errors on the probes; None if the layer did not change.
+        measured_on_text: errors on inputs of the original layer at some positions of the comparison text;
+            None without a text.
     """
 
     module: str
@@ -163,10 +161,11 @@ class NormRecord(_Record):
     """A norm that maps outside the attention read.
 
     Attributes:
-        module: its name in the checkpoint; "none" where no such norm is known.
-        maps: the modules outside the attention that took up gain and shift.
-        steps: what was done, or refused: fold_other_norms; fold_norm if an attention layer reads it too.
-        measured: errors of what these maps put out, all together; None if nothing changed.
+        module: its name in the checkpoint; "none" if no such norm is known.
+        maps: the modules outside the attention that took up its weight and bias.
+        steps: the steps that were done or refused: fold_other_norms, and fold_norm if an attention layer
+            reads it too.
+        measured: errors of the outputs of these maps together; None if nothing changed.
     """
 
     module: str
@@ -187,7 +186,7 @@ def _weakest(steps: Iterable[StepRecord]) -> Tier:
 
 @final
 class TensorRecord(_Record):
-    """A tensor by its hashes: sha256 over dtype, shape and bytes; None where it was not there."""
+    """Hashes of a tensor, read and written: sha256 over dtype, shape and bytes; None if it does not exist."""
 
     read: str | None
     written: str | None
@@ -195,12 +194,12 @@ class TensorRecord(_Record):
 
 @final
 class Probes(_Record):
-    """The inputs that layers were tried on.
+    """The random inputs that layers were measured on.
 
     Attributes:
-        count: sequences.
-        length: positions of each.
-        seed: of their random numbers; normal, each position standardised as a norm leaves it.
+        count: number of sequences.
+        length: positions per sequence.
+        seed: seed of the inputs, which are normal and standardised at each position.
     """
 
     count: int
@@ -210,16 +209,16 @@ class Probes(_Record):
 
 @final
 class EndToEnd(_Record):
-    """Whole models compared.
+    """Comparison of the whole models.
 
     Attributes:
-        by: what ran them.
-        text: what they ran on: the name of a file, or "random tokens", drawn with the seed of the probes.
-        text_sha256: of the file; None for random tokens, and in certificates older than this entry.
-        tokens: how many were predicted.
+        by: the library that ran them.
+        text: the name of the text file, or "random tokens", drawn with the seed of the probes.
+        text_sha256: hash of the file; None for random tokens, and in older certificates.
+        tokens: number of predicted tokens.
         worst_logit: largest difference of a logit.
         divergence_nats: mean KL divergence of the rewritten model's next token from the original's.
-        loss_before_nats: per token; None for random text. Likewise `loss_after_nats`.
+        loss_before_nats: loss of the original per token; None for random tokens. Likewise `loss_after_nats`.
     """
 
     by: str
@@ -234,29 +233,29 @@ class EndToEnd(_Record):
 
 @final
 class Certificate(_Record):
-    """What was done, and what was measured.
+    """What was done and what was measured.
 
     Attributes:
-        format: of this record.
-        tool: that wrote it, with its version.
-        source: the checkpoint that was read, as it was named.
-        family: how it is written.
-        dtype: of its attention.
-        settings: what was changed in its configuration.
-        recipe: the steps as they were asked for.
-        calibration: hash of the text that steps looked at; None without.
-        layers: one entry for each attention layer.
-        norms: norms that maps outside the attention read and a step was for; left out if there are none.
-        before: cost of all of them as read; `after`: as written, with all that the format fills up.
-        unpadded: what the new maps would cost in a format with a width for every layer, as runs of triptych
-            have them; None where the file has no more than that.
+        format: version of this record.
+        tool: the program that wrote it, with its version.
+        source: the original checkpoint, as it was named.
+        family: the family of the checkpoint.
+        dtype: dtype of its attention weights.
+        settings: the fields of its configuration that changed.
+        recipe: the requested steps.
+        calibration: hash of the calibration text; None without one.
+        layers: one entry per attention layer.
+        norms: norms that maps outside the attention read, if a step concerned them; left out if none.
+        before: cost of all attention layers as read; `after`: as written, padding included.
+        unpadded: cost of the new maps without padding, as in runs of triptych, which have a width for each
+            layer; None if the file has no padding.
         tensors: every tensor read or written.
         files: sha256 of the other files as written.
-        left_out: files of the source that were not taken along.
-        probes: what layers were tried on.
-        end_to_end: whole models compared; None if that was not done, and `not_compared` says why.
-        not_on_text: why layers were not tried on what the text gives them; "" if they were, or without one.
-        sha256: of all other entries.
+        left_out: files of the source that were not copied.
+        probes: the random inputs that layers were measured on.
+        end_to_end: comparison of the whole models; None if there is none, and `not_compared` says why.
+        not_on_text: why layers were not measured on inputs from the text; "" if they were, or without a text.
+        sha256: hash of all other entries.
     """
 
     format: int = FORMAT
@@ -289,7 +288,7 @@ class Certificate(_Record):
 
     @model_serializer(mode="wrap")
     def _without_no_norms(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Without entries that older certificates have not, which have to read back as they stand."""
+        """Leave out entries that older certificates lack, so that they are read and written unchanged."""
         record = write(self)
         for name in ("norms", "unpadded"):
             if not getattr(self, name):
@@ -300,11 +299,11 @@ class Certificate(_Record):
         return self.model_copy(update={"sha256": self.own_hash()})
 
     def own_hash(self) -> str:
-        """Of all entries but this."""
+        """The hash of all entries except `sha256`."""
         return _hash_of(self.model_dump(mode="json", exclude={"sha256"}))
 
     def as_json(self) -> bytes:
-        """As it is written."""
+        """The bytes of the file."""
         return (self.model_dump_json(indent=1) + "\n").encode()
 
 
@@ -315,10 +314,10 @@ def _hash_of(record: dict[str, Any]) -> str:
 
 
 def read_certificate(path: Path) -> Certificate:
-    """A certificate from its file, or from the folder that it is in.
+    """Read a certificate from its file or its folder.
 
     Raises:
-        DataError: there is none, it is none, or it was changed since it was written.
+        DataError: there is none, it is invalid, or it was changed after it was written.
     """
     path = path / CERTIFICATE if path.is_dir() else path
     record = read_json(path)
@@ -339,11 +338,11 @@ def read_certificate(path: Path) -> Certificate:
 
 
 def card(certificate: Certificate, folder: str = "path/to/this/folder") -> str:
-    """A section for the model card, in words.
+    """The section of the model card about a rewrite.
 
     Args:
-        certificate: what it says.
-        folder: where the rewritten checkpoint lies, for the command that tries it again.
+        certificate: of the rewrite.
+        folder: the folder of the rewritten checkpoint, for the command that verifies it.
     """
     return "\n".join(_card(certificate, folder)) + "\n"
 
@@ -418,7 +417,7 @@ def _said_costs(what: str, before: Cost, after: Cost) -> str:
 
 
 def _said_of_step(name: str, parts: Sequence[LayerRecord | NormRecord], what: str) -> Iterator[str]:
-    """A line on a step, if it was for any of these."""
+    """One line about a step, if it applied to any of these."""
     found = [step for part in parts for step in part.steps if step.rewrite == name]
     done = [step for step in found if not step.refused]
     reasons = dict.fromkeys(step.refused for step in found if step.refused)

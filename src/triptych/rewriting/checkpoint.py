@@ -1,4 +1,4 @@
-"""A checkpoint's attention rewritten: planned, written beside the original, and certified."""
+"""Rewrite the attention of a checkpoint: plan, write to a new folder, and certify."""
 
 import re
 import shutil
@@ -67,21 +67,21 @@ def rewrite_checkpoint(
     compare: bool = True,
     progress: Progress | None = None,
 ) -> Certificate:
-    """Write a checkpoint's attention another way, beside the original, with a certificate.
+    """Rewrite a checkpoint's attention into a new folder, with a certificate.
 
     Args:
-        checkpoint: a folder in Hugging Face's layout, a run of ours, or the name of one on the Hub.
-        target: the folder to make. It has no name until all is in it.
+        checkpoint: a folder in Hugging Face's layout, a run of ours, or the name of a model on the Hub.
+        target: the folder to create. It gets its name when it is complete.
         recipe: the steps.
-        family: how the checkpoint is written, if it does not say.
-        text: both models are compared on it afterwards; on random tokens if None.
-        compare: whether they are.
+        family: the family of the checkpoint, if its configuration does not tell.
+        text: a text to compare both models on; random tokens if None.
+        compare: whether to compare both models.
         progress: called with what is done, how much of it, and how much there is.
 
     Raises:
-        RewriteRefusedError: a layer refuses a step, and that is not to be skipped; or the format cannot
-            hold the result.
-        UsageError: `target` is there already, or something asked for is not.
+        RewriteRefusedError: a layer refuses a step and `skip_refused` is not set; or the format cannot hold
+            the result.
+        UsageError: `target` exists, or an input does not.
     """
     require_place(Path(checkpoint), target)  # before anything is fetched for it
     folder = local_folder(checkpoint)
@@ -111,7 +111,7 @@ def _tell_nobody(what: str, done: int | float, of: int | float) -> None:
 
 
 class _Rewriting(ABC):
-    """A rewrite on its way to the disk."""
+    """A rewrite that is being written."""
 
     def __init__(self, source: AttentionSource, prepared: Prepared, request: _Request) -> None:
         self.source, self.prepared, self.request = source, prepared, request
@@ -122,11 +122,11 @@ class _Rewriting(ABC):
 
     @abstractmethod
     def write(self) -> Certificate:
-        """Do it."""
+        """Write the rewritten checkpoint."""
 
     @abstractmethod
     def took_up_norm(self, site: Site) -> bool:
-        """Whether a layer has the gain of the norm before it in its maps."""
+        """Whether the maps of a layer have taken up the norm before it."""
 
     def certificate(
         self,
@@ -135,7 +135,7 @@ class _Rewriting(ABC):
         tensors: Mapping[str, TensorRecord],
         left_out: Sequence[str],
     ) -> Certificate:
-        """Of what is in a folder now."""
+        """Make the certificate of the folder's current content."""
         request = self.request
         norms = self.prepared.norms.records(self.took_up_norm)
         bounded = any(layer.tier == "bounded" for layer in self.layers.values())
@@ -165,7 +165,7 @@ class _Rewriting(ABC):
         ).sealed()
 
     def _compared(self, written: Path, stored: torch.dtype | None) -> tuple[EndToEnd | None, str]:
-        """Both whole models on the text, or on random tokens; or why not."""
+        """Compare both models on the text or on random tokens; or say why not."""
         request = self.request
         if not request.compare:
             return None, "it was not asked for"
@@ -180,7 +180,7 @@ class _Rewriting(ABC):
         return compare_models(opened, self.source, written, request.text, stored), ""
 
     def _try_on_text(self, model: RunnableModel, windows: Sequence[Window], written: Path) -> None:
-        """Measure what changed on what the text gives the original, and keep that."""
+        """Measure changed layers on the original's inputs for the text, and store these inputs."""
         try:
             inputs = gather_inputs(model, self.source, windows)
         except DataError as error:
@@ -201,17 +201,17 @@ class _Rewriting(ABC):
 
     @abstractmethod
     def _reopened(self, written: Path) -> AttentionSource:
-        """What was written, to be read back."""
+        """Open the written checkpoint."""
 
     def count(
         self, read: AttentionLayer, done: RewrittenLayer, written: AttentionWeights | None = None
     ) -> None:
-        """Keep what a layer costs, and how it was stored; `written` as its format has it."""
+        """Record the cost and dtype of a layer; `written` are its weights as stored in the format."""
         self.costs.append(costs_of(read, done, written))
         self.dtypes[read.site.name] = read.weights.dtype
 
     def note(self, read: AttentionLayer, done: RewrittenLayer, measured: Measured | None) -> None:
-        """Keep what is to be certified of a layer."""
+        """Record the entry of a layer in the certificate."""
         self.layers[read.site.name] = LayerRecord(
             module=read.site.module, steps=done.records, measured=measured
         )
@@ -220,14 +220,14 @@ class _Rewriting(ABC):
 
 @final
 class _RunRewriting(_Rewriting):
-    """Of a run of ours: the configuration changes with the writing."""
+    """Rewrites a run of ours; its configuration changes with the parameterisation."""
 
     def __init__(self, source: OwnModel, prepared: Prepared, request: _Request) -> None:
         super().__init__(source, prepared, request)
         self._run = source
 
     def write(self) -> Certificate:
-        """All of it: such models are not large."""
+        """Rewrite all layers in memory: such models are not large."""
         source, request = self._run, self.request
         changed, done_by_site = {}, {}
         for number, site in enumerate(source.sites):
@@ -265,16 +265,16 @@ class _RunRewriting(_Rewriting):
         return OwnModel(written)
 
     def took_up_norm(self, site: Site) -> bool:
-        """Norms of ours are changed with their layers, and those of nothing else."""
+        """False: norms of our models are changed together with their layers."""
         return False
 
 
 @final
 class _FolderRewriting(_Rewriting):
-    """Of a checkpoint in Hugging Face's layout: shard by shard, a layer in memory, and the one before it.
+    """Rewrites a checkpoint in Hugging Face's layout, shard by shard, with at most two layers in memory.
 
-    A layer is measured as soon as it is rewritten, from the numbers that are saved, while the next one is
-    read: nothing is read twice. Where the configuration changes, it is measured from the disk at the end.
+    A layer is measured from the saved numbers as soon as it is rewritten, while the next one is read, so that
+    nothing is read twice. If the configuration changes, layers are measured from the disk at the end.
     """
 
     def __init__(self, source: Checkpoint, prepared: Prepared, request: _Request) -> None:
@@ -316,7 +316,7 @@ class _FolderRewriting(_Rewriting):
         return certificate
 
     def _replacement(self, name: str) -> Tensor | None:
-        """The new tensor of a name; its layer is rewritten when the first of its tensors is asked for."""
+        """The new tensor of a name. A layer is rewritten when the first of its tensors is requested."""
         site = self._site_of.get(name)
         if site is None:
             if self.prepared.norms.concern(name):
@@ -391,10 +391,10 @@ class _RewritingOf(SourceVisitor[_Rewriting]):
 
 
 def _owners(source: Checkpoint) -> dict[str, Site]:
-    """For every tensor that a layer may change, the layer.
+    """Map every tensor that a layer may change to the layer.
 
     Raises:
-        DataError: two layers have one tensor.
+        DataError: two layers share a tensor.
     """
     found: dict[str, Site] = {}
     for site in source.sites:
@@ -409,10 +409,10 @@ def _owners(source: Checkpoint) -> dict[str, Site]:
 
 
 def _copy_run(source: Path, target: Path) -> tuple[str, ...]:
-    """What is beside the weights of a run; how to go on with its training is left behind.
+    """Copy the files beside the weights of a run, without the state of its training.
 
     Raises:
-        DataError: a link leads out of the run, or nowhere.
+        DataError: a link leads out of the run, or to nothing.
     """
     left_out = []
     for path in sorted(source.iterdir()):
@@ -436,7 +436,7 @@ def _hashes(before: Tensors, after: Tensors) -> dict[str, TensorRecord]:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Hashes of what is neither tensors nor written after them."""
+    """Hashes of all files except tensors and files that are written after them."""
     tensors = {path for path in folder.rglob("*.safetensors") if path.parent == folder}
     return {
         path.relative_to(folder).as_posix(): file_hash(path)
@@ -450,7 +450,7 @@ def _hash_of(path: Path | None) -> str | None:
 
 
 def _with_card(path: Path, section: str) -> bytes:
-    """A model card with the section at its end, in the place of one that is there."""
+    """Append the section to a model card, or replace the one that it has."""
     text = path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""
     heading = re.escape(section.partition("\n")[0])
     rest = re.sub(rf"^{heading}\n.*?(?=^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE)

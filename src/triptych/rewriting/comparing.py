@@ -1,4 +1,4 @@
-"""Original and rewritten model compared as wholes, and what of that an exact rewrite may do."""
+"""Comparison of original and rewritten model as wholes, and the difference that an exact rewrite may make."""
 
 import math
 from pathlib import Path
@@ -28,18 +28,18 @@ _LARGEST_COMPARED = 2_000_000_000
 
 
 class FailedRewriteError(TriptychError):
-    """A rewritten model is farther from the original than what was done to it allows."""
+    """A rewritten model differs more from the original than its steps allow."""
 
 
 class Opened(NamedTuple):
-    """A model, and what it is to be run on."""
+    """A model and the windows to run it on."""
 
     model: RunnableModel
     windows: list[Window]
 
 
 def why_not_by_itself(folder: Path) -> str:
-    """Why a model is not run on random tokens without being asked for; "" if it is."""
+    """Why a model is not run on random tokens by default; "" if it is."""
     if reason := can_run(folder):
         return reason
     size = sum(path.stat().st_size for path in folder.glob("*.*") if path.is_file())
@@ -49,7 +49,7 @@ def why_not_by_itself(folder: Path) -> str:
 
 
 def open_original(folder: Path, text: Path | None) -> Opened | str:
-    """The original on a text or on random tokens; why not, if it cannot be run on those.
+    """Open the original with a text or random tokens; the reason if it cannot be run on random tokens.
 
     Raises:
         TriptychError: it cannot be run on the text.
@@ -78,17 +78,17 @@ def compare_models(
     text: Path | None,
     stored: torch.dtype | None,
 ) -> EndToEnd:
-    """What the original and the rewritten model put out.
+    """Compare the outputs of the original and the rewritten model.
 
     Args:
-        original: the first model.
+        original: the original model.
         source: its checkpoint.
-        written: the folder of the second model.
-        text: that the windows are of; None for random tokens.
-        stored: if all that was done is exact, the coarsest dtype of what it changed.
+        written: the folder of the rewritten model.
+        text: the text of the windows; None for random tokens.
+        stored: if all steps are exact, the coarsest dtype of the changed tensors; None otherwise.
 
     Raises:
-        FailedRewriteError: they are farther apart than the tier allows.
+        FailedRewriteError: the outputs differ more than the tier allows.
     """
     other = open_model(written)
     found = compared(original.model, other, iter(original.windows))
@@ -118,14 +118,14 @@ def why_no_rounding(
     source: AttentionSource,
     stored: torch.dtype,
 ) -> str:
-    """Why the difference of two models is more than rounding, with the layer that moves first; "" if not.
+    """Why two models differ by more than rounding, with the first layer that does; "" if they do not.
 
     Args:
-        found: both compared.
-        original: the first model.
-        rewritten: the second.
+        found: their comparison.
+        original: the original model.
+        rewritten: the rewritten model.
         source: the original's checkpoint.
-        stored: the coarsest dtype of what was changed.
+        stored: the coarsest dtype of the changed tensors.
     """
     verdict = judge(found, rewritten, changed_parameters(original, rewritten), stored)
     if verdict.is_rounding:

@@ -1,4 +1,4 @@
-"""How checkpoints store attention, for rewrites: those of others and runs of ours behind one interface."""
+"""Storage formats of rewritten attention: checkpoints of other libraries and our runs, in one interface."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -47,8 +47,8 @@ class Format(ABC):
 
     Attributes:
         source: the checkpoint.
-        tensors: what norms outside the attention are read from; None where there are none.
-        why_no_norms: why norms that no attention reads are left alone.
+        tensors: the tensors with norms outside the attention; None if these are not rewritten.
+        why_no_norms: why norms that no attention reads are not rewritten.
     """
 
     source: AttentionSource
@@ -56,7 +56,7 @@ class Format(ABC):
     why_no_norms: ClassVar[str]
 
     def norm_sites(self) -> tuple[NormSite, ...]:
-        """Norms that maps outside the attention read, as far as they can be rewritten."""
+        """The norms read by maps outside the attention that can be rewritten."""
         return ()
 
     @abstractmethod
@@ -80,7 +80,7 @@ class Format(ABC):
         *,
         same_sizes: bool = False,
     ) -> WrittenLayer:
-        """A rewritten layer as the format has it.
+        """Convert a rewritten layer to the format.
 
         Raises:
             RewriteRefusedError: the format cannot hold it.
@@ -88,29 +88,29 @@ class Format(ABC):
 
     @abstractmethod
     def bytes_of(self, read: AttentionLayer, written: WrittenLayer) -> int:
-        """How many bytes a layer will take in the file."""
+        """The number of bytes of a layer in the file."""
 
     def note_on_padding(self) -> tuple[str, ...]:
-        """What a reader should know where the file keeps more than the new maps need."""
+        """Notes for the case that the file pads the new maps."""
         return ()
 
     @abstractmethod
     def other_than(
         self, certificate: Certificate, original: Path, folder: Path, written: AttentionSource
     ) -> Iterator[str]:
-        """What of a rewritten checkpoint is other than the original's, and not certified to be.
+        """Differences from the original that the certificate does not cover.
 
         Args:
             certificate: of the rewrite.
             original: the folder of this checkpoint.
-            folder: of the rewritten one.
-            written: what is read from it.
+            folder: the folder of the rewritten checkpoint.
+            written: the rewritten checkpoint, opened.
         """
 
 
 @final
 class FolderFormat(Format):
-    """A folder in Hugging Face's layout: tensors of fixed shapes, but for sizes that its fields decide."""
+    """A folder in Hugging Face's layout, whose shapes are fixed except for sizes in its configuration."""
 
     why_no_norms = "no norm is known that maps outside the attention read"
 
@@ -124,7 +124,7 @@ class FolderFormat(Format):
         return self._checkpoint.rewritable_names(site)
 
     def fixed_sizes(self, rewritten: Callable[[AttentionLayer], AttentionWeights]) -> set[str]:
-        """Those that share their configuration with others that do not agree."""
+        """Layers whose sizes are one field of the configuration, and whose new sizes differ."""
         source = self._checkpoint
         wanted: dict[str, MapSizes] = {}
         now: dict[str, MapSizes] = {}
@@ -180,7 +180,7 @@ class FolderFormat(Format):
         yield from _other_files(certificate, original, folder)
 
     def _other_tensors(self, certificate: Certificate) -> Iterator[str]:
-        """Tensors that are other and belong to no measured layer or norm."""
+        """Tensors that changed and belong to no measured layer or norm."""
         measured = {layer.module for layer in certificate.layers if layer.measured is not None}
         own = {
             name
@@ -201,7 +201,7 @@ class FolderFormat(Format):
 
 @final
 class RunFormat(Format):
-    """A run of ours, which takes any writing: its configuration changes with it."""
+    """A run of ours, which can hold any parameterisation."""
 
     why_no_norms = "of runs of ours only the attention is rewritten"
 
@@ -227,7 +227,7 @@ class RunFormat(Format):
     def other_than(
         self, certificate: Certificate, original: Path, folder: Path, written: AttentionSource
     ) -> Iterator[str]:
-        """All but what the original is with the attention that was measured in it."""
+        """Differences from the original with the measured attention put into it."""
         records = {layer.module: layer for layer in certificate.layers if layer.measured is not None}
         changed = {}
         for site in written.sites:
@@ -270,7 +270,7 @@ class _FormatOf(SourceVisitor[Format]):
 
 
 def format_of(source: AttentionSource) -> Format:
-    """How a checkpoint that was opened stores its attention."""
+    """The storage format of an opened checkpoint."""
     return source.accept(_FormatOf())
 
 
@@ -280,7 +280,7 @@ def _was_changed(certificate: Certificate, name: str) -> bool:
 
 
 def _other_files(certificate: Certificate, original: Path, folder: Path) -> Iterator[str]:
-    """Files that are other than the original's, or that were not taken along."""
+    """Files that differ from the original's, or were not copied."""
     wanted = read_json(original / CONFIG)
     for path, value in certificate.settings.items():
         set_entry(wanted, path, value)
@@ -301,7 +301,7 @@ def _other_files(certificate: Certificate, original: Path, folder: Path) -> Iter
 
 
 def _is_index_of(folder: Path, original: Path) -> bool:
-    """Whether an index says what the original's does, but for the files of tensors and counts over them."""
+    """Whether an index equals the original's, apart from file names and counts of tensors."""
     infos = open_tensors(folder).infos.values()
     counts = {
         "total_size": sum(info.num_bytes for info in infos),
@@ -321,7 +321,7 @@ def _is_index_of(folder: Path, original: Path) -> bool:
 
 
 def _other_left_out(certificate: Certificate, found: tuple[str, ...]) -> Iterator[str]:
-    """What is said to be left out, and is not; folders come and go beside a checkpoint."""
+    """Files whose entry in `left_out` is wrong. Extra folders are ignored."""
     for name in sorted({*certificate.left_out} ^ {*found}):
         if name in certificate.left_out or not name.endswith("/"):
             yield f"left_out {'has' if name in certificate.left_out else 'lacks'} {shown(name)}"
