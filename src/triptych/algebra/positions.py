@@ -224,7 +224,8 @@ class ALiBi(ScoreBias):
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         # Not in bfloat16, which cannot count past 256.
         precise = torch.float64 if q.dtype == torch.float64 else torch.float32
-        distance = between(query_positions, key_positions).abs().to(precise).unsqueeze(-3)
+        distance = between(query_positions, key_positions).abs().to(precise)
+        distance = distance[:, None] if distance.ndim == 3 else distance
         return (-self.slopes.to(q.device, precise)[:, None, None] * distance).to(q.dtype)
 
 
@@ -371,7 +372,7 @@ def between(
     queries: Int[Tensor, "*rows query_len"], keys: Int[Tensor, "*columns key_len"]
 ) -> Int[Tensor, "*pairs query_len key_len"]:
     """How far each key lies behind each query."""
-    return queries[..., :, None] - keys[..., None, :]
+    return queries[..., None] - (keys if keys.ndim == 1 else keys[..., None, :])
 
 
 def _require_in_picture(end: int, count: int) -> None:

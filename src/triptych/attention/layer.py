@@ -87,7 +87,7 @@ class MultiHeadAttention(nn.Module):
         self._semantics = Semantics(scale=standard_scale(self.projections.d_k))
         if positions is not None:
             self._semantics = positions.added_to(self._semantics, self._key_width, num_heads)
-        self._turned_when_stored = self._rotation_when_stored()
+        self._look_at_semantics()
 
     @classmethod
     def from_weights(
@@ -171,17 +171,20 @@ class MultiHeadAttention(nn.Module):
         self._semantics = semantics.with_learned(
             {name: like.new_empty([0] * tensor.ndim) for name, tensor in learned.items()}
         )
-        self._turned_when_stored = self._rotation_when_stored()
+        self._look_at_semantics()
 
-    def _rotation_when_stored(self) -> RotaryEmbedding | None:
-        """The rotation of what is stored that turns keys; None where they turn later, or never."""
+    def _look_at_semantics(self) -> None:
+        """Find what every call asks: whether nothing stands beside the products, and what turns stored keys.
+
+        Keys that no rotation turns when they are stored are turned later, or never.
+        """
         semantics, projections = self._semantics, self.projections
-        if semantics.rotary is None:
-            return None
+        self._plain = not semantics.beyond(("scale", "kind", "soft_cap", "sinks", "dropout"))
         changed = semantics.k_norm is not None or semantics.clip is not None
-        if changed and not projections.caches_keys:
-            return None
-        return projections.turned_when_stored(semantics.rotary)
+        late = semantics.rotary is None or (changed and not projections.caches_keys)
+        self._turned_when_stored: RotaryEmbedding | None = (
+            None if late or semantics.rotary is None else projections.turned_when_stored(semantics.rotary)
+        )
 
     @property
     def _key_width(self) -> int:
@@ -328,8 +331,10 @@ class MultiHeadAttention(nn.Module):
 
     def _check_inputs(self, x: Tensor, memory: Tensor | None, value_memory: Tensor | None) -> None:
         for given in (x, memory, value_memory):
+            if given is None:
+                continue
             width = self.d_model if given is x else self.projections.memory_width
-            if given is not None and given.shape[-1] != width:
+            if given.shape[-1] != width:
                 name = "d_model" if width == self.d_model else "memory width"
                 raise ValueError(f"an input is {given.shape[-1]} wide, and the layer's {name} {width}")
         if memory is None and self._semantics.kind == "cross":
@@ -354,14 +359,16 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Places, tuple[Tensor, ...]]:
         """Queries, where they and the keys stand, and what is kept of all tokens attended to."""
         if memory is not None and cache is not None and cache.length:
-            return self.projections.queries(x), Places(0), cache.entries
+            return self.projections.queries(x), _FROM_THE_START, cache.entries
         if memory is None and value_memory is None:
             q, added = self.projections.of_one_sequence(x)
         else:
             keys_from = x if memory is None else memory
             added = self.projections.remember(keys_from, keys_from if value_memory is None else value_memory)
             q = self.projections.queries(x)
-        places = Places(0) if memory is not None else Places.of(cache, positions)
+        if self._plain:
+            return q, _FROM_THE_START, added if cache is None else cache.append(added)
+        places = _FROM_THE_START if memory is not None else Places.of(cache, positions)
         added = self._stored(semantics, added, places)
         if cache is None:
             return q, places, added
@@ -414,6 +421,10 @@ class MultiHeadAttention(nn.Module):
             route = "expanded"  # keys and values are no product of a map and what is cached
         if semantics.soft_cap is not None or semantics.sinks is not None:
             route = "expanded"  # the key bias, which the absorbed route leaves out, counts
+        if self._plain:
+            if route == "absorbed":
+                return _Inputs(*self.projections.absorbed(q, remembered), mask, None, route)
+            return _Inputs(q, *self.projections.keys_values(remembered), mask, None, route)
         bias, positional = semantics.bias, semantics.bias is not None or semantics.is_local
         turned_late = semantics.rotary is not None and self._turned_when_stored is None
         if turned_late or (bias is not None and bias.reads_content):
@@ -447,6 +458,9 @@ class MultiHeadAttention(nn.Module):
             near = semantics.visible(queries, keys)
             mask = near if mask is None else mask if near is None else mask & near
         return _Inputs(q, k, v, mask, added, route)
+
+
+_FROM_THE_START = Places(0)
 
 
 def _map_takes_up_scale(weights: AttentionWeights) -> bool:

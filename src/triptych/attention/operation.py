@@ -115,7 +115,7 @@ def attention(
     arXiv 2305.13245; soft caps: Gemma Team 2024, arXiv 2408.00118, section 2; sinks: OpenAI 2025, arXiv
     2508.10925, section 2.
     """
-    special = _Special(soft_cap, sinks)
+    special = None if soft_cap is None and sinks is None else _Special(soft_cap, sinks)
     _check(q, k, v, mask, bias, special, dropout)
     plan = _plan(q, k, v, mask, bias, special, causal, dropout, need_weights, path)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -175,7 +175,7 @@ def explain_attention(
     Raises:
         ValueError: as `attention`.
     """
-    special = _Special(soft_cap, sinks)
+    special = None if soft_cap is None and sinks is None else _Special(soft_cap, sinks)
     _check(q, k, v, mask, bias, special, dropout)
     plan = _plan(q, k, v, mask, bias, special, causal, dropout, need_weights, path)
     kernel: Kernel = "batched products"
@@ -200,9 +200,8 @@ class _Special(NamedTuple):
     soft_cap: float | None
     sinks: Tensor | None
 
-    @property
-    def none(self) -> bool:
-        return self.soft_cap is None and self.sinks is None
+    def of_heads(self, heads: slice) -> "_Special":
+        return self if self.sinks is None else self._replace(sinks=self.sinks[heads])
 
 
 _Why = Literal[
@@ -233,7 +232,7 @@ def _plan(
     v: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
-    special: _Special,
+    special: _Special | None,
     causal: bool,
     dropout: float,
     need_weights: bool,
@@ -249,7 +248,7 @@ def _plan(
             raise ValueError(
                 "the fast path can neither return the weights nor drop some: use path='auto' or 'reference'"
             )
-        if not special.none:
+        if special is not None:
             raise ValueError("the fast path has neither soft caps nor sinks: use path='auto' or 'reference'")
         why = None
     _, num_heads, query_len, d_k = q.shape
@@ -298,7 +297,7 @@ def _why_written_out(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    special: _Special,
+    special: _Special | None,
     causal: bool,
     dropout: float,
     need_weights: bool,
@@ -307,7 +306,7 @@ def _why_written_out(
         return "weights"
     if dropout > 0:
         return "dropout"
-    if not special.none:
+    if special is not None:
         return "sinks" if special.soft_cap is None else "soft cap"
     if not q.is_cpu:
         return None
@@ -354,9 +353,11 @@ def _pays_in_pieces(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     )
 
 
-def _many_and_untrained(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, special: _Special) -> bool:
+def _many_and_untrained(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, special: _Special | None
+) -> bool:
     """Whether the weights of all queries would take much room that no gradient needs."""
-    recorded = any(t is not None and t.requires_grad for t in (q, k, v, bias, special.sinks))
+    recorded = any(t is not None and t.requires_grad for t in (q, k, v, bias, special and special.sinks))
     if (torch.is_grad_enabled() and recorded) or torch.compiler.is_compiling():
         return False
     batch, num_heads, query_len, _ = q.shape
@@ -423,7 +424,7 @@ def _written_out(
     v: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
-    special: _Special,
+    special: _Special | None,
     causal: bool,
     scale: float,
     dropout: float,
@@ -433,10 +434,10 @@ def _written_out(
     scores = _product(q * scale, k.transpose(-2, -1))
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
-    if special.soft_cap is not None:
+    if special is not None and special.soft_cap is not None:
         scores = special.soft_cap * torch.tanh(scores / special.soft_cap)
     allowed = _combine(mask, causal, q.shape[-2], k.shape[-2], q.device)
-    if special.sinks is not None:
+    if special is not None and special.sinks is not None:
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -math.inf)
         sinks = special.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
@@ -462,7 +463,7 @@ def _in_pieces(
     v: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
-    special: _Special,
+    special: _Special | None,
     causal: bool,
     scale: float,
 ) -> Tensor:
@@ -491,7 +492,7 @@ def _in_pieces(
             v[of_keys][:, :, seen],
             None if mask is None else _piece(mask, (*of_queries, seen)),
             None if bias is None else _piece(bias, (*of_queries, seen)),
-            special if special.sinks is None else special._replace(sinks=special.sinks[of_queries[1]]),
+            special and special.of_heads(of_queries[1]),
             causal,
             scale,
             dropout=0.0,
@@ -612,7 +613,7 @@ def _check(
     v: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
-    special: _Special,
+    special: _Special | None,
     dropout: float,
 ) -> None:
     batch, num_heads, query_len, d_k = q.shape
@@ -638,10 +639,12 @@ def _check(
         if not bias.dtype.is_floating_point:
             raise ValueError(f"the bias is {bias.dtype}: it must be floating point, a mask is passed as mask")
         _check_broadcasts("bias", bias, (batch, num_heads, query_len, key_len))
-    if special.soft_cap is not None and not special.soft_cap > 0:
-        raise ValueError(f"soft_cap is {special.soft_cap}: it must be above 0")
-    if special.sinks is not None and special.sinks.shape != (num_heads,):
-        raise ValueError(f"sinks are {list(special.sinks.shape)}, and there are {num_heads} query heads")
+    if special is not None:
+        cap, sinks = special
+        if cap is not None and not cap > 0:
+            raise ValueError(f"soft_cap is {cap}: it must be above 0")
+        if sinks is not None and sinks.shape != (num_heads,):
+            raise ValueError(f"sinks are {list(sinks.shape)}, and there are {num_heads} query heads")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout}: it must be at least 0 and below 1")
 

@@ -83,15 +83,18 @@ class Places(NamedTuple):
         Raises:
             ValueError: positions were given of some tokens and not of others.
         """
-        given, (batch, _, length, _) = self.given, added[0].shape
+        given = self.given
         keeps = given is not None and given.sharing is None
-        if cache.length and cache.entries and (len(cache.entries) > len(added)) != keeps:
+        try:
+            if given is None or not keeps:
+                return self, cache.append(added)
+            batch, _, length, _ = added[0].shape
+            *held, keys = cache.append((*added, given.ids.expand(batch, length)[:, None, :, None]))
+        except ValueError:  # another number of entries than there are
             which = "without positions and these have some" if keeps else "with positions and these have none"
-            raise ValueError(f"the tokens in the cache came {which}: give them for all, or for none")
-        if given is None or not keeps:
-            return self, cache.append(added)
-        ids = given.ids.expand(batch, length)[:, None, :, None]
-        *held, keys = cache.append((*added, ids))
+            raise ValueError(
+                f"the tokens in the cache came {which}: give them for all, or for none"
+            ) from None
         return self._replace(keys=keys[:, 0, :, 0]), tuple(held)
 
     def turned(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
