@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any, final
 
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, InputNorms, Site, SourceVisitor, T
+from triptych.models.configuration import LanguageModelConfig, ModelConfig
 from triptych.models.sites import attention_sites, attention_weights, input_norms
-from triptych.models.storage import read_model
+from triptych.models.storage import read_own_model
 
 
 def is_own(config: Mapping[str, Any]) -> bool:
@@ -30,7 +31,7 @@ class OwnModel(AttentionSource):
     """
 
     def __init__(self, folder: Path, name: str | None = None) -> None:
-        self.model = read_model(folder)
+        self.model = read_own_model(folder)
         self.name, self.written_as, self.known_by = name or str(folder), "triptych", "its configuration"
         self._weights, self._inputs = attention_weights(self.model), input_norms(self.model)
         stacks = {"cross": "decoder"}
@@ -61,7 +62,7 @@ class OwnModel(AttentionSource):
     def read(self, site: Site) -> AttentionLayer:
         weights = self._weights[self._names[site]]
         inputs = InputNorms(*self._inputs[self._names[site]])
-        scheme = self.model.config.positions.scheme
+        scheme = self._config.positions.scheme
         embedded = scheme if scheme in ("sinusoidal", "learned") and site.kind != "cross" else "none"
         return AttentionLayer(site, weights, (site.module,), inputs=inputs, embedded_positions=embedded)
 
@@ -69,12 +70,16 @@ class OwnModel(AttentionSource):
         return sum(tensor.numel() * tensor.element_size() for tensor in self.read(site).weights.tensors())
 
     def longest_text(self, site: Site) -> int:
+        config = self._config
+        if config.positions.scheme == "learned":
+            return config.positions.max_tokens
+        return config.context if isinstance(config, LanguageModelConfig) else config.max_source_tokens + 1
+
+    @property
+    def _config(self) -> ModelConfig | LanguageModelConfig:
         config = self.model.config
-        return (
-            config.positions.max_tokens
-            if config.positions.scheme == "learned"
-            else config.max_source_tokens + 1
-        )
+        assert config is not None, "a model that was read from a folder of ours has one"
+        return config
 
     def input_modules(self, site: Site) -> tuple[str, str]:
         return site.module, site.module

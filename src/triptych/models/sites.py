@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -11,9 +11,13 @@ from torch import nn
 from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import AttentionWeights, Norm
 from triptych.attention import MultiHeadAttention
-from triptych.models.blocks import Block, Residual
-from triptych.models.configuration import AttentionConfig, ModelConfig
+from triptych.models.blocks import Block, OffsetNorm, Residual
+from triptych.models.configuration import AttentionConfig, LanguageModelConfig, ModelConfig
 from triptych.models.encoder_decoder import EncoderDecoder
+from triptych.models.language_model import LanguageModel
+
+AnyModel = EncoderDecoder | LanguageModel
+ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel)
 
 
 class AttentionSite(NamedTuple):
@@ -44,11 +48,17 @@ class AttentionSite(NamedTuple):
         return kinds[self.stack]
 
 
-def attention_sites(model: EncoderDecoder) -> list[AttentionSite]:
+def attention_sites(model: AnyModel) -> list[AttentionSite]:
     """Every attention layer: the encoder's, then each decoder block's own and the one to the memory."""
     sites: list[AttentionSite] = []
+    if isinstance(model, LanguageModel):
+        stack = model.architecture.kind
+        for i, block in enumerate(model.blocks):
+            assert isinstance(block, Block)  # a ModuleList does not tell
+            sites.append(AttentionSite(stack, i, block.self_attention, block.self_residual))
+        return sites
     for i, block in enumerate(model.encoder):
-        assert isinstance(block, Block)  # a ModuleList does not tell
+        assert isinstance(block, Block)
         sites.append(AttentionSite("encoder", i, block.self_attention, block.self_residual))
     for i, block in enumerate(model.decoder):
         assert isinstance(block, Block)
@@ -57,7 +67,7 @@ def attention_sites(model: EncoderDecoder) -> list[AttentionSite]:
     return sites
 
 
-def attention_weights(model: EncoderDecoder) -> dict[str, AttentionWeights]:
+def attention_weights(model: AnyModel) -> dict[str, AttentionWeights]:
     """The weights of every attention layer by site, with the norms that the model gives them.
 
     Under pre-norm a layer reads its residual's norm, and cross-attention the norm at the encoder's
@@ -67,18 +77,22 @@ def attention_weights(model: EncoderDecoder) -> dict[str, AttentionWeights]:
     for site in attention_sites(model):
         weights = site.layer.weights(site.kind)
         norm = memory_norm = None
-        if model.config.norm == "pre":
+        if site.residual.pre:
             norm = _norm(site.residual.norm)
-            memory_norm = _norm(model.encoder_norm) if site.kind == "cross" else None
-        found[site.name] = replace(weights, norm=norm, memory_norm=memory_norm, norm_place=model.config.norm)
+            if isinstance(model, EncoderDecoder) and site.kind == "cross":
+                memory_norm = _norm(model.encoder_norm)
+        place: Literal["pre", "post"] = "pre" if site.residual.pre else "post"
+        found[site.name] = replace(weights, norm=norm, memory_norm=memory_norm, norm_place=place)
     return found
 
 
-def input_norms(model: EncoderDecoder) -> dict[str, tuple[Norm | None, Norm | None]]:
+def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
     """The norms whose outputs the layers read, by site: that of the input, and that of the memory.
 
     Under post-norm they belong to the sub-layer before; the embedding, which first layers read, has none.
     """
+    if isinstance(model, LanguageModel):
+        return _input_norms(model)
     is_pre = model.config.norm == "pre"
     last: dict[str, Norm | None] = {"encoder": None, "decoder": None}  # of the stack so far
     found: dict[str, tuple[Norm | None, Norm | None]] = {}
@@ -96,14 +110,28 @@ def input_norms(model: EncoderDecoder) -> dict[str, tuple[Norm | None, Norm | No
     return found
 
 
-def with_attention(model: EncoderDecoder, changed: Mapping[str, AttentionWeights]) -> EncoderDecoder:
+def _input_norms(model: LanguageModel) -> dict[str, tuple[Norm | None, Norm | None]]:
+    last = _norm(model.embeddings.norm)
+    found: dict[str, tuple[Norm | None, Norm | None]] = {}
+    for site in attention_sites(model):
+        found[site.name] = (_norm(site.residual.norm) if site.residual.pre else last, None)
+        block = model.blocks[site.block]
+        assert isinstance(block, Block)
+        last = _norm(block.feed_forward_residual.norm)
+    return found
+
+
+def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> ModelT:
     """A new model with other weights at some sites and everything else copied; the old one is left alone.
 
     Each changed site takes the parameterisation that its weights call for; the configuration says so.
 
     Raises:
-        ValueError: weights that no parameterisation writes or of another width, or a site there is not.
+        ValueError: weights that no parameterisation writes or of another width, a site there is not, or a
+            language model of another library's checkpoint, which no configuration of ours describes.
     """
+    if model.config is None:
+        raise ValueError("the model is of another library's checkpoint: no recipe describes it")
     sites = {site.name: site for site in attention_sites(model)}
     if unknown := [name for name in changed if name not in sites]:
         raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(sites)}")
@@ -167,12 +195,12 @@ def _require_positions(site: AttentionSite, given: Semantics) -> None:
 
 
 def _assembled(
-    model: EncoderDecoder, config: ModelConfig, layers: Mapping[str, MultiHeadAttention]
-) -> EncoderDecoder:
+    model: ModelT, config: ModelConfig | LanguageModelConfig, layers: Mapping[str, MultiHeadAttention]
+) -> ModelT:
     """A model of a configuration, its attention taken from layers and the rest from a model."""
     some = next(model.parameters())
     with torch.random.fork_rng(devices=[]):  # fresh weights are drawn only to be overwritten
-        new = EncoderDecoder.of(config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id)
+        new = _fresh(model, config)
     new = new.to(device=some.device, dtype=some.dtype).train(model.training)
     in_layers = {id(parameter) for site in attention_sites(new) for parameter in site.layer.parameters()}
     old = dict(model.named_parameters())
@@ -187,18 +215,33 @@ def _assembled(
     return new
 
 
-def _configured(config: ModelConfig, sites: Mapping[str, AttentionConfig]) -> ModelConfig:
+def _fresh(model: ModelT, config: ModelConfig | LanguageModelConfig) -> ModelT:
+    """A model of a configuration, with the vocabulary of another."""
+    if isinstance(model, LanguageModel):
+        assert isinstance(config, LanguageModelConfig)
+        return LanguageModel.of(config, model.architecture.kind, model.vocab_size)
+    assert isinstance(config, ModelConfig)
+    return EncoderDecoder.of(config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id)
+
+
+def _configured(
+    config: ModelConfig | LanguageModelConfig, sites: Mapping[str, AttentionConfig]
+) -> ModelConfig | LanguageModelConfig:
     """The configuration with these sites: the most frequent of a stack for all of it, others by layer."""
-    of_stack: dict[str, dict[int, AttentionConfig]] = {"encoder": {}, "decoder": {}, "cross": {}}
+    of_stack: dict[str, dict[int, AttentionConfig]] = {}
     for name, site in sites.items():
         stack, index = name.split(".")
-        of_stack[stack][int(index)] = site
+        of_stack.setdefault(stack, {})[int(index)] = site
     usual, unusual = {}, {}
     for stack, layers in of_stack.items():
         dumps = {i: site.model_dump_json() for i, site in layers.items()}
         most = Counter(dumps.values()).most_common(1)[0][0]
         usual[stack] = AttentionConfig.model_validate_json(most)
         unusual[stack] = {i: site for i, site in layers.items() if dumps[i] != most}
+    if isinstance(config, LanguageModelConfig):
+        (stack,) = usual
+        own = {"attention": usual[stack], "attention_in_layer": unusual[stack]}
+        return LanguageModelConfig.model_validate(config.model_copy(update=own).model_dump())
     encoder = config.encoder.model_copy(
         update={"attention": usual["encoder"], "attention_in_layer": unusual["encoder"]}
     )
@@ -214,6 +257,12 @@ def _configured(config: ModelConfig, sites: Mapping[str, AttentionConfig]) -> Mo
     return ModelConfig.model_validate(changed.model_dump())
 
 
-def _norm(norm: nn.Module) -> Norm:
-    assert isinstance(norm, nn.LayerNorm)  # the only norm there is
-    return Norm(norm.weight.detach(), norm.bias.detach())
+def _norm(norm: nn.Module) -> Norm | None:
+    match norm:
+        case nn.LayerNorm() | OffsetNorm():
+            offset = norm.offset if isinstance(norm, OffsetNorm) else 0.0
+            return Norm(norm.weight.detach(), None if norm.bias is None else norm.bias.detach(), offset)
+        case nn.RMSNorm():
+            return Norm(norm.weight.detach())
+        case _:
+            return None

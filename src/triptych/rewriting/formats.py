@@ -20,7 +20,7 @@ from triptych.checkpoints.resizing import path_of_record, resizing, sizes_of
 from triptych.checkpoints.writing import WrittenLayer, write_layer
 from triptych.errors import TriptychError
 from triptych.files import file_hash
-from triptych.models.storage import model_tensors, read_model, write_config
+from triptych.models.storage import model_tensors, read_own_model, write_config
 from triptych.rewriting.certificate import MODEL_CARD, Certificate, LayerRecord
 from triptych.rewriting.inputs import INPUTS
 from triptych.rewriting.models import with_rewritten
@@ -243,7 +243,7 @@ class RunFormat(Format):
             write_config(expected, Path(place))
             if read_json(Path(place, CONFIG)) != read_json(folder / CONFIG):
                 yield f"{CONFIG} is other than that of the original with this attention"
-        found = model_tensors(read_model(folder))
+        found = model_tensors(read_own_model(folder))
         for name, tensor in model_tensors(expected).items():
             if name not in found or not torch.equal(found[name], tensor):
                 yield f"{shown(name)} was changed, and is in no layer that was measured"

@@ -26,9 +26,23 @@ from triptych.algebra.rewrites import (
 from triptych.algebra.rewrites.legality import require_finite
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import MultiHeadAttention
-from triptych.models import EncoderDecoder, attention_sites, attention_weights, with_attention
+from triptych.models import (
+    EncoderDecoder,
+    LanguageModel,
+    attention_sites,
+    attention_weights,
+    with_attention,
+)
+from triptych.models.sites import AnyModel, ModelT
 
-Target = TypeVar("Target", AttentionWeights, MultiHeadAttention, EncoderDecoder)
+Target = TypeVar(
+    "Target",
+    AttentionWeights,
+    MultiHeadAttention,
+    EncoderDecoder,
+    LanguageModel,
+    EncoderDecoder | LanguageModel,
+)
 Options = ParamSpec("Options")
 WeightsRewrite = Callable[[AttentionWeights], Rewritten]
 AnyRewrite = Rewrite | str | WeightsRewrite
@@ -102,10 +116,11 @@ def _of_layer(
     return RewriteResult(layer.train(target.training), records)
 
 
-@_rewrite.register
+@_rewrite.register(EncoderDecoder)
+@_rewrite.register(LanguageModel)
 def _of_model(
-    target: EncoderDecoder, steps: Sequence[AnyRewrite], sites: Collection[str] | None
-) -> RewriteResult[EncoderDecoder]:
+    target: ModelT, steps: Sequence[AnyRewrite], sites: Collection[str] | None
+) -> RewriteResult[ModelT]:
     before = attention_weights(target)
     if unknown := [name for name in sites or () if name not in before]:
         raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(before)}")
@@ -118,7 +133,7 @@ def _of_model(
     return RewriteResult(with_rewritten(target, changed), records)
 
 
-def with_rewritten(model: EncoderDecoder, changed: Mapping[str, AttentionWeights]) -> EncoderDecoder:
+def with_rewritten(model: ModelT, changed: Mapping[str, AttentionWeights]) -> ModelT:
     """A new model with rewritten weights at some sites; norms that they took up are left neutral.
 
     Raises:
@@ -188,7 +203,7 @@ def _named(layer: Layer) -> Iterator[None]:
 
 
 def _neutralise_folded_norms(
-    model: EncoderDecoder, before: Mapping[str, AttentionWeights], after: Mapping[str, AttentionWeights]
+    model: AnyModel, before: Mapping[str, AttentionWeights], after: Mapping[str, AttentionWeights]
 ) -> None:
     """Set to gain 1 and shift 0 the norms of a new model that its attention layers have taken up.
 
@@ -208,15 +223,18 @@ def _neutralise_folded_norms(
         for site in attention_sites(model)
         if before[site.name].norm is not None and after[site.name].norm is None
     ]
-    _neutralise(norms if not folded else [*norms, model.encoder_norm])
+    if folded and isinstance(model, EncoderDecoder):
+        norms.append(model.encoder_norm)
+    _neutralise(norms)
 
 
 @torch.no_grad()
 def _neutralise(norms: Sequence[nn.Module]) -> None:
     for norm in norms:
-        assert isinstance(norm, nn.LayerNorm)  # the only norm there is
+        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)  # those that recipes have
         norm.weight.fill_(1.0)
-        norm.bias.zero_()
+        if isinstance(norm, nn.LayerNorm) and norm.bias is not None:
+            norm.bias.zero_()
 
 
 @final
