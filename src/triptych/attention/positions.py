@@ -18,7 +18,7 @@ from triptych.algebra.positions import ALiBi, Pairing, RotaryEmbedding
 from triptych.algebra.semantics import Semantics
 from triptych.attention.cache import AttentionCache
 
-SinusoidalLayout = Literal["halves", "interleaved"]
+SinusoidalLayout = Literal["halves", "interleaved", "tensor2tensor"]
 
 
 class PositionIds(NamedTuple):
@@ -135,12 +135,19 @@ def sinusoidal(
         length: number of positions, from 0.
         d_model: number of channels; if odd, there is one sine more than cosines.
         layout: "interleaved" as above; "halves" has the same columns in another order, all sines
-            before all cosines, as Marian has them.
+            before all cosines, as Marian has them; "tensor2tensor" as these, with frequencies that fall
+            from 1 to exactly 1 / 10000, and of an odd number of channels the last one 0.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.5; "halves": Junczys-Dowmunt et al.
-    2018, Marian, as in `MarianSinusoidalPositionalEmbedding`, github.com/huggingface/transformers.
+    2018, Marian, as in `MarianSinusoidalPositionalEmbedding`, github.com/huggingface/transformers;
+    "tensor2tensor": `M2M100SinusoidalPositionalEmbedding` there.
     """
     position = torch.arange(length, dtype=torch.float64)[:, None]
+    if layout == "tensor2tensor":
+        half = d_model // 2
+        steps = torch.arange(half, dtype=torch.float64) / max(half - 1, 1)
+        angles = position * torch.exp(-math.log(10_000) * steps)
+        return F.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, d_model % 2))
     frequency = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * (-math.log(10_000) / d_model))
     sines = torch.sin(position * frequency)
     cosines = torch.cos(position * frequency[: d_model // 2])

@@ -400,7 +400,7 @@ class EmbeddedPositionsSpec(_Spec):
     Attributes:
         kind: learned rows, or sines and cosines.
         when: on what condition they are there.
-        table: module of the learned rows.
+        table: module of the learned rows; of sines and cosines, where files may have them.
         rows: how many positions there are.
         offset_rows: rows of the table before that of position 0.
         padding: the token that does not count, where positions count the tokens that do: its own row stands
@@ -414,7 +414,7 @@ class EmbeddedPositionsSpec(_Spec):
     rows: str = "max_position_embeddings"
     offset_rows: str = "0"
     padding: str = ""
-    layout: Literal["halves", "interleaved"] = "interleaved"
+    layout: Literal["halves", "interleaved", "tensor2tensor"] = "interleaved"
 
 
 @final
@@ -470,11 +470,13 @@ class HeadSpec(_Spec):
         transform: the map before it, likewise, and whether that has a bias (`map_bias`); "" without one.
         activation: after that, by its name in `transformers`; "" for none.
         norm: after that, named likewise.
-        bias_at: tensors of the bias, if it is not the map's own; those in the file are all the same.
+        bias_at: tensors of the bias, if it is not the map's own; those in the file are all the same. Of a
+            decoder they may be missing, and have one row.
         outputs: how many logits there are, if not one for every token.
         tied: on what condition its weight is the table of the embeddings.
         bias: on what condition it has a bias.
         scale: of the logits.
+        over_root: logits are divided by the root of the first of these whose condition holds.
         soft_cap: of the logits.
     """
 
@@ -489,6 +491,7 @@ class HeadSpec(_Spec):
     tied: str = "tie_word_embeddings | true"
     bias: str = "false"
     scale: str = ""
+    over_root: tuple[Choice, ...] = ()
     soft_cap: str = ""
 
 
@@ -500,10 +503,12 @@ class ModelSpec(_Spec):
 
     Attributes:
         kind: "decoder" without an encoder, or "encoder" without a decoder.
+        encoder: the other stack of a model that has both; all the rest is then of the decoder.
         stack: of the attention layers that make up its blocks.
         refused: why it cannot be run, on conditions of the configuration.
         eps: of norms that do not say another.
         embedding: module of the table.
+        copies: modules that hold the table once more, if the file has them.
         embedding_scale: what its rows are multiplied by; `root_scale`: by the root of the first of
             these whose condition holds.
         embedding_width: of the table, where a map leads from it to the width of the model;
@@ -519,6 +524,7 @@ class ModelSpec(_Spec):
         attention_norm: that the attention reads, or after its sum ("post"); if not given, the pre-norm that
             the attention entry says.
         attention_out_norm: of what the attention adds, before the sum.
+        cross_norm: of the attention to the encoder's output.
         feed_forward_norm: likewise of the feed-forward layer; where blocks are parallel and it has none,
             it reads the attention's.
         feed_forward_out_norm: likewise.
@@ -533,9 +539,11 @@ class ModelSpec(_Spec):
 
     kind: Literal["decoder", "encoder"] = "decoder"
     stack: str = "decoder"
+    encoder: "ModelSpec | None" = None
     refused: tuple[Choice, ...] = ()
     eps: str = "rms_norm_eps | 1e-6"
     embedding: str = "embed_tokens"
+    copies: tuple[str, ...] = ()
     embedding_width: str = ""
     embedding_map: str = ""
     types: str = ""
@@ -550,6 +558,7 @@ class ModelSpec(_Spec):
     residual_scale: str = ""
     attention_norm: tuple[NormSpec, ...] = ()
     attention_out_norm: tuple[NormSpec, ...] = ()
+    cross_norm: tuple[NormSpec, ...] = ()
     feed_forward_norm: tuple[NormSpec, ...] = ()
     feed_forward_out_norm: tuple[NormSpec, ...] = ()
     feed_forward: tuple[FeedForwardSpec, ...] = Field(min_length=1)

@@ -20,12 +20,13 @@ from triptych.checkpoints.layer_map import LayerMap, norm_tensors, tensor_names
 from triptych.checkpoints.place import Place
 from triptych.checkpoints.positions import stored_angles
 from triptych.checkpoints.reading import LayerReader, require_shape
-from triptych.checkpoints.tensor_maps import Halves, Named, Shape, Transposed
+from triptych.checkpoints.tensor_maps import Halves, Named, OnlyRow, Shape, Transposed
 from triptych.errors import DataError
 from triptych.models.architecture import (
     Activation,
     BlockConfig,
     EmbeddingsConfig,
+    EncoderDecoderArchitecture,
     FeedForwardConfig,
     HeadConfig,
     LanguageModelArchitecture,
@@ -77,16 +78,114 @@ def model_map(checkpoint: Checkpoint) -> ModelMap:
         raise DataError(
             f"{checkpoint.name}: checkpoints of {checkpoint.family.name} can be read, and not run"
         )
-    return _Mapping(checkpoint, spec).model_map()
+    if spec.encoder is not None:
+        raise DataError(
+            f"{checkpoint.name}: a model of {checkpoint.family.name} has an encoder and a decoder, and is no "
+            "language model"
+        )
+    mapping = _Mapping(checkpoint, spec, checkpoint.sites)
+    architecture = mapping.architecture()
+    found = ModelMap(architecture, checkpoint.sites, LayerMap(dict(mapping.entries)))
+    _account(checkpoint, found.tensors, (mapping,))
+    return found
+
+
+@final
+@dataclass(frozen=True)
+class EncoderDecoderMap:
+    """An encoder and a decoder as they lie in a checkpoint.
+
+    Attributes:
+        architecture: what they are made of.
+        encoder: the attention layers of the encoder's blocks.
+        decoder: the self-attention of the decoder's blocks.
+        cross: their cross-attention.
+        pad_id: the token that attention must not see.
+        tensors: from the stored tensors to the others of `EncoderDecoder`, by their names there.
+    """
+
+    architecture: EncoderDecoderArchitecture
+    encoder: tuple[Site, ...]
+    decoder: tuple[Site, ...]
+    cross: tuple[Site, ...]
+    pad_id: int
+    tensors: LayerMap
+
+
+def encoder_decoder_map(checkpoint: Checkpoint) -> EncoderDecoderMap:
+    """What a checkpoint's encoder and decoder are made of.
+
+    Raises:
+        DataError: see `model_map`; or the family has no models of both, or one half is missing.
+    """
+    spec = checkpoint.family.model
+    if spec is None or spec.encoder is None:
+        raise DataError(
+            f"{checkpoint.name}: {checkpoint.family.name} is not run as an encoder with a decoder"
+        )
+    sites = checkpoint.sites
+    encoder = tuple(site for site in sites if site.stack == spec.encoder.stack)
+    decoder = tuple(site for site in sites if site.stack == spec.stack and site.kind != "cross")
+    cross = tuple(site for site in sites if site.stack == spec.stack and site.kind == "cross")
+    if not encoder or not decoder or len(decoder) != len(cross):
+        raise DataError(f"{checkpoint.name}: it has one half of an encoder and a decoder, and cannot be run")
+    read, write = _Mapping(checkpoint, spec.encoder, encoder), _Mapping(checkpoint, spec, decoder)
+    source, target = read.architecture(), write.architecture()
+    head = target.head
+    assert head is not None
+    shared = read.table == write.table
+    entries = [
+        (tuple(_renamed(name, _SOURCE) for name in ours), stored)
+        for ours, stored in read.entries
+        if not (shared and ours == ("embeddings.table.weight",))
+    ]
+    entries += [(tuple(_renamed(name, _TARGET) for name in ours), stored) for ours, stored in write.entries]
+    architecture = EncoderDecoderArchitecture(
+        d_model=target.d_model,
+        source=source.embeddings,
+        target=target.embeddings,
+        shared=shared,
+        encoder=source.blocks,
+        decoder=target.blocks,
+        encoder_norm=source.final_norm,
+        decoder_norm=target.final_norm,
+        tied=head.tied,
+        output_bias=head.bias,
+        logit_scale=head.scale,
+    )
+    tensors = LayerMap(dict(entries))
+    _account(checkpoint, tensors, (read, write))
+    pad_id = write.settings.whole("pad_token_id | 0")
+    return EncoderDecoderMap(architecture, encoder, decoder, cross, pad_id, tensors)
+
+
+_SOURCE = {
+    "embeddings.table.": "src_embedding.",
+    "embeddings.positions.": "src_positions.",
+    "embeddings.norm.": "src_norm.",
+    "blocks.": "encoder.",
+    "final_norm.": "encoder_norm.",
+}
+_TARGET = {
+    "embeddings.table.": "tgt_embedding.",
+    "embeddings.positions.": "tgt_positions.",
+    "embeddings.norm.": "tgt_norm.",
+    "blocks.": "decoder.",
+    "final_norm.": "decoder_norm.",
+    "head.output.": "output.",
+}
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    return next(new + name.removeprefix(old) for old, new in names.items() if name.startswith(old))
 
 
 @final
 class _Mapping:
-    """One checkpoint."""
+    """One stack of a checkpoint, with the layers of these sites."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, sites: tuple[Site, ...]) -> None:
         self.checkpoint, self.spec, self.tensors = checkpoint, spec, checkpoint.tensors
-        sites = checkpoint.sites
         if others := [site for site in sites if site.stack != spec.stack or site.kind == "cross"]:
             self._refuse(f"{others[0].module} is no self-attention of its {spec.stack}: it cannot be run")
         self.sites = sites
@@ -100,15 +199,10 @@ class _Mapping:
         self.entries: list[Entry] = []
         self.twice: set[str] = set()  # tensors that are others as well
 
-    def model_map(self) -> ModelMap:
-        architecture = self._architecture()
-        found = ModelMap(architecture, self.sites, LayerMap(dict(self.entries)))
-        self._account(found)
-        return found
-
     # The parts, each of which also enters its tensors.
 
-    def _architecture(self) -> LanguageModelArchitecture:
+    def architecture(self) -> LanguageModelArchitecture:
+        """What it is made of; also makes `entries`."""
         spec, both_ways = self.spec, {site.kind == "self" for site in self.sites}
         if spec.kind == "decoder" and len(both_ways) > 1:
             self._refuse("some of its layers see later tokens and some do not: it cannot be run")
@@ -143,6 +237,8 @@ class _Mapping:
         table = f"{place.beside(spec.embedding)}.weight"
         said = self.settings.value("vocab_size")
         self._enter("embeddings.table.weight", table, (said if isinstance(said, int) else None, self._width))
+        for copy in spec.copies:
+            self._require_same(f"{place.beside(copy)}.weight")
         found = EmbeddingsConfig(
             self.tensors.infos[table].shape[0],
             scale=self._number(spec.embedding_scale) * self._number(place.chosen(spec.root_scale)) ** 0.5,
@@ -202,12 +298,14 @@ class _Mapping:
             padding = self.settings.whole(spec.padding)
             offset = padding + 1
             rows -= offset
-        if spec.kind == "learned":
-            name = f"{self.first.beside(spec.table)}.weight"
+        kind, name = spec.kind, f"{self.first.beside(spec.table)}.weight"
+        if kind == "sinusoidal" and spec.table and name in self.tensors.infos:
+            kind = "learned"  # as they are stored
+        if kind == "learned":
             self._enter("embeddings.positions.weight", name, (rows + offset, self._width))
         return replace(
             found,
-            positions=spec.kind,
+            positions=kind,
             num_positions=rows,
             position_offset=offset,
             padding_id=padding,
@@ -224,6 +322,9 @@ class _Mapping:
             self._frame(
                 f"{at}.feed_forward_residual", place, spec.feed_forward_norm, spec.feed_forward_out_norm
             ),
+            cross=self._frame(f"{at}.cross_residual", place, spec.cross_norm, ())
+            if spec.cross_norm
+            else None,
             parallel=bool(parallel) and place.holds(parallel),
         )
 
@@ -301,20 +402,25 @@ class _Mapping:
         enter(("outer",), spec.outer, (d_model, size), out_bias)
 
     def _head(self) -> HeadConfig:
-        spec, vocab_size = self.spec.head, self.tensors.infos[self._table].shape[0]
+        spec, vocab_size = self.spec.head, self.tensors.infos[self.table].shape[0]
         module = self._above(spec.at)
         tied, bias = self.settings.holds(spec.tied), self.settings.holds(spec.bias)
         if tied:
             self._require_same(f"{module}.weight")
         else:
             self._enter("head.output.weight", f"{module}.weight", (vocab_size, self.d_model))
-        if bias:
+        names = [name for name in map(self._above, spec.bias_at) if name in self.tensors.infos]
+        if names:
+            bias = True
+            self._add(("head.output.bias",), Named((names[0],), (1, vocab_size), (OnlyRow(),)))
+        elif bias:
             self._enter("head.output.bias", f"{module}.bias", (vocab_size,))
+        over_root = self._number(self.first.chosen(spec.over_root))
         cap = self.settings.value(spec.soft_cap) if spec.soft_cap else None
         return HeadConfig(
             tied=tied,
             bias=bias,
-            scale=self._number(spec.scale),
+            scale=self._number(spec.scale) * over_root**-0.5,
             soft_cap=None if cap is None else self.settings.number(spec.soft_cap),
         )
 
@@ -334,12 +440,12 @@ class _Mapping:
                 self._enter("head.map.bias", f"{transform}.bias", (width,))
         norm = place.first(spec.norm)
         outputs = self.settings.count(spec.outputs) if spec.outputs else None
-        count, output = outputs or infos[self._table].shape[0], self._above(spec.at)
+        count, output = outputs or infos[self.table].shape[0], self._above(spec.at)
         tied = outputs is None and self.settings.holds(spec.tied)
         if tied:
             if width != self._width:
                 self._refuse(
-                    f"{transform}.weight leads to {width} channels, and {self._table} has {self._width}"
+                    f"{transform}.weight leads to {width} channels, and {self.table} has {self._width}"
                 )
             self._require_same(f"{output}.weight")
         else:
@@ -389,12 +495,12 @@ class _Mapping:
         """
         if output not in self.tensors.infos:
             return
-        if not torch.equal(self.tensors.read(output), self.tensors.read(self._table)):
-            self._refuse(f"{output} is not {self._table}, though {self.spec.head.tied} says so")
+        if not torch.equal(self.tensors.read(output), self.tensors.read(self.table)):
+            self._refuse(f"{output} is not {self.table}, though {self.spec.head.tied} says so")
         self.twice.add(output)
 
     @property
-    def _table(self) -> str:
+    def table(self) -> str:
         return f"{self.first.beside(self.spec.embedding)}.weight"
 
     # Tensors.
@@ -411,29 +517,6 @@ class _Mapping:
                 require_shape(of, [*self.tensors.infos[name].shape], [*stored.shape])
         self.entries.append((ours, stored))
 
-    def _account(self, found: ModelMap) -> None:
-        """Every tensor is read, or changes nothing.
-
-        Raises:
-            DataError: one is neither.
-        """
-        used = {*found.tensors.names, *self.twice}
-        patterns = [*self.spec.rest]
-        for site in found.sites:
-            place = self.checkpoint.place(site)
-            reader = LayerReader(place, self.tensors)
-            used |= reader.map.names | {*reader.names_beside()} - {*reader.norm_names()}
-            used |= {*stored_angles(place)}
-            patterns += [place.within(known) for known in place.spec.known]
-        strange = [
-            name
-            for name in self.tensors.infos
-            if name not in used and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-        ]
-        if strange:
-            what = "tensor" if len(strange) == 1 else "tensors"
-            self._refuse(f"{what} {listed(strange)}: {self.checkpoint.family.name} does not know what for")
-
     # What is refused.
 
     def _number(self, expression: str, place: Place | None = None) -> float:
@@ -447,4 +530,33 @@ class _Mapping:
         raise DataError(
             f"{self.settings.where}: it is not known what {listed(names)} changes in a model of "
             f"{self.checkpoint.family.name}: delete what changes nothing"
+        )
+
+
+def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, ...]) -> None:
+    """Every tensor is read, or changes nothing.
+
+    Raises:
+        DataError: one is neither.
+    """
+    tensors, used = checkpoint.tensors, {*found.names}
+    patterns: list[str] = []
+    for mapping in mappings:
+        used |= mapping.twice
+        patterns += mapping.spec.rest
+    for site in checkpoint.sites:
+        place = checkpoint.place(site)
+        reader = LayerReader(place, tensors)
+        used |= reader.map.names | {*reader.names_beside()} - {*reader.norm_names()}
+        used |= {*stored_angles(place)}
+        patterns += [place.within(known) for known in place.spec.known]
+    strange = [
+        name
+        for name in tensors.infos
+        if name not in used and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    if strange:
+        what = "tensor" if len(strange) == 1 else "tensors"
+        raise DataError(
+            f"{checkpoint.name}: {what} {listed(strange)}: {checkpoint.family.name} does not know what for"
         )

@@ -4,16 +4,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
 from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.model_map import ModelMap, model_map
+from triptych.checkpoints.layer import Site
+from triptych.checkpoints.model_map import encoder_decoder_map, model_map
 from triptych.checkpoints.tensor_maps import Shape
 from triptych.errors import DataError, UsageError
+from triptych.models.encoder_decoder import EncoderDecoder
 from triptych.models.language_model import LanguageModel
 from triptych.storage.hub import download_checkpoint, is_hub_id
 from triptych.storage.tensors import Tensors
@@ -58,6 +60,15 @@ def load_language_model(
             that is not understood, missing, or of another shape. It is named.
         UsageError: a run of ours, or a dtype that is no floating-point one.
     """
+    name = str(path)
+    checkpoint, path = _opened(path, dtype)
+    model = read_model(checkpoint, dtype).to(device)
+    folder = path if path.is_dir() else path.parent
+    return LoadedModel(model, name, checkpoint.family.name, checkpoint.settings.record, folder)
+
+
+def _opened(path: Path | str, dtype: torch.dtype | None) -> tuple[Checkpoint, Path]:
+    """A checkpoint whose tensors are mapped, and where its files lie."""
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {dtype} cannot be run in: give float32, bfloat16 or float16")
     name, on_hub = str(path), not Path(path).exists() and is_hub_id(str(path))
@@ -65,9 +76,7 @@ def load_language_model(
     checkpoint = open_checkpoint(path, mapped=True)
     if not isinstance(checkpoint, Checkpoint):
         raise UsageError(f"{name} is a run of triptych, and no checkpoint of another library")
-    model = read_model(checkpoint, dtype).to(device)
-    folder = path if path.is_dir() else path.parent
-    return LoadedModel(model, name, checkpoint.family.name, checkpoint.settings.record, folder)
+    return checkpoint, path
 
 
 def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LanguageModel:
@@ -82,7 +91,7 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Lang
     """
     found = model_map(checkpoint)
     dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
-    attention = [_attention(checkpoint, found, number, dtype) for number in range(len(found.sites))]
+    attention = [_attention(checkpoint, site, dtype) for site in found.sites]
     with torch.device("meta"):
         model = LanguageModel(found.architecture, attention)
     for name, tensor in found.tensors.read(_taking(checkpoint.tensors, dtype)).items():
@@ -90,13 +99,43 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Lang
     head = model.head
     if head is not None and head.config.tied:
         head.output.weight = model.embeddings.table.weight
-    return model.eval()
+    return _off_meta(model).eval()
 
 
-def _attention(
-    checkpoint: Checkpoint, found: ModelMap, number: int, dtype: torch.dtype
-) -> MultiHeadAttention:
-    weights = checkpoint.read(found.sites[number]).weights.without_norms().to(dtype)
+def load_encoder_decoder(
+    path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> EncoderDecoder:
+    """The encoder and the decoder of a checkpoint, computing what `transformers` computes of them.
+
+    Arguments, errors and the use of memory are those of `load_language_model`.
+    """
+    checkpoint, _ = _opened(path, dtype)
+    return read_encoder_decoder(checkpoint, dtype).to(device)
+
+
+def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> EncoderDecoder:
+    """The encoder and the decoder of an opened checkpoint; see `read_model`.
+
+    Raises:
+        DataError: see `load_language_model`.
+    """
+    found = encoder_decoder_map(checkpoint)
+    dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
+    encoder, decoder, cross = (
+        [_attention(checkpoint, site, dtype) for site in sites]
+        for sites in (found.encoder, found.decoder, found.cross)
+    )
+    with torch.device("meta"):
+        model = EncoderDecoder(found.architecture, encoder, zip(decoder, cross, strict=True), found.pad_id)
+    for name, tensor in found.tensors.read(_taking(checkpoint.tensors, dtype)).items():
+        _hold(model, name, tensor)
+    if found.architecture.tied:
+        model.output.weight = model.tgt_embedding.weight
+    return _off_meta(model).eval()
+
+
+def _attention(checkpoint: Checkpoint, site: Site, dtype: torch.dtype) -> MultiHeadAttention:
+    weights = checkpoint.read(site).weights.without_norms().to(dtype)
     try:
         return MultiHeadAttention.from_weights(weights, dropout=0.0, adopted=True)
     except ValueError as error:
@@ -117,6 +156,18 @@ def _hold(model: nn.Module, name: str, tensor: Tensor) -> None:
     expected = getattr(module, own)
     assert expected.shape == tensor.shape, f"{name}: {expected.shape}, {tensor.shape}"
     setattr(module, own, nn.Parameter(tensor))
+
+
+_Model = TypeVar("_Model", LanguageModel, EncoderDecoder)
+
+
+def _off_meta(model: _Model) -> _Model:
+    """The model, with buffers that begin empty, as tables of sines that grow, where tensors have memory."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta and not buffer.numel():
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    return model
 
 
 def _most_common(tensors: Tensors) -> torch.dtype:

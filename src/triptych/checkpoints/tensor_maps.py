@@ -88,6 +88,17 @@ class Transposed(TensorMap):
 
 
 @final
+class OnlyRow(TensorMap):
+    """The one row of a matrix as a vector."""
+
+    def read(self, parts: Parts) -> Parts:
+        return [part[0] for part in parts]
+
+    def write(self, parts: Parts) -> Parts:
+        return [part[None] for part in parts]
+
+
+@final
 class Halves(TensorMap):
     """The rows of one tensor as those of two of the same size, one after the other."""
 

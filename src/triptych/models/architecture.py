@@ -222,7 +222,7 @@ class EmbeddingsConfig:
     num_positions: int = 0
     position_offset: int = 0
     padding_id: int | None = None
-    sinusoidal_layout: Literal["halves", "interleaved"] = "interleaved"
+    sinusoidal_layout: Literal["halves", "interleaved", "tensor2tensor"] = "interleaved"
     num_types: int = 0
     masked: MaskedTokens | None = None
     norm: NormConfig | None = None

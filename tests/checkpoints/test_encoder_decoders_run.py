@@ -1,0 +1,185 @@
+"""Encoders with decoders of every family that is run, against those of `transformers`."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints.test_models_run import apart, in_float64
+from checkpoints.tiny_models import TINY
+from triptych.attention import DecoderCache
+from triptych.checkpoints.family import family_of
+from triptych.checkpoints.fields import not_understood_of_model
+from triptych.checkpoints.models import load_encoder_decoder, load_language_model
+from triptych.errors import DataError
+from triptych.models import EncoderDecoder
+from triptych.storage.settings import Settings
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Case(NamedTuple):
+    """A model: whose configuration it has, and settings that differ."""
+
+    tiny: str
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+
+CASES = {
+    "bart": Case("bart"),
+    "bart, scaled": Case(
+        "bart", {"scale_embedding": True, "activation_function": "relu", "decoder_layers": 3}
+    ),
+    "mbart": Case("mbart", {"scale_embedding": True}),
+    "pegasus": Case("pegasus", {"scale_embedding": True}),
+    "m2m_100": Case("m2m_100", {"scale_embedding": True, "pad_token_id": 1}),
+    "blenderbot": Case("blenderbot"),
+    "marian": Case("marian", {"scale_embedding": True}),
+    "t5": Case("t5"),
+    "t5, gated": Case("t5", {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 3}),
+    "t5, not scaled": Case("t5", {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False}),
+    "mt5": Case("mt5"),
+    "umt5": Case("umt5"),
+}
+# Marian's class rounds sines and cosines to float32.
+TOLERANCE = {"marian": 1e-6}
+IN_EVERY_RUN = ("bart", "t5, gated")
+ALL = [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in CASES]
+
+
+def config_of(name: str) -> Any:
+    tiny = TINY[CASES[name].tiny]
+    return getattr(transformers, tiny.config)(**{**tiny.settings, **CASES[name].settings})
+
+
+def made(name: str, folder: Path) -> Any:
+    """A tiny model with random numbers everywhere, in float64, saved in a folder."""
+    model_class = getattr(transformers, TINY[CASES[name].tiny].model)  # imports its module
+    with in_float64():
+        torch.manual_seed(0)
+        config = config_of(name)
+        config._attn_implementation = "eager"
+        model = model_class(config).eval()
+        with torch.no_grad():  # what begins as 0 or 1 would hide what is done with it
+            for parameter_name, parameter in model.named_parameters():
+                if name != "marian" or "embed_positions" not in parameter_name:  # Marian's are not saved
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+            if hasattr(model, "final_logits_bias"):
+                model.final_logits_bias.add_(torch.randn_like(model.final_logits_bias))
+        model.save_pretrained(folder)
+    return model
+
+
+Pair = tuple[Any, EncoderDecoder]
+
+
+@pytest.fixture(scope="module")
+def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """A tiny model of `transformers`, and ours of its files; made once."""
+    pairs: dict[str, Pair] = {}
+
+    def pair(name: str) -> Pair:
+        if name not in pairs:
+            folder = tmp_path_factory.mktemp("tiny")
+            pairs[name] = made(name, folder), load_encoder_decoder(folder)
+        return pairs[name]
+
+    return pair
+
+
+def some_ids(length: int) -> Tensor:
+    return torch.randint(4, 40, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+def theirs(model: Any, src: Tensor, tgt: Tensor, **given: Any) -> Any:
+    with in_float64(), torch.no_grad():
+        there = (src != model.config.pad_token_id).long()
+        return model(input_ids=src, attention_mask=there, decoder_input_ids=tgt, **given)
+
+
+@pytest.mark.parametrize("name", ALL)
+@torch.no_grad()
+def test_logits_and_attention_weights_are_those_of_transformers(
+    name: str, pair_of: Callable[[str], Pair]
+) -> None:
+    other, model = pair_of(name)
+    src, tgt = some_ids(9), some_ids(7)
+    expected = theirs(other, src, tgt, output_attentions=True)
+    found, maps = model(src, tgt), model.attention_maps(src, tgt)
+    assert found.dtype == torch.float64
+    assert apart(found, expected.logits) < TOLERANCE.get(name, 1e-10)
+    for ours, layers in (
+        (maps.encoder, expected.encoder_attentions),
+        (maps.decoder, expected.decoder_attentions),
+        (maps.cross, expected.cross_attentions),
+    ):
+        assert len(ours) == len(layers)
+        for one, layer in zip(ours, layers, strict=True):
+            assert apart(one, layer) < TOLERANCE.get(name, 1e-10)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_padding_of_the_source_is_not_seen_on_either_side(
+    name: str, side: str, pair_of: Callable[[str], Pair]
+) -> None:
+    other, model = pair_of(name)
+    src, tgt = some_ids(9), some_ids(7)
+    src[1, slice(0, 3) if side == "left" else slice(6, None)] = model.pad_id
+    found = model(src, tgt)
+    assert apart(found, theirs(other, src, tgt).logits) < TOLERANCE.get(name, 1e-10)
+    if side == "right":
+        assert apart(found[1:], model(src[1:, :6], tgt[1:])) < 1e-10
+
+
+@pytest.mark.parametrize("name", ALL)
+@torch.no_grad()
+def test_token_by_token_is_the_whole_target_at_once(name: str, pair_of: Callable[[str], Pair]) -> None:
+    _, model = pair_of(name)
+    src, tgt = some_ids(9), some_ids(7)
+    memory, mask, cache = model.encode(src), model.memory_mask(src), DecoderCache(len(model.decoder))
+    steps = [model.decode(tgt[:, :3], memory, mask, cache)]
+    steps += [model.decode(tgt[:, i : i + 1], memory, mask, cache) for i in range(3, 7)]
+    assert apart(model.logits(torch.cat(steps, dim=1)), model(src, tgt)) < 1e-10
+
+
+@pytest.mark.parametrize("name", ALL)
+@torch.no_grad()
+def test_float32_models_agree_to_five_digits(name: str, tmp_path: Path) -> None:
+    other = made(name, tmp_path).float()
+    model = load_encoder_decoder(tmp_path, dtype=torch.float32)
+    src, tgt = some_ids(9), some_ids(7)
+    found, expected = model(src, tgt), other(input_ids=src, decoder_input_ids=tgt).logits
+    assert found.dtype == torch.float32
+    assert apart(found, expected) < 1e-5 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_field_of_its_class_in_transformers_is_understood(name: str) -> None:
+    config = config_of(name)
+    family = family_of(config.model_type)
+    assert family is not None
+    assert not_understood_of_model(family, Settings(config.to_dict(), "config.json")) == []
+
+
+def test_a_model_with_an_encoder_is_no_language_model_and_the_other_way_round(tmp_path: Path) -> None:
+    made("bart", tmp_path / "bart")
+    with pytest.raises(DataError, match="a model of BART has an encoder and a decoder"):
+        load_language_model(tmp_path / "bart")
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**TINY["gpt2"].settings)).save_pretrained(
+        tmp_path / "g"
+    )
+    with pytest.raises(DataError, match="GPT-2 is not run as an encoder with a decoder"):
+        load_encoder_decoder(tmp_path / "g")
+
+
+def test_what_no_recipe_describes_is_not_rewritten_as_if_one_did(pair_of: Callable[[str], Pair]) -> None:
+    _, model = pair_of("bart")
+    with pytest.raises(ValueError, match="no recipe describes it"):
+        _ = model.config
