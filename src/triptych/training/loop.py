@@ -97,6 +97,7 @@ class Trainer:
         if config.compile:
             compile_blocks(list(objective.blocks(self._computing)), self.device)
         self._saved_step = -1
+        self._last_figures: dict[str, float] | None = None
         # Of a target token, and of this machine a second; known once a plan has been made.
         self.operations_per_token: float | None = None
         self.peak: float | None = None
@@ -287,7 +288,7 @@ class Trainer:
 
     def _validate(self, display: Display) -> None:
         counters = self.counters
-        figures = self._measure()
+        figures = self._last_figures = self._measure()
         sample = self._sample()
         self.metrics.add({"step": counters.step, **figures, **({"valid_sample": sample} if sample else {})})
         judged, best = self.objective.judge(figures), self._best()
@@ -360,7 +361,9 @@ class Trainer:
         paths = [checkpoint_path(self.state_folder, step) for step in counters.checkpoints]
         average = average_checkpoints(paths)
         load_tensors(self.model, average, "the average of the last checkpoints")
-        figures = self._measure()
+        # One checkpoint is its own average, and has just been measured, unless the run was resumed here.
+        alone = self._last_figures if len(paths) == 1 else None
+        figures = self._measure() if alone is None else alone
         judged, best = self.objective.judge(figures), self._best()
         chosen = "best" if best is not None and best.better_than(judged) else "average"
         self.metrics.add({"step": counters.step, **{f"average_{k}": v for k, v in figures.items()}})
