@@ -1,6 +1,6 @@
-"""What attention layers are given on a text: a few positions of it, kept beside the certificate.
+"""Inputs of attention layers for a few positions of a text, stored beside the certificate.
 
-With them the layers can be tried on real inputs again without running, or even having, the model around them.
+With them, layers can be verified on real inputs without running the model.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,19 +28,19 @@ _LOOKED_AT = 32
 def gather_inputs(
     model: RunnableModel, source: AttentionSource, windows: Iterable[Window]
 ) -> dict[str, Seen]:
-    """What each layer of a model is given for the first positions of a piece of text.
+    """The inputs of each layer of a model for the first positions of a piece of text.
 
     Args:
-        model: the original, which makes the inputs with its own forward.
-        source: the same checkpoint.
-        windows: pieces of the text; the longest of the first ones is taken.
+        model: the original, whose forward pass makes the inputs.
+        source: its checkpoint.
+        windows: pieces of the text; the longest of the first ones is used.
 
     Returns:
-        By the name of the layer, float32, `[1, positions, width]`; of a layer that the model applies several
-        times what it is given the last time.
+        The inputs by layer name, float32, `[1, positions, width]`. For a layer that the model applies several
+        times, those of the last time.
 
     Raises:
-        DataError: the model has no modules by which a layer's inputs can be told.
+        DataError: the model has no modules from which a layer's inputs can be taken.
         UsageError: the text is empty.
     """
     pieces = list(islice(windows, _LOOKED_AT))
@@ -61,7 +61,7 @@ def _first(x: Tensor) -> Tensor:
 
 
 def write_inputs(path: Path, inputs: Mapping[str, Seen]) -> None:
-    """Keep inputs, as safetensors: of each layer `NAME.x`, and `NAME.memory` if it has one."""
+    """Write inputs as safetensors: `NAME.x` for each layer, and `NAME.memory` if it has a memory."""
     tensors = {f"{name}.x": found.x.contiguous() for name, found in inputs.items()}
     tensors |= {
         f"{name}.memory": found.memory.contiguous()
@@ -72,10 +72,10 @@ def write_inputs(path: Path, inputs: Mapping[str, Seen]) -> None:
 
 
 def read_inputs(path: Path) -> dict[str, Seen]:
-    """Inputs that were kept.
+    """Read inputs from a file.
 
     Raises:
-        DataError: the file is not there, or damaged.
+        DataError: the file does not exist or is damaged.
     """
     if not path.is_file():
         raise DataError(f"{path} is missing: layers cannot be tried on what the text gave them")
@@ -90,7 +90,7 @@ def read_inputs(path: Path) -> dict[str, Seen]:
 
 
 def before_gain(x: Tensor, norm: Norm | None) -> Tensor:
-    """What a norm made before its gain and shift; 0 where the gain is, which no map sees."""
+    """The output of a norm before its weight and bias; 0 where the weight is 0."""
     if norm is None:
         return x
     gain = norm.weight.double() + norm.offset

@@ -1,8 +1,8 @@
-"""One attention layer through rewrites: as a whole, or a few groups of heads at a time.
+"""Apply rewrites to one attention layer, as a whole or a few groups of heads at a time.
 
-Of a large layer only a few groups of heads are in float64 at once. What a rewrite must know of all heads is
-looked for in one pass over the groups and done in the next. Between passes only what was read is kept: no
-rewrite rounds. A layer that goes as a whole is the case of one group, kept between passes.
+Of a large layer, only a few groups of heads are in float64 at once. A rewrite that depends on all heads takes
+two passes over the groups: one to measure them and one to change them. Between passes only the stored weights
+are kept, so nothing is rounded. A small layer is the case of one group, which is kept between passes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,9 +43,9 @@ class RewrittenLayer:
     """A layer after the rewrites.
 
     Attributes:
-        weights: new ones; float64, or the dtype that was read where that holds all that is stored.
-        kept: which of the heads are left, in order; None for all as they were.
-        records: of every rewrite, done or refused.
+        weights: the new weights, in float64 or in the dtype that was read.
+        kept: the heads that are left, in order; None if all are, unchanged.
+        records: the records of all rewrites, done or refused.
     """
 
     weights: AttentionWeights
@@ -58,12 +58,12 @@ class RewrittenLayer:
 
     @property
     def took_up_norm(self) -> bool:
-        """Whether the weight of the norm before is in its maps."""
+        """Whether the maps have taken up the norm before the layer."""
         return any(record.rewrite == "fold_norm" and not record.refused for record in self.records)
 
     @property
     def bounded(self) -> bool:
-        """Whether more than rounding has moved."""
+        """Whether the function changed by more than rounding."""
         return any(record.tier == "bounded" for record in self.records)
 
 
@@ -81,16 +81,17 @@ def rewrite_layer(
 
     Args:
         read: the layer.
-        steps: rewrites in order.
-        skip_refused: whether a refused rewrite is left out and recorded, or an error.
-        longest_text: positions that the model is made for.
-        moments: of the layer before the rewrite of that number in `steps`, for those that look at a text.
-        others: what else reads the norm of the layer, and takes it up if the layer does.
-        most_numbers: layers with larger maps are taken a few groups of heads at a time, where all rewrites
-            treat groups by themselves.
+        steps: the rewrites, in order.
+        skip_refused: whether a refused rewrite is skipped and recorded instead of raising an error.
+        longest_text: the number of positions that the model is made for.
+        moments: moments of the layer before a rewrite, by its number in `steps`, for data-aware rewrites.
+        others: other maps that read the norm of the layer, and take it up together with the layer.
+        most_numbers: layers with more parameters are rewritten a few groups of heads at a time, if all
+            rewrites treat groups by themselves.
 
     Raises:
-        RewriteRefusedError: a rewrite would change what the layer computes, with the reason and the layer.
+        RewriteRefusedError: a rewrite would change the layer's function; the message gives the reason and
+            the layer.
     """
     mine = _steps_of(read, steps)
     runs = _runs_of(read, [step for _, step in mine], most_numbers)
@@ -107,11 +108,9 @@ def rewritten_parts(
     others: OtherReaders | None = None,
     most_numbers: int = MOST_NUMBERS,
 ) -> Iterator[Layer]:
-    """A layer after the rewrites in float64, a few groups of heads at a time where it is large.
+    """Yield a layer after the rewrites in float64; a large one in parts of a few groups of heads.
 
-    What is given holds until the next is asked for.
-
-    Arguments and errors as those of `rewrite_layer`.
+    A part is valid until the next one is requested. Arguments and errors as those of `rewrite_layer`.
     """
     mine = _steps_of(read, steps)
     runs = _runs_of(read, [step for _, step in mine], most_numbers)
@@ -121,10 +120,10 @@ def rewritten_parts(
 
 
 def _steps_of(read: AttentionLayer, steps: Sequence[Rewrite]) -> list[tuple[int, LayerRewrite]]:
-    """The rewrites that are for a layer, with their numbers.
+    """The rewrites that apply to a layer, with their numbers.
 
     Raises:
-        RewriteRefusedError: the layer has numbers that no rewrite can take.
+        RewriteRefusedError: the layer has weights that cannot be rewritten.
     """
     try:
         require_finite("rewrite", read.weights)
@@ -156,7 +155,7 @@ def _runs_of(read: AttentionLayer, steps: Sequence[LayerRewrite], most_numbers: 
 
 
 def shape_of(weights: AttentionWeights) -> AttentionWeights:
-    """The shapes of weights, for costs."""
+    """The weights on the "meta" device, for costs."""
     return weights.mapped(lambda tensor: tensor.to("meta"))
 
 
@@ -170,14 +169,14 @@ class _Done(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Some heads on their way.
+    """Some heads between two rewrites.
 
     Attributes:
-        start: the first of them as they were read; `stop`: the one after the last.
-        before: as they were read, float64; None where they are all heads.
-        layer: as they are now; None if none is left.
-        left_bias: the output bias of heads of which none is left.
-        done: by the place of the rewrite.
+        start: the number of the first of them in the layer as read; `stop`: that after the last.
+        before: the heads as read, float64; None if they are all heads.
+        layer: the current heads; None if none are left.
+        left_bias: the output bias if no heads are left.
+        done: the records, by the place of the rewrite.
     """
 
     start: int
@@ -198,7 +197,7 @@ class _Chosen(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """What is to be known of some heads after the rewrites, besides their maps.
+    """What is kept of some heads after the rewrites, besides their maps.
 
     Attributes:
         shapes: of the heads; None if none is left.
@@ -302,7 +301,7 @@ class _Passes:
         return RewrittenLayer(layer.weights, self._kept(), self._said(records))
 
     def layers(self) -> Iterator[Layer]:
-        """Its heads after all rewrites in float64, run by run; each holds until the next is asked for."""
+        """Yield the heads after all rewrites in float64, run by run; each is valid until the next one."""
         self._choose(len(self._steps))
         if self._skip_refused:
             self._of_all(len(self._steps), lambda: lambda part: None)  # what is refused is known from here on
@@ -314,7 +313,7 @@ class _Passes:
             self._refuse(found.place, found.refused)
 
     def _parts(self, upto: int) -> Iterator[_Part]:
-        """Every run of heads after the first rewrites."""
+        """Yield every run of heads after the first rewrites."""
         workspace = Workspace()
         for start, stop in self._runs:
             part, first = self._held or (self._begun(start, stop, workspace), 0)
@@ -371,7 +370,7 @@ class _Passes:
         return part._replace(layer=layer)
 
     def _of_all(self, upto: int, begin: Callable[[], Callable[[_Part], Found]]) -> list[Found]:
-        """What is found of every run after the first rewrites, from the beginning where one is refused."""
+        """Measure every run after the first rewrites. If one is refused, begin again without it."""
         while True:
             look = begin()
             try:
@@ -385,7 +384,7 @@ class _Passes:
         self._refused[place] = refused.reason
 
     def _choose(self, upto: int) -> None:
-        """Find out what the first rewrites have to know of all heads."""
+        """Collect what the first rewrites need of all heads."""
         for place, step in enumerate(self._steps[:upto]):
             if not step.selects:
                 continue
@@ -425,7 +424,7 @@ class _Passes:
         return kept
 
     def _record(self, place: int, parts: Sequence[dict[int, _Done]]) -> RewriteRecord | None:
-        """What a rewrite did to all of them."""
+        """Join the records of a rewrite over all parts."""
         if place in self._refused:
             return None
         if place in self._chosen:
@@ -480,7 +479,7 @@ class _Storage:
     def together(
         self, parts: Sequence[_Stored], kept: Sequence[int] | None, order: Sequence[int] | None
     ) -> AttentionWeights:
-        """All of them; to be called once.
+        """Join all heads; to be called once.
 
         Args:
             parts: what was said of them.
@@ -515,7 +514,7 @@ class _Storage:
 
 @final
 class _Maps:
-    """The maps of one side, as they come."""
+    """Collects the maps of one side."""
 
     def __init__(self, read: Link, copies: int) -> None:
         self._read, self._copies = read, copies
@@ -525,7 +524,7 @@ class _Maps:
         self._filled, self._rows, self._columns = 0, 0, 0
 
     def add(self, link: Link, *, alone: bool) -> None:
-        """The next ones; `alone` if they are as they were read."""
+        """Add maps; `alone` if they did not change."""
         if alone and self._weight is None:
             self._alone.append(link)
         else:
@@ -533,7 +532,7 @@ class _Maps:
             self._put(link)
 
     def change(self) -> None:
-        """From now on they are not all as they were read."""
+        """Note that not all maps are unchanged."""
         if self._weight is not None:
             return
         if self._copies == self._read.copies:
@@ -545,12 +544,12 @@ class _Maps:
             self._put(link)
 
     def without_bias(self) -> None:
-        """Leave out the bias of all."""
+        """Drop all biases."""
         self.change()
         self._biases = [(copies, None) for copies, _ in self._biases]
 
     def together(self) -> Link | None:
-        """All of them; None if they are as they were read. To be called once."""
+        """Join the maps; None if they did not change. To be called once."""
         if self._weight is None:
             return None
         weight, self._weight = self._weight, None

@@ -1,4 +1,4 @@
-"""What the output of a rewritten layer does on random and on real inputs, and what it may do on others."""
+"""Output differences of rewritten layers on random and real inputs, and bounds for all inputs."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +31,8 @@ class Rounding(NamedTuple):
     """How far rounding moves an output, relative to its norm.
 
     Attributes:
-        of_weights: if each number that was changed moves by half a unit in its last place, at random.
-        in_dtype: what the original is off in the checkpoint's own dtype.
+        of_weights: the effect of moving each changed number by half a unit in its last place, at random.
+        in_dtype: the error of the original in the checkpoint's own dtype.
     """
 
     of_weights: float
@@ -54,14 +54,14 @@ def measure_change(
     bounded: bool = False,
     most_numbers: int = MOST_NUMBERS,
 ) -> Measured:
-    """How far the output of a layer moves on random inputs, both as saved.
+    """Measure how far the output of a layer moves on random inputs.
 
     Args:
         before: the original layer.
-        after: the rewritten one, read back from what was saved.
-        probes: the inputs: normal numbers, standardised at every position as a norm without gain leaves them;
-            each layer gets them through the gain and shift of its own norm.
-        bounded: whether to look as well for what the weights allow on other inputs.
+        after: the rewritten layer, read back from the saved file.
+        probes: the inputs, normal and standardised at every position. Each layer gets them through the
+            weight and bias of its own norm.
+        bounded: whether to compute bounds for other inputs too.
         most_numbers: larger layers are measured a few groups of heads at a time.
     """
     x, memory = _probes(before, probes)
@@ -71,13 +71,13 @@ def measure_change(
 def measure_change_on(
     before: AttentionLayer, after: AttentionLayer, given: Seen, *, most_numbers: int = MOST_NUMBERS
 ) -> Measured:
-    """How far the output of a layer moves on what the original is given, both as saved.
+    """Measure how far the output of a layer moves on inputs from a text.
 
     Args:
         before: the original layer.
-        after: the rewritten one, read back from what was saved.
-        given: to the original, by the norm before it; a layer whose norm was folded gets it without gain and
-            shift.
+        after: the rewritten layer, read back from the saved file.
+        given: the inputs of the original, after the norm before it. A layer whose norm was folded gets them
+            without that norm's weight and bias.
         most_numbers: larger layers are measured a few groups of heads at a time.
     """
     x = before_gain(given.x.double(), before.weights.norm)
@@ -94,18 +94,18 @@ def rounding_of(
     probes: Probes = PROBES,
     most_numbers: int = MOST_NUMBERS,
 ) -> Rounding:
-    """What rounding explains of what two layers are apart.
+    """Measure how far rounding alone can move a layer's output.
 
     Args:
         before: the original layer.
-        after: the rewritten one, read back from what was saved.
-        stored: the coarsest dtype of what was changed; None if no number was, but only its place.
-        given: to the original, on a text; the probes if None.
+        after: the rewritten layer, read back from the saved file.
+        stored: the coarsest dtype of the changed tensors; None if numbers were only moved.
+        given: inputs of the original on a text; the probes if None.
         probes: as those of `measure_change`.
         most_numbers: larger layers are taken a few groups of heads at a time.
 
     Returns:
-        Norms relative to that of the original's output, the largest of a few draws.
+        Norms relative to the norm of the original's output, the largest of a few draws.
     """
     if given is None:
         x, memory = _probes(before, probes)
@@ -134,7 +134,7 @@ def _measured(
     bounded: bool,
     most_numbers: int,
 ) -> Measured:
-    """Both layers on what a norm makes before its gain and shift."""
+    """Measure both layers on the output of a norm before its weight and bias."""
     reference = _output(before, x, memory, torch.float64, most_numbers)
     moved = _output(after, x, memory, torch.float64, most_numbers)
     difference = moved - reference
@@ -200,7 +200,7 @@ def _through_norm(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 class MapErrors(NamedTuple):
-    """What a map that reads a norm puts out on the probes, before and after.
+    """Output errors on the probes of a map that reads a norm.
 
     Attributes:
         worst: largest entry of the difference in float64.
@@ -224,14 +224,14 @@ Map = tuple[Tensor, Tensor | None]
 
 
 def measure_map(norm: Norm, new_norm: Norm, before: Map, after: Map, probes: Probes = PROBES) -> MapErrors:
-    """How far the output of a map that reads a norm moves, both as saved.
+    """Measure how far the output of a map that reads a norm moves.
 
     Args:
-        norm: before.
-        new_norm: after.
+        norm: the norm before.
+        new_norm: the norm after.
         before: weight `[…, d_out, d_in]` and bias `[…, d_out]` of the map.
         after: likewise.
-        probes: the inputs, normal numbers standardised as a norm leaves them before gain and shift.
+        probes: the inputs, normal and standardised at every position.
     """
     x = _standardised(len(norm.weight), probes, torch.Generator().manual_seed(probes.seed)).flatten(0, 1)
     one, other, own = _through_norm(x, norm), _through_norm(x, new_norm), before[0].dtype
@@ -249,7 +249,7 @@ def measure_map(norm: Norm, new_norm: Norm, before: Map, after: Map, probes: Pro
 
 
 def total_errors(maps: Sequence[MapErrors]) -> Measured:
-    """Of the outputs of several maps, side by side."""
+    """The errors of the outputs of several maps, side by side."""
     moved, size, own, new = (
         math.sqrt(sum(getattr(errors, name) for errors in maps)) for name in ("moved", "size", "own", "new")
     )
@@ -263,7 +263,7 @@ def total_errors(maps: Sequence[MapErrors]) -> Measured:
 
 
 def blocks(weight: Tensor, most_numbers: int = MOST_NUMBERS) -> Iterator[tuple[int | slice, ...]]:
-    """Rows of a map `[…, d_out, d_in]`, so many at a time that they have no more than so many numbers."""
+    """Yield ranges of rows of a map `[…, d_out, d_in]`, within a number of entries each."""
     rows = max(1, most_numbers // max(1, weight.shape[-1]))
     parts = [slice(start, start + rows) for start in range(0, weight.shape[-2], rows)]
     if weight.ndim == 2:
@@ -279,7 +279,7 @@ def _mapped(x: Tensor, map_: Map, block: tuple[int | slice, ...], dtype: torch.d
 
 
 def _variance(x: Tensor, map_: Map, block: tuple[int | slice, ...]) -> Tensor:
-    """Of what a map puts out, if each of its numbers moves by a rounding, up or down at random."""
+    """The variance of a map's output if each of its numbers is rounded up or down at random."""
 
     def squared(numbers: Tensor) -> Tensor:
         wide = numbers.double()
@@ -291,7 +291,7 @@ def _variance(x: Tensor, map_: Map, block: tuple[int | slice, ...]) -> Tensor:
 
 
 def rounding_of_maps(maps: Sequence[MapErrors]) -> Rounding:
-    """What rounding explains of what several maps are apart, side by side."""
+    """How far rounding alone can move the outputs of several maps, side by side."""
     size = math.sqrt(sum(errors.size for errors in maps)) or 1.0
     by_rounding, own = (
         math.sqrt(sum(getattr(errors, name) for errors in maps)) / size for name in ("rounding", "own")
@@ -300,7 +300,7 @@ def rounding_of_maps(maps: Sequence[MapErrors]) -> Rounding:
 
 
 class _Bounds(NamedTuple):
-    """The largest moves of a score and of a head's output that the weights allow.
+    """Upper bounds on the change of a score and of a head's output.
 
     Attributes:
         score: None where none is known; likewise `output`.
@@ -313,7 +313,7 @@ class _Bounds(NamedTuple):
 
 
 def _bounds(before: AttentionLayer, after: AttentionLayer, most_numbers: int) -> _Bounds:
-    """Of inputs as the norms that are there make them."""
+    """The bounds for inputs that the layer's norms can produce."""
     if reason := _why_not_compared(before, after, most_numbers):
         return _Bounds(None, None, reason)
 
@@ -338,7 +338,7 @@ def _bounds(before: AttentionLayer, after: AttentionLayer, most_numbers: int) ->
 
 
 def _why_not_compared(before: AttentionLayer, after: AttentionLayer, most_numbers: int) -> str:
-    """Why no head can be bounded by itself; "" if heads can."""
+    """Why single heads cannot be bounded; "" if they can."""
     one, other = before.weights, after.weights
     if one.num_heads != other.num_heads:
         return f"there are {other.num_heads} heads where there were {one.num_heads}"
@@ -348,7 +348,7 @@ def _why_not_compared(before: AttentionLayer, after: AttentionLayer, most_number
 
 
 def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:
-    """A layer on inputs of length √d at most: gain and shift of the norms before it are in its maps.
+    """Fold the norms before a layer into its maps, so that its inputs have length √d at most.
 
     Raises:
         RewriteRefusedError: it is not known what norm makes the inputs that a form meets, or the layer has no
@@ -370,11 +370,11 @@ def move_of_forms(
 ) -> float | None:
     """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared.
 
-    W_QK of rotary heads moves as its root mean square over long distances, biases as rows (`rotary_move`).
+    For W_QK of rotary heads it is the root mean square over long distances, biases as rows (`rotary_move`).
 
     Args:
         before: the original layer.
-        after: the rewritten one.
+        after: the rewritten layer.
         most_numbers: larger layers are compared a few groups of heads at a time.
     """
     one, other = before.weights, after.weights
@@ -395,7 +395,7 @@ def rounding_of_forms(
     *,
     most_numbers: int = MOST_NUMBERS,
 ) -> float:
-    """The norm by which a form of a head moves if what was changed is rounded at random."""
+    """The norm by which a form of a head moves if the changed numbers are rounded at random."""
     weights = after.weights
     whole = not separable(weights)
     runs = [(0, weights.num_heads)] if whole else groups_of(weights, most_numbers)

@@ -1,4 +1,4 @@
-"""Memory that is free goes back to the system.
+"""Return free memory to the system.
 
 The C library of Linux seldom uses a freed piece again for an aligned one as large, which torch asks for:
 a layer of 411 MB whose heads are treated one by one grew the process to 4 GB (docs/log.md).
@@ -22,7 +22,7 @@ _MOST_PASSED = 1 << 28
 
 
 def give_back_memory() -> None:
-    """Give back what is free, with glibc; elsewhere nothing happens."""
+    """Return free memory to the system with glibc; do nothing elsewhere."""
     if (library := _glibc()) is not None:
         library.malloc_trim(0)
 
@@ -41,7 +41,7 @@ class Workspace:
         self._passed = 0
 
     def cast(self, weights: AttentionWeights, dtype: torch.dtype) -> AttentionWeights:
-        """The same numbers in a dtype; what the last call gave is overwritten.
+        """Cast weights to a dtype. The result of the last call is overwritten.
 
         Biases, and all that is no map, are in memory of their own.
         """
@@ -70,6 +70,6 @@ class Workspace:
 
 @cache
 def _glibc() -> ctypes.CDLL | None:
-    """The C library, if it is one that can give back what is free."""
+    """The C library, if it can return free memory."""
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     return library if hasattr(library, "malloc_trim") else None

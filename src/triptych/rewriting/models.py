@@ -52,11 +52,11 @@ _Records = tuple[RewriteRecord, ...]
 @final
 @dataclass(frozen=True)
 class RewriteResult(Generic[Target]):
-    """A rewritten thing, and what was done to it.
+    """The result of a rewrite, and its records.
 
     Attributes:
-        result: of the kind that was passed in.
-        records: those of the rewrites, for every layer, by site ("encoder.0"); "layer" for a single one.
+        result: weights, a layer or a model, as passed in.
+        records: the records of the rewrites, by the layer's site ("encoder.0"), or "layer" for a single one.
     """
 
     result: Target
@@ -73,16 +73,15 @@ def rewrite(
         rewrite(model, drop_key_bias, partial(fold, keep="folded"))    # functions of weights
 
     Args:
-        target: what to rewrite; left as it is.
-        steps: calls, records, or functions of `AttentionWeights`; the latter may take shared maps apart.
-        sites: of a model, the attention layers to rewrite ("encoder.0", "decoder.2", "cross.1"); all if
-            None.
+        target: weights, a layer or a model. It is not changed.
+        steps: calls, records, or functions of `AttentionWeights`; the latter may separate shared maps.
+        sites: the attention layers of a model to rewrite ("encoder.0", "decoder.2", "cross.1"); all if None.
 
     Raises:
-        RewriteRefusedError: a rewrite would change what a layer computes, with the reason and the site; or it
-            is of more than attention, or looks at a text.
-        UsageError: a rewrite that there is not.
-        ValueError: a site there is not.
+        RewriteRefusedError: a rewrite would change a layer's function (the message gives the reason and the
+            site), changes more than attention, or needs a text.
+        UsageError: an unknown rewrite.
+        ValueError: an unknown site.
     """
     read = [read_rewrite(step) if isinstance(step, str | Rewrite) else step for step in steps]
     found: RewriteResult[Target] = _rewrite(target, read, sites)
@@ -134,10 +133,10 @@ def _of_model(
 
 
 def with_rewritten(model: ModelT, changed: Mapping[str, AttentionWeights]) -> ModelT:
-    """A new model with rewritten weights at some sites; norms that they took up are left neutral.
+    """Make a new model with rewritten weights at some sites. Norms that were folded become neutral.
 
     Raises:
-        RewriteRefusedError: some of the layers that read a norm took it up, and others still read it.
+        RewriteRefusedError: a norm was folded into some of the layers that read it, and not into others.
         ValueError: as `with_attention`.
     """
     before = attention_weights(model)
@@ -154,7 +153,7 @@ def _require_no_sites(sites: Collection[str] | None) -> None:
 def _run(
     layers: Mapping[str, Layer], steps: Sequence[AnyRewrite]
 ) -> tuple[dict[str, AttentionWeights], dict[str, _Records]]:
-    """The rewrites in float64, and one cast back."""
+    """Apply the rewrites in float64, and cast the result back once."""
     now: dict[str, Layer] = {}
     for site, layer in layers.items():
         with _named(layer):
@@ -178,7 +177,7 @@ def _run(
 
 
 def _number(site: str) -> int:
-    """Of a layer within its stack."""
+    """The number of a layer within its stack."""
     return int(site.rpartition(".")[2]) if "." in site else 0
 
 
@@ -195,7 +194,7 @@ def _stepped(layer: Layer, step: AnyRewrite) -> tuple[Layer, RewriteRecord]:
 
 @contextmanager
 def _named(layer: Layer) -> Iterator[None]:
-    """Let a refusal say at which layer of a model."""
+    """Add the name of a model's layer to a refusal."""
     try:
         yield
     except RewriteRefusedError as refused:

@@ -1,4 +1,4 @@
-"""What a rewrite of a checkpoint would do, layer by layer, before anything is written."""
+"""Plans: what a rewrite of a checkpoint would do, layer by layer, before anything is written."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ from triptych.storage.hub import download_checkpoint, is_hub_id
 @final
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A recipe with what all layers together and the text have told.
+    """A recipe, prepared with all layers and the calibration text.
 
     Attributes:
         steps: ready for each layer.
@@ -52,7 +52,7 @@ class Prepared:
     def through(
         self, source: AttentionSource, read: AttentionLayer, upto: int | None = None
     ) -> RewrittenLayer:
-        """A layer through the steps, or the first so many."""
+        """Apply all steps, or the first `count`, to a layer."""
         return rewrite_layer(
             read,
             self.steps[:upto],
@@ -63,7 +63,7 @@ class Prepared:
         )
 
     def parts(self, source: AttentionSource, read: AttentionLayer, upto: int) -> Iterator[Layer]:
-        """A layer after the first steps in float64; a large one a few groups of heads at a time."""
+        """Yield a layer after the first steps in float64; a large one a few groups of heads at a time."""
         return rewritten_parts(
             read,
             self.steps[:upto],
@@ -75,12 +75,12 @@ class Prepared:
 
 
 def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Prepared:
-    """Look at the text, and share budgets out.
+    """Prepare a recipe: gather moments over the text, and distribute budgets over layers.
 
     Raises:
-        UsageError: a step needs a text and there is none, or names layers that there are not.
-        RewriteRefusedError: a layer refuses one of the steps before, or a norm that maps outside the
-            attention read cannot be folded, and that is not to be skipped.
+        UsageError: a step needs a text and there is none, or names layers that do not exist.
+        RewriteRefusedError: a layer refuses a step, or a norm that maps outside the attention read cannot be
+            folded, and `skip_refused` is not set.
     """
     _require_layers(source, recipe.step)
     if any(step.needs_text for step in recipe.step):
@@ -111,12 +111,12 @@ def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Pre
 
 
 def _before(source: AttentionSource, prepared: Prepared, number: int, read: AttentionLayer) -> RewrittenLayer:
-    """A layer as the first steps leave it."""
+    """A layer after the first steps."""
     return prepared.through(source, read, number)
 
 
 def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Rewrite) -> Iterator[Layer]:
-    """The layers that a step is for, as the steps before it leave them; large ones in parts."""
+    """Yield the layers that a step applies to, after the steps before it; large ones in parts."""
     for site in source.sites:
         if step.layers is not None and site.layer not in step.layers:
             continue
@@ -228,17 +228,17 @@ def local_folder(checkpoint: str) -> Path:
 
 
 def resize_kv_heads(checkpoint: str, num_kv_heads: int, family: Family | None = None) -> str:
-    """The rewrite that gives so many key-value heads: merging, or repeating if the first layer has fewer."""
+    """The name of the rewrite to a number of key-value heads: merging, or repeating if there are fewer."""
     source = open_checkpoint(local_folder(checkpoint), family)
     there = source.read(source.sites[0]).weights.num_key_heads
     return "repeat_kv_heads" if num_kv_heads > there else "merge_kv_heads"
 
 
 def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
-    """What a rewrite would do; everything is computed and nothing written.
+    """Compute what a rewrite would do, without writing anything.
 
     Raises:
-        RewriteRefusedError: a layer refuses a step, and that is not to be skipped.
+        RewriteRefusedError: a layer refuses a step, and `skip_refused` is not set.
     """
     folder = local_folder(checkpoint)
     source = open_checkpoint(folder, family)

@@ -47,10 +47,10 @@ class RewriteRecipe(BaseModel):
 
 
 def read_rewrite_recipe(path: Path) -> RewriteRecipe:
-    """A recipe from a file.
+    """Read a recipe from a file.
 
     Raises:
-        UsageError: it is not there, no TOML, or names what there is not.
+        UsageError: the file does not exist, is not TOML, or has unknown names.
     """
     try:
         record = tomllib.loads(path.read_text(encoding="utf-8"))

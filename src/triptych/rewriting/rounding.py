@@ -1,9 +1,8 @@
-"""How far rounding alone can move what a layer or a whole model computes.
+"""How far rounding alone can move the output of a layer or of a whole model.
 
-An exact rewrite computes the same function. What is left of a difference is rounding: of the weights when
-they are stored, and of the arithmetic. How far that goes depends on the model, so it is measured. Every
-weight moves by half a unit in its last place, up or down at random. The output of the moved model is compared
-with that of the model as it stands.
+An exact rewrite computes the same function. The remaining difference is rounding, of the stored weights and
+of the arithmetic. Its size depends on the model, so it is measured: every weight moves by half a unit in its
+last place, up or down at random, and the output is compared with that of the unmoved model.
 """
 
 import copy
@@ -31,12 +30,12 @@ _FIRST_DRAWS, _MOST_DRAWS = 3, 16
 
 
 class RoundingJudgement(NamedTuple):
-    """A difference between two models beside what rounding does.
+    """The difference between two models, compared with the effect of rounding.
 
     Attributes:
         moved: the largest difference of a logit.
-        by_rounding: the largest that a random rounding of the rewritten model's weights makes on the same
-            tokens.
+        by_rounding: the largest difference that random rounding of the rewritten model's weights makes on the
+            same tokens.
     """
 
     moved: float
@@ -49,7 +48,7 @@ class RoundingJudgement(NamedTuple):
 
 
 def changed_parameters(original: RunnableModel, rewritten: RunnableModel) -> frozenset[str]:
-    """Names of the parameters of the second model that the first does not have, or has otherwise."""
+    """Names of the parameters of the second model that differ from the first or are not in it."""
     before = dict(original.model.named_parameters())
     return frozenset(
         name
@@ -61,7 +60,7 @@ def changed_parameters(original: RunnableModel, rewritten: RunnableModel) -> fro
 
 
 def coarsest_changed(tensors: Mapping[str, TensorRecord], written: Tensors) -> torch.dtype:
-    """The coarsest dtype in which a tensor is stored that a rewrite changed; float64 if none is."""
+    """The coarsest dtype of the tensors that a rewrite changed; float64 if there are none."""
     dtypes = {
         written.infos[name].dtype
         for name, record in tensors.items()
@@ -74,13 +73,13 @@ def coarsest_changed(tensors: Mapping[str, TensorRecord], written: Tensors) -> t
 def judge(
     found: Compared, rewritten: RunnableModel, changed: Collection[str], stored: torch.dtype
 ) -> RoundingJudgement:
-    """Hold what two models are apart against what rounding does.
+    """Compare the difference between two models with the effect of rounding.
 
     Args:
-        found: both models compared.
-        rewritten: the second of them.
-        changed: names of its parameters that are other than in the first.
-        stored: the coarsest dtype that one of these is stored in.
+        found: the comparison of both models.
+        rewritten: the rewritten model.
+        changed: names of its parameters that differ from the original.
+        stored: the coarsest dtype of these parameters in the file.
     """
     most, outputs = 0.0, [rewritten.outputs(window) for window in found.farthest]
     for seed in range(_MOST_DRAWS):
@@ -103,10 +102,10 @@ def first_moved(
     """The name of the first attention layer whose output moves farther than rounding explains; "" if none.
 
     Args:
-        original: the first model.
-        rewritten: the second.
+        original: the original model.
+        rewritten: the rewritten model.
         source: the original's checkpoint.
-        window: what both run on.
+        window: the input of both.
         stored: as in `judge`.
 
     Raises:

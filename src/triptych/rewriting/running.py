@@ -1,7 +1,7 @@
-"""Whole models run on text, original and rewritten beside each other, and what their attention sees on it.
+"""Run whole models on text, to compare original and rewritten ones and to record inputs of attention layers.
 
-Models of others are run by `transformers`, the model's own forward; ours by ourselves. Nothing that came
-with a checkpoint is executed (`trust_remote_code` is off).
+Models of other libraries are run by `transformers`, our own by triptych. No code that came with a checkpoint
+is executed (`trust_remote_code` is off).
 """
 
 import contextlib
@@ -32,7 +32,7 @@ RunnableKind = Literal["causal", "pairs", "encoder"]
 @final
 @dataclass(frozen=True, eq=False)
 class Window:
-    """A piece of text as a model takes it.
+    """The input of a model for a piece of text.
 
     Attributes:
         inputs: token ids by argument, `[1, length]` each.
@@ -46,7 +46,7 @@ class Window:
 @final
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What a layer is given: `x` for the queries, `memory` for keys and values if that is another."""
+    """The inputs of a layer: `x` for the queries, and `memory` for keys and values in cross-attention."""
 
     x: Tensor
     memory: Tensor | None
@@ -56,10 +56,10 @@ class RunnableModel(ABC):
     """A model that can be run.
 
     Attributes:
-        by: what runs it.
-        kind: what it does with text.
+        by: the library that runs it.
+        kind: how it reads text.
         model: its module.
-        seen: what the layers that are watched were given in the last run, by name: each time they were used.
+        seen: the inputs of the watched layers in the last run, by name, one for each use of the layer.
     """
 
     by: str
@@ -69,15 +69,15 @@ class RunnableModel(ABC):
 
     @abstractmethod
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
-        """A text, cut into pieces.
+        """Cut a text into windows.
 
         Raises:
-            UsageError: not the kind of text that the model reads.
+            UsageError: the text is not of the kind that the model reads.
         """
 
     @abstractmethod
     def random_windows(self, seed: int) -> Iterator[Window]:
-        """Random tokens."""
+        """Windows of random tokens."""
 
     @abstractmethod
     def outputs(self, window: Window) -> Tensor:
@@ -85,7 +85,7 @@ class RunnableModel(ABC):
 
     @abstractmethod
     def watch(self, source: AttentionSource, sites: Sequence[Site]) -> "contextlib.ExitStack":
-        """Keep what attention layers are given at the next run, in `seen`, until the stack is closed."""
+        """Record the inputs of attention layers in `seen`, until the returned stack is closed."""
 
     @abstractmethod
     def attention_module(self, site: Site) -> nn.Module:
@@ -96,7 +96,7 @@ class RunnableModel(ABC):
         """
 
     def attention_outputs(self, source: AttentionSource, window: Window) -> list[tuple[str, Tensor]]:
-        """What attention layers put out, by name, in the order in which they run.
+        """The outputs of attention layers with their names, in the order in which they run.
 
         Raises:
             DataError: the model has no module of a layer's name.
@@ -115,14 +115,14 @@ class RunnableModel(ABC):
 
 
 class Compared(NamedTuple):
-    """Two models on the same windows.
+    """Comparison of two models on the same windows.
 
     Attributes:
-        tokens: how many were predicted.
+        tokens: number of predicted tokens.
         worst_logit: largest difference of a logit.
         divergence_nats: mean KL divergence of the second model's next token from the first's.
-        loss_before_nats: of the first, per token; None where nothing is predicted. Likewise
-            `loss_after_nats`, of the second.
+        loss_before_nats: loss of the first model per token; None if nothing is predicted. Likewise
+            `loss_after_nats` of the second.
         farthest: the windows on which logits differ most, the worst first.
     """
 
@@ -136,7 +136,7 @@ class Compared(NamedTuple):
 
 @torch.inference_mode()
 def compared(original: RunnableModel, rewritten: RunnableModel, windows: Iterator[Window]) -> Compared:
-    """How far two models are apart on a text.
+    """Compare two models on a text.
 
     Raises:
         UsageError: there are no windows.
@@ -164,14 +164,14 @@ def compared(original: RunnableModel, rewritten: RunnableModel, windows: Iterato
 
 
 def largest_difference(one: Tensor, other: Tensor) -> float:
-    """Of two outputs, entry by entry; infinite where one of them is no number and the other is."""
+    """The largest difference of two outputs; infinite if an entry is NaN in only one of them."""
     one, other = one.double(), other.double()
     same = (one == other) | (one.isnan() & other.isnan())
     return float((one - other).abs().nan_to_num(nan=torch.inf).masked_fill(same, 0.0).max())
 
 
 def open_model(path: Path) -> RunnableModel:
-    """A model, ready to run.
+    """Open a model to run it.
 
     Raises:
         UsageError: `transformers` is not installed, or has no such model.
@@ -183,10 +183,10 @@ def open_model(path: Path) -> RunnableModel:
 
 
 def read_whole_text(path: Path) -> str:
-    """A text to run on.
+    """Read a text file.
 
     Raises:
-        UsageError: it cannot be read, or is no text.
+        UsageError: the file cannot be read, or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -324,7 +324,7 @@ class TransformersModel(RunnableModel):
         return stack
 
     def attention_module(self, site: Site) -> nn.Module:
-        """That of the layer's name, as near as the names in memory come to it."""
+        """The module whose name in memory is closest to the layer's name in the file."""
         return self._module(site.module)
 
     def _module(self, name: str) -> nn.Module:
@@ -362,7 +362,7 @@ class TransformersModel(RunnableModel):
         return self._cached
 
     def _at_most(self, tokens: int) -> int:
-        """So many tokens, or as many as the model has positions for."""
+        """A number of tokens, limited to the positions that the model has."""
         config = self._config.get_text_config()
         return min(tokens, int(getattr(config, "max_position_embeddings", None) or tokens))
 
@@ -469,7 +469,7 @@ class OwnRunnable(RunnableModel):
 
 
 def _fill_with_nan(model: nn.Module, names: Sequence[str]) -> None:
-    """Mark parameters that nothing was read for, so that an output which depends on them is no number."""
+    """Fill parameters that the file lacks with NaN, so that outputs which depend on them are NaN."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name in names:
@@ -487,13 +487,13 @@ def _inputs_besides_text(model: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error that says something."""
+    """The first line of an error that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:200]
 
 
 def _renamed(name: str) -> Iterator[str]:
-    """A module's name in the file, and as versions of `transformers` have it in memory."""
+    """A module's name in the file, and its names in memory in versions of `transformers`."""
     yield name
     yield name.removeprefix("model.")
     yield name.replace("language_model.model.", "model.language_model.")

@@ -1,4 +1,4 @@
-"""The claims of a certificate, tried again."""
+"""Verification of the claims of a certificate."""
 
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -35,20 +35,19 @@ def verify(
     family: Family | None = None,
     calibration: Path | None = None,
 ) -> list[Claim]:
-    """Try the claims of the certificate in a folder again.
+    """Verify the claims of the certificate in a folder.
 
     Args:
-        folder: of the rewritten checkpoint, or the certificate in it.
-        against: the original; the folder that the certificate names, if it is there, if None.
-        text: what both models were compared on, to compare them again. Random tokens are drawn again
-            without being asked for.
-        family: how both are written, for a family that was given by hand.
-        calibration: the text that steps looked at, to do those again.
+        folder: the folder of the rewritten checkpoint, or the certificate in it.
+        against: the original. If None, the folder that the certificate names, if it exists.
+        text: the text that both models were compared on. Random tokens need none.
+        family: the family of both checkpoints, if it was given by hand.
+        calibration: the calibration text, to repeat the steps that used it.
 
     Raises:
-        DataError: there is no certificate, or it was changed since it was written.
-        UsageError: `text` without an original, none that can be read, or another than the models were
-            compared on; the original cannot be run on it; `calibration` likewise.
+        DataError: there is no certificate, or it was changed after it was written.
+        UsageError: `text` is given without an original, cannot be read, or is not the text that the models
+            were compared on; the original cannot be run on it; likewise for `calibration`.
     """
     for given in (text, calibration):
         if given is not None:
@@ -103,7 +102,7 @@ def _not_tried(certificate: Certificate, reason: str) -> Iterator[Claim]:
 
 
 def _only_stated(certificate: Certificate, words: bool) -> Iterator[Claim]:
-    """What a certificate says that neither checkpoint tells."""
+    """Entries of a certificate that neither checkpoint can confirm."""
     yield stated("tool", shown(certificate.tool))
     yield stated("source, as it was named", shown(certificate.source))
     if not words:
@@ -130,10 +129,10 @@ def _origin(certificate: Certificate, source: AttentionSource) -> Claim:
 
 
 def _require_calibration(certificate: Certificate, original: Path | None, calibration: Path) -> None:
-    """It is the text that steps looked at.
+    """Check that a text is the calibration text of the certificate.
 
     Raises:
-        UsageError: it is another, or there is none; or there is no original to do steps on.
+        UsageError: it is another text, or there is none; or there is no original.
     """
     if original is None:
         raise UsageError("--calibrate needs the original: give it with --against")
@@ -147,10 +146,10 @@ def _require_calibration(certificate: Certificate, original: Path | None, calibr
 
 
 def _require_text(certificate: Certificate, text: Path) -> None:
-    """It is the text that both models were compared on, as far as the certificate says.
+    """Check that a text is the one that both models were compared on.
 
     Raises:
-        UsageError: it is another, or there is none.
+        UsageError: it is another text, or there is none.
     """
     found = certificate.end_to_end
     if found is None:

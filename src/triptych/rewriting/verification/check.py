@@ -1,4 +1,4 @@
-"""One claim of a certificate, and whether it held."""
+"""A claim of a certificate, and whether it holds."""
 
 import math
 import re
@@ -9,7 +9,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 class Claim(NamedTuple):
-    """One claim: whether it held (None if it was not tried again), and what was found."""
+    """A claim: whether it holds (None if it was not checked), and what was found."""
 
     claim: str
     held: bool | None
@@ -17,25 +17,25 @@ class Claim(NamedTuple):
 
 
 def listed(claim: str, wrong: list[str], right: str) -> Claim:
-    """A check that holds if nothing is wrong."""
+    """A claim that holds if a list of errors is empty."""
     said = "; ".join(wrong[:_MOST_NAMED]) + (f"; {len(wrong)} in all" if len(wrong) > _MOST_NAMED else "")
     return Claim(claim, not wrong, said or right)
 
 
 def stated(claim: str, what: str) -> Claim:
-    """What a certificate says and nothing here can tell."""
+    """A claim that is stated in the certificate and was not checked."""
     return Claim(claim, None, f"stated, not checked: {what}")
 
 
 def near(one: float | None, other: float | None, relative: float, absolute: float = 0.0) -> bool:
-    """Whether two numbers are there and close, or both are missing."""
+    """Whether two numbers are close, or both are None."""
     if one is None or other is None:
         return one is other
     return math.isclose(one, other, rel_tol=relative, abs_tol=absolute)
 
 
 def same_words(one: str, other: str) -> bool:
-    """Whether two texts say the same, but for one unit in the last digit of the numbers in them."""
+    """Whether two texts are equal, up to one unit in the last digit of their numbers."""
     if _NUMBER.split(one) != _NUMBER.split(other):
         return False
     return all(

@@ -1,4 +1,4 @@
-"""The files of a rewritten checkpoint: as they were written, and nothing else than the original's."""
+"""Checks of the files of a rewritten checkpoint against its certificate and the original."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ _NOTHING_ELSE = "nothing else is other than it was"
 
 
 def files_as_written(certificate: Certificate, folder: Path) -> Claim:
-    """Hashes of what lies beside the tensors, and the section of the model card."""
+    """Check the hashes of the files beside the tensors, and the section of the model card."""
     wrong = []
     for name, wanted in certificate.files.items():
         path = folder / name
@@ -70,7 +70,7 @@ def hashes(certificate: Certificate, tensors: Tensors, which: str, claim: str) -
 def nothing_else(
     certificate: Certificate, original: Path, folder: Path, source: Format, written: Format
 ) -> Claim:
-    """Nothing but the layers that were measured, and the settings that are named, is other than it was."""
+    """Check that only the measured layers and the listed settings changed."""
     named = [layer.module for layer in certificate.layers]
     sites = source.source.sites
     wrong = [f"{site.module} is not in the certificate" for site in sites if site.module not in named]

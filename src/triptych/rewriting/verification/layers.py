@@ -1,4 +1,4 @@
-"""Layers and norms measured again, and held against their tier and their bounds."""
+"""Measure layers and norms again, and compare them with their tiers and bounds."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -132,7 +132,7 @@ def layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Claim:
 
 
 def _unlike(module: str, certified: Measured, found: Measured) -> Iterator[str]:
-    """What was measured now and is not as certified."""
+    """Measurements that differ from the certificate."""
     for name in Measured.model_fields:
         one, other = getattr(certified, name), getattr(found, name)
         if isinstance(one, str):
@@ -150,7 +150,7 @@ def _shown(value: float | str | None) -> str:
 
 
 def _beyond_tier(layer: LayerRecord | NormRecord, found: Measured, rounding: Rounding) -> Iterator[str]:
-    """Why what moved is more than an exact tier allows."""
+    """Why a layer moved more than its exact tier allows."""
     if not rounding.explains(found):
         yield (
             f"{layer.module}: {found.relative:.3g} of the output, and {found.error_ratio:.3g} times the "
@@ -180,7 +180,7 @@ def _beyond_bound(
 
 
 def inputs_of_text(inputs: Mapping[str, Seen], original: Path, source: AttentionSource, text: Path) -> Claim:
-    """What was kept is what the original is given for this text."""
+    """Check that the stored inputs are the original's inputs for this text."""
     claim = "inputs kept of the text"
     try:
         model = open_model(original)
@@ -196,7 +196,7 @@ def inputs_of_text(inputs: Mapping[str, Seen], original: Path, source: Attention
 
 
 def _are_near(one: Seen, other: Seen) -> bool:
-    """Whether inputs are the same but for the order of float32 sums."""
+    """Whether inputs are equal up to the order of float32 sums."""
     for a, b in ((one.x, other.x), (one.memory, other.memory)):
         if a is None or b is None:
             if a is not b:

@@ -1,4 +1,4 @@
-"""Whole models compared again."""
+"""Repeat the comparison of whole models."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ def on_random_tokens(certified: EndToEnd) -> bool:
 
 
 def not_compared(certificate: Certificate, reason: str) -> Iterator[Claim]:
-    """Says that whole models were not run again, if the certificate has something to say of them."""
+    """Claims about whole models that were not checked."""
     if certificate.end_to_end is not None:
         yield Claim(_WHOLE_MODELS, None, f"not tried again: {reason}")
 
@@ -37,7 +37,7 @@ def not_compared(certificate: Certificate, reason: str) -> Iterator[Claim]:
 def models_again(
     certificate: Certificate, original: Path, folder: Path, source: AttentionSource, text: Path | None
 ) -> Iterator[Claim]:
-    """Both models run again, on random tokens or on the text; or why not."""
+    """Run both models again, on random tokens or on the text; or say why not."""
     certified = certificate.end_to_end
     if certified is None:
         return
@@ -76,7 +76,7 @@ def models_again(
 
 
 def _other_than(certified: EndToEnd, found: Compared, *, exact: bool) -> Iterator[str]:
-    """What was found of whole models and is not as certified."""
+    """Figures of whole models that differ from the certificate."""
     if certified.tokens != found.tokens:
         yield f"{found.tokens:,} tokens, certified {certified.tokens:,}"
     relative, absolute = (_SAME_LOGIT_IF_EXACT, _LOGIT_IF_EXACT) if exact else (_SAME_LOGIT, _LOGIT)

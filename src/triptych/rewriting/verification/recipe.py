@@ -1,4 +1,4 @@
-"""The recipe done again on the original, and what the certificate says of it."""
+"""Repeat the recipe on the original, and compare with the certificate."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -36,13 +36,13 @@ _SAME, _SAME_ON_TEXT = 1e-6, 1e-2
 def recipe_again(
     pair: CheckpointPair, folder: Path, calibration: Path | None, *, words: bool
 ) -> Iterator[Claim]:
-    """Steps, costs, settings and bounded layers as the recipe makes them of the original.
+    """Check steps, costs, settings and bounded layers by repeating the recipe on the original.
 
     Args:
         pair: both checkpoints.
         folder: of the original.
         calibration: the text that steps looked at; None if it is not at hand.
-        words: whether what is said in words must be the same: it was said by this version.
+        words: whether sentences must be equal too, because this version wrote them.
     """
     certificate = pair.certificate
     try:
@@ -63,7 +63,7 @@ def recipe_again(
 
 
 def _without_text(pair: CheckpointPair) -> Claim:
-    """What the original alone tells: which steps each layer has a record of, and what it cost before."""
+    """Check what needs no text: the steps of each layer, and its cost before."""
     certificate, wrong, before = pair.certificate, list[str](), list[Cost]()
     for layer in certificate.layers:
         if layer.module not in pair.before:
@@ -85,7 +85,7 @@ def _without_text(pair: CheckpointPair) -> Claim:
 
 
 class _Again:
-    """A recipe on its way through the layers once more."""
+    """Repeats a recipe layer by layer."""
 
     def __init__(self, pair: CheckpointPair, prepared: Prepared, words: bool, on_text: bool) -> None:
         self._pair, self._prepared, self._words, self._on_text = pair, prepared, words, on_text
@@ -135,7 +135,7 @@ class _Again:
     def _other_function(
         self, layer: LayerRecord, one: AttentionLayer, other: AttentionLayer, done: RewrittenLayer
     ) -> Iterator[str]:
-        """Why a bounded layer is not the one that the recipe makes."""
+        """Why a bounded layer differs from the result of the recipe."""
         expected = replace(one, weights=done.weights)
         found = measure_change(expected, other, self._pair.certificate.probes).relative
         rounding = rounding_of(
