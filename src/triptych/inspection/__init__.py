@@ -1,4 +1,4 @@
-"""Attention of a checkpoint, measured head by head."""
+"""Measures of the attention heads of a checkpoint."""
 
 from triptych.inspection.checkpoint import NEAR, Inspection, NearCopy, inspect
 from triptych.inspection.layers import InspectedLayer

@@ -1,6 +1,6 @@
-"""What the attention of a checkpoint looks like, head by head: `inspect(path)`.
+"""Measure the attention heads of a checkpoint: `inspect(path)`.
 
-One layer is held at a time. Nothing is run: all that is said follows from the weights.
+One layer is in memory at a time. The model is not run: all measures follow from the weights.
 """
 
 import time
@@ -33,13 +33,13 @@ _MOST_PAIRS = 200
 @final
 @dataclass(frozen=True)
 class NearCopy:
-    """Two heads that look, or move, nearly the same, with a map of their own that makes the form.
+    """Two heads whose W_QK or W_OV are nearly equal although they do not share their maps.
 
     Attributes:
         form: "qk" or "ov".
         one: a head, as "encoder 0, head 3".
         other: another.
-        cosine: of their forms; negative where one does the opposite.
+        cosine: cosine of their forms; negative if they are opposite.
     """
 
     form: str
@@ -51,21 +51,21 @@ class NearCopy:
 @final
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint looked at.
+    """The measures of a checkpoint.
 
     Attributes:
-        name: of the checkpoint.
-        family: how it is written.
-        known_by: what that is known by.
-        layers: all that were looked at.
-        ignores_rotary: whether figures of rotary heads are those of W_Q W_Kᵀ as if nothing turned.
-        num_tensors: there are; those of `left_over` are no attention.
-        seconds: that it took.
-        copies: heads that are nearly the same, the nearest first.
-        more_copies: whether there may be more of them than were worked out.
-        unread: tensors of attention that is known and not read, and why.
-        absent: stacks that the configuration has and the tensors have not.
-        warnings: sentences on fields of the configuration that are set and not followed.
+        name: name of the checkpoint.
+        family: its family.
+        known_by: how the family was recognised.
+        layers: the measured layers.
+        ignores_rotary: whether figures of rotary heads describe W_Q W_Kᵀ without the rotation.
+        num_tensors: number of tensors; those of `left_over` do not belong to attention.
+        seconds: the time it took.
+        copies: heads that are nearly equal, the closest first.
+        more_copies: whether there may be more near-copies than were computed.
+        unread: attention tensors that were recognised but not read, with the reason.
+        absent: stacks that the configuration has and the file lacks.
+        warnings: sentences on fields of the configuration that are set but not followed.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Inspection:
     warnings: tuple[str, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
-        """A flat record of every head: its place, then every measure."""
+        """One flat record per head: its place, then every measure."""
         return [
             {
                 "stack": layer.stack,
@@ -113,16 +113,16 @@ def inspect(
     """Measure the heads of a checkpoint.
 
     Args:
-        checkpoint: a folder, a tensor file next to its config.json, a name on the Hub, or one that is open.
+        checkpoint: a folder, a tensor file next to its config.json, a name on the Hub, or an open checkpoint.
         layers: numbers of layers, in every stack; all if None. Likewise `heads`.
         heads: numbers of heads.
-        family: how the checkpoint is written, if it does not say.
-        ignore_rotary: measure W_Q W_Kᵀ of rotary heads as if nothing turned.
+        family: the family of the checkpoint, if its configuration does not tell.
+        ignore_rotary: measure W_Q W_Kᵀ of rotary heads without the rotation.
         progress: called before each layer with its name, the bytes read and the bytes of all layers.
 
     Raises:
-        UsageError: there is no such checkpoint, or no layer or head is left.
-        DataError: the checkpoint's tensors are not what its configuration says.
+        UsageError: there is no such checkpoint, or no layer or head is selected.
+        DataError: the checkpoint's tensors do not fit its configuration.
     """
     if not isinstance(checkpoint, AttentionSource):
         checkpoint = open_checkpoint(str(checkpoint), family)
@@ -172,7 +172,7 @@ def inspect(
 
 
 class _Sketches:
-    """Short stand-ins for the forms of all heads, from which those that may be near-copies are found."""
+    """Sketches of the forms of all heads, to find candidates for near-copies."""
 
     def __init__(self, checkpoint: AttentionSource, ignore_rotary: bool) -> None:
         self._checkpoint, self._ignore_rotary = checkpoint, ignore_rotary
@@ -193,9 +193,9 @@ class _Sketches:
             )
 
     def near_copies(self) -> tuple[list[NearCopy], bool]:
-        """Pairs with a cosine of at least `NEAR`, of either sign, worked out, the nearest first.
+        """Pairs of heads with an absolute cosine of at least `NEAR`, the closest first.
 
-        The second is whether there may be more: so many are worked out and no more.
+        The number of computed pairs is limited; the second result says whether there may be more.
         """
         found, more = [], False
         for (form, *_), heads in self._found.items():
@@ -219,7 +219,7 @@ class _Sketches:
         return found
 
     def _read(self, site: Site) -> dict[str, tuple[Tensor, Tensor]]:
-        """The factors of a layer; those of the last two are kept."""
+        """The factors of a layer. Those of the last two layers are cached."""
         if site not in self._kept:
             layer = self._checkpoint.read(site)
             self._kept[site] = self._factors(layer, layer.weights.multiplied_out())
@@ -231,7 +231,7 @@ class _Sketches:
 
 
 def _first_of_each(form: str, maps: AttentionWeights, heads: Collection[int]) -> Iterator[int]:
-    """Heads, of those that share both maps of a form the first."""
+    """The heads without repetition: of heads that share both maps of a form, the first."""
     sides: tuple[Side, Side] = ("q", "k") if form == "qk" else ("v", "o")
     seen = set[tuple[int, ...]]()
     for head in heads:

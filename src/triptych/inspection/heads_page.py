@@ -1,6 +1,6 @@
-"""Every head of a checkpoint on one page: a map of layers × heads for each measure, and each head's spectra.
+"""An HTML page with every head of a checkpoint: a map of layers × heads for each measure, and spectra.
 
-The page needs no network and no drawing library: its script is `reports/heads.js`.
+The page needs neither a network nor a drawing library. Its script is `reports/heads.js`.
 """
 
 import math
@@ -15,7 +15,7 @@ from triptych.reports import render
 
 
 def heads_page(inspections: Sequence[Inspection], command: str) -> str:
-    """The page of one checkpoint, or of several side by side."""
+    """Make the page of one checkpoint, or of several side by side."""
     names = [inspection.name for inspection in inspections]
     facts = [("command", command)]
     if len(inspections) == 1:
@@ -42,14 +42,14 @@ def render_heads(
     facts: Sequence[tuple[str, str]] = (),
     measures: Sequence[Measure] = MEASURES,
 ) -> str:
-    """The text of a page.
+    """Render the HTML of a page.
 
     Args:
-        title: its heading.
-        models: name and layers of each checkpoint, side by side.
-        summary: headings, which may be empty, and sentences below each.
-        facts: name and value.
-        measures: that may be chosen.
+        title: the heading.
+        models: name and layers of each checkpoint.
+        summary: headings, which may be empty, and the sentences below each.
+        facts: pairs of name and value.
+        measures: the measures to choose from.
     """
     groups: dict[str, list[str]] = {}
     for measure in measures:
@@ -89,7 +89,7 @@ def _layer(layer: InspectedLayer) -> dict[str, Any]:
 
 
 def _plain(value: float | None) -> float | str | None:
-    """Four digits; JSON has no number for what is infinite."""
+    """Round to four digits. Infinity becomes a string, as JSON has no number for it."""
     if value is None:
         return None
     return "Infinity" if math.isinf(value) else float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""What one attention layer looks like, head by head."""
+"""Measures of the heads of one attention layer."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -33,38 +33,38 @@ _NO_RANK = 1e-6
 @final
 @dataclass(frozen=True)
 class InspectedLayer:
-    """The heads of one layer that were looked at.
+    """The measured heads of one layer.
 
     Attributes:
         stack: "encoder", "decoder", …; with `layer`, `kind` and `module` as in `Site`.
         layer: its number in the stack.
         kind: "self", "causal" or "cross".
         module: its name in the checkpoint.
-        heads: numbers of those looked at.
-        num_heads: query heads there are.
-        num_key_heads: different key maps.
-        maps: how many different ones there are to "q", "k" and "v"; heads share them consecutively.
-        subspaces: how many different ones these read: fewer where heads only weigh or widen what a map that
-            they share reads.
+        heads: numbers of the measured heads.
+        num_heads: number of query heads.
+        num_key_heads: number of different key maps.
+        maps: number of different maps to "q", "k" and "v"; consecutive heads share them.
+        subspaces: number of different subspaces that these maps read. It is lower if heads only weight or
+            widen the output of a shared map.
         d_model: width of the input.
         d_k: of queries and keys.
         d_v: of values.
-        positions: how it tells positions apart.
-        turns: whether queries and keys turn with the position.
+        positions: the layer's position scheme.
+        turns: whether queries and keys are rotated by position.
         rotary_pairs: how many turn, and how many are too slow to; None without a rotation, or if it was
             ignored.
-        caveats: what else stands between the maps and what the heads do.
-        figures: by measure, one number a head, None where there is nothing to say; a condition may be
+        caveats: parts of the layer that W_QK and W_OV do not describe.
+        figures: one number per head by measure; None if the measure does not apply. Conditions may be
             infinite.
-        spectra: singular values of "qk" and "ov", a list a head.
-        angles: principal angles in degrees of "qk", "qv", "kv", a list a head.
-        cut: parameters that the nearest forms of lower rank would take away, by form ("qk", "ov"), if each
-            head loses at most the first, second, … of `LOSSES`. Left out are the "qk" of heads that turn
-            with the position, and heads that share keys and values.
-        foldable: parameters that exact rewrites would take away, by rewrite; refused ones with the reason.
-        parameters: of the layer.
+        spectra: singular values of "qk" and "ov", one list per head.
+        angles: principal angles in degrees of "qk", "qv" and "kv", one list per head.
+        cut: parameters that truncation would remove, by form ("qk", "ov"), if each head loses at most the
+            first, second, … of `LOSSES`. The "qk" of rotary heads and heads that share keys and values are
+            left out.
+        foldable: parameters that exact rewrites would remove, by rewrite; refused ones with the reason.
+        parameters: number of parameters of the layer.
         broken: tensors with entries that are not finite, and how many.
-        num_bytes: read for it.
+        num_bytes: bytes read for the layer.
     """
 
     stack: str
@@ -98,7 +98,7 @@ class InspectedLayer:
 
     @property
     def qk_of(self) -> str:
-        """What figures of W_QK are of: the form, rotary pairs, or the form as if nothing turned."""
+        """What figures of W_QK describe: the form, rotary pairs, or the form without the rotation."""
         if not self.turns:
             return "form"
         return "form, rotary ignored" if self.rotary_pairs is None else "rotary pairs"
@@ -111,7 +111,7 @@ def inspect_layer(
     heads: Collection[int] | None,
     ignore_rotary: bool,
 ) -> InspectedLayer:
-    """Of a layer as it is written, and of its maps multiplied out."""
+    """Measure a layer, as it is stored and with its maps multiplied out."""
     weights, site = layer.weights, layer.site
     pairs = None
     semantics = weights.semantics
@@ -159,19 +159,19 @@ def inspect_layer(
 
 
 def _subspaces(chain: Chain) -> int:
-    """How many different ones the maps of a chain read: only a link that narrows chooses among channels."""
+    """The number of different subspaces that a chain reads. Only links that narrow select subspaces."""
     return max((link.copies for link in chain if link.d_out < link.d_in), default=1)
 
 
 def _is_broken(layer: AttentionLayer, measured: HeadMeasures) -> bool:
-    """Whether anything that was read is not finite: a map, a bias, a gain."""
+    """Whether any map, bias or norm weight is not finite."""
     small = (tensor for tensor in layer.weights.tensors() if tensor.ndim < 3)
     beside = layer.weights.semantics.tensors()
     return not (bool(measured.finite.all()) and all(bool(t.isfinite().all()) for t in (*small, *beside)))
 
 
 def _caveats(layer: AttentionLayer) -> Iterator[str]:
-    """What W_QK and W_OV do not say of a layer."""
+    """Parts of a layer that W_QK and W_OV do not describe."""
     semantics = layer.weights.semantics
     if layer.uses > 1:
         yield f"the model uses these same weights {layer.uses} times, one after the other"
@@ -226,8 +226,8 @@ def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:
 def _apart(measured: HeadMeasures, closeness: Literal["cosine", "procrustes"]) -> Tensor | None:
     """1 − 3 ‖mean‖² / Σ ‖W‖² of W_Q, W_K and W_V, from the inner products of pairs.
 
-    With the largest inner product that rotations of a pair reach, a lower bound: no rotation of three
-    serves every pair better.
+    With the largest inner products that rotations of each pair reach, it is a lower bound: no rotation of all
+    three is better for every pair.
     """
     norms = measured.norms
     energies = norms["q"].square() + norms["k"].square() + norms["v"].square()
@@ -263,7 +263,7 @@ def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:
 
 
 def _cut(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:
-    """Parameters that the factors of the nearest forms of lower rank have less than those of the heads."""
+    """Parameters that the factors of truncated forms save."""
     weights, semantics = layer.weights, layer.weights.semantics
     # Neither a rotation nor a norm lets other factors of W_Q W_Kᵀ stand for W_Q and W_K.
     fixed = semantics.rotary is None and not semantics.qk_norm
@@ -296,7 +296,7 @@ def _cut(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -
 
 
 def _foldable(layer: AttentionLayer) -> dict[str, int | str]:
-    """Parameters that each exact rewrite would take away, or why it is refused."""
+    """Parameters that each exact rewrite would remove, or why it is refused."""
     found: dict[str, int | str] = {}
     rewrites: list[tuple[str, Callable[[AttentionWeights], Rewritten]]] = [
         ("drop the key bias", drop_key_bias),

@@ -1,4 +1,4 @@
-"""The measures of a head that an inspection reports, with their words."""
+"""The measures of heads that an inspection reports, with their descriptions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,12 +16,11 @@ class Measure:
     """A figure of each head.
 
     Attributes:
-        name: its column.
-        title: for people.
+        name: the name of its column.
+        title: the name for people.
         meaning: what it is and how to read it, in a sentence or two.
-        group: what it is about.
-        of_basis: whether it depends on the basis that training chose within the head, and so says nothing
-            of what the head does.
+        group: the group of measures that it belongs to.
+        of_basis: whether it depends on the basis within the head, which the head's function does not.
     """
 
     name: str
@@ -32,7 +31,7 @@ class Measure:
 
     @property
     def by_qk(self) -> bool:
-        """Whether a figure of W_QK itself and one of its rotary pairs are not to be compared."""
+        """Whether figures of W_QK itself and of its rotary pairs must not be compared."""
         return self.name.startswith("qk_") and self.group == _LOOKS
 
 

@@ -1,4 +1,4 @@
-"""An inspection for people: a summary in words, a map and outliers."""
+"""An inspection for people: a summary, a map of heads and outliers."""
 
 import math
 import statistics
@@ -34,7 +34,7 @@ class Value(NamedTuple):
 
 
 def values_of(inspection: Inspection, measure: str, kind: str = "") -> list[Value]:
-    """A measure of every head for which there is one, of layers of a kind if it is given."""
+    """The values of a measure for all heads that have it, optionally of one kind of layers."""
     return [
         Value(value, layer, head)
         for layer in inspection.layers
@@ -45,7 +45,7 @@ def values_of(inspection: Inspection, measure: str, kind: str = "") -> list[Valu
 
 
 def summary(inspection: Inspection) -> tuple[str, ...]:
-    """A few findings in a line each, then what to know about the figures."""
+    """A few findings of one line each, then notes on the figures."""
     return tuple(line for part in _PARTS for line in part(inspection)) or ("No head has finite weights.",)
 
 
@@ -121,7 +121,7 @@ _PARTS: tuple[Callable[[Inspection], Iterator[str]], ...] = (_what_it_is, _findi
 
 
 def averages(inspection: Inspection) -> Table:
-    """Means over the heads, next to those of random weights of the same sizes."""
+    """Means over the heads, compared with random weights of the same sizes."""
     rows = [(f"overlap of {both}", f"{times}×", "1×", above) for both, times, above in _overlaps(inspection)]
     for pair, both in _PAIRS.items():
         if found := _distinct(inspection, pair, "cosine", "maps"):
@@ -149,7 +149,7 @@ def averages(inspection: Inspection) -> Table:
 
 
 def average_lines(inspection: Inspection) -> tuple[str, ...]:
-    """The table of averages, a line each."""
+    """The table of averages, as lines of text."""
     lines = []
     for title, here, random, said in averages(inspection).rows:
         more = "; ".join(part for part in (f"random: {random}" if random else "", said) if part)
@@ -161,7 +161,7 @@ _BY_BASIS = "depends on the basis"
 
 
 def _overlaps(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
-    """Of each pair of maps: its name, the mean over chance, heads above chance.
+    """For each pair of maps: its name, the mean overlap over chance, and the heads above chance.
 
     A head counts as above chance at p < 0.001 / heads.
     """
@@ -178,7 +178,7 @@ def _overlaps(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
 def _distinct(
     inspection: Inspection, pair: str, measure: str, of: Literal["maps", "subspaces"]
 ) -> list[Value]:
-    """A figure of a pair of maps, or of what they read; of a pair that several heads share, once."""
+    """The values of a measure of two maps; a pair that several heads share counts once."""
     found, seen = [], set[tuple[str, int, int]]()
     for value in values_of(inspection, f"{pair}_{measure}"):
         layer = value.layer
@@ -192,14 +192,14 @@ def _distinct(
 
 
 def _random_distance(layer: InspectedLayer, place: int) -> float:
-    """What `qkv_apart_rotated` is for random maps of the sizes and norms of a head."""
+    """The value of `qkv_apart_rotated` for random maps with the sizes and norms of a head."""
     q, k, v = (layer.figures[f"{side}_norm"][place] or 0.0 for side in "qkv")
     close = random_closeness(layer.d_model, layer.d_k)
     return 2 / 3 * (1 - close * (q * k + q * v + k * v) / (q**2 + k**2 + v**2))
 
 
 def _by_width(inspection: Inspection, form: str) -> Iterator[tuple[str, int, bool, list[Value]]]:
-    """Effective ranks of a form by its name, apart by width, and for rotary pairs."""
+    """Effective ranks of a form, grouped by width and by rotary or not."""
     groups: dict[tuple[bool, int], list[Value]] = {}
     for value in values_of(inspection, f"{form}_effective_rank"):
         turns = form == "qk" and value.layer.rotary_pairs is not None
@@ -210,7 +210,7 @@ def _by_width(inspection: Inspection, form: str) -> Iterator[tuple[str, int, boo
 
 
 def _effective_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
-    """Of each form: its name, the mean of full rank, the mean of random forms."""
+    """For each form: its name, the mean effective rank, and that of random forms."""
     for form in ("qk", "ov"):
         for title, full, turns, found in _by_width(inspection, form):
             random = "" if turns else f"{statistics.fmean(_random_rank(v, full) for v in found):.1f}"
@@ -222,7 +222,7 @@ def _random_rank(value: Value, full: int) -> float:
 
 
 def _kept_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str, str]]:
-    """Of each form the rank that keeps 95 % in half of the heads."""
+    """For each form, the rank that keeps 95 % of the energy in half of the heads."""
     for form in ("qk", "ov"):
         for title, full, turns, found in _by_width(inspection, form):
             ranks = [v.layer.figures[f"{form}_rank_95"][v.layer.heads.index(v.head)] for v in found]
@@ -235,7 +235,7 @@ def _kept_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _redundant(inspection: Inspection) -> dict[str, int]:
-    """Parameters that exact rewrites remove, by what they are."""
+    """Parameters that exact rewrites would remove, by kind."""
     found = {}
     for name, what in (
         ("drop the key bias", "key biases"),
@@ -249,7 +249,7 @@ def _redundant(inspection: Inspection) -> dict[str, int]:
 
 
 def _savings(inspection: Inspection) -> dict[float, float]:
-    """By the energy that every form may lose, the parameters that lower ranks save, in percent."""
+    """Parameters that truncation would save, in percent, by the energy that every form may lose."""
     total = sum(layer.parameters for layer in inspection.layers)
     cuts = [cut for layer in inspection.layers for cut in layer.cut.values()]
     if not cuts or any(len(layer.heads) < layer.num_heads for layer in inspection.layers):
@@ -258,7 +258,7 @@ def _savings(inspection: Inspection) -> dict[float, float]:
 
 
 def outliers(inspection: Inspection) -> Table:
-    """The heads furthest out, by the measures one asks for first."""
+    """The most extreme heads by the main measures."""
     rows: list[tuple[str, ...]] = []
     for measure, largest in (
         ("qk_effective_rank", False),
@@ -285,7 +285,7 @@ def outliers(inspection: Inspection) -> Table:
 
 
 def near_copies(inspection: Inspection) -> Table:
-    """Heads that look, or move, nearly the same; no rows if there are none."""
+    """The table of near-copies; it has no rows if there are none."""
     titles = {"qk": "look alike (W_QK)", "ov": "move the same (W_OV)"}
     rows = [(titles[p.form], p.one, p.other, f"{p.cosine:+.3f}") for p in inspection.copies[:_MOST_SHOWN]]
     left = len(inspection.copies) - len(rows)
@@ -297,7 +297,7 @@ def near_copies(inspection: Inspection) -> Table:
 
 
 def side_by_side(one: Inspection, other: Inspection) -> Table:
-    """Means over the heads of two checkpoints, and their difference."""
+    """A table of the means over the heads of two checkpoints, and their differences."""
     rows: list[tuple[str, ...]] = []
     of = [", ".join(sorted({layer.qk_of for layer in i.layers})) for i in (one, other)]
     if of[0] != of[1]:
@@ -315,9 +315,9 @@ def side_by_side(one: Inspection, other: Inspection) -> Table:
 
 
 def shaded_map(inspection: Inspection, measure: str) -> list[str]:
-    """Layers × heads in shades, from the lowest to the highest finite value; a dot where there is none.
+    """A map of layers × heads in shades, from the lowest to the highest finite value. A dot is a missing one.
 
-    Layers whose W_QK is measured another way have a scale of their own.
+    Layers whose W_QK is measured in another way have a scale of their own.
     """
     if not values_of(inspection, measure):
         return []

@@ -52,7 +52,7 @@ class Prepared:
     def through(
         self, source: AttentionSource, read: AttentionLayer, upto: int | None = None
     ) -> RewrittenLayer:
-        """Apply all steps, or the first `count`, to a layer."""
+        """Apply all steps, or the first `upto`, to a layer."""
         return rewrite_layer(
             read,
             self.steps[:upto],
