@@ -1,1 +1,1 @@
-"""The files of a checkpoint: configuration and tensors, local or on the Hub; reading and copying them."""
+"""Read and copy the files of a checkpoint (configuration and tensors), local or on the Hub."""

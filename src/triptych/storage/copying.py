@@ -1,7 +1,7 @@
-"""A checkpoint's folder copied with some of its tensors replaced: in one pass, and whole or not at all.
+"""Copy a checkpoint's folder with some of its tensors replaced: in one pass, and completely or not at all.
 
-The copy grows in a temporary neighbour of its place and is given its name at the end, once all of it is on
-the disk. Whatever goes wrong, a full disk or a process that is killed, the place stays empty.
+The copy is written to a temporary folder next to the target and renamed when all of it is on the disk. After
+a full disk or a killed process, the target does not exist.
 """
 
 import fnmatch
@@ -52,12 +52,12 @@ _NOT_OF_A_CHECKPOINT = (".git", ".cache", "__pycache__", ".ipynb_checkpoints")
 @final
 @dataclass(frozen=True)
 class CopiedCheckpoint:
-    """A copy that is there.
+    """A finished copy.
 
     Attributes:
-        folder: where.
-        checkpoint: what to open: the folder, or the file in it if the source was a file.
-        left_out: what was in the source's folder and is not in the copy: other formats of the same weights.
+        folder: its folder.
+        checkpoint: the path to open: the folder, or the file in it if the source was a file.
+        left_out: files of the source that were not copied: other formats of the same weights.
     """
 
     folder: Path
@@ -67,7 +67,7 @@ class CopiedCheckpoint:
 
 @final
 class FolderCopy:
-    """A copy of a checkpoint's folder in the making; a context, within which it is made.
+    """Copies a checkpoint's folder. Use it as a context manager.
 
         with FolderCopy(source, target) as copy:
             hashes = copy.write_shards(lambda name: new.get(name))
@@ -75,20 +75,21 @@ class FolderCopy:
             open_checkpoint(copy.checkpoint)    # look at what was written
             copied = copy.finish({"certificate.json": b"…"})
 
-    The source is only read. Left without `finish`, nothing stays behind.
+    The source is only read. If the context ends without `finish`, the copy is removed.
 
     Attributes:
-        folder: where the copy is while it is made.
-        num_bytes: of all tensors together.
+        folder: the temporary folder of the copy.
+        num_bytes: bytes of all tensors together.
         left_out: names of the source's files that are not copied.
 
     Args:
-        source: a folder, or a file of tensors beside its `config.json`.
-        target: the folder to make; it must not exist.
+        source: a folder, or a file of tensors next to its `config.json`.
+        target: the folder to create; it must not exist.
 
     Raises:
-        UsageError: the target exists, lies within the source or in no folder, or does not fit on its disk.
-        DataError: the source is no checkpoint, or a link in it leads elsewhere.
+        UsageError: the target exists, lies within the source, has no parent folder, or does not fit on its
+            disk.
+        DataError: the source is not a checkpoint, or a link in it leads outside.
     """
 
     folder: Path
@@ -118,21 +119,21 @@ class FolderCopy:
 
     @property
     def checkpoint(self) -> Path:
-        """What to open of the copy: its folder, or the file in it if the source was a file."""
+        """The path to open: the folder of the copy, or the file in it if the source was a file."""
         return self.folder / self._layout.weights if self._layout.single else self.folder
 
     def write_shards(
         self, replacement: Replacement, on_written: OnWritten = lambda num_bytes: None
     ) -> dict[str, TensorHash]:
-        """Copy the tensors; what is not replaced is copied byte for byte.
+        """Copy the tensors. Those that are not replaced are copied byte for byte.
 
         Args:
-            replacement: called once for every tensor, in the order of the files: the tensor to write in its
-                place, of the same dtype, of any shape; or None.
+            replacement: called once for every tensor, in the order of the files. It returns the tensor to
+                write instead, of the same dtype and any shape, or None.
             on_written: called now and then with how many more bytes are written.
 
         Returns:
-            Of every tensor, the hash of what was read and of what was written.
+            The hashes of every tensor, as read and as written.
 
         Raises:
             OSError: the disk is full, or a file cannot be read.
@@ -149,11 +150,11 @@ class FolderCopy:
         return copier.hashes
 
     def write_beside(self, settings: Mapping[str, Any]) -> None:
-        """Copy what is beside the tensors.
+        """Copy the files beside the tensors.
 
         Args:
-            settings: entries of `config.json` to set, by dotted path; the others keep their order. Without
-                any it is copied byte for byte like all the rest.
+            settings: entries of `config.json` to set, by dotted path; the others keep their order. If there
+                are none, the file is copied byte for byte like the others.
 
         Raises:
             OSError: the disk is full, or a file cannot be read.
@@ -170,13 +171,13 @@ class FolderCopy:
                 shutil.copyfile(self._source / name, place)
 
     def finish(self, extra: Mapping[str, bytes] | None = None) -> CopiedCheckpoint:
-        """Put more files into the copy, have all of it on the disk, and give it its name.
+        """Add files to the copy, flush it to the disk, and give it its name.
 
         Args:
-            extra: files by name; they replace what was copied under that name.
+            extra: files by name; they replace copied files of the same name.
 
         Raises:
-            UsageError: the target has come into being meanwhile.
+            UsageError: the target was created by someone else meanwhile.
             OSError: the disk is full.
         """
         for name, content in (extra or {}).items():
@@ -213,14 +214,14 @@ class FolderCopy:
 
 
 def require_own(folder: Path, path: Path) -> None:
-    """A link may lead to another file of the folder, or to where a Hub's cache keeps it.
+    """Check that a path is a file, or a link to a file in the folder or in its Hub cache.
 
     Args:
-        folder: that is copied.
-        path: of something in it.
+        folder: the folder that is copied.
+        path: a path in it.
 
     Raises:
-        DataError: it leads elsewhere, or nowhere; or it is no file.
+        DataError: a link leads elsewhere or to nothing, or the path is not a file.
     """
     if not path.is_file():
         raise DataError(f"{path} is not a regular file (a broken link?)")
@@ -232,7 +233,7 @@ def require_own(folder: Path, path: Path) -> None:
 
 
 def require_place(source: Path, target: Path) -> None:
-    """A folder can be made there, outside of the one that is copied.
+    """Check that the target folder can be created, outside of the source.
 
     Raises:
         UsageError: it cannot.
@@ -250,12 +251,12 @@ def require_place(source: Path, target: Path) -> None:
 @final
 @dataclass(frozen=True)
 class _Layout:
-    """Where the tensors of a checkpoint lie.
+    """Where the tensors of a checkpoint are.
 
     Attributes:
-        folder: of the checkpoint.
-        tensors: all of them.
-        shards: by file, its name in the copy.
+        folder: the folder of the checkpoint.
+        tensors: all tensors.
+        shards: the name of each file in the copy, by file.
         index: name of the index in the source; "" without one.
         weights: name of the whole file or of the index in the copy.
         single: whether a file was given and not a folder.
@@ -289,7 +290,7 @@ def _layout(source: Path) -> _Layout:
 
 
 def _in_safetensors(name: str) -> str:
-    """A file's name once it is safetensors."""
+    """The name of a file after conversion to safetensors."""
     path = PurePosixPath(name)
     if path.suffix == ".safetensors":
         return path.as_posix()
@@ -299,13 +300,13 @@ def _in_safetensors(name: str) -> str:
 
 
 def names_beside(source: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of what a copy of a checkpoint leaves out, and of what it has beside the tensors.
+    """Names of the files that a copy leaves out, and of those that it has beside the tensors.
 
     Args:
-        source: as that of a `FolderCopy`.
+        source: as in `FolderCopy`.
 
     Raises:
-        DataError: as those of a `FolderCopy`.
+        DataError: as in `FolderCopy`.
     """
     return _sorted_out(_layout(source))
 
@@ -331,7 +332,7 @@ def _sorted_out(layout: _Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _files_below(folder: Path, left_out: list[str]) -> Iterator[Path]:
-    """All files; folders that are links, and those that belong to no checkpoint, are left out."""
+    """All files, without those in folders that are links or do not belong to a checkpoint."""
     for parent, folders, names in os.walk(folder):
         for name in list(folders):
             path = Path(parent, name)

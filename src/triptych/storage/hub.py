@@ -1,4 +1,4 @@
-"""Checkpoints on the Hugging Face Hub: of the weights only the bytes that are asked for."""
+"""Checkpoints on the Hugging Face Hub. Only the requested bytes of the weights are downloaded."""
 
 import re
 import sys
@@ -50,22 +50,22 @@ _OTHER_FORMATS = ("onnx", "openvino", "coreml", "original", "mlx")
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text has the form of an id on the Hub."""
+    """Whether a string has the form of a Hub id."""
     return _ID.fullmatch(text) is not None
 
 
 def open_hub(hub_id: str, endpoint: str | None = None) -> tuple[dict[str, Any], str, Tensors]:
-    """Configuration, where it came from, and tensors of a repository on the Hub.
+    """Open a repository on the Hub: its configuration, where it came from, and its tensors.
 
-    What is read stays that of one commit. Access to private and gated repositories is by the token that
-    `hf auth login` or HF_TOKEN gives.
+    Everything is read from one commit. Private and gated repositories need the token of `hf auth login` or
+    HF_TOKEN.
 
     Args:
         hub_id: `owner/name` or `name`, with `@revision` or without.
-        endpoint: of the Hub; as HF_ENDPOINT says if None.
+        endpoint: address of the Hub; that of HF_ENDPOINT if None.
 
     Raises:
-        DataError: there is no such repository or it has no safetensors, access is refused, or the network
+        DataError: the repository does not exist or has no safetensors, access is denied, or the network
             fails.
     """
     repo = _repository(hub_id, endpoint)
@@ -82,14 +82,14 @@ def open_hub(hub_id: str, endpoint: str | None = None) -> tuple[dict[str, Any], 
 
 
 def download_model(hub_id: str, endpoint: str | None = None) -> Path:
-    """A folder with the configuration and the weights of a repository, whole, of one commit.
+    """Download the configuration and the weights of one commit of a repository; returns the folder.
 
     Args:
         hub_id: `owner/name` or `name`, with `@revision` or without.
-        endpoint: of the Hub; as HF_ENDPOINT says if None.
+        endpoint: address of the Hub; that of HF_ENDPOINT if None.
 
     Raises:
-        DataError: there is no such repository or file, access is refused, or the network fails.
+        DataError: the repository or a file does not exist, access is denied, or the network fails.
     """
     repo = _repository(hub_id, endpoint)
     found = [repo.download(file) for file in ("config.json", SAFETENSORS)]
@@ -99,16 +99,16 @@ def download_model(hub_id: str, endpoint: str | None = None) -> Path:
 
 
 def download_checkpoint(hub_id: str, endpoint: str | None = None) -> Path:
-    """A folder with a repository's configuration, tokenizer and safetensors, whole, of one commit.
+    """Download the configuration, tokenizer and safetensors of one commit; returns the folder.
 
-    Weights in other formats, pickled ones above all, and code are left where they are.
+    Weights in other formats (such as pickled ones) and code are not downloaded.
 
     Args:
         hub_id: `owner/name` or `name`, with `@revision` or without.
-        endpoint: of the Hub; as HF_ENDPOINT says if None.
+        endpoint: address of the Hub; that of HF_ENDPOINT if None.
 
     Raises:
-        DataError: there is no such repository or it has no safetensors, access is refused, or the network
+        DataError: the repository does not exist or has no safetensors, access is denied, or the network
             fails.
     """
     repo = _repository(hub_id, endpoint)
@@ -154,7 +154,7 @@ class _Repository:
         self.revision = metadata.commit_hash or revision
 
     def download(self, file: str) -> Path | None:
-        """A small file, from the cache if it is there; None if the repository has none of this name."""
+        """Download a small file or take it from the cache; None if the repository does not have it."""
         with _explained(self.name):
             try:
                 return Path(hf_hub_download(self.name, file, revision=self.revision, endpoint=self.endpoint))
@@ -164,7 +164,7 @@ class _Repository:
                 return None
 
     def open(self, file: str) -> "HubBytes":
-        """A large file, of which nothing is fetched yet but its size."""
+        """Open a large file. Only its size is fetched."""
         url = self._url(file, self.revision)
         with _explained(self.name):
             try:
@@ -186,7 +186,7 @@ class HubBytes(Bytes):
     """A file on the Hub, read by ranges.
 
     Attributes:
-        fetched: bytes that came over the network so far.
+        fetched: bytes downloaded so far.
     """
 
     def __init__(self, name: str, size: int, url: str) -> None:
@@ -223,7 +223,7 @@ class HubBytes(Bytes):
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """What goes wrong with the Hub, as one line; that a file is not there is for the caller."""
+    """Turn errors of the Hub into one line. Missing files are left to the caller."""
     try:
         yield
     except LocalEntryNotFoundError as error:

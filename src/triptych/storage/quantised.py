@@ -1,4 +1,4 @@
-"""Quantised maps as the numbers they stand for, where the file says how; refused by name where it does not.
+"""Dequantise maps whose format is known; refuse others by name.
 
 Sources of the formats: github.com/huggingface/transformers (integrations of fp8 and bitsandbytes),
 github.com/neuralmagic/compressed-tensors, github.com/AutoGPTQ/AutoGPTQ, github.com/casper-hansen/AutoAWQ.
@@ -25,13 +25,13 @@ _NUMBERS_AT_A_TIME = 1 << 20
 
 
 class Packed(ABC):
-    """A map written in small numbers, spread over several tensors.
+    """A quantised map, stored in several tensors.
 
     Attributes:
-        module: whose weight it is.
+        module: the module of the weight.
         parts: names of its tensors.
-        shape: of the weight.
-        method: how it is written, for messages.
+        shape: shape of the weight.
+        method: name of the format, for messages.
     """
 
     module: str
@@ -47,7 +47,7 @@ class Packed(ABC):
 @final
 @dataclass(frozen=True)
 class Scaled(Packed):
-    """Entries times scales: one for all, one a row, or one a block of rows and columns."""
+    """Entries times scales: one for the matrix, one per row, or one per block of rows and columns."""
 
     module: str
     parts: tuple[str, ...]
@@ -116,10 +116,10 @@ def _block_by_block(
     groups: Tensor,
     numbers_of: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """(q − z) · s as `[out, in]`, a few rows of the packed map at a time: whole, its numbers take far more.
+    """(q − z) · s as `[out, in]`, computed a few rows of the packed map at a time to save memory.
 
     Raises:
-        ValueError: there are not as many inputs as groups are said for.
+        ValueError: the number of inputs does not fit the groups.
     """
     d_out, d_in = shape
     if len(groups) != d_in:
@@ -134,17 +134,17 @@ def _block_by_block(
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """`[n, m]` of int32 as `[n, m · 32 / bits]` of small numbers, the lowest bits first."""
+    """Unpack int32 `[n, m]` to small integers `[n, m · 32 / bits]`, the lowest bits first."""
     shifts = torch.arange(0, 32, bits)
     numbers = (packed[..., None].long() >> shifts) & ((1 << bits) - 1)
     return numbers.flatten(-2)
 
 
 def dequantised(tensors: Tensors, settings: Settings) -> Tensors:
-    """The same tensors, with quantised maps as plain weights; what belongs to them is no longer listed.
+    """Replace quantised maps by plain weights. Their parts are no longer listed.
 
     Raises:
-        DataError: a way to quantise that is not known here, or tensors that do not fit together.
+        DataError: an unknown quantisation, or tensors that do not fit together.
     """
     _refuse_by_name(tensors, settings)
     found = [packed for name in tensors.infos if (packed := _packed(name, tensors, settings)) is not None]
@@ -156,7 +156,7 @@ def dequantised(tensors: Tensors, settings: Settings) -> Tensors:
 
 @final
 class _Unpacking(TensorFile):
-    """The weights that packed maps stand for."""
+    """Reads quantised maps as plain weights."""
 
     def __init__(self, tensors: Tensors, maps: list[Packed]) -> None:
         self.name = tensors.name
@@ -191,7 +191,7 @@ class _Unpacking(TensorFile):
 
 
 def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
-    """The map that a tensor is the main part of; None for any other tensor."""
+    """The quantised map whose main part is this tensor; None for other tensors."""
     module, _, last = name.rpartition(".")
     info = tensors.infos[name]
     if last == "weight" and (info.dtype in _FLOAT8 or info.dtype == torch.int8) and len(info.shape) == 2:
@@ -215,10 +215,10 @@ def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
 
 
 def _refuse_by_name(tensors: Tensors, settings: Settings) -> None:
-    """Ways to quantise that are known and not read.
+    """Refuse quantisation formats that are known but not supported.
 
     Raises:
-        DataError: one of them, with the first tensor that is written so.
+        DataError: the file has one; the message names its first tensor.
     """
     method = settings.value("quantization_config.quant_method")
     version = settings.value("quantization_config.version")
@@ -277,7 +277,7 @@ def _grouped(
 def _block(
     tensors: Tensors, scale: str, shape: tuple[int, int], settings: Settings
 ) -> tuple[int, int] | None:
-    """Rows and columns that share a scale; None if whole rows do, or all."""
+    """The block of rows and columns that share a scale; None if whole rows or the matrix do."""
     found = tensors.infos[scale].shape
     # Not by how many there are: blocks of b × b make as many as rows where there are b² columns.
     if prod(found) == 1 or found in ((shape[0],), (shape[0], 1)):

@@ -1,4 +1,4 @@
-"""Values out of a configuration, by short expressions that a family file can hold.
+"""Read values from a configuration with the short expressions of family files.
 
 num_attention_heads                      a field
 rope_parameters.rope_theta | 10000       the first alternative that is there and not null
@@ -43,7 +43,7 @@ class Settings:
         self.record, self.where = record, where
 
     def below(self, path: str) -> "Settings":
-        """The record at a path; itself for "".
+        """The record at a path; the whole configuration for "".
 
         Raises:
             DataError: there is none.
@@ -56,7 +56,7 @@ class Settings:
         return Settings(found, f"{self.where}, {path}")
 
     def over(self, defaults: Mapping[str, Any]) -> "Settings":
-        """The same, with what a configuration has that leaves a field out; a record may be null as well."""
+        """Add defaults for fields that the configuration leaves out, or whose record is null."""
         missing = {
             name: value
             for name, value in defaults.items()
@@ -65,7 +65,7 @@ class Settings:
         return Settings({**self.record, **missing}, self.where) if missing else self
 
     def value(self, expression: str, layer: int = 0) -> Any:
-        """What an expression gives, None if no alternative gives anything."""
+        """The value of an expression; None if no alternative has one."""
         for alternative in expression.split("|"):
             found = self._product(alternative.strip(), layer)
             if found is not _MISSING and found is not None:
@@ -73,10 +73,10 @@ class Settings:
         return None
 
     def count(self, expression: str, layer: int = 0) -> int:
-        """A whole number of at least 1.
+        """The value of an expression as a whole number of at least 1.
 
         Raises:
-            DataError: it is missing or something else.
+            DataError: it is missing or not such a number.
         """
         found = self.value(expression, layer)
         if isinstance(found, float) and found.is_integer():
@@ -88,18 +88,18 @@ class Settings:
         return found
 
     def whole(self, expression: str, layer: int = 0) -> int:
-        """A whole number of at least 0.
+        """The value of an expression as a whole number of at least 0.
 
         Raises:
-            DataError: it is missing or something else.
+            DataError: it is missing or not such a number.
         """
         return 0 if self.value(expression, layer) == 0 else self.count(expression, layer)
 
     def number(self, expression: str, layer: int = 0) -> float:
-        """A number.
+        """The value of an expression as a number.
 
         Raises:
-            DataError: it is missing or something else.
+            DataError: it is missing or not a number.
         """
         found = self.value(expression, layer)
         if isinstance(found, bool) or not isinstance(found, int | float):
@@ -109,7 +109,7 @@ class Settings:
         return float(found)
 
     def holds(self, condition: str, layer: int = 0) -> bool:
-        """Whether a condition does; an empty one does."""
+        """Whether a condition holds; an empty one does."""
         condition = condition.strip()
         if not condition:
             return True

@@ -1,7 +1,7 @@
-"""Files of tensors copied with some of the tensors replaced: each byte is read once and hashed on its way.
+"""Copy files of tensors with some of the tensors replaced. Each byte is read once and hashed.
 
 A safetensors file keeps its header, byte for byte unless a shape changes, and the order of its tensors. A
-pickled one becomes a safetensors file.
+pickled file becomes a safetensors file.
 """
 
 import errno
@@ -51,8 +51,8 @@ class TensorHash(NamedTuple):
 def tensor_hash(tensor: Tensor) -> str:
     """sha256, in hexadecimal digits, of a line with dtype and shape (`F32 [2, 3]`) and the raw bytes.
 
-    It does not depend on the file that holds the tensor: dtypes are named as in safetensors, bytes are in
-    rows, numbers with the lowest byte first.
+    It does not depend on the file format: dtypes are named as in safetensors, and bytes are row-major and
+    little-endian.
     """
     found = _begun(tensor.dtype, tuple(tensor.shape))
     for block in _blocks_of(tensor):
@@ -77,24 +77,24 @@ class Shard(ABC):
 
     @abstractmethod
     def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-        """The header, its length before it, of the file with tensors of some shapes."""
+        """The header of the file for tensors of some shapes, preceded by its length."""
 
     @abstractmethod
     def blocks(self, name: str) -> Iterator[memoryview]:
-        """The bytes of a tensor, piece by piece; a piece holds until the next is asked for."""
+        """Yield the bytes of a tensor in pieces. A piece is valid until the next one is requested."""
 
     def where(self, name: str) -> tuple[int, int] | None:
-        """An open file and the place in it where the bytes of a tensor begin; None if none is like that."""
+        """An open file and the offset of a tensor's bytes in it; None if no file has them so."""
         return None
 
     def forget(self, name: str) -> None:
-        """Have the system give back the memory in which it keeps the bytes of a tensor."""
+        """Release the page cache of a tensor's bytes."""
         if (place := self.where(name)) is not None:
             _forget(*place, self.infos[name].num_bytes)
 
     @abstractmethod
     def close(self) -> None:
-        """No more of it is read."""
+        """Close the file."""
 
 
 @final
@@ -140,10 +140,10 @@ class SafetensorsShard(Shard):
 
 @final
 class PickledShard(Shard):
-    """An old torch file, its tensors mapped; written as safetensors.
+    """An old torch file with memory-mapped tensors, which is written as safetensors.
 
     Raises:
-        DataError: it is damaged, or holds numbers of a kind that safetensors does not have.
+        DataError: it is damaged, or has a dtype that safetensors does not have.
     """
 
     def __init__(self, path: Path) -> None:
@@ -166,20 +166,20 @@ class PickledShard(Shard):
         return _blocks_of(self._file.read(name))
 
     def close(self) -> None:
-        """What is mapped goes with the object."""
+        """Do nothing: the mapping ends with the object."""
 
 
 @final
 class _Copy:
-    """A file on its way.
+    """A file that is being copied.
 
     Attributes:
-        shard: what is copied.
-        target: where to.
-        handle: of the target, once it is open.
-        room: bytes of the header that stands in it.
-        shapes: of the tensors as they are now.
-        waiting: tensors that are not there yet.
+        shard: the source.
+        target: the path of the copy.
+        handle: the open copy.
+        room: bytes reserved for the header.
+        shapes: the current shapes of the tensors.
+        waiting: tensors that are not yet written.
     """
 
     def __init__(self, shard: Shard, target: Path) -> None:
@@ -200,11 +200,11 @@ class _Copy:
 class ShardCopier:
     """Copies files of tensors, several tensors at a time.
 
-    While the last tensors of a file are copied, the next file is begun.
+    The next file is begun while the last tensors of a file are copied.
 
     Args:
-        replacement: a new tensor for a name, in the dtype of the old one; None to copy the old. Called from
-            one thread, once a tensor, in the order of the file.
+        replacement: returns a new tensor for a name, in the dtype of the old one; None to copy the old one.
+            Called from one thread, once per tensor, in the order of the file.
         on_written: called with how many more bytes are written.
     """
 
@@ -225,11 +225,11 @@ class ShardCopier:
         """Copy one file.
 
         Args:
-            shard: the file; it is closed once all of it is copied.
-            target: where to; must not exist.
+            shard: the file; it is closed when all of it is copied.
+            target: the path of the copy; it must not exist.
 
         Raises:
-            OSError: the disk is full, or a file cannot be read; this one, or the one before.
+            OSError: the disk is full, or this file or the one before cannot be read.
         """
         copy = _Copy(shard, target)
         self._copies.append(copy)
@@ -242,13 +242,13 @@ class ShardCopier:
             self._complete_first()
 
     def finish(self) -> dict[str, tuple[int, ...]]:
-        """Wait until all is on the disk.
+        """Wait until everything is on the disk.
 
         Returns:
-            The shapes that the tensors have now.
+            The new shapes of the tensors.
 
         Raises:
-            OSError: it did not get there.
+            OSError: writing failed.
         """
         while self._copies:
             self._complete_first()
@@ -264,7 +264,7 @@ class ShardCopier:
             copy.close()
 
     def _complete_first(self) -> None:
-        """Wait for the tensors of a file, and give it its header."""
+        """Wait for the tensors of a file, and write its header."""
         copy = self._copies[0]
         _drained(copy.waiting, 0)
         assert copy.handle is not None
@@ -278,7 +278,7 @@ class ShardCopier:
         self._syncing.append(self._beside.submit(_sync_and_forget, os.open(copy.target, os.O_RDONLY)))
 
     def _copy_tensors(self, copy: _Copy, handle: int) -> None:
-        """All tensors one after the other; the last of them may be on their way at the end."""
+        """Copy all tensors in order. The last of them may still be copied when this returns."""
         shard, at = copy.shard, copy.room
         for name in shard.shapes:
             copy.waiting = _drained(copy.waiting, _MOST_WAITING)
@@ -300,7 +300,7 @@ class ShardCopier:
             self._write_held()
 
     def _write_held(self) -> None:
-        """Wait until not too much is in memory that is to be written."""
+        """Wait until little enough is in memory waiting to be written."""
         while True:
             self._held = {future: size for future, size in self._held.items() if not future.done()}
             if sum(self._held.values()) <= _MOST_HELD:
@@ -349,7 +349,7 @@ class ShardCopier:
             before.result()  # the disk is no further behind than that
 
     def _going_on(self, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
-        """The blocks; an error once another tensor has failed."""
+        """Yield the blocks; raise an error once another tensor has failed."""
         for block in blocks:
             if self._stopped:
                 raise InterruptedError("stopped")
@@ -357,7 +357,7 @@ class ShardCopier:
 
 
 def _sync_and_forget(handle: int) -> None:
-    """Have what was written into a file on the disk, and nothing of it in memory; the file is closed."""
+    """Flush a file to the disk, release its page cache, and close it."""
     try:
         os.fsync(handle)
         _forget(handle)
@@ -366,7 +366,7 @@ def _sync_and_forget(handle: int) -> None:
 
 
 def _forget(handle: int, start: int = 0, length: int = 0) -> None:
-    """Have the system give back the memory that holds a part of a file, to its end if the length is 0."""
+    """Release the page cache of a part of a file, to its end if the length is 0."""
     if sys.platform == "linux":
         os.posix_fadvise(handle, start, length, os.POSIX_FADV_DONTNEED)
 
@@ -384,7 +384,7 @@ def _blocks_of(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _drained(futures: set[Future[None]], most: int) -> set[Future[None]]:
-    """Wait until no more than some are left; the error of one that failed is raised."""
+    """Wait until at most a number of futures are left; raise the error of one that failed."""
     while len(futures) > most:
         done, futures = wait(futures, return_when=FIRST_COMPLETED)
         for future in done:
@@ -400,7 +400,7 @@ def _write_at(handle: int, content: bytes | memoryview, at: int) -> None:
 
 
 def _copy_range(source: int, start: int, handle: int, at: int, length: int) -> bool:
-    """Have the system copy from file to file, which costs a tenth of writing; whether it can."""
+    """Copy from file to file in the kernel, at a tenth of the cost of writing; returns whether it worked."""
     if sys.platform != "linux":
         return False
     while length:
@@ -432,7 +432,7 @@ def _header_of(
 
 
 def _fit_header(handle: int, header: bytes, room: int) -> bool:
-    """Write a header where another one was, filled up with blanks; whether there is room."""
+    """Overwrite a header, padded with blanks; returns whether there was room."""
     if len(header) > room:
         return False
     _write_at(handle, struct.pack("<Q", room - 8) + header[8:] + b" " * (room - len(header)), 0)
@@ -440,7 +440,7 @@ def _fit_header(handle: int, header: bytes, room: int) -> bool:
 
 
 def _move_data(path: Path, header: bytes, start: int) -> None:
-    """Put a longer header before the data of a file."""
+    """Move the data of a file to make room for a longer header."""
     moved = path.with_name(f"{path.name}.moved")
     with path.open("rb") as old, moved.open("xb") as new:
         old.seek(start)

@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint's files, by name: what there is, and one at a time.
+"""Read the tensors of a checkpoint's files by name, one at a time.
 
-Files are not trusted. Of a safetensors file the header is read and checked here, so that a tensor's bytes
-can be fetched alone, from a disk or over a network; of an old pickled one, torch reads what is plain data
-(`weights_only`). A name in an index stays within its folder.
+Files are not trusted. The header of a safetensors file is read and checked here, so that single tensors can
+be fetched from a disk or a network. Old pickled files are read by torch as plain data (`weights_only`). Names in
+an index must stay within the folder.
 
 Source: the format at github.com/huggingface/safetensors.
 """
@@ -60,12 +60,12 @@ PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 @final
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file says of a tensor.
+    """A tensor's entry in the header of a file.
 
     Attributes:
-        dtype: of its entries.
-        shape: of the tensor.
-        num_bytes: that it takes in the file.
+        dtype: dtype of the entries.
+        shape: shape of the tensor.
+        num_bytes: bytes in the file.
     """
 
     dtype: torch.dtype
@@ -78,7 +78,7 @@ def _info(tensor: Tensor) -> TensorInfo:
 
 
 class Bytes(ABC):
-    """A file of known size of which any part can be had.
+    """A file of known size with random access.
 
     Attributes:
         name: for messages.
@@ -90,7 +90,7 @@ class Bytes(ABC):
 
     @abstractmethod
     def read(self, start: int, length: int) -> bytearray | memoryview:
-        """`length` bytes from `start`, to be changed at will.
+        """Read `length` bytes from `start` into a writable buffer.
 
         Raises:
             DataError: it cannot be read, or there are fewer.
@@ -128,7 +128,7 @@ class LocalBytes(Bytes):
 
 @final
 class MappedBytes(Bytes):
-    """A file on a disk whose parts are mapped into memory: a page is read when it is first looked at.
+    """A memory-mapped file on a disk: a page is read at its first use.
 
     Changes stay in memory (copy on write). The file must not become shorter while parts are in use.
     """
@@ -156,7 +156,7 @@ class TensorFile(ABC):
 
     Attributes:
         name: for messages.
-        infos: of every tensor, by its name.
+        infos: the entry of every tensor, by name.
     """
 
     name: str
@@ -164,31 +164,31 @@ class TensorFile(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """A tensor, as it is stored.
+        """Read a tensor as it is stored.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: there is no tensor of this name.
             DataError: it cannot be read.
         """
 
     def packed_as(self, name: str) -> str:
-        """How a tensor is stored if not as the plain numbers that `read` gives; "" if it is."""
+        """The quantisation format of a tensor; "" for plain tensors."""
         return ""
 
 
 @final
 class Safetensors(TensorFile):
-    """A safetensors file; nothing but its header is held.
+    """A safetensors file. Only its header is kept in memory.
 
     Attributes:
-        data_start: where its data begin, after the header.
-        metadata: texts by name that stand in the header, as found.
+        data_start: offset of the data after the header.
+        metadata: the strings of the header's metadata, by name.
 
     Args:
         source: the file.
 
     Raises:
-        DataError: a header that is damaged, or that contradicts itself or the size of the file.
+        DataError: the header is damaged, or contradicts itself or the size of the file.
     """
 
     def __init__(self, source: Bytes) -> None:
@@ -213,7 +213,7 @@ class Safetensors(TensorFile):
         return torch.frombuffer(found, dtype=info.dtype).reshape(info.shape)
 
     def start(self, name: str) -> int:
-        """Where the bytes of a tensor begin, from the beginning of the file."""
+        """The offset of a tensor's bytes in the file."""
         return self.data_start + self._places[name]
 
     def _entry(self, name: str, entry: Any) -> tuple[TensorInfo, int]:
@@ -256,13 +256,13 @@ class Safetensors(TensorFile):
 
 @final
 class Pickled(TensorFile):
-    """An old `pytorch_model.bin`: plain data only, mapped and not read where its format allows that.
+    """An old `pytorch_model.bin` with plain data, memory-mapped if its format allows that.
 
     Args:
         path: the file.
 
     Raises:
-        DataError: it holds anything but tensors by name, or is damaged.
+        DataError: it has other things than tensors by name, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -307,7 +307,7 @@ class Pickled(TensorFile):
 
 @final
 class _Held(TensorFile):
-    """Some tensors of a file that are in memory."""
+    """Tensors in memory, in the place of those of a file."""
 
     def __init__(self, file: TensorFile) -> None:
         self.name, self._file = file.name, file
@@ -329,8 +329,8 @@ class Tensors:
     """All tensors of a checkpoint, in one file or several.
 
     Args:
-        name: of the checkpoint, for messages.
-        files: by the name of every tensor, the file that holds it.
+        name: name of the checkpoint, for messages.
+        files: the file of every tensor, by the tensor's name.
     """
 
     def __init__(self, name: str, files: Mapping[str, TensorFile]) -> None:
@@ -340,7 +340,7 @@ class Tensors:
         self._names = sorted(self.infos)
 
     def holding(self, tensors: Mapping[str, Tensor]) -> "Tensors":
-        """The same tensors, some of which are here already, or others in their place."""
+        """The same tensors, with some of them in memory or replaced."""
         held: dict[int, _Held] = {}
         files = dict(self._files)
         for name, tensor in tensors.items():
@@ -351,17 +351,17 @@ class Tensors:
         return Tensors(self.name, files)
 
     def replacing(self, hidden: Collection[str], file: TensorFile) -> "Tensors":
-        """The same tensors, with those of a file in place of some."""
+        """The same tensors, with some replaced by those of a file."""
         kept = {name: own for name, own in self._files.items() if name not in hidden}
         return Tensors(self.name, {**kept, **dict.fromkeys(file.infos, file)})
 
     def below(self, module: str) -> list[str]:
-        """Names of the tensors of a module and of those within it."""
+        """Names of the tensors of a module and of its submodules."""
         start = bisect_left(self._names, f"{module}.")
         return list(takewhile(lambda name: name.startswith(f"{module}."), islice(self._names, start, None)))
 
     def read(self, name: str) -> Tensor:
-        """A tensor as it is stored.
+        """Read a tensor as it is stored.
 
         Raises:
             DataError: it cannot be read.
@@ -369,16 +369,16 @@ class Tensors:
         return self._files[name].read(name)
 
     def packed_as(self, name: str) -> str:
-        """How a tensor is quantised; "" if it is stored as the numbers that `read` gives."""
+        """The quantisation format of a tensor; "" if it is stored as plain numbers."""
         return self._files[name].packed_as(name)
 
     def where(self, name: str) -> str:
-        """The name of the file that holds a tensor, for messages."""
+        """The name of a tensor's file, for messages."""
         return self._files[name].name
 
 
 def open_tensors(path: Path, *, mapped: bool = False) -> Tensors:
-    """The tensors of a folder in Hugging Face's layout, or of one file.
+    """Open the tensors of a folder in Hugging Face's layout, or of one file.
 
     Args:
         path: a folder with `model.safetensors` or `pytorch_model.bin`, whole or in shards with an index;
@@ -387,7 +387,7 @@ def open_tensors(path: Path, *, mapped: bool = False) -> Tensors:
             `MappedBytes`.
 
     Raises:
-        DataError: none of these, a shard that is missing, or a file that is damaged.
+        DataError: the path is none of these, a shard is missing, or a file is damaged.
     """
     if path.is_file():
         return of_one(_open_file(path, mapped))
@@ -413,17 +413,16 @@ def open_tensors(path: Path, *, mapped: bool = False) -> Tensors:
 def from_index(
     index: Mapping[str, Any], where: str, name: str, open_shard: Callable[[str], TensorFile]
 ) -> Tensors:
-    """The tensors that an index spreads over shards.
+    """Open the tensors that an index distributes over shards.
 
     Args:
         index: the record; its `weight_map` gives each tensor's shard.
         where: the index file, for messages.
-        name: of the checkpoint, for messages.
+        name: name of the checkpoint, for messages.
         open_shard: opens a shard of the folder by its name.
 
     Raises:
-        DataError: an index that is not one, that leads out of its folder, or that promises what a shard
-            does not hold.
+        DataError: the index is invalid, leads out of its folder, or names tensors that a shard does not have.
     """
     places = index.get("weight_map")
     if not isinstance(places, dict) or not places:
@@ -447,10 +446,10 @@ def from_index(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The record in a JSON file.
+    """Read the record of a JSON file.
 
     Raises:
-        DataError: it is missing, no JSON record, or nested without end.
+        DataError: the file is missing, is not a JSON record, or is nested too deeply.
     """
     source = LocalBytes(path)
     if source.size > _LONGEST_JSON:
@@ -479,7 +478,7 @@ def _parsed(content: bytes | bytearray, where: str) -> dict[str, Any]:
 
 
 def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
-    """Where a safetensors file's data begin, and its header."""
+    """The offset of a safetensors file's data, and its header."""
     if source.size < 8:
         raise DataError(f"{source.name}: {source.size} bytes are no safetensors file; fetch it again")
     (length,) = struct.unpack("<Q", source.read(0, 8))
@@ -510,7 +509,7 @@ _LONGEST_NAME = 255
 
 
 def stays_in_folder(name: str) -> bool:
-    """Whether a name is that of a file in the same folder or below, on any system."""
+    """Whether a name stays in its folder on every operating system."""
     return (
         0 < len(name) <= _LONGEST_NAME
         and name.isprintable()
@@ -522,10 +521,10 @@ def stays_in_folder(name: str) -> bool:
 
 
 def _require_plain(name: str, where: str) -> None:
-    """Names go into reports and onto terminals.
+    """Check that names can be printed in reports and on terminals.
 
     Raises:
-        DataError: one holds what cannot be printed.
+        DataError: a name has characters that cannot be printed.
     """
     if not name.isprintable():
         raise DataError(f"{where}: a tensor is named {shown(name)}, with unprintable characters")
@@ -538,7 +537,7 @@ def _are_counts(value: Any) -> TypeGuard[list[int]]:
 
 
 def shown(value: object) -> str:
-    """A value from a file, short and in one line."""
+    """Format a value from a file, short and in one line."""
     try:
         text = json.dumps(value, ensure_ascii=True, default=str) if not isinstance(value, str) else value
     except ValueError:  # a number of thousands of digits
