@@ -1,8 +1,8 @@
 """Read the tensors of a checkpoint's files by name, one at a time.
 
 Files are not trusted. The header of a safetensors file is read and checked here, so that single tensors can
-be fetched from a disk or a network. Old pickled files are read by torch as plain data (`weights_only`). Names in
-an index must stay within the folder.
+be fetched from a disk or a network. Old pickled files are read by torch as plain data (`weights_only`). Names
+in an index must stay within the folder.
 
 Source: the format at github.com/huggingface/safetensors.
 """
