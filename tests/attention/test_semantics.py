@@ -1,5 +1,6 @@
 """A layer does all that its `Semantics` say: the plain formula, with gradients, caches and positions."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,8 @@ from triptych.algebra.positions import (
 )
 from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
 from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attention import LayerCache, MultiHeadAttention, PositionIds
+from triptych.attention import PARAMETERISATIONS, LayerCache, MultiHeadAttention, PositionIds
+from triptych.models import LanguageModel, LanguageModelConfig, ModelConfig
 
 H, N = NUM_HEADS, 7
 
@@ -335,3 +337,38 @@ def test_a_memory_of_another_width_is_read() -> None:
     assert layer.explain(3, N)[0] == "expanded"
     with pytest.raises(ValueError, match="an input is 24 wide, and the layer's memory width 10"):
         layer(x, memory=x.clone())
+
+
+@pytest.mark.parametrize("name", [name for name, cls in PARAMETERISATIONS.items() if not cls.no_qk_norm])
+def test_a_layer_with_qk_norm_is_the_plain_formula_and_trains_it(name: str) -> None:
+    layer = MultiHeadAttention(24, H, PARAMETERISATIONS[name](), qk_norm=True).double()
+    assert {"q_norm_weight", "k_norm_weight"} <= dict(layer.named_parameters()).keys()
+    x = random_input(N)
+    assert_same(layer(x, causal=True).output, attend(layer.weights("causal"), x), kind="output")
+    layer(x).output.square().mean().backward()
+    for parameter in (layer.q_norm_weight, layer.k_norm_weight):
+        assert parameter.grad is not None
+        assert bool(parameter.grad.any())
+
+
+@pytest.mark.parametrize("name", [name for name, cls in PARAMETERISATIONS.items() if cls.no_qk_norm])
+def test_qk_norm_is_refused_with_the_reason(name: str) -> None:
+    reason = re.escape(PARAMETERISATIONS[name].no_qk_norm)
+    with pytest.raises(ValueError, match=f"{name} cannot have qk_norm: {reason}"):
+        MultiHeadAttention(24, H, PARAMETERISATIONS[name](), qk_norm=True)
+    with pytest.raises(ValueError, match=reason):
+        LanguageModelConfig.model_validate(
+            {"positions": {"scheme": "none"}, "attention": {"projections": name, "qk_norm": True}}
+        )
+
+
+def test_a_recipe_asks_for_qk_norm_of_language_models() -> None:
+    config = LanguageModelConfig.model_validate(
+        {"d_model": 24, "num_heads": 4, "num_layers": 1, "attention": {"qk_norm": True}}
+    )
+    model = LanguageModel.of(config, "decoder", 11)
+    assert "blocks.0.self_attention.q_norm_weight" in model.state_dict()
+    again = LanguageModelConfig.model_validate_json(config.model_dump_json())
+    LanguageModel.of(again, "decoder", 11).load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="qk_norm is true, and encoder-decoder models have none"):
+        ModelConfig.model_validate({"encoder": {"attention": {"qk_norm": True}}})

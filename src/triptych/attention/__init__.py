@@ -2,7 +2,7 @@
 
 from triptych.attention.cache import AttentionCache, DecoderCache, LayerCache
 from triptych.attention.four_way import four_way_attention
-from triptych.attention.layer import LayerOutput, MultiHeadAttention, check_sizes
+from triptych.attention.layer import LayerOutput, MultiHeadAttention, check_qk_norm, check_sizes
 from triptych.attention.masks import causal_mask, padding_mask
 from triptych.attention.operation import Attended, Explanation, attention, explain_attention
 from triptych.attention.positions import (
@@ -69,6 +69,7 @@ __all__ = [
     "Symmetric",
     "attention",
     "causal_mask",
+    "check_qk_norm",
     "check_sizes",
     "explain_attention",
     "four_way_attention",

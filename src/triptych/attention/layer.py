@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.semantics import Kind, Semantics
+from triptych.algebra.semantics import HeadNorm, Kind, Semantics
 from triptych.algebra.weights import AttentionWeights, Head, standard_scale
 from triptych.attention.cache import AttentionCache
 from triptych.attention.operation import Explanation, Path, attention, explain_attention
@@ -61,6 +61,7 @@ class MultiHeadAttention(nn.Module):
         projections: Parameterisation | None = None,
         dropout: float = 0.0,
         positions: AttentionPositions | None = None,
+        qk_norm: bool = False,
     ) -> None:
         """Make a layer.
 
@@ -71,10 +72,14 @@ class MultiHeadAttention(nn.Module):
             dropout: probability that an attention weight is dropped while training.
             positions: how the layer itself tells positions apart (`RotaryPositions`, `AlibiPositions`);
                 None if its input does, or nothing. For self-attention only.
+            qk_norm: whether queries and keys of each head pass an RMSNorm before they are turned and meet,
+                each with a weight for every channel.
 
         Raises:
-            ValueError: sizes that do not fit, with the numbers, or positions that the
+            ValueError: sizes that do not fit, with the numbers, or positions or norms that the
                 parameterisation cannot have, with the reason.
+
+        Source: qk_norm: Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv 2302.05442.
         """
         super().__init__()
         self.d_model = d_model
@@ -87,6 +92,10 @@ class MultiHeadAttention(nn.Module):
         self._semantics = Semantics(scale=standard_scale(self.projections.d_k))
         if positions is not None:
             self._semantics = positions.added_to(self._semantics, self._key_width, num_heads)
+        if qk_norm:
+            check_qk_norm(self.parameterisation)
+            q_norm, k_norm = (HeadNorm(_EPS, torch.ones(self._key_width)) for _ in range(2))
+            self._hold(replace(self._semantics, q_norm=q_norm, k_norm=k_norm))
         self._look_at_semantics()
 
     @classmethod
@@ -461,6 +470,8 @@ class MultiHeadAttention(nn.Module):
 
 
 _FROM_THE_START = Places(0)
+# Below the root of QK-norm; most families with one have it.
+_EPS = 1e-6
 
 
 def _map_takes_up_scale(weights: AttentionWeights) -> bool:
@@ -506,6 +517,16 @@ def _check_can_be_held(weights: AttentionWeights) -> None:
             "the weights carry the norm before the layer, which MultiHeadAttention does not support: "
             "keep that norm beside the layer and pass weights.without_norms()"
         )
+
+
+def check_qk_norm(projections: Parameterisation) -> None:
+    """Check that queries and keys can be normalised.
+
+    Raises:
+        ValueError: the parameterisation has no such thing, with the reason.
+    """
+    if projections.no_qk_norm:
+        raise ValueError(f"{projections.name} cannot have qk_norm: {projections.no_qk_norm}")
 
 
 def check_sizes(

@@ -14,6 +14,7 @@ from triptych.attention import (
     MultiHeadAttention,
     Parameterisation,
     RotaryPositions,
+    check_qk_norm,
     check_sizes,
     parameterisation,
 )
@@ -40,6 +41,7 @@ class AttentionConfig(BaseModel):
             `num_kv_heads`, `q_bias` …: the fields of its class) stand beside it.
         num_heads: number of query heads.
         dropout: probability that an attention weight is dropped while training.
+        qk_norm: whether queries and keys are normalised before they meet; of language models only.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -47,6 +49,7 @@ class AttentionConfig(BaseModel):
     projections: str = "factored"
     num_heads: int | None = Field(None, ge=1, strict=True)
     dropout: float = Field(0.0, ge=0, lt=1)
+    qk_norm: bool = False
 
     @model_validator(mode="after")
     def _options_are_its_own(self) -> "AttentionConfig":
@@ -104,6 +107,7 @@ class AttentionConfig(BaseModel):
             self.parameterisation(),
             dropout=self.dropout,
             positions=positions,
+            qk_norm=self.qk_norm,
         )
 
 
@@ -269,6 +273,8 @@ class ModelConfig(BaseModel):
         ):
             for site in stack:
                 check_sizes(self.d_model, site.num_heads or self.num_heads, site.parameterisation(), places)
+                if site.qk_norm:
+                    raise ValueError("qk_norm is true, and encoder-decoder models have none: leave it out")
         longest = self.max_source_tokens + 1
         if self.positions.scheme == "learned" and self.positions.max_tokens < longest:
             raise ValueError(
@@ -381,6 +387,8 @@ class LanguageModelConfig(BaseModel):
                 site.parameterisation(),
                 self.positions.in_attention(),
             )
+            if site.qk_norm:
+                check_qk_norm(site.parameterisation())
         if self.positions.scheme == "learned" and self.positions.max_tokens < self.context:
             raise ValueError(
                 f"positions.max_tokens is {self.positions.max_tokens}: a context of {self.context} "

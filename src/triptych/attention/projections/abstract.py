@@ -50,7 +50,7 @@ class Parameterisation(ABC):
         read_off: the maps that options are read off when weights are given: whether there is a bias, a width
             (`d_…`) or a number of copies (`num_…`); "scale" is the scale. If left out, `x_bias` is read
             off `x_proj`, `d_k` off `q_proj` and `d_v` off `v_proj`.
-        no_rotary: why rotary positions make no sense with it; "" if they do.
+        no_rotary: why rotary positions make no sense with it; "" if they do. Likewise `no_qk_norm`.
     """
 
     name: ClassVar[str]
@@ -62,6 +62,7 @@ class Parameterisation(ABC):
     o: ClassVar[tuple[str, ...]] = ("o_proj",)
     read_off: ClassVar[Mapping[str, str]] = {}
     no_rotary: ClassVar[str] = ""
+    no_qk_norm: ClassVar[str] = ""
 
     @abstractmethod
     def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:

@@ -34,6 +34,9 @@ class Bilinear(Parameterisation):
         "one matrix W_i stands for W^Q and W^K together, so there are no queries and keys to turn: "
         "under rotary positions the form would have to change with the distance"
     )
+    no_qk_norm: ClassVar[str] = (
+        "one matrix W_i stands for W^Q and W^K together, so there are no queries and keys to normalise"
+    )
     k: ClassVar[tuple[str, ...]] = ()
     read_off: ClassVar[Mapping[str, str]] = {"d_k": "scale"}
 

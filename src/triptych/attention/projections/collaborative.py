@@ -31,6 +31,9 @@ class Collaborative(Parameterisation):
     name: ClassVar[str] = "collaborative"
     parameters_formula: ClassVar[str] = "2*d*d_shared + h*d_shared + 2*h*d*d_v"
     cache_formula: ClassVar[str] = "d_shared + h*d_v"
+    no_qk_norm: ClassVar[str] = (
+        "heads differ by how much they make of each shared channel, and a norm would take that off again"
+    )
     q: ClassVar[tuple[str, ...]] = ("q_proj", "mixing")
     read_off: ClassVar[Mapping[str, str]] = {"d_shared": "k_proj", "d_k": "scale"}
 
