@@ -1,4 +1,4 @@
-"""Our models in the formats of others, and theirs in ours."""
+"""Conversion of models between our format and those of other libraries."""
 
 from triptych.converting.conversion import Conversion, convert
 

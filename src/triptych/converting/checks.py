@@ -1,4 +1,4 @@
-"""What is tried on a model that was written in another format, and the records of it."""
+"""Checks of models that were converted to another format, and their records."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ _SPELLED_OUT = ("an <eos> in the <bos> middle<pad>", "</s> <unk>")
 @final
 @dataclass(frozen=True)
 class ConversionCheck:
-    """Something that was to be tried on what was written; what fails is not written at all.
+    """A check of a converted model. If a check fails, nothing is written.
 
     Attributes:
-        what: in words.
-        tried: False if it could not be.
-        largest_difference: of the logits, where those were compared.
-        note: why it was not tried, or with how much.
+        what: what is checked, in words.
+        tried: False if the check could not be run.
+        largest_difference: largest difference of a logit, if logits were compared.
+        note: why the check was not run, or on how much it was run.
     """
 
     what: str
@@ -101,7 +101,7 @@ def random_pairs(
 
 @torch.no_grad()
 def logits_of(model: EncoderDecoder, pairs: Pairs) -> Tensor:
-    """The model's own, in evaluation mode, on the CPU."""
+    """The logits of our own model, in evaluation mode, on the CPU."""
     device = next(model.parameters()).device
     logits: Tensor = model.eval()(pairs.src.to(device), pairs.tgt_in.to(device))
     return logits.cpu()

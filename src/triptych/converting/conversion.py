@@ -1,7 +1,7 @@
-"""Models from one library to another: ours to Hugging Face, CTranslate2 and ONNX, and Marian's to ours.
+"""Convert models: ours to Hugging Face, CTranslate2 and ONNX, and Marian's to ours.
 
-What is written goes to a temporary folder, is read again and tried beside the model that it came from, and
-only then gets its name.
+The result is written to a temporary folder, read again and compared with the original model. Only then does
+it get its name.
 """
 
 from collections.abc import Callable
@@ -28,10 +28,10 @@ TargetFormat = Literal["hf", "ctranslate2", "onnx", "triptych"]
 @final
 @dataclass(frozen=True)
 class Conversion:
-    """What was written.
+    """The result of a conversion.
 
     Attributes:
-        source: the folder it came from.
+        source: the folder of the original.
         target: the folder written.
         format: of the target; "run" for ours.
         architecture: in the target's own words.
@@ -49,7 +49,7 @@ class Conversion:
     checks: tuple[ConversionCheck, ...]
 
     def record(self) -> dict[str, Any]:
-        """For a machine to read."""
+        """The record as JSON values."""
         return asdict(self)
 
 

@@ -68,7 +68,7 @@ def write_ctranslate2(run: Run, folder: Path, quantization: Quantization) -> Wri
 
 
 def _unknown(run: Run) -> str:
-    """The token for what is not in the vocabulary; one that no text has where nothing is unknown."""
+    """The token for unknown text; a token that no text has if nothing can be unknown."""
     source = run.tokenizers.source
     token = source.record.unk_id if isinstance(source, SentencePieceTokenizer) else source.pad_id
     return source.vocabulary[token]
@@ -147,7 +147,7 @@ def _array(tensor: Tensor) -> Any:
 
 
 def _check(run: Run, folder: Path, quantization: Quantization) -> ConversionCheck:
-    """Log-probabilities of random outputs, token by token."""
+    """Compare log-probabilities of random outputs, token by token."""
     import ctranslate2
 
     source, target = run.tokenizers.source, run.tokenizers.target

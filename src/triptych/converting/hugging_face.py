@@ -53,7 +53,7 @@ def write_hf(run: Run, folder: Path) -> Written:
 
 
 def _check_read_again(run: Run, folder: Path) -> ConversionCheck:
-    """The folder, read by our own reader of Marian."""
+    """Check the folder with our own reader of Marian checkpoints."""
     again = read_marian(folder)
     for ours, found in (
         (run.tokenizers.source, again.tokenizers.source),
@@ -136,7 +136,7 @@ def _check_ids(run: Run, folder: Path) -> list[ConversionCheck]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without its bars and remarks: on lengths of samples, on libraries that are not needed here."""
+    """Silence progress bars and irrelevant warnings of `transformers`."""
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -60,7 +60,7 @@ def write_onnx(run: Run, folder: Path) -> Written:
 
 
 def _count_numbers(folder: Path) -> int:
-    """Of both graphs: tables that both read are in both."""
+    """Count the parameters of both graphs. Tables that both use are in both."""
     import onnx
 
     graphs = [onnx.load(folder / name).graph for name in (ENCODER, DECODER)]
@@ -130,7 +130,7 @@ def _save(
 
 @contextmanager
 def _without_remarks() -> Iterator[None]:
-    """What the exporter warns and logs is about itself."""
+    """Silence the exporter's warnings and logs, which are about itself."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""What each parameterisation costs: counted, and timed."""
+"""Costs of the parameterisations, counted and timed."""
 
 from triptych.costing.counting import CostReport, CostSpec, cost
 from triptych.costing.timing import TimingReport, measure_times

@@ -1,4 +1,4 @@
-"""What the parameterisations cost side by side, at one size: `cost(CostSpec(...))`."""
+"""Count and compare the costs of the parameterisations at one size: `cost(CostSpec(...))`."""
 
 import dataclasses
 import difflib
@@ -188,7 +188,7 @@ class CostRow:
 @final
 @dataclass(frozen=True)
 class LeftOut:
-    """A parameterisation that cannot be written at these sizes, and why."""
+    """A parameterisation that does not exist at these sizes, and why."""
 
     name: str
     reason: str
@@ -284,7 +284,7 @@ def _check_widths(spec: CostSpec, name: str, weights: AttentionWeights) -> None:
 
 
 def _sizes(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) -> dict[str, int]:
-    """Every size that a formula may name, those left to a default included."""
+    """All sizes that formulas may use, defaults included."""
     filled = type(chosen).fitting(weights)
     own = {} if filled is None else dataclasses.asdict(filled)
     return {

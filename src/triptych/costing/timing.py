@@ -1,4 +1,4 @@
-"""What the parameterisations cost on this machine, in seconds, beside what counting predicts."""
+"""Time the parameterisations on this machine, and compare with the predictions from counts."""
 
 import copy
 import statistics
@@ -44,7 +44,7 @@ class Machine:
     bytes_per_second: float
 
     def predicted_seconds(self, flops: float | int, moved_bytes: float | int) -> float:
-        """The roofline: whichever of arithmetic and memory takes longer."""
+        """The roofline prediction: the longer of the times for arithmetic and for memory."""
         return max(flops / self.gemm_flops_per_second, moved_bytes / self.bytes_per_second)
 
 
@@ -90,7 +90,7 @@ class TimedRow:
 @final
 @dataclass(frozen=True)
 class TimingReport:
-    """Times side by side, taken in turn, and the machine they are of."""
+    """Times of the parameterisations, taken in turn, and the machine."""
 
     machine: Machine
     rows: tuple[TimedRow, ...]
@@ -253,7 +253,7 @@ _PASSES: dict[str, Callable[[MultiHeadAttention, CostSpec, torch.device], Callab
 
 
 class _Rates:
-    """What the machine does at best: taken before and after the layers, in one list."""
+    """The peak rates of the machine, measured before and after the layers."""
 
     def __init__(self, spec: CostSpec, device: torch.device) -> None:
         self.device, self.dtype = device, spec.dtype
