@@ -160,6 +160,17 @@ def llama_of_old(folder: Path) -> None:
     )
 
 
+def llama_without_a_beginning(folder: Path) -> None:
+    sentence_pieces(
+        folder,
+        "tokenizer.model",
+        "bpe",
+        model_type="llama",
+        tokenizer_class="LlamaTokenizer",
+        **{"add_bos_token": True, "bos_token": None},
+    )
+
+
 def gemma(folder: Path) -> None:
     sentence_pieces(
         folder,
@@ -235,7 +246,18 @@ def whole_word_pieces(folder: Path) -> None:
 
 MAKERS: list[Callable[[Path], None]] = [
     *(gpt2, gpt2_without_words_about_it, opt, roberta, qwen2, neox_with_a_map, bert, cased_bert),
-    *(llama, llama_of_old, gemma, t5, albert, xlm_roberta, deberta, whole, whole_word_pieces),
+    *(
+        llama,
+        llama_of_old,
+        llama_without_a_beginning,
+        gemma,
+        t5,
+        albert,
+        xlm_roberta,
+        deberta,
+        whole,
+        whole_word_pieces,
+    ),
 ]
 
 
@@ -357,6 +379,12 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
+    gpt2(tmp_path)
+    with pytest.raises(DataError, match="half of a surrogate pair"):
+        load_tokenizer(tmp_path).encode(["fine", "not \udcff"])
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], None], str, bytes]] = {
     "no JSON": (whole, "tokenizer.json", b"{"),
     "no tokenizer": (whole, "tokenizer.json", b"{}"),
@@ -368,6 +396,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str, bytes]] = {
         "tokenizer.json",
         b'{"model": {"type": "BPE", "vocab": {"a": 99999999999}, "merges": []}}',
     ),
+    "half of a pair": (whole, "tokenizer_config.json", b'{"eos_token": "\\ud800"}'),
     "a token that is a number": (whole, "tokenizer_config.json", b'{"eos_token": 7}'),
     "an id that is a word": (gpt2, "tokenizer_config.json", b'{"added_tokens_decoder": {"x": "a"}}'),
     "an id of another token": (gpt2, "tokenizer_config.json", b'{"added_tokens_decoder": {"7": "zzz"}}'),

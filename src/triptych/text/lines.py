@@ -7,6 +7,7 @@ other separators occur inside sentences, and splitting at them would shift one s
 import codecs
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from triptych.errors import DataError, UsageError
 GZIP = "gzip"
 ZSTANDARD = "Zstandard"
 PARQUET = "Parquet"
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which no UTF-8 text can hold
 
 _ENDINGS = {GZIP: ".gz", ZSTANDARD: ".zst", PARQUET: ".parquet"}
 _COMPRESSIONS = {".gz": GZIP, ".zst": ZSTANDARD}

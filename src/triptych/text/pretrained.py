@@ -212,14 +212,14 @@ def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> Pretrained
         path = _vocabulary_file(folder)
         merges = folder / "merges.txt"
         content = _read_bytes(path)
+        further = _read_bytes(merges) if path.name == "vocab.json" else b""
         try:
-            further = _read_bytes(merges) if path.name == "vocab.json" else b""
             inner, more = _made(lambda: build_tokenizer(settings, path.name, content, further), str(path))
+            _add_tokens(inner, settings, [*settings.tokens.values(), *settings.extra, *more])
+            _require_stated_ids(inner, settings)
+            _made(lambda: surround(inner, settings), str(path))
         except ValueError as error:
-            raise DataError(f"{path} is damaged or cannot be read: {error}") from None
-        _add_tokens(inner, settings, [*settings.tokens.values(), *settings.extra, *more])
-        _require_stated_ids(inner, settings)
-        _made(lambda: surround(inner, settings), str(path))
+            raise DataError(f"{path} is damaged or cannot be read: {error}; fetch it again") from None
     joins = bool(settings.record.get("clean_up_tokenization_spaces"))
     record = PretrainedRecord(
         tokens={
@@ -397,6 +397,7 @@ def _token(value: object, where: str, *, special: bool | None = None) -> AddedTo
 def _read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(_read_text(path))
+        json.dumps(record, ensure_ascii=False).encode()  # UnicodeEncodeError for half of a surrogate pair
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}; fetch it again") from None
     if not isinstance(record, dict):

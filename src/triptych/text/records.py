@@ -5,18 +5,15 @@ A null, or a blank line, stands for empty texts.
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from triptych.errors import DataError, UsageError
 from triptych.extras import require_extra
-from triptych.text.lines import PARQUET, check_content, iterate_file, open_file
+from triptych.text.lines import PARQUET, SURROGATE, check_content, iterate_file, open_file
 
 NumberedTexts = tuple[int, tuple[str, ...]]
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_tsv(path: Path, source_column: int, target_column: int) -> Iterator[NumberedTexts]:
@@ -195,7 +192,7 @@ def _text_at(record: Mapping[str, object], field: str, where: str, options: str)
     if "\0" in value:
         raise DataError(f"{where}: field {field!r} holds a NUL character, which no text does; remove it")
     # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
-    if _SURROGATE.search(value):
+    if SURROGATE.search(value):
         raise DataError(f"{where}: field {field!r} holds half of a surrogate pair; remove it")
     return value
 

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
-from triptych.text.lines import as_lines
+from triptych.text.lines import SURROGATE, as_lines
 from triptych.text.sentencepiece import SPACE_MARK, load_sentencepiece
 
 PAD_ID = 0
@@ -450,11 +450,22 @@ class SentencePieceTokenizer(SentenceTokenizer):
 def encode_batch(
     inner: tokenizers.Tokenizer, texts: str | Sequence[str], *, add_special: bool, parse_special: bool
 ) -> list[list[int]]:
-    """`Tokenizer.encode` of a tokenizer of the tokenizers library."""
+    """`Tokenizer.encode` of a tokenizer of the tokenizers library.
+
+    Raises:
+        DataError: a text that holds half of a surrogate pair.
+    """
+    lines = list(as_lines(texts))
     with _ENCODING:
         # Not stored in the file: without it, special tokens spelled out in a text turn special.
         inner.encode_special_tokens = not parse_special
-        encodings = inner.encode_batch_fast(list(as_lines(texts)), add_special_tokens=add_special)
+        try:
+            encodings = inner.encode_batch_fast(lines, add_special_tokens=add_special)
+        # The library says a TypeError for it.
+        except (UnicodeEncodeError, TypeError):
+            if any(SURROGATE.search(line) for line in lines):
+                raise DataError("the text holds half of a surrogate pair; give UTF-8 text") from None
+            raise
     return [encoding.ids for encoding in encodings]
 
 

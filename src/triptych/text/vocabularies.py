@@ -170,6 +170,9 @@ def surround(inner: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
             raise ValueError(f"{settings.where} names no {name}")
         return tokens[name].content
 
+    def adds(name: str) -> bool:
+        return settings.flag(f"add_{name}_token", False) and f"{name}_token" in tokens
+
     match behaviour:
         case "BertTokenizer" | "AlbertTokenizer" | "DebertaV2Tokenizer":
             begin, end = [content("cls_token")], [content("sep_token")]
@@ -180,8 +183,9 @@ def surround(inner: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
         case "T5Tokenizer":
             begin, end = [], [content("eos_token")]
         case _:
-            begin = [content("bos_token")] if settings.flag("add_bos_token", False) else []
-            end = [content("eos_token")] if settings.flag("add_eos_token", False) else []
+            # Asked for where there is none, `transformers` puts none.
+            begin = [content("bos_token")] if adds("bos") else []
+            end = [content("eos_token")] if adds("eos") else []
             if behaviour is None and inner.token_to_id("[CLS]") is not None:
                 begin, end = ["[CLS]"], ["[SEP]"]
     around = [*begin, *end]
