@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from triptych.errors import DataError
+
 D, HEADS, WIDTH, LAYERS = 32, 4, 8, 3
 
 
@@ -86,3 +88,8 @@ def gpt2_that_runs(folder: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return folder
+
+
+def cannot_be_run(*_: object) -> None:
+    """Stands for `checkpoints.models.read_model`, of a family that is read and not run."""
+    raise DataError("this family cannot be run")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from triptych.runs.generation import OpenedModel
 from triptych.text import load_tokenizer
 
 PROMPT = "First"
+DOCS = Path(__file__).parents[2] / "docs" / "generating.md"
 
 
 @pytest.fixture(scope="module")
@@ -244,3 +246,10 @@ def test_another_engine_continues_a_prompt_alike(
     seen = triptych(*options, *engine, "--json", "--attention", "0:0")
     assert seen.code == 2
     assert "ctranslate2 gives no attention weights" in seen.err
+
+
+def test_every_option_that_the_docs_name_is_one(triptych: Command) -> None:
+    named = set(re.findall(r"`(--[a-z-]+)", DOCS.read_text(encoding="utf-8")))
+    assert len(named) > 15
+    helped = "".join(triptych(command, "--help").out for command in ("generate", "evaluate", "fill"))
+    assert {name for name in named if not re.search(rf"{name}\b", helped)} == set()

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from command import Command
-from small_checkpoints import LAYERS, gpt2, gpt2_that_runs
+from small_checkpoints import LAYERS, cannot_be_run, gpt2, gpt2_that_runs
 from triptych.algebra.rewrites import FoldNorm, Truncate
 from triptych.errors import DataError
 from triptych.rewriting.certificate import card, read_certificate
@@ -248,6 +248,8 @@ def test_what_cannot_be_run_here_is_said_not_to_be_tried(
     triptych: Command, compared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert whole_models(triptych, compared / "drawn")["held"]  # by ourselves
+    monkeypatch.setattr("triptych.rewriting.running.read_model", cannot_be_run)
     found = whole_models(triptych, compared / "drawn")
     assert found["held"] is None
     assert "transformers, which would run it, is not installed" in found["found"]

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints.test_families import made
 from rewriting.test_calibration import bert, text_in
-from small_checkpoints import gpt2_that_runs
+from small_checkpoints import cannot_be_run, gpt2_that_runs
+from tolerances import assert_same
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, ModelConfig, write_model
-from triptych.rewriting.comparing import open_original
-from triptych.rewriting.running import can_run, open_model
+from triptych.rewriting.running import TransformersModel, can_run, open_model
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 
@@ -43,7 +44,7 @@ def test_an_encoder_reads_lines_until_they_have_so_many_tokens(tmp_path: Path) -
             assert len(list(model.windows(text, tokens))) == expected
 
 
-def test_without_transformers_a_run_of_ours_can_be_run_and_no_other_model(
+def test_without_transformers_what_we_run_ourselves_can_be_run_and_no_other_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -54,24 +55,35 @@ def test_without_transformers_a_run_of_ours_can_be_run_and_no_other_model(
     (tmp_path / "ours").mkdir()
     write_model(EncoderDecoder.of(config, 9, 9), tmp_path / "ours")
     gpt2_that_runs(tmp_path / "gpt2")
-    assert can_run(tmp_path / "ours") == can_run(tmp_path / "gpt2") == ""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert can_run(tmp_path / "ours") == can_run(tmp_path / "gpt2") == ""
+    assert open_model(tmp_path / "gpt2").by == "triptych"
+    monkeypatch.setattr("triptych.rewriting.running.read_model", cannot_be_run)
     assert can_run(tmp_path / "ours") == ""
-    assert "transformers, which would run it, is not installed" in can_run(tmp_path / "gpt2")
+    said = "this family cannot be run; transformers, which would run it, is not installed: pip install"
+    assert said in can_run(tmp_path / "gpt2")
+    with pytest.raises(UsageError, match=said):
+        open_model(tmp_path / "gpt2")
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("vit", "the original cannot be run: ViTModel reads images, not text"),
-        (
-            "clip",
-            "the original cannot be run: CLIPModel reads images besides text, and does not run on text alone",
-        ),
-    ],
-)
-def test_a_model_of_pictures_is_not_run_on_text_and_one_line_says_so(
-    name: str, reason: str, tmp_path: Path
-) -> None:
-    made(name, tmp_path)
-    assert open_original(tmp_path, None) == reason
+def test_our_own_run_puts_out_what_transformers_does(tmp_path: Path) -> None:
+    folder, text = gpt2_that_runs(tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text("What a piece of work is a man! " * 7, encoding="utf-8")
+    ours, theirs = open_model(folder), TransformersModel(folder)
+    assert ours.by == "triptych"
+    assert ours.kind == theirs.kind
+    source = open_checkpoint(folder)
+    pairs = [*zip(ours.windows(text, 200), theirs.windows(text, 200), strict=True)]
+    pairs += zip(ours.random_windows(3), theirs.random_windows(3), strict=True)
+    assert len(pairs) > 4
+    for one, other in pairs:
+        assert torch.equal(one.inputs["input_ids"], other.inputs["input_ids"])
+        assert (one.targets is None) == (other.targets is None)
+        with ours.watch(source, source.sites), theirs.watch(source, source.sites):
+            assert_same(ours.outputs(one), theirs.outputs(other), kind="output")
+        for site in source.sites:
+            assert_same(ours.seen[site.name][-1].x, theirs.seen[site.name][-1].x, kind="output")
+    attended = [model.attention_outputs(source, pairs[0][0]) for model in (ours, theirs)]
+    for (name, a), (same, b) in zip(*attended, strict=True):
+        assert name == same
+        assert_same(a, b, kind="output")

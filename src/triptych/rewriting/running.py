@@ -1,31 +1,36 @@
 """Run whole models on text, to compare original and rewritten ones and to record inputs of attention layers.
 
-Models of other libraries are run by `transformers`, our own by triptych. No code that came with a checkpoint
+Triptych runs every model that it can; `transformers` runs the others. No code that came with a checkpoint
 is executed (`trust_remote_code` is off).
 """
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
 
+from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.layer import AttentionSource, Site
+from triptych.checkpoints.models import read_model
 from triptych.checkpoints.own import is_own
 from triptych.errors import DataError, UsageError
-from triptych.extras import is_installed, require_extra
-from triptych.models import EncoderDecoder, attention_sites
+from triptych.extras import is_installed
+from triptych.models import EncoderDecoder, LanguageModel, attention_sites
+from triptych.models.blocks import Block
 from triptych.runs import Run
 from triptych.storage.tensors import read_json
+from triptych.text import Tokenizer, load_tokenizer
 
 WINDOW_TOKENS = 128
 _RANDOM_WINDOWS = 4
 _FARTHEST = 4
+_NO_TRANSFORMERS = "transformers, which would run it, is not installed: pip install 'triptych[run]'"
 RunnableKind = Literal["causal", "pairs", "encoder"]
 
 
@@ -174,11 +179,15 @@ def open_model(path: Path) -> RunnableModel:
     """Open a model to run it.
 
     Raises:
-        UsageError: `transformers` is not installed, or has no such model.
+        UsageError: we cannot run it, and `transformers` is not installed or has no such model.
     """
     if _is_run_by_us(path):
         return OwnRunnable(path)
-    require_extra("run", "transformers", what="running this model")
+    try:
+        return LanguageRunnable(path)
+    except DataError as error:
+        if not is_installed("transformers"):
+            raise UsageError(f"{error}; {_NO_TRANSFORMERS}") from None
     return TransformersModel(path)
 
 
@@ -200,8 +209,12 @@ def can_run(path: Path) -> str:
     """Why a model cannot be run here; "" if it can."""
     if not path.is_dir():
         return "it is not a folder"
-    if not _is_run_by_us(path) and not is_installed("transformers"):
-        return "transformers, which would run it, is not installed"
+    if _is_run_by_us(path) or is_installed("transformers"):
+        return ""
+    try:
+        LanguageRunnable(path)
+    except DataError as error:
+        return f"{error}; {_NO_TRANSFORMERS}"
     return ""
 
 
@@ -260,11 +273,13 @@ class TransformersModel(RunnableModel):
         """Windows of 128 tokens side by side; for pairs a line with a tab is one, for encoders a line."""
         if self.kind == "causal":
             ids = self._tokens(read_whole_text(text), special=False)
-            return self._side_by_side(ids[: most_tokens + 1])
+            return side_by_side(ids[: most_tokens + 1], self._at_most(WINDOW_TOKENS))
         lines = read_whole_text(text).splitlines()
-        return (
-            self._pairs(text, lines, most_tokens) if self.kind == "pairs" else self._lines(lines, most_tokens)
-        )
+        if self.kind == "pairs":
+            return self._pairs(text, lines, most_tokens)
+        length = self._at_most(WINDOW_TOKENS)
+        texts = (self._tokens(line, special=True)[:length].tolist() for line in lines if line.strip())
+        return _until(most_tokens, texts)
 
     def random_windows(self, seed: int) -> Iterator[Window]:
         generator = torch.Generator().manual_seed(seed)
@@ -366,12 +381,6 @@ class TransformersModel(RunnableModel):
         config = self._config.get_text_config()
         return min(tokens, int(getattr(config, "max_position_embeddings", None) or tokens))
 
-    def _side_by_side(self, ids: Tensor) -> Iterator[Window]:
-        length = self._at_most(WINDOW_TOKENS)
-        for start in range(0, len(ids) - 1, length):
-            piece = ids[start : start + length + 1]
-            yield Window({"input_ids": piece[None, :-1]}, piece[1:])
-
     def _pairs(self, text: Path, lines: list[str], most_tokens: int) -> Iterator[Window]:
         start_id = self._config.decoder_start_token_id
         done = 0
@@ -390,16 +399,80 @@ class TransformersModel(RunnableModel):
             if done >= most_tokens:
                 return
 
-    def _lines(self, lines: list[str], most_tokens: int) -> Iterator[Window]:
-        done = 0
-        for line in lines:
-            if not line.strip():
-                continue
-            ids = self._tokens(line, special=True)[: self._at_most(WINDOW_TOKENS)]
-            yield Window({"input_ids": ids[None]}, None)
-            done += len(ids)
-            if done >= most_tokens:
-                return
+
+@final
+class LanguageRunnable(RunnableModel):
+    """A checkpoint of others that becomes a language model of ours, in float32.
+
+    Raises:
+        DataError: it does not, with the reason.
+    """
+
+    def __init__(self, path: Path) -> None:
+        checkpoint = open_checkpoint(path)
+        if not isinstance(checkpoint, Checkpoint):
+            raise DataError(f"{path} is a run of triptych")
+        self.model: LanguageModel = read_model(checkpoint, torch.float32)
+        self.by = "triptych"
+        self.kind = "causal" if self.model.causal and self.model.head is not None else "encoder"
+        self._path = path
+        self._longest = checkpoint.longest_text(checkpoint.sites[0])
+        self._tokenizer: Tokenizer | None = None
+
+    def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
+        """Windows of 128 tokens side by side; for encoders a line is one."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._path, vocab_size=self.model.vocab_size)
+        encode, length = self._tokenizer.encode, min(WINDOW_TOKENS, self._longest)
+        whole = read_whole_text(text)
+        if self.kind == "causal":
+            ids = torch.tensor(encode([whole], parse_special=True)[0])
+            return side_by_side(ids[: most_tokens + 1], length)
+        lines = [line for line in whole.splitlines() if line.strip()]
+        return _until(most_tokens, (encode([line], add_special=True)[0][:length] for line in lines))
+
+    def random_windows(self, seed: int) -> Iterator[Window]:
+        generator = torch.Generator().manual_seed(seed)
+        length = max(4, min(32, self._longest) - 4)
+        for _ in range(_RANDOM_WINDOWS):
+            ids = torch.randint(0, self.model.vocab_size, (1, length), generator=generator)
+            yield Window({"input_ids": ids}, None)
+
+    @torch.inference_mode()
+    def outputs(self, window: Window) -> Tensor:
+        self.seen = {}
+        result: Tensor = self.model(window.inputs["input_ids"]).logits
+        return result[0]
+
+    def watch(self, source: AttentionSource, sites: Sequence[Site]) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        for site in sites:
+
+            def hear(module: nn.Module, given: tuple[Any, ...], *, site: Site = site) -> None:
+                self.seen.setdefault(site.name, []).append(Seen(given[0].detach(), None))
+
+            stack.callback(self.attention_module(site).register_forward_pre_hook(hear).remove)
+        return stack
+
+    def attention_module(self, site: Site) -> nn.Module:
+        return cast(Block, self.model.blocks[site.layer]).self_attention
+
+
+def side_by_side(ids: Tensor, length: int) -> Iterator[Window]:
+    """Windows of so many tokens, each token after the first predicted once."""
+    for start in range(0, len(ids) - 1, length):
+        piece = ids[start : start + length + 1]
+        yield Window({"input_ids": piece[None, :-1]}, piece[1:])
+
+
+def _until(most_tokens: int, lines: Iterable[Sequence[int]]) -> Iterator[Window]:
+    """Lines as windows that predict nothing, up to so many tokens."""
+    done = 0
+    for ids in lines:
+        yield Window({"input_ids": torch.tensor([ids])}, None)
+        done += len(ids)
+        if done >= most_tokens:
+            return
 
 
 @final
