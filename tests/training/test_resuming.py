@@ -1,5 +1,6 @@
 """A run interrupted in any way and resumed ends in the same weights, to the last bit."""
 
+import math
 import re
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from interrupting import KillAt, KillError, SignalAt, assert_same_run
 from triptych import runs
 from triptych.errors import DataError, TriptychError, UsageError
+from triptych.text import TokenizerPair, generate_pairs
 from triptych.training import Recipe, read_recipe, resolve
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import LineDisplay
@@ -331,6 +333,17 @@ def test_early_stopping_ends_a_run_that_no_longer_improves(tmp_path: Path) -> No
     assert outcome.counters.step < 400
     assert outcome.counters.validations_since_best == 2
     assert outcome.counters.step == outcome.counters.best_step + 2 * _VALIDATE_EVERY
+
+
+def test_a_validation_has_perplexity_and_bits_per_byte_of_the_target_side(uninterrupted: Path) -> None:
+    last = [r for r in read_metrics(uninterrupted / "metrics.jsonl") if "valid_loss" in r][-1]
+    targets = [target for _, target in generate_pairs(12, "valid", 0)]
+    (tokenizer,) = {TokenizerPair.load(uninterrupted).target}
+    num_tokens = sum(len(ids) + 1 for ids in tokenizer.encode(targets))
+    num_bytes = sum(len(target.encode()) for target in targets)
+    nats = last["valid_loss"] * num_tokens
+    assert last["valid_bits_per_byte"] == pytest.approx(nats / num_bytes / math.log(2))
+    assert last["valid_perplexity"] == pytest.approx(math.exp(last["valid_loss"]))
 
 
 def test_max_epochs_ends_a_run(tmp_path: Path) -> None:

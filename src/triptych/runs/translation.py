@@ -67,6 +67,7 @@ def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts") -> Pre
             recipe.training,
             recipe.validation,
             _scorer(recipe, tokenizers, texts.translated) if recipe.validation.bleu else None,
+            _bytes_per_token(texts),
         )
 
     return Prepared(recipe, objective, tokenizers.save, lambda: _fingerprints(recipe, texts, tokenizers))
@@ -115,6 +116,14 @@ def _encode(
     if not len(judged):
         raise DataError("no validation pair is within data.max_sentence_tokens")
     return _Texts(kept, judged, valid_text)
+
+
+def _bytes_per_token(texts: _Texts) -> float:
+    """Of the target sentences that are judged by their loss, each with its end."""
+    judged = set(texts.valid.line_numbers.tolist())
+    lines = zip(texts.translated.line_numbers, texts.translated.target, strict=True)
+    num_bytes = sum(len(line.encode()) for number, line in lines if number in judged)
+    return num_bytes / int((texts.valid.target.lengths + 1).sum())
 
 
 def _steps_per_epoch(recipe: Recipe, train: EncodedCorpus, tokenizers: TokenizerPair) -> int:

@@ -133,6 +133,7 @@ class Translation(Objective[EncoderDecoder, Batch]):
         config: label smoothing and R-Drop.
         validation: what decides which model is best.
         score: measures BLEU; None where the recipe does not want it.
+        bytes_per_token: of the target sentences to be judged by; None where it is not known.
     """
 
     train: TokenBatches
@@ -145,9 +146,11 @@ class Translation(Objective[EncoderDecoder, Batch]):
         config: TrainingConfig,
         validation: ValidationConfig,
         score: Scorer | None,
+        bytes_per_token: float | None = None,
     ) -> None:
         super().__init__(model, train, valid)
         self.config, self.validation, self.score = config, validation, score
+        self.bytes_per_token = bytes_per_token
 
     @property
     def d_model(self) -> int:
@@ -189,10 +192,13 @@ class Translation(Objective[EncoderDecoder, Batch]):
         return self.train.padding_waste(0)
 
     def figures(self, loss: float) -> dict[str, float]:
+        figures = {"valid_loss": loss, "valid_perplexity": math.exp(min(loss, 50))}
+        if self.bytes_per_token is not None:
+            figures["valid_bits_per_byte"] = loss / self.bytes_per_token / math.log(2)
         if self.score is None:
-            return {"valid_loss": loss}
+            return figures
         bleu = self.score(self.model)
-        return {"valid_loss": loss, "valid_bleu": bleu.value, "valid_bleu_low": bleu.low}
+        return {**figures, "valid_bleu": bleu.value, "valid_bleu_low": bleu.low}
 
     def judge(self, figures: Mapping[str, float]) -> Score:
         return judge(figures, self.validation.metric)
