@@ -39,6 +39,7 @@ CASES = {
     "pegasus": Case("pegasus", {"scale_embedding": True}),
     "m2m_100": Case("m2m_100", {"scale_embedding": True, "pad_token_id": 1}),
     "blenderbot": Case("blenderbot"),
+    "blenderbot-small": Case("blenderbot-small", {"scale_embedding": True}),
     "marian": Case("marian", {"scale_embedding": True}),
     "t5": Case("t5"),
     "t5, gated": Case("t5", {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 3}),
@@ -183,3 +184,16 @@ def test_what_no_recipe_describes_is_not_rewritten_as_if_one_did(pair_of: Callab
     _, model = pair_of("bart")
     with pytest.raises(ValueError, match="no recipe describes it"):
         _ = model.config
+
+
+@pytest.mark.parametrize("name", ["vit", "clip", "whisper", "wav2vec2"])
+def test_models_of_pictures_and_of_speech_can_be_read_and_say_that_they_are_not_run(
+    name: str, tmp_path: Path
+) -> None:
+    tiny = TINY[name]
+    config = getattr(transformers, tiny.config)(**tiny.settings)
+    getattr(transformers, tiny.model)(config).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="can be read, and not run"):
+        load_language_model(tmp_path)
+    with pytest.raises(DataError, match="is not run as an encoder with a decoder"):
+        load_encoder_decoder(tmp_path)

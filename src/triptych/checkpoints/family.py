@@ -516,7 +516,7 @@ class ModelSpec(_Spec):
         types: module of the table of segments, `num_types`: its rows.
         positions: what is added for positions, the first whose condition holds.
         masked: what becomes of masked tokens, if not what becomes of all.
-        embedding_norm: of the sum.
+        embedding_norm: of the sum; with `norm_first`, of the sum before positions are added.
         parallel: whether attention and feed-forward layer read the same stream: a condition, the first that
             is chosen.
         from_norm: on what condition sums are taken with the normalised stream.
@@ -553,6 +553,7 @@ class ModelSpec(_Spec):
     positions: tuple[EmbeddedPositionsSpec, ...] = ()
     masked: MaskedSpec | None = None
     embedding_norm: tuple[NormSpec, ...] = ()
+    norm_first: bool = False
     parallel: tuple[Choice, ...] = ()
     from_norm: str = "false"
     residual_scale: str = ""

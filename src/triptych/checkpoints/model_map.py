@@ -247,6 +247,7 @@ class _Mapping:
             num_types=self._types(),
             masked=self._masked(),
             norm=self._norm("embeddings.norm", place, spec.embedding_norm, self._width),
+            norm_first=spec.norm_first,
         )
         positions = place.first(spec.positions)
         kind = "none" if positions is None else positions.kind

@@ -211,6 +211,7 @@ class EmbeddingsConfig:
         num_types: rows of a table for the segments of a text; 0 without.
         masked: what becomes of masked tokens, if not what becomes of all.
         norm: of the sum; None without.
+        norm_first: whether the norm is of the sum before positions are added to it.
         dropout: while training.
     """
 
@@ -226,6 +227,7 @@ class EmbeddingsConfig:
     num_types: int = 0
     masked: MaskedTokens | None = None
     norm: NormConfig | None = None
+    norm_first: bool = False
     dropout: float = 0.0
 
 

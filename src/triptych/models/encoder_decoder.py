@@ -222,12 +222,18 @@ class EncoderDecoder(nn.Module):
         return AttentionMaps(tuple(of_encoder), tuple(of_decoder), tuple(of_cross))
 
     def _embed_source(self, ids: Tensor, start: int | PositionIds) -> Tensor:
-        rows = rows_of_positions(self.architecture.source, ids, start)
-        return self._embed(self.src_embedding, self.src_positions, self.src_norm, ids, rows)
+        config = self.architecture.source
+        rows = rows_of_positions(config, ids, start)
+        return self._embed(
+            self.src_embedding, self.src_positions, self.src_norm, ids, rows, config.norm_first
+        )
 
     def _embed_target(self, ids: Tensor, start: int | PositionIds) -> Tensor:
-        rows = rows_of_positions(self.architecture.target, ids, start)
-        return self._embed(self.tgt_embedding, self.tgt_positions, self.tgt_norm, ids, rows)
+        config = self.architecture.target
+        rows = rows_of_positions(config, ids, start)
+        return self._embed(
+            self.tgt_embedding, self.tgt_positions, self.tgt_norm, ids, rows, config.norm_first
+        )
 
     def _embed(
         self,
@@ -236,13 +242,15 @@ class EncoderDecoder(nn.Module):
         norm: Callable[[Tensor], Tensor] | None,
         ids: Tensor,
         rows: int | PositionIds,
+        norm_first: bool,
     ) -> Tensor:
         x = table(ids)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
-        x = positions(x, rows)
-        if norm is not None:
-            x = norm(x)
+        if norm is None:
+            x = positions(x, rows)
+        else:
+            x = positions(norm(x), rows) if norm_first else norm(positions(x, rows))
         if self.stream_dtype is not None:
             x = x.to(self.stream_dtype)
         return self.embedding_dropout(x) if self.training else x

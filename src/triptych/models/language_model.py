@@ -37,6 +37,8 @@ class Embeddings(nn.Module):
     def __init__(self, config: EmbeddingsConfig, d_model: int) -> None:
         super().__init__()
         width = config.width or d_model
+        if config.norm_first:
+            raise ValueError("a norm before positions are added is for models with encoder and decoder")
         self.config = config
         self.table = nn.Embedding(config.vocab_size, width)
         nn.init.normal_(self.table.weight, std=0.02)
