@@ -26,7 +26,9 @@ _EXPRESSIONS = (
     "both_ways", "needs", "layers", "inner", "more_layers", "uses", "size", "heads", "value_width",
     "scale", "soft_cap", "clip", "field", "borrowing", "value_norm", "factor", "strength", "every",
     "rows", "offset_rows", "activation", "bias", "out_bias", "tied", "residual_scale",
-    "from_norm", "embedding_scale", "padding", "outputs", "num_types", "embedding_width", "map_bias", "token",
+    "from_norm", "number", "top", "normalised", "times", "grouped", "groups", "top_groups", "threshold",
+    "beta", "limit", "embedding_scale", "padding", "outputs", "num_types", "embedding_width", "map_bias",
+    "token",
 )  # fmt: skip
 
 
@@ -423,26 +425,72 @@ class FeedForwardSpec(_Spec):
 
     Attributes:
         when: on what condition of the configuration it is written so.
+        there: a tensor below `at` that the file has where it is written so.
         at: its module.
         inner: map to the inner width; likewise `gate`, "" without one, and `outer` back.
-        fused: what the rows of `inner` are where the gate is in the same tensor, one half after the other.
+        fused: what the rows of `inner` are where the gate is in the same tensor, one half after the other, or
+            in turns (`alternating`).
         transposed: whether maps are stored `[in, out]`.
+        bare: whether a map's tensors are NAME and NAME_bias.
         size: the inner width.
         activation: its name in `transformers`.
         bias: on what condition the inner maps have biases; likewise `out_bias`, as `bias` if empty.
+        beta: see `FeedForwardConfig`, likewise `offset` and `limit`.
+        experts: where this is the layer of each expert. Names of maps hold {expert} where each has tensors
+            of its own; where they do not, a tensor holds the maps of all.
     """
 
     when: str = ""
+    there: str = ""
     at: str = "layers.{layer}.mlp"
     inner: str = "up_proj"
     gate: str = ""
     outer: str = "down_proj"
     fused: Literal["", "gate inner", "inner gate"] = ""
+    alternating: bool = False
     transposed: bool = False
+    bare: bool = False
     size: str = "intermediate_size"
     activation: str = "hidden_act"
     bias: str = "false"
     out_bias: str = ""
+    beta: str = ""
+    offset: float = 0.0
+    limit: str = ""
+    experts: "ExpertsSpec | None" = None
+
+
+@final
+class ExpertsSpec(_Spec):
+    """A mixture of experts; see `ExpertsConfig` for what its fields of the same names mean.
+
+    Attributes:
+        number: of experts.
+        top: how many a token passes.
+        router: module of the router, below that of the layer.
+        normalised: on what condition weights are divided by their sum.
+        times: what they are multiplied by.
+        correction: tensor of the corrections; "" without.
+        grouped: on what condition there are groups.
+        shared: the layer that every token passes besides.
+    """
+
+    number: str
+    top: str = "num_experts_per_tok"
+    router: str = "gate"
+    router_bias: bool = False
+    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    normalised: str = "false"
+    min_sum: float = 0.0
+    times: str = ""
+    scale_input: bool = False
+    correction: str = ""
+    grouped: str = ""
+    groups: str = ""
+    top_groups: str = ""
+    group_score: Literal["best", "two_best"] = "best"
+    threshold: str = ""
+    shared: FeedForwardSpec | None = None
 
 
 @final

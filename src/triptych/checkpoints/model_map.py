@@ -13,20 +13,21 @@ from typing import Never, final
 import torch
 
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.family import EmbeddedPositionsSpec, FeedForwardSpec, HeadSpec, ModelSpec, NormSpec
+from triptych.checkpoints.family import EmbeddedPositionsSpec, HeadSpec, ModelSpec, NormSpec
+from triptych.checkpoints.feed_forward_map import Entry, FeedForwardMap, activation
 from triptych.checkpoints.fields import listed, not_understood_of_model
 from triptych.checkpoints.layer import Site
-from triptych.checkpoints.layer_map import LayerMap, norm_tensors, tensor_names
+from triptych.checkpoints.layer_map import LayerMap, norm_tensors
 from triptych.checkpoints.place import Place
 from triptych.checkpoints.positions import stored_angles
 from triptych.checkpoints.reading import LayerReader, require_shape
-from triptych.checkpoints.tensor_maps import Halves, Named, OnlyRow, Shape, Transposed
+from triptych.checkpoints.tensor_maps import Named, OnlyRow, Shape
 from triptych.errors import DataError
 from triptych.models.architecture import (
-    Activation,
     BlockConfig,
     EmbeddingsConfig,
     EncoderDecoderArchitecture,
+    ExpertsConfig,
     FeedForwardConfig,
     HeadConfig,
     LanguageModelArchitecture,
@@ -34,20 +35,6 @@ from triptych.models.architecture import (
     NormConfig,
     SublayerConfig,
 )
-
-# By their names in `transformers`. Those of one row are one function, computed by formulas that round apart.
-_ACTIVATIONS: Mapping[str, Activation] = {
-    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
-    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_tanh"),
-    "quick_gelu": "gelu_sigmoid",
-    **dict.fromkeys(("silu", "swish"), "swish"),
-    "relu": "relu",
-    "relu2": "relu_squared",
-    "tanh": "tanh",
-    "sigmoid": "sigmoid",
-}  # fmt: skip
-
-Entry = tuple[tuple[str, ...], Named]
 
 
 @final
@@ -188,6 +175,9 @@ class _Mapping:
         self.checkpoint, self.spec, self.tensors = checkpoint, spec, checkpoint.tensors
         if others := [site for site in sites if site.stack != spec.stack or site.kind == "cross"]:
             self._refuse(f"{others[0].module} is no self-attention of its {spec.stack}: it cannot be run")
+        further = [s for s in sites if (p := checkpoint.place(s)).layer >= p.settings.count(p.spec.layers)]
+        if further:
+            self._refuse(f"{further[0].module} predicts further tokens: such layers cannot be run")
         self.sites = sites
         self.first = checkpoint.place(sites[0])
         self.settings = self.first.settings
@@ -360,47 +350,11 @@ class _Mapping:
             self._enter(f"{ours}.bias", bias, (width,))
         return NormConfig(norm.kind, eps, norm.weight, has_bias, norm.offset)
 
-    def _feed_forward(self, ours: str, place: Place) -> FeedForwardConfig:
-        spec = place.first(self.spec.feed_forward)
-        if spec is None:
-            self._refuse(f"the feed-forward layer of block {place.layer} is of no kind that is known")
-        size, activation = place.count(spec.size), self._activation(place, spec.activation)
-        bias = place.holds(spec.bias)
-        out_bias = place.holds(spec.out_bias) if spec.out_bias else bias
-        gated = bool(spec.gate or spec.fused)
-        self._feed_forward_maps(ours, place, spec, size, (bias, out_bias))
-        return FeedForwardConfig(size, activation, gated, bias, out_bias)
-
-    def _activation(self, place: Place, expression: str) -> Activation:
-        name = place.value(expression)
-        if name not in _ACTIVATIONS:
-            self._refuse(f"activation {name!r} is not one of {', '.join(_ACTIVATIONS)}: it cannot be run")
-        return _ACTIVATIONS[name]
-
-    def _feed_forward_maps(
-        self, ours: str, place: Place, spec: FeedForwardSpec, size: int, biases: tuple[bool, bool]
-    ) -> None:
-        at, d_model, (bias, out_bias) = place.beside(spec.at), self.d_model, biases
-
-        def enter(parts: tuple[str, ...], module: str, shape: tuple[int, int], has_bias: bool) -> None:
-            weight, own_bias = tensor_names(f"{at}.{module}" if at else module)
-            steps = (Halves(),) if len(parts) == 2 else ()
-            stored = Named((weight,), shape, steps)
-            if spec.transposed:
-                stored = Named((weight,), shape[::-1], (Transposed(), *steps))
-            self._add(tuple(f"{ours}.{part}.weight" for part in parts), stored)
-            if has_bias:
-                self._add(
-                    tuple(f"{ours}.{part}.bias" for part in parts), Named((own_bias,), shape[:1], steps)
-                )
-
-        if spec.fused:
-            enter(tuple(spec.fused.split()), spec.inner, (2 * size, d_model), bias)
-        else:
-            enter(("inner",), spec.inner, (size, d_model), bias)
-            if spec.gate:
-                enter(("gate",), spec.gate, (size, d_model), bias)
-        enter(("outer",), spec.outer, (d_model, size), out_bias)
+    def _feed_forward(self, ours: str, place: Place) -> FeedForwardConfig | ExpertsConfig:
+        found = FeedForwardMap(ours, place, self.spec.feed_forward, self.d_model, self.tensors)
+        for parts, stored in found.entries:
+            self._add(parts, stored)
+        return found.config
 
     def _head(self) -> HeadConfig:
         spec, vocab_size = self.spec.head, self.tensors.infos[self.table].shape[0]
@@ -458,7 +412,7 @@ class _Mapping:
             transform=bool(transform),
             outputs=outputs,
             map_bias=bool(transform) and map_bias,
-            activation=self._activation(place, spec.activation) if spec.activation else None,
+            activation=activation(place, spec.activation) if spec.activation else None,
             norm=None
             if norm is None
             else self._norm_at("head.norm", place, norm, self._above(norm.at), width),

@@ -155,7 +155,7 @@ def _hold(model: nn.Module, name: str, tensor: Tensor) -> None:
     module = model.get_submodule(".".join(path))
     expected = getattr(module, own)
     assert expected.shape == tensor.shape, f"{name}: {expected.shape}, {tensor.shape}"
-    setattr(module, own, nn.Parameter(tensor))
+    setattr(module, own, tensor if own in module._buffers else nn.Parameter(tensor))
 
 
 _Model = TypeVar("_Model", LanguageModel, EncoderDecoder)

@@ -99,14 +99,39 @@ class OnlyRow(TensorMap):
 
 
 @final
+@dataclass(frozen=True)
 class Halves(TensorMap):
-    """The rows of one tensor as those of two of the same size, one after the other."""
+    """One tensor as two of the same size, one after the other along a dimension."""
+
+    dim: int = 0
+
+    def along(self, dim: int) -> "Halves":
+        """The same along another dimension."""
+        return Halves(dim)
 
     def read(self, parts: Parts) -> Parts:
-        return parts[0].chunk(2)
+        return parts[0].chunk(2, self.dim)
 
     def write(self, parts: Parts) -> Parts:
-        return [torch.cat([*parts])]
+        return [torch.cat([*parts], self.dim)]
+
+
+@final
+@dataclass(frozen=True)
+class Alternating(TensorMap):
+    """One tensor as two of the same size, in turns along a dimension."""
+
+    dim: int = 0
+
+    def along(self, dim: int) -> "Alternating":
+        """The same along another dimension."""
+        return Alternating(dim)
+
+    def read(self, parts: Parts) -> Parts:
+        return [part.contiguous() for part in parts[0].unflatten(self.dim, (-1, 2)).unbind(self.dim + 1)]  # type: ignore[no-untyped-call]
+
+    def write(self, parts: Parts) -> Parts:
+        return [torch.stack([*parts], self.dim + 1).flatten(self.dim, self.dim + 1)]
 
 
 @final
