@@ -11,6 +11,7 @@ from triptych.checkpoints.own import OwnModel
 from triptych.models import LanguageModel, LanguageModelConfig, attention_weights, write_model
 from triptych.models.sites import input_norms
 from triptych.models.storage import read_own_model
+from triptych.rewriting.running import can_run, open_model
 
 
 def make_model(kind: str = "decoder", **config: object) -> LanguageModel:
@@ -90,3 +91,16 @@ def test_a_language_model_of_ours_is_a_checkpoint_to_look_into(tmp_path: Path) -
 def test_a_site_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(ValueError, match=r"no attention site decoder\.7: there are decoder\.0, decoder\.1"):
         triptych.rewrite(make_model(), "gauge_fix()", sites=["decoder.7"])
+
+
+def test_a_run_of_a_language_model_is_run_by_us_and_its_attention_heard(tmp_path: Path) -> None:
+    model = make_model().float()
+    write_model(model, tmp_path)
+    assert can_run(tmp_path) == ""
+    opened, source = open_model(tmp_path), OwnModel(tmp_path)
+    assert (opened.by, opened.kind) == ("triptych", "causal")
+    window = next(opened.random_windows(0))
+    with opened.watch(source, source.sites):
+        found = opened.outputs(window)
+    torch.testing.assert_close(found, model(window.inputs["input_ids"]).logits[0])
+    assert set(opened.seen) == {site.name for site in source.sites}

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.checkpoints.models import read_model
-from triptych.checkpoints.own import is_own
+from triptych.checkpoints.own import OwnModel, is_own
 from triptych.errors import DataError, UsageError
 from triptych.extras import is_installed
 from triptych.models import EncoderDecoder, LanguageModel, attention_sites
 from triptych.models.blocks import Block
 from triptych.runs import Run
 from triptych.storage.tensors import read_json
-from triptych.text import Tokenizer, load_tokenizer
+from triptych.text import Tokenizer, load_tokenizer, read_tokenizer
 
 WINDOW_TOKENS = 128
 _RANDOM_WINDOWS = 4
@@ -219,9 +219,11 @@ def can_run(path: Path) -> str:
 
 
 def _is_run_by_us(path: Path) -> bool:
-    """Whether a model is one of ours, or a Marian translator, which becomes one."""
+    """Whether a model is one of ours that translates, or a Marian translator, which becomes one."""
     record = read_json(path / "config.json")
-    return is_own(record) or record.get("model_type") == "marian"
+    if is_own(record):
+        return record.get("model_type") != "triptych"  # which language models have
+    return record.get("model_type") == "marian"
 
 
 @final
@@ -402,7 +404,7 @@ class TransformersModel(RunnableModel):
 
 @final
 class LanguageRunnable(RunnableModel):
-    """A checkpoint of others that becomes a language model of ours, in float32.
+    """A run of a language model, or a checkpoint of others that becomes one, in float32.
 
     Raises:
         DataError: it does not, with the reason.
@@ -410,9 +412,14 @@ class LanguageRunnable(RunnableModel):
 
     def __init__(self, path: Path) -> None:
         checkpoint = open_checkpoint(path)
-        if not isinstance(checkpoint, Checkpoint):
-            raise DataError(f"{path} is a run of triptych")
-        self.model: LanguageModel = read_model(checkpoint, torch.float32)
+        if isinstance(checkpoint, Checkpoint):
+            model = read_model(checkpoint, torch.float32)
+        elif isinstance(checkpoint, OwnModel) and isinstance(checkpoint.model, LanguageModel):
+            model = checkpoint.model.float()
+        else:
+            raise DataError(f"{path} holds no language model")
+        self.model: LanguageModel = model
+        self._is_own = isinstance(checkpoint, OwnModel)
         self.by = "triptych"
         self.kind = "causal" if self.model.causal and self.model.head is not None else "encoder"
         self._path = path
@@ -422,7 +429,11 @@ class LanguageRunnable(RunnableModel):
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
         """Windows of 128 tokens side by side; for encoders a line is one."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._path, vocab_size=self.model.vocab_size)
+            path, size = self._path, self.model.vocab_size
+            read_own = self._is_own
+            self._tokenizer = (
+                read_tokenizer(path / "tokenizer.json") if read_own else load_tokenizer(path, vocab_size=size)
+            )
         encode, length = self._tokenizer.encode, min(WINDOW_TOKENS, self._longest)
         whole = read_whole_text(text)
         if self.kind == "causal":
