@@ -4,7 +4,7 @@ Both are the model itself as decoding prepares it (`triptych.decoding.Engine`), 
 in and what comes out.
 """
 
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class JoinedCache(AttentionCache):
     entries: tuple[Tensor, ...] = ()
 
     @property
-    def length(self) -> int:
+    def length(self) -> Any:  # an int, or a symbol of one while it is traced
         return self.entries[0].shape[2]
 
     def append(self, entries: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
