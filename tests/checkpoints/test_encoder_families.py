@@ -175,7 +175,7 @@ def test_maps_of_global_attention_are_reported_and_not_read(tmp_path: Path) -> N
     checkpoint = open_checkpoint(tmp_path)
     assert len(checkpoint.unread) == 2 * 3 * 2
     assert all("_global." in name for name in checkpoint.unread)
-    assert [checkpoint.read(site).weights.semantics.window for site in checkpoint.sites] == [3, 4]
+    assert [checkpoint.read(site).weights.semantics.window for site in checkpoint.sites] == [3, 5]
     for layer in inspect(checkpoint).layers:  # what folds into the output map is not redundant
         assert set(layer.foldable.values()) == {checkpoint.read(checkpoint.sites[0]).fixed} != {""}
         assert layer.cut == {}
