@@ -36,7 +36,7 @@ class PositionIds(NamedTuple):
     end: int
     sharing: int | None = None
 
-    def of_slots(self, count: int) -> Int[Tensor, " key_len"]:
+    def of_slots(self, count: int | torch.SymInt) -> Int[Tensor, " key_len"]:
         """The positions of so many keys, where each position is shared by as many."""
         slots = torch.arange(count, device=self.ids.device)
         return slots if self.sharing in (None, 1) else slots // self.sharing
