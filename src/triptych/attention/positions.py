@@ -7,7 +7,7 @@ choices of what each attention layer does (`RotaryPositions`, `AlibiPositions`).
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
@@ -36,8 +36,8 @@ class PositionIds(NamedTuple):
     end: int
     sharing: int | None = None
 
-    def of_slots(self, count: int | torch.SymInt) -> Int[Tensor, " key_len"]:
-        """The positions of so many keys, where each position is shared by as many."""
+    def of_slots(self, count: Any) -> Int[Tensor, " key_len"]:
+        """The positions of so many keys, an int or a symbol of one in a traced model."""
         slots = torch.arange(count, device=self.ids.device)
         return slots if self.sharing in (None, 1) else slots // self.sharing
 
