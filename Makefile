@@ -23,7 +23,7 @@ test: lint types
 
 test-all: lint types
 	@echo "== all tests, slow ones too"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --hypothesis-profile=explore
 
 lint: $(STAMP)
 	@echo "== lint"
