@@ -39,10 +39,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reports": set(),
     "inspection": {"algebra", "checkpoints", "reports"},
     "costing": {"algebra", "attention", "reports"},
+    "attending": {"algebra", "checkpoints", "decoding", "models", "reports", "runs", "storage", "text"},
     "recipes": set(),
     "harness": {"decoding", "models", "runs", "text"},  # a model as another program takes it
     "demonstration": {
-        *("algebra", "decoding", "models", "recipes", "reports", "rewriting", "runs", "text", "training"),
+        *("algebra", "attending", "decoding", "models", "recipes", "reports", "rewriting", "runs", "text"),
+        "training",
     },
 }
 FOUNDATION = {"errors", "extras", "files", "progress", "threads", "thresholds"}
