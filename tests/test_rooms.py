@@ -38,6 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines": {"checkpoints", "converting", "decoding", "models", "runs"},
     "reports": set(),
     "inspection": {"algebra", "checkpoints", "reports"},
+    # what a model does on a text
+    "attending": {
+        *("algebra", "attention", "checkpoints", "decoding", "models", "reports", "runs", "storage", "text"),
+    },
     "costing": {"algebra", "attention", "reports"},
     "attending": {"algebra", "checkpoints", "decoding", "models", "reports", "runs", "storage", "text"},
     "recipes": set(),

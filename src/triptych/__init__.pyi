@@ -1,6 +1,7 @@
 """What `triptych` offers, and the module that each name comes from: `__init__.py` reads it."""
 
 from triptych.algebra import BilinearForm as BilinearForm
+from triptych.attending import attend as attend
 from triptych.attention import AlibiPositions as AlibiPositions
 from triptych.attention import Bilinear as Bilinear
 from triptych.attention import Collaborative as Collaborative

@@ -35,6 +35,7 @@ from triptych.attention.projections import (
     parameterisation,
     parameterisation_of,
 )
+from triptych.attention.queries_keys import QueriesAndKeys, WeightBlock
 
 __all__ = [
     "PARAMETERISATIONS",
@@ -62,11 +63,13 @@ __all__ = [
     "Places",
     "PositionIds",
     "Projections",
+    "QueriesAndKeys",
     "RotaryPositions",
     "Shared",
     "SinusoidalPositions",
     "Stacked",
     "Symmetric",
+    "WeightBlock",
     "attention",
     "causal_mask",
     "check_qk_norm",

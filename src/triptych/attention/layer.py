@@ -21,6 +21,7 @@ from triptych.attention.projections import (
     Route,
     parameterisation_of,
 )
+from triptych.attention.queries_keys import QueriesAndKeys
 
 
 class LayerOutput(NamedTuple):
@@ -281,6 +282,29 @@ class MultiHeadAttention(nn.Module):
         )
         return LayerOutput(self.projections.output(attended.output, inputs.route), attended.weights)
 
+    def queries_and_keys(
+        self,
+        x: Float[Tensor, "batch query_len d_model"],
+        *,
+        memory: Float[Tensor, "batch key_len d_memory"] | None = None,
+        mask: Bool[Tensor, "..."] | None = None,
+        causal: bool | None = None,
+        positions: PositionIds | None = None,
+    ) -> QueriesAndKeys:
+        """What the weights of a call are made of, without the call; arguments and errors as in `forward`.
+
+        Queries and keys are those of the maps in their own dtype. They are compared in float32 at least.
+        """
+        self._check_inputs(x, memory, None)
+        semantics = self.semantics
+        q, places, remembered = self._remembered(semantics, x, memory, None, None, positions)
+        q = self._compared_queries(semantics, q, places)
+        k, _ = self._compared_keys(semantics, places, remembered)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        causal = semantics.kind == "causal" if causal is None else causal
+        where = _positions_of(places, q, k)
+        return QueriesAndKeys(q.to(wide), k.to(wide), semantics, *where, mask, causal)
+
     def explain(
         self,
         query_len: int,
@@ -438,35 +462,49 @@ class MultiHeadAttention(nn.Module):
         turned_late = semantics.rotary is not None and self._turned_when_stored is None
         if turned_late or (bias is not None and bias.reads_content):
             route = "expanded"  # what is compared is keys, and not what is cached
-        q = q if semantics.q_norm is None else semantics.q_norm(q)
-        if semantics.clip is not None:
-            q = q.clamp(-semantics.clip, semantics.clip)
-        if semantics.rotary is not None:
-            q = places.turned(q, semantics.rotary)
-        if semantics.temperature is not None:
-            q = semantics.temperature(q, places.of_tokens(q))
+        q = self._compared_queries(semantics, q, places)
         if route == "absorbed":
             q, k, v = self.projections.absorbed(q, remembered)
         else:
-            k, v = self.projections.keys_values(remembered)
-            if not self.projections.caches_keys:
-                k = k if semantics.k_norm is None else semantics.k_norm(k)
-                if semantics.clip is not None:
-                    k, v = k.clamp(-semantics.clip, semantics.clip), v.clamp(-semantics.clip, semantics.clip)
-                if semantics.rotary is not None and self._turned_when_stored is None:
-                    k = places.turned_keys(k, semantics.rotary)
+            k, v = self._compared_keys(semantics, places, remembered)
         added = None
         if positional:
-            keys = places.of_keys(k)
-            if places.given is None:
-                queries = torch.arange(key_len - q.shape[2], key_len, device=q.device)
-            else:
-                queries = places.of_tokens(q)
+            queries, keys = _positions_of(places, q, k)
             if bias is not None:
                 added = bias(q, k, queries, keys)
             near = semantics.visible(queries, keys)
             mask = near if mask is None else mask if near is None else mask & near
         return _Inputs(q, k, v, mask, added, route)
+
+    def _compared_queries(self, semantics: Semantics, q: Tensor, places: Places) -> Tensor:
+        """Queries of the maps as they meet the keys."""
+        q = q if semantics.q_norm is None else semantics.q_norm(q)
+        if semantics.clip is not None:
+            q = q.clamp(-semantics.clip, semantics.clip)
+        if semantics.rotary is not None:
+            q = places.turned(q, semantics.rotary)
+        return q if semantics.temperature is None else semantics.temperature(q, places.of_tokens(q))
+
+    def _compared_keys(
+        self, semantics: Semantics, places: Places, remembered: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Keys as they meet the queries, and values, of what is kept."""
+        k, v = self.projections.keys_values(remembered)
+        if not self.projections.caches_keys:
+            k = k if semantics.k_norm is None else semantics.k_norm(k)
+            if semantics.clip is not None:
+                k, v = k.clamp(-semantics.clip, semantics.clip), v.clamp(-semantics.clip, semantics.clip)
+            if semantics.rotary is not None and self._turned_when_stored is None:
+                k = places.turned_keys(k, semantics.rotary)
+        return k, v
+
+
+def _positions_of(places: Places, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Where queries and keys stand."""
+    if places.given is not None:
+        return places.of_tokens(q), places.of_keys(k)
+    key_len = k.shape[2]
+    return torch.arange(key_len - q.shape[2], key_len, device=q.device), places.of_keys(k)
 
 
 _FROM_THE_START = Places(0)

@@ -8,7 +8,6 @@ have sinks. Written out in pieces, it holds few of the weights at a time.
 `_plan` chooses between them and says how; `explain_attention` puts what it chose into words.
 """
 
-import itertools
 import math
 from typing import Literal, NamedTuple
 
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from triptych import thresholds
-from triptych.attention.masks import causal_mask
+from triptych.attention.written_out import Special, combined_mask, in_pieces, written_out
 
 Path = Literal["auto", "reference", "fast"]
 Implementation = Literal["written out", "written out in pieces", "fused", "fused, padded"]
@@ -115,12 +114,12 @@ def attention(
     arXiv 2305.13245; soft caps: Gemma Team 2024, arXiv 2408.00118, section 2; sinks: OpenAI 2025, arXiv
     2508.10925, section 2.
     """
-    special = None if soft_cap is None and sinks is None else _Special(soft_cap, sinks)
+    special = None if soft_cap is None and sinks is None else Special(soft_cap, sinks)
     _check(q, k, v, mask, bias, special, dropout)
     plan = _plan(q, k, v, mask, bias, special, causal, dropout, need_weights, path)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if plan.path == "written out in pieces":
-        return Attended(_in_pieces(q, k, v, mask, bias, special, causal, scale), None)
+        return Attended(in_pieces(q, k, v, mask, bias, special, causal, scale), None)
     if plan.path != "written out":
         call = _prepare(plan, q, k, v, mask, bias, causal)
         output = F.scaled_dot_product_attention(
@@ -133,7 +132,7 @@ def attention(
             enable_gqa=call.enable_gqa,
         )
         return Attended(_restore(plan, output, q, v), None)
-    output, weights = _written_out(q, k, v, mask, bias, special, causal, scale, dropout)
+    output, weights = written_out(q, k, v, mask, bias, special, causal, scale, dropout)
     return Attended(output, weights if need_weights else None)
 
 
@@ -175,7 +174,7 @@ def explain_attention(
     Raises:
         ValueError: as `attention`.
     """
-    special = None if soft_cap is None and sinks is None else _Special(soft_cap, sinks)
+    special = None if soft_cap is None and sinks is None else Special(soft_cap, sinks)
     _check(q, k, v, mask, bias, special, dropout)
     plan = _plan(q, k, v, mask, bias, special, causal, dropout, need_weights, path)
     kernel: Kernel = "batched products"
@@ -192,16 +191,6 @@ def explain_attention(
         )
         kernel = _KERNELS.get(choice, "the device's own")
     return Explanation(plan.path, plan.heads, kernel, _reason(plan, kernel, q, k, v, dropout))
-
-
-class _Special(NamedTuple):
-    """What no kernel of torch computes."""
-
-    soft_cap: float | None
-    sinks: Tensor | None
-
-    def of_heads(self, heads: slice) -> "_Special":
-        return self if self.sinks is None else self._replace(sinks=self.sinks[heads])
 
 
 _Why = Literal[
@@ -232,7 +221,7 @@ def _plan(
     v: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
-    special: _Special | None,
+    special: Special | None,
     causal: bool,
     dropout: float,
     need_weights: bool,
@@ -256,8 +245,8 @@ def _plan(
     one_to_one = num_heads == key_heads == value_heads
     if why is not None:
         special_only = why == "soft cap" or why == "sinks"
-        in_pieces = why == "pieces" or (special_only and _many_and_untrained(q, k, v, bias, special))
-        written: Implementation = "written out in pieces" if in_pieces else "written out"
+        is_cut = why == "pieces" or (special_only and _many_and_untrained(q, k, v, bias, special))
+        written: Implementation = "written out in pieces" if is_cut else "written out"
         return _Plan(written, "one to one" if one_to_one else "grouped by rows", why)
 
     on_cpu = q.is_cpu
@@ -297,7 +286,7 @@ def _why_written_out(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    special: _Special | None,
+    special: Special | None,
     causal: bool,
     dropout: float,
     need_weights: bool,
@@ -354,7 +343,7 @@ def _pays_in_pieces(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
 
 
 def _many_and_untrained(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, special: _Special | None
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, special: Special | None
 ) -> bool:
     """Whether the weights of all queries would take much room that no gradient needs."""
     recorded = any(t is not None and t.requires_grad for t in (q, k, v, bias, special and special.sinks))
@@ -418,116 +407,6 @@ def _reason(plan: _Plan, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dropou
     )
 
 
-def _written_out(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    special: _Special | None,
-    causal: bool,
-    scale: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
-    if q.shape[2] == 1 and k.is_cpu and k.dtype == torch.bfloat16:
-        k = k.contiguous()  # a product would copy what is part of a cache itself, at a third of the speed
-    scores = _product(q * scale, k.transpose(-2, -1))
-    if bias is not None:
-        scores = scores + bias.to(scores.dtype)
-    if special is not None and special.soft_cap is not None:
-        scores = special.soft_cap * torch.tanh(scores / special.soft_cap)
-    allowed = _combine(mask, causal, q.shape[-2], k.shape[-2], q.device)
-    if special is not None and special.sinks is not None:
-        if allowed is not None:
-            scores = scores.masked_fill(~allowed, -math.inf)
-        sinks = special.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
-    elif allowed is None:
-        weights = scores.softmax(dim=-1)
-    elif _every_query_sees_a_key(allowed):
-        # The same bits as below, in one pass forward and none backward: a sum needs no mask for its gradient.
-        lowered = scores.new_zeros(allowed.shape).masked_fill_(~allowed, -math.inf)
-        weights = (scores + lowered).softmax(dim=-1)
-    else:
-        # The lowest finite number keeps a fully masked row free of NaN in both directions; the
-        # second fill turns that row's uniform weights into zeros.
-        blocked = ~allowed
-        weights = scores.masked_fill(blocked, torch.finfo(scores.dtype).min).softmax(dim=-1)
-        weights = weights.masked_fill(blocked, 0.0)
-    return _product(F.dropout(weights, dropout), v), weights
-
-
-def _in_pieces(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    special: _Special | None,
-    causal: bool,
-    scale: float,
-) -> Tensor:
-    """The output alone, over as many sentences, heads or queries at a time as `BYTES_OF_A_PIECE` hold."""
-    batch, num_heads, query_len, d_k = q.shape
-    key_heads, key_len = k.shape[1:3]
-    # As a layer reads it: the heads of a token beside each other.
-    output = q.new_empty(batch, query_len, num_heads, v.shape[3]).transpose(1, 2)
-    # Heads that share keys or values stay together, where both are shared alike.
-    alike = key_heads == v.shape[1]
-    together = num_heads // key_heads if alike else num_heads
-    # A row of weights, and what is copied for it of queries, keys, values and output.
-    room = thresholds.BYTES_OF_A_PIECE // ((key_len + 4 * max(d_k, v.shape[3])) * q.element_size())
-    rows = _even(query_len, room // together)
-    heads = _even(num_heads // together, room // (query_len * together)) * together
-    sentences = _even(batch, room // (query_len * num_heads))
-    for b, h, i in itertools.product(
-        range(0, batch, sentences), range(0, num_heads, heads), range(0, query_len, rows)
-    ):
-        of_queries = slice(b, b + sentences), slice(h, h + heads), slice(i, i + rows)
-        of_keys = of_queries[0], slice(h // together, (h + heads) // together) if alike else slice(None)
-        seen = slice(0, max(0, key_len - query_len + min(i + rows, query_len)) if causal else key_len)
-        output[of_queries], _ = _written_out(
-            q[of_queries],
-            k[of_keys][:, :, seen],
-            v[of_keys][:, :, seen],
-            None if mask is None else _piece(mask, (*of_queries, seen)),
-            None if bias is None else _piece(bias, (*of_queries, seen)),
-            special and special.of_heads(of_queries[1]),
-            causal,
-            scale,
-            dropout=0.0,
-        )
-    return output
-
-
-def _even(length: int, room: int) -> int:
-    """How long the parts are when `length` is cut into as few as fit into `room`, as even as they can be."""
-    return -(-length // -(-length // max(1, room)))
-
-
-def _piece(x: Tensor, ranges: tuple[slice, ...]) -> Tensor:
-    """What broadcasts to a piece of `[batch, num_heads, query_len, key_len]` as `x` does to the whole."""
-    own = ranges[len(ranges) - x.dim() :]
-    return x[tuple(slice(None) if size == 1 else range_ for size, range_ in zip(x.shape, own, strict=True))]
-
-
-def _every_query_sees_a_key(allowed: Tensor) -> bool:
-    """Whether no row is fully masked, where asking neither waits for a GPU nor ends a compiled graph."""
-    if not allowed.is_cpu or torch.compiler.is_compiling():
-        return False
-    return bool(allowed.any(dim=-1).all())
-
-
-def _product(rows: Tensor, shared: Tensor) -> Tensor:
-    """`[batch, heads, n, m]` times `[batch, groups, m, p]`: the rows of a group lie below each other."""
-    batch, num_heads, n, m = rows.shape
-    num_groups = shared.shape[1]
-    if num_groups == num_heads:
-        return rows @ shared
-    grouped = rows.reshape(batch, num_groups, num_heads // num_groups * n, m)
-    return (grouped @ shared).reshape(batch, num_heads, n, shared.shape[3])
-
-
 class _Call(NamedTuple):
     """What torch's fused operation is handed."""
 
@@ -552,7 +431,7 @@ def _prepare(
     key_len = k.shape[2]
     # torch aligns its causal mask to the first key, ours to the last.
     by_flag = causal and mask is None and bias is None and query_len == key_len
-    added = None if by_flag else _combine(mask, causal, query_len, key_len, q.device)
+    added = None if by_flag else combined_mask(mask, causal, query_len, key_len, q.device)
     if bias is not None:
         # The kernel for CPUs refuses what requires a gradient, even where none is recorded.
         bias = (bias if torch.is_grad_enabled() else bias.detach()).to(q.dtype)
@@ -598,22 +477,13 @@ def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
-def _combine(
-    mask: Tensor | None, causal: bool, query_len: int, key_len: int, device: torch.device
-) -> Tensor | None:
-    if not causal or query_len == 1:  # a single query is the last position and sees every key
-        return mask
-    triangle = causal_mask(query_len, key_len, device)
-    return triangle if mask is None else mask & triangle
-
-
 def _check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
-    special: _Special | None,
+    special: Special | None,
     dropout: float,
 ) -> None:
     batch, num_heads, query_len, d_k = q.shape

@@ -104,6 +104,7 @@ class TextGenerator:
         model: in evaluation mode.
         tokenizer: the model's.
         precision: of the model's maps.
+        end_ids: tokens that end a text.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class TextGenerator:
         self.model, self.tokenizer, self.precision = model, tokenizer, precision
         self._batch_rows = batch_rows
         ends = (*end_ids, *(() if tokenizer.eos_id is None else (tokenizer.eos_id,)))
-        self._end_ids = tuple(dict.fromkeys(ends))
+        self.end_ids = tuple(dict.fromkeys(ends))
         self._other = other
         if other is not None:
             return
@@ -272,7 +273,7 @@ class TextGenerator:
         return self.encode(prompt, chat=chat)
 
     def _with_ends(self, options: GenerationOptions) -> GenerationOptions:
-        return replace(options, stop_ids=tuple({*options.stop_ids, *self._end_ids}))
+        return replace(options, stop_ids=tuple({*options.stop_ids, *self.end_ids}))
 
     def _continuation(self, found: Generated, text: TextStream) -> Continuation:
         text.finish()

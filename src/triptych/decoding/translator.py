@@ -199,7 +199,7 @@ class Translator:
     def _translated(self, lines: Sequence[str]) -> list[Translation]:
         pieces_of = [self._pieces(line) for line in lines]
         flat = [piece for pieces in pieces_of for piece in pieces]
-        found = iter(self._search([ids for _, ids in flat]))
+        found = iter(self.search_tokens([ids for _, ids in flat]))
         return [
             self._assemble(line, [next(found) for _ in pieces])
             for line, pieces in zip(lines, pieces_of, strict=True)
@@ -289,7 +289,7 @@ class Translator:
         """
         src_ids = self.tokenizers.source.encode([source.strip()])[0]
         if target is None:
-            hypotheses = self._search([src_ids])[0]
+            hypotheses = self.search_tokens([src_ids])[0]
             tgt_ids = list(hypotheses[0].ids)
         else:
             tgt_ids = self.tokenizers.target.encode([target])[0]
@@ -319,8 +319,12 @@ class Translator:
         pieces = [code + part for part in parts]
         return list(zip(pieces, encode(pieces), strict=True))
 
-    def _search(self, sentences: Sequence[list[int]]) -> list[list[Hypothesis]]:
-        """Search for every sentence, those of like length together, and restore the order."""
+    def search_tokens(self, sentences: Sequence[list[int]]) -> list[list[Hypothesis]]:
+        """Hypotheses for sentences that are token ids already, best first; those of like length together.
+
+        Args:
+            sentences: ids without the end of sentence.
+        """
         if self._other_searcher is not None:
             return self._other_searcher(sentences) if sentences else []
         searcher = self._ready_searcher()

@@ -1,0 +1,144 @@
+"""Queries and keys as a layer compares them, and the weights of any of its heads and queries."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from triptych.algebra.semantics import Semantics
+from triptych.attention.written_out import Special, piece_of, scores_of, weights_of
+
+# Of the weights that are computed at a time.
+BLOCK_BYTES = 1 << 26
+
+
+class WeightBlock(NamedTuple):
+    """The weights of some queries, one after the other.
+
+    Attributes:
+        rows: the queries.
+        weights: `[batch, heads, rows, key_len]`.
+    """
+
+    rows: slice
+    weights: Float[Tensor, "batch heads rows key_len"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class QueriesAndKeys:
+    """Queries and keys of one call of a layer, after norms and rotation, in float32 at least.
+
+    The weights are those of equation 1, written out, for the heads and queries that are asked for. Nothing
+    is held but queries and keys.
+
+    Attributes:
+        q: `[batch, num_heads, query_len, d_k]`.
+        k: `[batch, num_key_heads, key_len, d_k]`; consecutive query heads share one.
+        semantics: of the layer: scale, bias, soft cap, sinks, window.
+        query_positions: where queries stand.
+        key_positions: where keys stand.
+        mask: True = may attend, broadcasts to `[batch, num_heads, query_len, key_len]`; None for all.
+        causal: a query sees only its own position and earlier ones; the queries are the last of the keys.
+    """
+
+    q: Float[Tensor, "batch num_heads query_len d_k"]
+    k: Float[Tensor, "batch num_key_heads key_len d_k"]
+    semantics: Semantics
+    query_positions: Int[Tensor, "*rows query_len"]
+    key_positions: Int[Tensor, "*columns key_len"]
+    mask: Bool[Tensor, "..."] | None
+    causal: bool
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads."""
+        return self.q.shape[1]
+
+    @property
+    def query_len(self) -> int:
+        """Number of queries."""
+        return self.q.shape[2]
+
+    @property
+    def key_len(self) -> int:
+        """Number of keys."""
+        return self.k.shape[2]
+
+    def scores(
+        self, rows: slice = slice(None), heads: Sequence[int] | None = None
+    ) -> Float[Tensor, "batch heads rows key_len"]:
+        """What the softmax takes before any mask: scaled, with bias and soft cap.
+
+        Args:
+            rows: the queries, in steps of 1.
+            heads: numbers of heads; all if None.
+        """
+        part = self if heads is None else self._of_heads(heads)
+        return part._scores(slice(*rows.indices(self.query_len)), self.key_len)
+
+    def weights(
+        self, rows: slice = slice(None), heads: Sequence[int] | None = None
+    ) -> Float[Tensor, "batch heads rows key_len"]:
+        """The attention weights; 0 in rows that may attend to nothing. Arguments as those of `scores`."""
+        part = self if heads is None else self._of_heads(heads)
+        return part._weights(slice(*rows.indices(self.query_len)))
+
+    def blocks(
+        self, heads: Sequence[int] | None = None, most_bytes: int = BLOCK_BYTES
+    ) -> Iterator[WeightBlock]:
+        """All weights, as many queries at a time as a number of bytes holds, at least one.
+
+        Args:
+            heads: numbers of heads; all if None.
+            most_bytes: of the weights of one block.
+        """
+        part = self if heads is None else self._of_heads(heads)
+        row_bytes = part.q.shape[0] * part.num_heads * self.key_len * self.q.element_size()
+        step = max(1, most_bytes // row_bytes)
+        for start in range(0, self.query_len, step):
+            rows = slice(start, min(start + step, self.query_len))
+            yield WeightBlock(rows, part._weights(rows))
+
+    def _of_heads(self, heads: Sequence[int]) -> "QueriesAndKeys":
+        chosen, shared = list(heads), self.num_heads // self.k.shape[1]
+        mask = self.mask
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+            mask = mask[..., chosen, :, :]
+        return QueriesAndKeys(
+            self.q[:, chosen],
+            self.k[:, [head // shared for head in chosen]],
+            self.semantics.of_heads(chosen),
+            self.query_positions,
+            self.key_positions,
+            mask,
+            self.causal,
+        )
+
+    def _scores(self, rows: slice, seen: int) -> Tensor:
+        q, k, bias = self.q[:, :, rows], self.k[:, :, :seen], self.semantics.bias
+        added = None
+        if bias is not None:
+            added = bias(q, k, self.query_positions[..., rows], self.key_positions[..., :seen])
+        return scores_of(q, k, added, self._special(), self.semantics.scale)
+
+    def _weights(self, rows: slice) -> Tensor:
+        # No query of these sees what comes after the last of them.
+        seen = max(0, self.key_len - self.query_len + rows.stop) if self.causal else self.key_len
+        scores = self._scores(rows, seen)
+        near = self.semantics.visible(self.query_positions[..., rows], self.key_positions[..., :seen])
+        mask = self.mask
+        if mask is not None:
+            mask = piece_of(mask, (slice(None), slice(None), rows, slice(0, seen)))
+            near = mask if near is None else mask & near
+        weights = weights_of(scores, near, self._special(), self.causal)
+        return weights if seen == self.key_len else F.pad(weights, (0, self.key_len - seen))
+
+    def _special(self) -> Special | None:
+        semantics = self.semantics
+        if semantics.soft_cap is None and semantics.sinks is None:
+            return None
+        return Special(semantics.soft_cap, semantics.sinks)

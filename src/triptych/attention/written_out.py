@@ -1,0 +1,157 @@
+"""Equation 1 written out: whole, in pieces that hold few of the weights at a time, and the weights alone.
+
+weights = softmax(Q Kᵀ · scale + bias + mask)      output = weights V
+"""
+
+import itertools
+import math
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from triptych import thresholds
+from triptych.attention.masks import causal_mask
+
+
+@final
+class Special(NamedTuple):
+    """What no kernel of torch computes."""
+
+    soft_cap: float | None
+    sinks: Tensor | None
+
+    def of_heads(self, heads: slice) -> "Special":
+        """Of some heads."""
+        return self if self.sinks is None else self._replace(sinks=self.sinks[heads])
+
+
+def written_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    special: Special | None,
+    causal: bool,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """Output and weights; arguments as those of `attention`. The weights are those before dropout."""
+    weights = weights_of(scores_of(q, k, bias, special, scale), mask, special, causal)
+    return _product(F.dropout(weights, dropout), v), weights
+
+
+def scores_of(q: Tensor, k: Tensor, bias: Tensor | None, special: Special | None, scale: float) -> Tensor:
+    """What the softmax takes, before any mask."""
+    if q.shape[2] == 1 and k.is_cpu and k.dtype == torch.bfloat16:
+        k = k.contiguous()  # a product would copy what is part of a cache itself, at a third of the speed
+    scores = _product(q * scale, k.transpose(-2, -1))
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if special is not None and special.soft_cap is not None:
+        scores = special.soft_cap * torch.tanh(scores / special.soft_cap)
+    return scores
+
+
+def weights_of(scores: Tensor, mask: Tensor | None, special: Special | None, causal: bool) -> Tensor:
+    """The softmax of scores; 0 in rows that may attend to nothing."""
+    allowed = combined_mask(mask, causal, scores.shape[-2], scores.shape[-1], scores.device)
+    if special is not None and special.sinks is not None:
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -math.inf)
+        sinks = special.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    if allowed is None:
+        return scores.softmax(dim=-1)
+    if _every_query_sees_a_key(allowed):
+        # The same bits as below, in one pass forward and none backward: a sum needs no mask for its gradient.
+        lowered = scores.new_zeros(allowed.shape).masked_fill_(~allowed, -math.inf)
+        return (scores + lowered).softmax(dim=-1)
+    # The lowest finite number keeps a fully masked row free of NaN in both directions; the
+    # second fill turns that row's uniform weights into zeros.
+    blocked = ~allowed
+    weights = scores.masked_fill(blocked, torch.finfo(scores.dtype).min).softmax(dim=-1)
+    return weights.masked_fill(blocked, 0.0)
+
+
+def in_pieces(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    special: Special | None,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """The output alone, over as many sentences, heads or queries at a time as `BYTES_OF_A_PIECE` hold."""
+    batch, num_heads, query_len, d_k = q.shape
+    key_heads, key_len = k.shape[1:3]
+    # As a layer reads it: the heads of a token beside each other.
+    output = q.new_empty(batch, query_len, num_heads, v.shape[3]).transpose(1, 2)
+    # Heads that share keys or values stay together, where both are shared alike.
+    alike = key_heads == v.shape[1]
+    together = num_heads // key_heads if alike else num_heads
+    # A row of weights, and what is copied for it of queries, keys, values and output.
+    room = thresholds.BYTES_OF_A_PIECE // ((key_len + 4 * max(d_k, v.shape[3])) * q.element_size())
+    rows = even_parts(query_len, room // together)
+    heads = even_parts(num_heads // together, room // (query_len * together)) * together
+    sentences = even_parts(batch, room // (query_len * num_heads))
+    for b, h, i in itertools.product(
+        range(0, batch, sentences), range(0, num_heads, heads), range(0, query_len, rows)
+    ):
+        of_queries = slice(b, b + sentences), slice(h, h + heads), slice(i, i + rows)
+        of_keys = of_queries[0], slice(h // together, (h + heads) // together) if alike else slice(None)
+        seen = slice(0, max(0, key_len - query_len + min(i + rows, query_len)) if causal else key_len)
+        output[of_queries], _ = written_out(
+            q[of_queries],
+            k[of_keys][:, :, seen],
+            v[of_keys][:, :, seen],
+            None if mask is None else piece_of(mask, (*of_queries, seen)),
+            None if bias is None else piece_of(bias, (*of_queries, seen)),
+            special and special.of_heads(of_queries[1]),
+            causal,
+            scale,
+            dropout=0.0,
+        )
+    return output
+
+
+def even_parts(length: int, room: int) -> int:
+    """How long the parts are when `length` is cut into as few as fit into `room`, as even as they can be."""
+    return -(-length // -(-length // max(1, room)))
+
+
+def piece_of(x: Tensor, ranges: tuple[slice, ...]) -> Tensor:
+    """What broadcasts to a piece of `[batch, num_heads, query_len, key_len]` as `x` does to the whole."""
+    own = ranges[len(ranges) - x.dim() :]
+    return x[tuple(slice(None) if size == 1 else range_ for size, range_ in zip(x.shape, own, strict=True))]
+
+
+def _every_query_sees_a_key(allowed: Tensor) -> bool:
+    """Whether no row is fully masked, where asking neither waits for a GPU nor ends a compiled graph."""
+    if not allowed.is_cpu or torch.compiler.is_compiling():
+        return False
+    return bool(allowed.any(dim=-1).all())
+
+
+def _product(rows: Tensor, shared: Tensor) -> Tensor:
+    """`[batch, heads, n, m]` times `[batch, groups, m, p]`: the rows of a group lie below each other."""
+    batch, num_heads, n, m = rows.shape
+    num_groups = shared.shape[1]
+    if num_groups == num_heads:
+        return rows @ shared
+    grouped = rows.reshape(batch, num_groups, num_heads // num_groups * n, m)
+    return (grouped @ shared).reshape(batch, num_heads, n, shared.shape[3])
+
+
+def combined_mask(
+    mask: Tensor | None, causal: bool, query_len: int, key_len: int, device: torch.device
+) -> Tensor | None:
+    """The mask with causality; None where every query sees every key."""
+    if not causal or query_len == 1:  # a single query is the last position and sees every key
+        return mask
+    triangle = causal_mask(query_len, key_len, device)
+    return triangle if mask is None else mask & triangle
