@@ -43,7 +43,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("algebra", "attention", "checkpoints", "decoding", "models", "reports", "runs", "storage", "text"),
     },
     "costing": {"algebra", "attention", "reports"},
-    "attending": {"algebra", "checkpoints", "decoding", "models", "reports", "runs", "storage", "text"},
     "recipes": set(),
     "harness": {"decoding", "models", "runs", "text"},  # a model as another program takes it
     "demonstration": {

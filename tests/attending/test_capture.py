@@ -20,7 +20,7 @@ LAYERS: dict[str, Callable[[], MultiHeadAttention]] = {
     "grouped, rotary": lambda: MultiHeadAttention(
         24, 4, Grouped(num_kv_heads=2), positions=RotaryPositions()
     ),
-    "latent": lambda: MultiHeadAttention(24, 4, Latent(rank=6)),
+    "latent": lambda: MultiHeadAttention(24, 4, Latent(d_latent=6)),
     "alibi": lambda: MultiHeadAttention(24, 4, positions=AlibiPositions()),
     "keys are values, rotary": lambda: MultiHeadAttention(24, 4, KeyValue(), positions=RotaryPositions()),
     "qk norm": lambda: MultiHeadAttention(24, 4, qk_norm=True, positions=RotaryPositions()),
