@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "costing": {"algebra", "attention", "reports"},
     "recipes": set(),
+    "studies": {"algebra", "checkpoints", "inspection", "models", "recipes", "reports", "runs", "training"},
     "harness": {"decoding", "models", "runs", "text"},  # a model as another program takes it
     "demonstration": {
         *("algebra", "attending", "decoding", "models", "recipes", "reports", "rewriting", "runs", "text"),
@@ -59,6 +60,7 @@ OPTIONAL = {
     "onnx",
     "onnxruntime",
     "pyarrow",
+    "scipy",
     "sentencepiece",
     "tensorboard",
     "torch.utils.tensorboard",

@@ -44,6 +44,7 @@ def test_a_run_folder_holds_all_that_is_promised(
         "tokenizer.json",
         "recipe.toml",
         "metrics.jsonl",
+        "summary.json",
         "README.md",
         "state/last.safetensors",
         "state/best.safetensors",

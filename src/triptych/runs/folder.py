@@ -24,7 +24,7 @@ from triptych.text import TokenizerPair
 from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
 from triptych.training.state import RUN_FILES, own_files
 
-RECIPE, DECODING = "recipe.toml", "decoding.toml"
+RECIPE, DECODING, SUMMARY = "recipe.toml", "decoding.toml", "summary.json"
 
 
 def holds_run(folder: Path) -> bool:

@@ -159,7 +159,7 @@ def _prepared(
                 shards,
                 context=context,
                 batch_size=rows,
-                seed=recipe.seed,
+                seed=recipe.order_seed,
                 within_documents=within,
                 shuffle=shuffle,
             )
@@ -168,7 +168,7 @@ def _prepared(
             tokenizer,
             context=context,
             batch_size=rows,
-            seed=recipe.seed,
+            seed=recipe.order_seed,
             share=recipe.masking.share,
             masked=recipe.masking.masked,
             random=recipe.masking.random,

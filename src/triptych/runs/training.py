@@ -1,5 +1,6 @@
 """From a recipe to a trained model: `train` starts a run, `resume` goes on with one."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from triptych.checkpoints.own import is_own
 from triptych.errors import UsageError
 from triptych.files import write_folder, write_text
 from triptych.models.device import find_device
+from triptych.models.initial import Draws
 from triptych.models.storage import write_config
 from triptych.runs.card import write_card
-from triptych.runs.folder import RECIPE, require_place, settings
+from triptych.runs.folder import RECIPE, SUMMARY, require_place, settings
 from triptych.runs.language import prepare_language, take_up_language
 from triptych.runs.preparing import Prepared
 from triptych.runs.translation import prepare_translation, take_up_translation
@@ -151,7 +153,14 @@ def _threads_and_seed(recipe: AnyRecipe) -> Iterator[None]:
 def _trainer(prepared: Prepared, folder: Path, base: Path) -> Trainer:
     counters = Counters(fingerprints=prepared.fingerprints(), started_in=str(base))
     recipe = prepared.recipe
-    return Trainer(recipe.training, recipe.validation.every_steps, prepared.objective(), folder, counters)
+    if recipe.initial_values == "by_name":
+        with Draws() as draws:
+            objective = prepared.objective()
+        draws.again_by_name(objective.model, recipe.seed)
+        torch.manual_seed(recipe.seed)  # dropout begins alike, too
+    else:
+        objective = prepared.objective()
+    return Trainer(recipe.training, recipe.validation.every_steps, objective, folder, counters)
 
 
 def _run(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summary:
@@ -166,4 +175,5 @@ def _run(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summary:
     summary = Summary(trainer.run(display), num_parameters, waste, recipe.task)
     if summary.outcome.signal_number is None:
         write_card(trainer.folder, recipe, summary.outcome, num_parameters, display)
+        write_text(trainer.folder / SUMMARY, json.dumps(summary.figures(), indent=2) + "\n")
     return summary

@@ -138,7 +138,7 @@ def _batches(
     return TokenBatches(
         corpus,
         max_tokens=recipe.training.batch_tokens,
-        seed=recipe.seed,
+        seed=recipe.order_seed,
         pad_id=target.pad_id,
         bos_id=target.bos_id,
         eos_id=target.eos_id,

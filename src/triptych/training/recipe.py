@@ -261,10 +261,20 @@ class _AnyRecipe(_Section):
     Attributes:
         name: of the run; its folder is `runs/NAME` unless another is given.
         seed: of the weights, the dropout and the order of the text.
+        data_seed: of the order of the text and of what is masked; `seed` if None.
+        initial_values: "in_order", drawn one after the other, or "by_name": from the seed and the name of
+            each parameter, so that models that differ in one place start from equal values in all others.
     """
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(1, ge=0, lt=2**63)
+    data_seed: int | None = Field(None, ge=0, lt=2**63)
+    initial_values: Literal["in_order", "by_name"] = "in_order"
+
+    @property
+    def order_seed(self) -> int:
+        """Of the order of the text and of what is masked."""
+        return self.seed if self.data_seed is None else self.data_seed
 
     def filled(self: RecipeT, choices: dict[str, Any]) -> RecipeT:
         """The recipe with these values where it gives none.

@@ -32,6 +32,7 @@ RUN_FILES = {
         "tokenizer.json",
         "tokenizer.target.json",
         "metrics.jsonl",
+        "summary.json",
         "README.md",
     ),
     "state": (
