@@ -6,7 +6,7 @@ A recipe is TOML. A key it does not know is an error that names its path and the
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -282,12 +282,12 @@ class _AnyRecipe(_Section):
         Raises:
             UsageError: they do not go with what is given.
         """
-        tree = _merge(choices, self.model_dump(mode="json", exclude_unset=True))
+        tree = merge(choices, self.model_dump(mode="json", exclude_unset=True))
         try:
             return type(self).model_validate(tree)
         except ValidationError as error:
             raise UsageError(
-                f"the recipe, with defaults for its text: {_explain(error, type(self))}"
+                f"the recipe, with defaults for its text: {explain(error, type(self))}"
             ) from None
 
     def to_toml(self) -> str:
@@ -427,7 +427,7 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
         UsageError: an unknown key (with the nearest known one) or a value that is not valid.
     """
     for override in overrides:
-        tree = _merge(tree, _parse_override(override))
+        tree = merge(tree, _parse_override(override))
     kind = _kind_of(tree, origin)
     if not isinstance(tree.get("model", {}), dict):
         raise UsageError(f"{origin}: model is a section, not a value: write model.preset={tree['model']!r}")
@@ -436,11 +436,11 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
         preset = model.pop("preset")
         if not isinstance(preset, str) or preset not in PRESETS:
             raise UsageError(f"{origin}: model.preset is {preset!r}{_nearest(str(preset), list(PRESETS))}")
-        tree = {**tree, "model": _merge(PRESETS[preset].model_dump(exclude_none=True), model)}
+        tree = {**tree, "model": merge(PRESETS[preset].model_dump(exclude_none=True), model)}
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise UsageError(f"{origin}: {_explain(error, kind)}") from None
+        raise UsageError(f"{origin}: {explain(error, kind)}") from None
 
 
 def _kind_of(tree: dict[str, Any], origin: str) -> type[Recipe] | type[LanguageRecipe]:
@@ -468,20 +468,53 @@ def _parse_override(text: str) -> dict[str, Any]:
         leaf: Any = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         leaf = value.strip()  # a bare word is a string
-    for key in reversed(path.strip().split(".")):
+    return _nested(path.strip(), leaf)
+
+
+def _nested(path: str, leaf: Any) -> dict[str, Any]:
+    for key in reversed(path.split(".")):
         leaf = {key: leaf}
     return leaf  # type: ignore[no-any-return]
 
 
-def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def value_at(recipe: AnyRecipe, key: str) -> Any:
+    """The value of a key, named by its path; None if the recipe leaves it out.
+
+    Raises:
+        UsageError: a section of the path does not exist.
+    """
+    found: Any = recipe.model_dump(mode="json")
+    *sections, last = key.split(".")
+    for section in sections:
+        if not isinstance(found, dict) or section not in found:
+            raise UsageError(f"a recipe has no key {key}: there is no section {section}")
+        found = found[section]
+    return found.get(last) if isinstance(found, dict) else None
+
+
+def with_values(recipe: AnyRecipe, values: Mapping[str, Any]) -> AnyRecipe:
+    """The recipe with the values of some keys, each named by its path.
+
+    Raises:
+        UsageError: the outcome is no recipe.
+    """
+    tree = recipe.model_dump(mode="json", exclude_unset=True)
+    for key, value in values.items():
+        tree = merge(tree, _nested(key, value))
+    return resolve(tree)
+
+
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A tree of keys with another's values in place of its own, section by section."""
     merged = dict(base)
     for key, value in changes.items():
         nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if nested else value
+        merged[key] = merge(merged[key], value) if nested else value
     return merged
 
 
-def _explain(error: ValidationError, kind: type[_AnyRecipe]) -> str:
+def explain(error: ValidationError, kind: type[BaseModel]) -> str:
+    """What is wrong first, by the path of its key, with the nearest known one for a key that is unknown."""
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
@@ -497,7 +530,7 @@ def _explain(error: ValidationError, kind: type[_AnyRecipe]) -> str:
     return f"{where}{message}{shown}{more}"
 
 
-def _known_keys(kind: type[_AnyRecipe], path: list[str]) -> list[str]:
+def _known_keys(kind: type[BaseModel], path: list[str]) -> list[str]:
     section: Any = kind
     for part in path:
         section = section.model_fields[part].annotation
