@@ -1,4 +1,4 @@
-"""The table of families in docs/families.md: what is read, rewritten and run, and the test that shows it.
+"""The table of families in docs/families.md: what is read, rewritten, run and written, and the tests for it.
 
 python -m triptych.checkpoints.family_table docs/families.md
 """
@@ -32,8 +32,8 @@ def with_table(page: str) -> str:
 
 
 def _rows() -> Iterator[str]:
-    yield "| family | `model_type` | read | rewritten | run | shown by, in `tests/checkpoints/` |"
-    yield "|---|---|---|---|---|---|"
+    yield "| family | `model_type` | read | rewritten | run | written | shown by, in `tests/checkpoints/` |"
+    yield "|---|---|---|---|---|---|---|"
     for family in sorted(families(), key=lambda family: family.name.lower()):
         if family.attention:
             yield _row(family)
@@ -45,8 +45,12 @@ def _row(family: Family) -> str:
     rewritten = "no" if len(kept) == len(family.attention) else "in part" if kept else "yes"
     model = family.model
     run = "no" if model is None else "encoder-decoder" if model.encoder else model.kind
-    shown = ["test_families.py", *([_TESTS[run]] if run in _TESTS else [])]
-    return f"| {family.name} | {types} | yes | {rewritten} | {run} | {', '.join(f'`{t}`' for t in shown)} |"
+    positions = (position.kind for spec in family.attention for position in spec.positions)
+    products = "disentangled" in positions
+    written = "no" if model is None else "in part" if products else "yes"
+    shown = ["test_families.py", *([_TESTS[run], "test_model_writing.py"] if run in _TESTS else [])]
+    tests = ", ".join(f"`{test}`" for test in shown)
+    return f"| {family.name} | {types} | yes | {rewritten} | {run} | {written} | {tests} |"
 
 
 if __name__ == "__main__":

@@ -46,11 +46,13 @@ class ModelMap:
         architecture: what it is made of.
         sites: the attention layer of every block.
         tensors: from the stored tensors to the others of `LanguageModel`, by their names there.
+        copies: stored tensors that hold the numbers of another one, and that one.
     """
 
     architecture: LanguageModelArchitecture
     sites: tuple[Site, ...]
     tensors: LayerMap
+    copies: Mapping[str, str]
 
 
 def model_map(checkpoint: Checkpoint) -> ModelMap:
@@ -72,7 +74,7 @@ def model_map(checkpoint: Checkpoint) -> ModelMap:
         )
     mapping = _Mapping(checkpoint, spec, checkpoint.sites)
     architecture = mapping.architecture()
-    found = ModelMap(architecture, checkpoint.sites, LayerMap(dict(mapping.entries)))
+    found = ModelMap(architecture, checkpoint.sites, LayerMap(dict(mapping.entries)), mapping.copies)
     _account(checkpoint, found.tensors, (mapping,))
     return found
 
@@ -89,6 +91,7 @@ class EncoderDecoderMap:
         cross: their cross-attention.
         pad_id: the token that attention must not see.
         tensors: from the stored tensors to the others of `EncoderDecoder`, by their names there.
+        copies: stored tensors that hold the numbers of another one, and that one.
     """
 
     architecture: EncoderDecoderArchitecture
@@ -97,6 +100,7 @@ class EncoderDecoderMap:
     cross: tuple[Site, ...]
     pad_id: int
     tensors: LayerMap
+    copies: Mapping[str, str]
 
 
 def encoder_decoder_map(checkpoint: Checkpoint) -> EncoderDecoderMap:
@@ -143,7 +147,8 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> EncoderDecoderMap:
     tensors = LayerMap(dict(entries))
     _account(checkpoint, tensors, (read, write))
     pad_id = write.settings.whole("pad_token_id | 0")
-    return EncoderDecoderMap(architecture, encoder, decoder, cross, pad_id, tensors)
+    copies = {**read.copies, **write.copies}
+    return EncoderDecoderMap(architecture, encoder, decoder, cross, pad_id, tensors, copies)
 
 
 _SOURCE = {
@@ -187,7 +192,7 @@ class _Mapping:
         if strange := not_understood_of_model(checkpoint.family, self.settings):
             self._refuse_field(strange)
         self.entries: list[Entry] = []
-        self.twice: set[str] = set()  # tensors that are others as well
+        self.copies: dict[str, str] = {}  # tensors that are others as well
 
     # The parts, each of which also enters its tensors.
 
@@ -431,7 +436,7 @@ class _Mapping:
         for other in found[1:]:
             if tied and not torch.equal(self.tensors.read(other), self.tensors.read(found[0])):
                 self._refuse(f"{other} is not {found[0]}: both are the bias of {output}")
-            self.twice.add(other)
+            self.copies[other] = found[0]
         return True
 
     def _above(self, name: str) -> str:
@@ -452,7 +457,7 @@ class _Mapping:
             return
         if not torch.equal(self.tensors.read(output), self.tensors.read(self.table)):
             self._refuse(f"{output} is not {self.table}, though {self.spec.head.tied} says so")
-        self.twice.add(output)
+        self.copies[output] = self.table
 
     @property
     def table(self) -> str:
@@ -497,7 +502,7 @@ def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, 
     tensors, used = checkpoint.tensors, {*found.names}
     patterns: list[str] = []
     for mapping in mappings:
-        used |= mapping.twice
+        used |= mapping.copies.keys()
         patterns += mapping.spec.rest
     for site in checkpoint.sites:
         place = checkpoint.place(site)

@@ -91,7 +91,7 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Lang
     """
     found = model_map(checkpoint)
     dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
-    attention = [_attention(checkpoint, site, dtype) for site in found.sites]
+    attention = [read_attention(checkpoint, site, dtype) for site in found.sites]
     with torch.device("meta"):
         model = LanguageModel(found.architecture, attention)
     for name, tensor in found.tensors.read(_taking(checkpoint.tensors, dtype)).items():
@@ -122,7 +122,7 @@ def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = Non
     found = encoder_decoder_map(checkpoint)
     dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
     encoder, decoder, cross = (
-        [_attention(checkpoint, site, dtype) for site in sites]
+        [read_attention(checkpoint, site, dtype) for site in sites]
         for sites in (found.encoder, found.decoder, found.cross)
     )
     with torch.device("meta"):
@@ -134,7 +134,12 @@ def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = Non
     return _off_meta(model).eval()
 
 
-def _attention(checkpoint: Checkpoint, site: Site, dtype: torch.dtype) -> MultiHeadAttention:
+def read_attention(checkpoint: Checkpoint, site: Site, dtype: torch.dtype) -> MultiHeadAttention:
+    """An attention layer of a checkpoint's model.
+
+    Raises:
+        DataError: see `load_language_model`.
+    """
     weights = checkpoint.read(site).weights.without_norms().to(dtype)
     try:
         return MultiHeadAttention.from_weights(weights, dropout=0.0, adopted=True)
