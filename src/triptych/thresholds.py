@@ -9,7 +9,7 @@ import torch
 # What all of them were measured on.
 MACHINE, TORCH = "AMD EPYC (Zen 4, AVX-512 with bf16 and VNNI), two cores, 24 GB", "2.13.0+cpu"
 
-# Attention (`attention/operation.py`), all on a CPU.
+# Attention (`attention/planning.py`), all on a CPU.
 # Up to about this many keys, batched products beat the fused kernel, forward and backward together. With
 # d_k ≠ d_v they do so in the forward pass alone too, or are level: the kernel must then be given padded
 # copies. In bfloat16 they do so to 2,048 where malloc keeps what is freed, but the weights of a layer then

@@ -11,7 +11,8 @@ from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadNorm, Kind, Semantics
 from triptych.algebra.weights import AttentionWeights, Head, standard_scale
 from triptych.attention.cache import AttentionCache
-from triptych.attention.operation import Explanation, Path, attention, explain_attention
+from triptych.attention.operation import Explanation, attention, explain_attention
+from triptych.attention.planning import Path
 from triptych.attention.positions import AttentionPositions, Places, PositionIds
 from triptych.attention.projections import (
     AsWritten,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.algebra.semantics import Semantics
-from triptych.attention.written_out import Special, piece_of, scores_of, weights_of
+from triptych.attention.written_out import piece_of, scores_of, weights_of
 
 # Of the weights that are computed at a time.
 BLOCK_BYTES = 1 << 26
@@ -123,7 +123,7 @@ class QueriesAndKeys:
         added = None
         if bias is not None:
             added = bias(q, k, self.query_positions[..., rows], self.key_positions[..., :seen])
-        return scores_of(q, k, added, self._special(), self.semantics.scale)
+        return scores_of(q, k, added, self.semantics.scale, self.semantics.soft_cap)
 
     def _weights(self, rows: slice) -> Tensor:
         # No query of these sees what comes after the last of them.
@@ -134,11 +134,5 @@ class QueriesAndKeys:
         if mask is not None:
             mask = piece_of(mask, (slice(None), slice(None), rows, slice(0, seen)))
             near = mask if near is None else mask & near
-        weights = weights_of(scores, near, self._special(), self.causal)
+        weights = weights_of(scores, near, self.semantics.sinks, self.causal)
         return weights if seen == self.key_len else F.pad(weights, (0, self.key_len - seen))
-
-    def _special(self) -> Special | None:
-        semantics = self.semantics
-        if semantics.soft_cap is None and semantics.sinks is None:
-            return None
-        return Special(semantics.soft_cap, semantics.sinks)

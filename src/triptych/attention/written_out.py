@@ -5,7 +5,6 @@ weights = softmax(Q Kᵀ · scale + bias + mask)      output = weights V
 
 import itertools
 import math
-from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -13,56 +12,34 @@ from torch.nn import functional as F
 
 from triptych import thresholds
 from triptych.attention.masks import causal_mask
+from triptych.attention.planning import Inputs
 
 
-@final
-class Special(NamedTuple):
-    """What no kernel of torch computes."""
-
-    soft_cap: float | None
-    sinks: Tensor | None
-
-    def of_heads(self, heads: slice) -> "Special":
-        """Of some heads."""
-        return self if self.sinks is None else self._replace(sinks=self.sinks[heads])
+def written_out(given: Inputs) -> tuple[Tensor, Tensor]:
+    """Output and weights; the weights are those before dropout."""
+    scores = scores_of(given.q, given.k, given.bias, given.scale, given.soft_cap)
+    weights = weights_of(scores, given.mask, given.sinks, given.causal)
+    return _product(F.dropout(weights, given.dropout), given.v), weights
 
 
-def written_out(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    special: Special | None,
-    causal: bool,
-    scale: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
-    """Output and weights; arguments as those of `attention`. The weights are those before dropout."""
-    weights = weights_of(scores_of(q, k, bias, special, scale), mask, special, causal)
-    return _product(F.dropout(weights, dropout), v), weights
-
-
-def scores_of(q: Tensor, k: Tensor, bias: Tensor | None, special: Special | None, scale: float) -> Tensor:
+def scores_of(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, soft_cap: float | None) -> Tensor:
     """What the softmax takes, before any mask."""
     if q.shape[2] == 1 and k.is_cpu and k.dtype == torch.bfloat16:
         k = k.contiguous()  # a product would copy what is part of a cache itself, at a third of the speed
     scores = _product(q * scale, k.transpose(-2, -1))
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
-    if special is not None and special.soft_cap is not None:
-        scores = special.soft_cap * torch.tanh(scores / special.soft_cap)
-    return scores
+    return scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
 
 
-def weights_of(scores: Tensor, mask: Tensor | None, special: Special | None, causal: bool) -> Tensor:
+def weights_of(scores: Tensor, mask: Tensor | None, sinks: Tensor | None, causal: bool) -> Tensor:
     """The softmax of scores; 0 in rows that may attend to nothing."""
     allowed = combined_mask(mask, causal, scores.shape[-2], scores.shape[-1], scores.device)
-    if special is not None and special.sinks is not None:
+    if sinks is not None:
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -math.inf)
-        sinks = special.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
-        return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+        columns = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, columns], dim=-1).softmax(dim=-1)[..., :-1]
     if allowed is None:
         return scores.softmax(dim=-1)
     if _every_query_sees_a_key(allowed):
@@ -76,17 +53,9 @@ def weights_of(scores: Tensor, mask: Tensor | None, special: Special | None, cau
     return weights.masked_fill(blocked, 0.0)
 
 
-def in_pieces(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    special: Special | None,
-    causal: bool,
-    scale: float,
-) -> Tensor:
+def in_pieces(given: Inputs) -> Tensor:
     """The output alone, over as many sentences, heads or queries at a time as `BYTES_OF_A_PIECE` hold."""
+    q, k, v, mask, bias, sinks = given.q, given.k, given.v, given.mask, given.bias, given.sinks
     batch, num_heads, query_len, d_k = q.shape
     key_heads, key_len = k.shape[1:3]
     # As a layer reads it: the heads of a token beside each other.
@@ -104,18 +73,17 @@ def in_pieces(
     ):
         of_queries = slice(b, b + sentences), slice(h, h + heads), slice(i, i + rows)
         of_keys = of_queries[0], slice(h // together, (h + heads) // together) if alike else slice(None)
-        seen = slice(0, max(0, key_len - query_len + min(i + rows, query_len)) if causal else key_len)
-        output[of_queries], _ = written_out(
-            q[of_queries],
-            k[of_keys][:, :, seen],
-            v[of_keys][:, :, seen],
-            None if mask is None else piece_of(mask, (*of_queries, seen)),
-            None if bias is None else piece_of(bias, (*of_queries, seen)),
-            special and special.of_heads(of_queries[1]),
-            causal,
-            scale,
-            dropout=0.0,
+        last = min(i + rows, query_len)
+        seen = slice(0, max(0, key_len - query_len + last) if given.causal else key_len)
+        piece = given._replace(
+            q=q[of_queries],
+            k=k[of_keys][:, :, seen],
+            v=v[of_keys][:, :, seen],
+            mask=None if mask is None else piece_of(mask, (*of_queries, seen)),
+            bias=None if bias is None else piece_of(bias, (*of_queries, seen)),
+            sinks=None if sinks is None else sinks[of_queries[1]],
         )
+        output[of_queries], _ = written_out(piece)
     return output
 
 
