@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast, final
 
 import torch
@@ -84,15 +85,20 @@ class Engine:
 
     def _fill_up(self, model: EncoderDecoder, maps: Maps, never: Sequence[int]) -> None:
         """The tables scaled, and the vocabulary in whole groups, tokens that are never wanted at −inf."""
+        architecture, scale = model.architecture, model.architecture.target.scale
 
         def scaled(table: nn.Embedding, missing: int) -> nn.Embedding:
-            rows = F.pad(table.weight.detach() * model.embedding_scale, (0, 0, 0, missing)).to(maps.dtype)
+            rows = F.pad(table.weight.detach() * scale, (0, 0, 0, missing)).to(maps.dtype)
             return nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
 
         missing = -model.tgt_vocab_size % GROUP
         self.vocab_size, self.vocab = model.tgt_vocab_size, model.tgt_vocab_size + missing
         own = self.model
-        own.embedding_scale = 1.0
+        own.architecture = replace(
+            architecture,
+            source=replace(architecture.source, scale=1.0),
+            target=replace(architecture.target, scale=1.0),
+        )
         own.tgt_embedding = scaled(model.tgt_embedding, missing)
         shared = model.src_embedding is model.tgt_embedding
         own.src_embedding = own.tgt_embedding if shared else scaled(model.src_embedding, 0)

@@ -1,5 +1,7 @@
 """What both kinds of models do with the tables of tokens and positions."""
 
+from collections.abc import Callable
+
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -18,7 +20,40 @@ def make_positions(config: EmbeddingsConfig, width: int) -> nn.Module:
             return NoPositions()
 
 
-def rows_of_positions(
+def embed(
+    config: EmbeddingsConfig,
+    ids: Int[Tensor, "batch length"],
+    start: int | PositionIds,
+    *,
+    table: Callable[[Tensor], Tensor],
+    positions: Callable[[Tensor, int | PositionIds], Tensor],
+    norm: Callable[[Tensor], Tensor],
+    segments: Float[Tensor, "batch length width"] | None = None,
+) -> Float[Tensor, "batch length width"]:
+    """Rows of tokens, scaled, with what is added for positions and segments, normalised.
+
+    Args:
+        config: of the embeddings.
+        ids: tokens.
+        start: position of the first token, or the positions of all.
+        table: ids to rows.
+        positions: adds the rows of positions, see `make_positions`.
+        norm: see `make_norm`.
+        segments: added besides.
+    """
+    x = table(ids)
+    if config.scale != 1.0:
+        x = x * config.scale
+    if config.masked is not None:
+        x = _without_masked(config.masked, x, ids)
+    rows = _rows_of_positions(config, ids, start)
+    if config.norm_first:
+        return positions(norm(x if segments is None else x + segments), rows)
+    x = positions(x, rows)
+    return norm(x if segments is None else x + segments)
+
+
+def _rows_of_positions(
     config: EmbeddingsConfig, ids: Int[Tensor, "batch length"], start: int | PositionIds
 ) -> int | PositionIds:
     """The rows of the table of positions for tokens that begin at `start`, or stand where it says."""
@@ -38,7 +73,7 @@ def _counted(ids: Tensor, padding_id: int, start: int) -> PositionIds:
     return PositionIds((tokens.cumsum(dim=1) + start) * tokens - 1, start + ids.shape[1])
 
 
-def without_masked(
+def _without_masked(
     config: MaskedTokens, x: Float[Tensor, "batch length width"], ids: Int[Tensor, "batch length"]
 ) -> Float[Tensor, "batch length width"]:
     """Rows of embeddings with those of masked tokens at 0; see `MaskedTokens`."""

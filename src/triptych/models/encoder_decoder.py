@@ -1,6 +1,6 @@
 """The Transformer of the paper."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple, final
 
 import torch
@@ -12,7 +12,7 @@ from triptych.models.architecture import EncoderDecoderArchitecture
 from triptych.models.blocks import Block, NewTokens, make_norm
 from triptych.models.configuration import ModelConfig
 from triptych.models.dropout import Dropout
-from triptych.models.embedding import make_positions, rows_of_positions
+from triptych.models.embedding import embed, make_positions
 
 
 class AttentionMaps(NamedTuple):
@@ -62,10 +62,9 @@ class EncoderDecoder(nn.Module):
         )
         self.src_positions = make_positions(source, d_model)
         self.tgt_positions = make_positions(target, d_model)
-        self.src_norm = None if source.norm is None else make_norm(source.norm, d_model)
-        self.tgt_norm = None if target.norm is None else make_norm(target.norm, d_model)
+        self.src_norm = make_norm(source.norm, d_model)
+        self.tgt_norm = make_norm(target.norm, d_model)
         self.embedding_dropout = Dropout(target.dropout)
-        self.embedding_scale = target.scale
         self.stream_dtype: torch.dtype | None = None  # of the blocks, where it is not the tables' dtype
         self.encoder = nn.ModuleList(
             Block(block, d_model, layer) for block, layer in zip(architecture.encoder, encoder, strict=True)
@@ -222,35 +221,28 @@ class EncoderDecoder(nn.Module):
         return AttentionMaps(tuple(of_encoder), tuple(of_decoder), tuple(of_cross))
 
     def _embed_source(self, ids: Tensor, start: int | PositionIds) -> Tensor:
-        config = self.architecture.source
-        rows = rows_of_positions(config, ids, start)
-        return self._embed(
-            self.src_embedding, self.src_positions, self.src_norm, ids, rows, config.norm_first
+        x = embed(
+            self.architecture.source,
+            ids,
+            start,
+            table=self.src_embedding,
+            positions=self.src_positions,
+            norm=self.src_norm,
         )
+        return self._into_stream(x)
 
     def _embed_target(self, ids: Tensor, start: int | PositionIds) -> Tensor:
-        config = self.architecture.target
-        rows = rows_of_positions(config, ids, start)
-        return self._embed(
-            self.tgt_embedding, self.tgt_positions, self.tgt_norm, ids, rows, config.norm_first
+        x = embed(
+            self.architecture.target,
+            ids,
+            start,
+            table=self.tgt_embedding,
+            positions=self.tgt_positions,
+            norm=self.tgt_norm,
         )
+        return self._into_stream(x)
 
-    def _embed(
-        self,
-        table: Callable[[Tensor], Tensor],
-        positions: Callable[[Tensor, int | PositionIds], Tensor],
-        norm: Callable[[Tensor], Tensor] | None,
-        ids: Tensor,
-        rows: int | PositionIds,
-        norm_first: bool,
-    ) -> Tensor:
-        x = table(ids)
-        if self.embedding_scale != 1.0:
-            x = x * self.embedding_scale
-        if norm is None:
-            x = positions(x, rows)
-        else:
-            x = positions(norm(x), rows) if norm_first else norm(positions(x, rows))
+    def _into_stream(self, x: Tensor) -> Tensor:
         if self.stream_dtype is not None:
             x = x.to(self.stream_dtype)
         return self.embedding_dropout(x) if self.training else x

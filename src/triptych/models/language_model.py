@@ -12,7 +12,7 @@ from triptych.models.architecture import EmbeddingsConfig, HeadConfig, LanguageM
 from triptych.models.blocks import Block, make_norm
 from triptych.models.configuration import LanguageModelConfig
 from triptych.models.dropout import Dropout
-from triptych.models.embedding import make_positions, rows_of_positions, without_masked
+from triptych.models.embedding import embed, make_positions
 from triptych.models.feed_forward import ACTIVATIONS
 
 
@@ -37,8 +37,6 @@ class Embeddings(nn.Module):
     def __init__(self, config: EmbeddingsConfig, d_model: int) -> None:
         super().__init__()
         width = config.width or d_model
-        if config.norm_first:
-            raise ValueError("a norm before positions are added is for models with encoder and decoder")
         self.config = config
         self.table = nn.Embedding(config.vocab_size, width)
         nn.init.normal_(self.table.weight, std=0.02)
@@ -58,15 +56,18 @@ class Embeddings(nn.Module):
         types: Int[Tensor, "batch length"] | None = None,
     ) -> Float[Tensor, "batch length d_model"]:
         """Embed tokens whose positions begin at `start`, or are given."""
-        x, config = self.table(ids), self.config
-        if config.scale != 1.0:
-            x = x * config.scale
-        if config.masked is not None:
-            x = without_masked(config.masked, x, ids)
-        x = self.positions(x, rows_of_positions(config, ids, start))
+        segments = None
         if self.types is not None:
-            x = x + self.types(torch.zeros_like(ids) if types is None else types)
-        x = self.norm(x)
+            segments = self.types(torch.zeros_like(ids) if types is None else types)
+        x = embed(
+            self.config,
+            ids,
+            start,
+            table=self.table,
+            positions=self.positions,
+            norm=self.norm,
+            segments=segments,
+        )
         if self.stream_dtype is not None:
             x = x.to(self.stream_dtype)
         x = self.dropout(x) if self.training else x
