@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from triptych.errors import UsageError
 from triptych.text import (
     MaskedBatches,
+    MaskingSpec,
     TokenizerSpec,
     TokenShards,
     generate_pairs,
@@ -34,8 +35,10 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
 
 
 def batches_of(shards: TokenShards, **options: object) -> MaskedBatches:
+    masking = {name: options.pop(name) for name in [*options] if name in MaskingSpec.model_fields}
     given_options = {"context": 32, "batch_size": 4, "seed": 1, **options}
-    return MaskedBatches(shards, TOKENIZER, **given_options)  # type: ignore[arg-type]
+    spec = MaskingSpec(**masking)  # type: ignore[arg-type]
+    return MaskedBatches(shards, TOKENIZER, spec, **given_options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -69,9 +72,7 @@ def test_tokens_are_hidden_in_the_shares_asked_for(
 def test_every_token_is_in_one_row_and_is_kept_or_said_again(
     few: TokenShards, context: int, epoch: int, whole: bool, shuffle: bool
 ) -> None:
-    batches = MaskedBatches(
-        few, TOKENIZER, context=context, whole_words=whole, shuffle=shuffle, batch_size=64, seed=1
-    )
+    batches = batches_of(few, context=context, whole_words=whole, shuffle=shuffle, batch_size=64)
     found = []
     for indices in batches.plan(epoch):
         batch = batches.collate(indices)
@@ -141,12 +142,12 @@ def test_within_documents_a_token_meets_its_own_document_alone(shards: TokenShar
 def test_a_tokenizer_without_a_mask_token_is_refused(shards: TokenShards) -> None:
     tokenizer = train_tokenizers(TokenizerSpec(vocab_size=300), ["a"], []).source
     with pytest.raises(UsageError, match="no mask token"):
-        MaskedBatches(shards, tokenizer, context=8, batch_size=2, seed=0)
+        MaskedBatches(shards, tokenizer, MaskingSpec(), context=8, batch_size=2, seed=0)
 
 
 def test_a_row_of_special_tokens_has_a_target(tmp_path: Path) -> None:
     empty = write_shards(["a"], TOKENIZER, tmp_path)
-    batches = MaskedBatches(empty, TOKENIZER, context=1, batch_size=1, seed=0, shuffle=False)
+    batches = batches_of(empty, context=1, batch_size=1, seed=0, shuffle=False)
     assert [batches.collate(indices).num_target_tokens for indices in batches.plan(0)] == [1, 1]
 
 

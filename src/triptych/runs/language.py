@@ -166,13 +166,10 @@ def _prepared(
         return MaskedBatches(
             shards,
             tokenizer,
+            recipe.masking,
             context=context,
             batch_size=rows,
             seed=recipe.order_seed,
-            share=recipe.masking.share,
-            masked=recipe.masking.masked,
-            random=recipe.masking.random,
-            whole_words=recipe.masking.whole_words,
             within_documents=within,
             shuffle=shuffle,
         )

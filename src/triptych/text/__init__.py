@@ -14,7 +14,7 @@ from triptych.text.documents import LanguageCorpusSpec, TextPart, read_documents
 from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
 from triptych.text.generated import generate_pairs
 from triptych.text.lines import as_lines, iterate_file, iterate_lines, read_lines
-from triptych.text.masking import MaskedBatches
+from triptych.text.masking import MaskedBatches, MaskingSpec
 from triptych.text.packing import LanguageBatch, PackedBatches
 from triptych.text.pretrained import PretrainedTokenizer, load_tokenizer, read_tokenizer
 from triptych.text.shards import TokenShards, read_shards, tokenize_corpus, write_shards
@@ -38,6 +38,7 @@ __all__ = [
     "LanguageBatch",
     "LanguageCorpusSpec",
     "MaskedBatches",
+    "MaskingSpec",
     "PackedBatches",
     "ParallelCorpus",
     "PretrainedTokenizer",

@@ -1,4 +1,4 @@
-"""Batches for masked language models: some tokens are hidden, and to be said again."""
+"""Batches for masked language models, which predict tokens that were hidden."""
 
 import unicodedata
 from typing import final
@@ -6,6 +6,7 @@ from typing import final
 import numpy as np
 import torch
 from jaxtyping import Bool, Int64
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from triptych.errors import UsageError
 from triptych.text.packing import NOT_COUNTED, LanguageBatch, plan_rows, starts_of
@@ -17,12 +18,39 @@ _CONTINUES = "##"
 
 
 @final
+class MaskingSpec(BaseModel):
+    """Which tokens a masked language model has to predict, and what it sees in their place.
+
+    Attributes:
+        share: of the tokens, chosen as targets.
+        masked: share of the targets that are replaced by the mask token.
+        random: share of the targets that are replaced by a random token; the rest stay as they are.
+        whole_words: choose whole words; all tokens of a word are targets, or none.
+
+    Source: Devlin et al. 2019, arXiv 1810.04805.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    share: float = Field(0.15, gt=0, lt=1)
+    masked: float = Field(0.8, ge=0, le=1)
+    random: float = Field(0.1, ge=0, le=1)
+    whole_words: bool = False
+
+    @model_validator(mode="after")
+    def _shares_sum_to_at_most_one(self) -> "MaskingSpec":
+        if self.masked + self.random > 1:
+            raise ValueError(f"masked {self.masked} and random {self.random} are more than all")
+        return self
+
+
+@final
 class MaskedBatches:
     """Cuts a corpus into rows of `context` tokens, of which some are hidden; these are the targets.
 
-    Of each row, a share of the tokens is chosen, at least one, and special tokens only where a row has no
-    others. Some of these become the mask token, some any other token, and the rest stay. In each epoch every
-    token of the corpus is in one row. Every epoch begins rows at other places and hides other tokens.
+    Each row has at least one target. Special tokens are targets only in rows that hold nothing else. In each
+    epoch every token of the corpus is in one row. Every epoch begins rows at other places and hides other
+    tokens.
 
     Order and masks are a function of the corpus, the tokenizer, the other arguments and the epoch alone; what
     is hidden in a row does not depend on the batch that it is in.
@@ -30,50 +58,42 @@ class MaskedBatches:
     Args:
         shards: the corpus.
         tokenizer: that made it.
+        masking: what is hidden, and how.
         context: tokens in a row.
         batch_size: rows in a batch; the last batch of an epoch may have fewer.
         seed: with the epoch, determines order and masks; 0 or more.
-        share: of the tokens, chosen, more than 0.
-        masked: share of these that become the mask token.
-        random: share of these that become any other token.
-        whole_words: choose words, of which every token is a target.
         within_documents: tokens attend to those of their own document alone.
         shuffle: False gives the rows from the first token on, in order, for evaluation.
 
     Raises:
         UsageError: an empty corpus, or a tokenizer without a mask token.
-
-    Source: Devlin et al. 2019, arXiv 1810.04805.
     """
 
     def __init__(
         self,
         shards: TokenShards,
         tokenizer: Tokenizer,
+        masking: MaskingSpec,
         *,
         context: int,
         batch_size: int,
         seed: int,
-        share: float = 0.15,
-        masked: float = 0.8,
-        random: float = 0.1,
-        whole_words: bool = False,
         within_documents: bool = False,
         shuffle: bool = True,
     ) -> None:
         if tokenizer.mask_id is None:
-            raise UsageError("the tokenizer has no mask token: masked words need one that has")
+            raise UsageError("the tokenizer has no mask token: a masked language model needs one that has")
         if shards.num_tokens < 1:
             raise UsageError(f"the corpus in {shards.folder} is empty; give more text")
         self._shards, self._context, self._batch_size = shards, context, batch_size
         self._seed, self._shuffle, self._within_documents = seed, shuffle, within_documents
-        self._share, self._masked, self._random = share, masked, random
+        self._masking = masking
         self._mask_id = tokenizer.mask_id
         self._fill_id = tokenizer.mask_id if tokenizer.pad_id is None else tokenizer.pad_id
         self._is_special = np.zeros(tokenizer.vocab_size, dtype=bool)
         self._is_special[list(tokenizer.special_ids)] = True
         self._ordinary = np.flatnonzero(~self._is_special)
-        self._joints = _joints(tokenizer) if whole_words else None
+        self._joints = _joints(tokenizer) if masking.whole_words else None
         # An index is the number of the epoch and of the place, as one.
         self._stride = shards.num_tokens + context
 
@@ -115,16 +135,16 @@ class MaskedBatches:
     @property
     def num_target_tokens(self) -> int:
         """About how many tokens of one pass are learned from."""
-        return max(1, round(self._share * self._shards.num_tokens))
+        return max(1, round(self._masking.share * self._shards.num_tokens))
 
     def _choose(
         self, tokens: Int64[np.ndarray, "length"], generator: np.random.Generator
     ) -> Bool[np.ndarray, "length"]:
-        """Which tokens are to be said again."""
+        """Which tokens are targets."""
         is_ordinary = ~self._is_special[tokens]
         if not is_ordinary.any():
             is_ordinary[:1] = True  # a batch without a target has no loss
-        wanted = max(1, round(self._share * int(is_ordinary.sum())))
+        wanted = max(1, round(self._masking.share * int(is_ordinary.sum())))
         joins = np.zeros(len(tokens), dtype=bool)
         if self._joints is not None:
             joins_left, joins_right = self._joints
@@ -142,16 +162,16 @@ class MaskedBatches:
         chosen: Bool[np.ndarray, "length"],
         generator: np.random.Generator,
     ) -> Int64[np.ndarray, "length"]:
-        fate = generator.random(len(tokens))
+        fate, masking = generator.random(len(tokens)), self._masking
         others = generator.choice(self._ordinary, len(tokens))
-        hidden = np.where(fate < self._masked, self._mask_id, others)
-        return np.where(chosen & (fate < self._masked + self._random), hidden, tokens)
+        hidden = np.where(fate < masking.masked, self._mask_id, others)
+        return np.where(chosen & (fate < masking.masked + masking.random), hidden, tokens)
 
 
 def _joints(tokenizer: Tokenizer) -> tuple[Bool[np.ndarray, "vocab"], Bool[np.ndarray, "vocab"]]:
-    """Of each token, whether it goes on with a word of the token before it, and may be gone on with.
+    """For each token, whether it can continue the word of the token before it, and be continued itself.
 
-    Words are letters and digits in a row, or what the vocabulary marks as going on ("##").
+    A word is a run of letters and digits, or what the vocabulary marks as one ("##").
     """
     pieces = tokenizer.pieces(range(tokenizer.vocab_size))
     special = tokenizer.special_ids

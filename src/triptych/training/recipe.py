@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from triptych.errors import UsageError
 from triptych.models import PRESETS, LanguageModelConfig, ModelConfig
-from triptych.text import CorpusSpec, TokenizerSpec
+from triptych.text import CorpusSpec, MaskingSpec, TokenizerSpec
 from triptych.text.documents import LanguageCorpusSpec
 
 
@@ -213,28 +213,6 @@ class LanguageValidationConfig(_Section):
     sample_prompt: str = ""
 
 
-class MaskingConfig(_Section):
-    """What is hidden from a masked language model. Source: Devlin et al. 2018, arXiv 1810.04805.
-
-    Attributes:
-        share: of the tokens, hidden and to be told.
-        masked: share of these that the mask stands for.
-        random: share of these that another token stands for; the rest stay as they are.
-        whole_words: all tokens of a word are hidden, or none.
-    """
-
-    share: float = Field(0.15, gt=0, lt=1)
-    masked: float = Field(0.8, ge=0, le=1)
-    random: float = Field(0.1, ge=0, le=1)
-    whole_words: bool = False
-
-    @model_validator(mode="after")
-    def _shares_sum_to_at_most_one(self) -> "MaskingConfig":
-        if self.masked + self.random > 1:
-            raise ValueError(f"masked {self.masked} and random {self.random} are more than all")
-        return self
-
-
 class DecodingConfig(_Section):
     """How the finished model translates unless told otherwise; the paper's values.
 
@@ -363,7 +341,7 @@ class LanguageRecipe(_AnyRecipe):
     tokenizer: TokenizerSpec = TokenizerSpec()
     model: LanguageModelConfig = LanguageModelConfig()
     training: LanguageTrainingConfig = LanguageTrainingConfig()
-    masking: MaskingConfig = MaskingConfig()
+    masking: MaskingSpec = MaskingSpec()
     validation: LanguageValidationConfig = LanguageValidationConfig()
 
     @property
@@ -376,7 +354,7 @@ class LanguageRecipe(_AnyRecipe):
         if (
             self.task == "language-model"
             and "masking" in self.model_fields_set
-            and self.masking != MaskingConfig()
+            and self.masking != MaskingSpec()
         ):
             raise ValueError("masking is for task = 'masked-language-model'")
         if self.task != "language-model" and self.validation.sample_tokens:
