@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints.test_models_run import apart, in_float64
+from checkpoints.oracle import apart, fields_not_understood, in_float64, pairs, saved
 from checkpoints.tiny_models import TINY
 from triptych.attention import DecoderCache
-from triptych.checkpoints.family import family_of
-from triptych.checkpoints.fields import not_understood_of_model
 from triptych.checkpoints.models import load_encoder_decoder, load_language_model
 from triptych.errors import DataError
 from triptych.models import EncoderDecoder
-from triptych.storage.settings import Settings
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -61,19 +58,14 @@ def config_of(name: str) -> Any:
 def made(name: str, folder: Path) -> Any:
     """A tiny model with random numbers everywhere, in float64, saved in a folder."""
     model_class = getattr(transformers, TINY[CASES[name].tiny].model)  # imports its module
-    with in_float64():
-        torch.manual_seed(0)
+
+    def configure() -> Any:
         config = config_of(name)
         config._attn_implementation = "eager"
-        model = model_class(config).eval()
-        with torch.no_grad():  # what begins as 0 or 1 would hide what is done with it
-            for parameter_name, parameter in model.named_parameters():
-                if name != "marian" or "embed_positions" not in parameter_name:  # Marian's are not saved
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
-            if hasattr(model, "final_logits_bias"):
-                model.final_logits_bias.add_(torch.randn_like(model.final_logits_bias))
-        model.save_pretrained(folder)
-    return model
+        return config
+
+    not_saved = "embed_positions" if name == "marian" else ""
+    return saved(model_class, configure, folder, leave=not_saved)
 
 
 Pair = tuple[Any, EncoderDecoder]
@@ -82,15 +74,7 @@ Pair = tuple[Any, EncoderDecoder]
 @pytest.fixture(scope="module")
 def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     """A tiny model of `transformers`, and ours of its files; made once."""
-    pairs: dict[str, Pair] = {}
-
-    def pair(name: str) -> Pair:
-        if name not in pairs:
-            folder = tmp_path_factory.mktemp("tiny")
-            pairs[name] = made(name, folder), load_encoder_decoder(folder)
-        return pairs[name]
-
-    return pair
+    return pairs(made, load_encoder_decoder, tmp_path_factory)
 
 
 def some_ids(length: int) -> Tensor:
@@ -163,10 +147,7 @@ def test_float32_models_agree_to_five_digits(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_field_of_its_class_in_transformers_is_understood(name: str) -> None:
-    config = config_of(name)
-    family = family_of(config.model_type)
-    assert family is not None
-    assert not_understood_of_model(family, Settings(config.to_dict(), "config.json")) == []
+    assert fields_not_understood(config_of(name)) == []
 
 
 def test_a_model_with_an_encoder_is_no_language_model_and_the_other_way_round(tmp_path: Path) -> None:

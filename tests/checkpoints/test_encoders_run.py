@@ -1,6 +1,5 @@
 """Encoders of every family that is run, against those that `transformers` makes of the same files."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -8,18 +7,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints.test_models_run import apart, in_float64, theirs
+from checkpoints.oracle import apart, changed, fields_not_understood, pairs, saved
+from checkpoints.test_models_run import theirs
 from checkpoints.tiny_models import TINY
 from triptych.attention import PositionIds
-from triptych.checkpoints.family import family_of
-from triptych.checkpoints.fields import not_understood_of_model
 from triptych.checkpoints.models import load_language_model
 from triptych.errors import DataError
 from triptych.models.language_model import LanguageModel
-from triptych.storage.settings import Settings
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -96,17 +92,13 @@ def config_of(name: str) -> Any:
 def made(name: str, folder: Path) -> Any:
     """A tiny model with random numbers everywhere, in float64, saved in a folder."""
     model_class = getattr(transformers, CASES[name].model)  # imports its module
-    with in_float64():
-        torch.manual_seed(0)
+
+    def configure() -> Any:
         config = config_of(name)
         config._attn_implementation = "eager"
-        model = model_class(config).eval()
-        with torch.no_grad():  # what begins as 0 or 1 would hide what is done with it
-            for parameter_name, parameter in model.named_parameters():
-                if "encoder.embed_positions" not in parameter_name:  # RoFormer's angles
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
-        model.save_pretrained(folder)
-    return model
+        return config
+
+    return saved(model_class, configure, folder, leave="encoder.embed_positions")  # RoFormer's angles
 
 
 Pair = tuple[Any, LanguageModel]
@@ -115,16 +107,7 @@ Pair = tuple[Any, LanguageModel]
 @pytest.fixture(scope="module")
 def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     """A tiny model of `transformers`, and ours of its files; made once."""
-    pairs: dict[str, Pair] = {}
-
-    def pair(name: str) -> Pair:
-        if name not in pairs:
-            folder = tmp_path_factory.mktemp("tiny")
-            other = made(name, folder)
-            pairs[name] = other, load_language_model(folder).model
-        return pairs[name]
-
-    return pair
+    return pairs(made, lambda folder: load_language_model(folder).model, tmp_path_factory)
 
 
 def some_ids(other: Any, batch: int = 2, length: int = 11) -> Tensor:
@@ -199,10 +182,7 @@ def test_segments_have_rows_of_their_own(name: str, pair_of: Callable[[str], Pai
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_field_of_its_class_in_transformers_is_understood(name: str) -> None:
-    config = config_of(name)
-    family = family_of(config.model_type)
-    assert family is not None
-    assert not_understood_of_model(family, Settings(config.to_dict(), "config.json")) == []
+    assert fields_not_understood(config_of(name)) == []
 
 
 @torch.no_grad()
@@ -243,10 +223,7 @@ def test_what_is_not_understood_or_missing_is_refused_by_name(
     name: str, tensors: dict[str, Any], fields: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     made(name, tmp_path)
-    path, config = tmp_path / "model.safetensors", tmp_path / "config.json"
-    held = {**{name: tensor.clone() for name, tensor in load_file(path).items()}, **tensors}
-    save_file({name: tensor for name, tensor in held.items() if tensor is not None}, path)
-    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
+    changed(tmp_path, tensors, fields)
     with pytest.raises(DataError, match=said) as raised:
         load_language_model(tmp_path)
     assert "\n" not in str(raised.value)

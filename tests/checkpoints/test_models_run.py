@@ -1,25 +1,24 @@
 """Models of every family that is run, against those that `transformers` makes of the same files."""
 
-import contextlib
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from checkpoints.oracle import apart, changed, fields_not_understood, in_float64, pairs, saved
 from checkpoints.tiny_models import TINY
 from triptych.attention import PositionIds
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.family import Family, ModelSpec, families, family_of
-from triptych.checkpoints.fields import not_understood_of_model
+from triptych.checkpoints.family import Family, families, family_of
 from triptych.checkpoints.model_map import model_map
+from triptych.checkpoints.model_spec import ModelSpec
 from triptych.checkpoints.models import load_language_model
 from triptych.errors import DataError, UsageError
 from triptych.models.language_model import LanguageModel
@@ -77,50 +76,22 @@ MOST = [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slo
 FEW = [pytest.param(name, marks=() if name in IN_EVERY_RUN[:2] else pytest.mark.slow) for name in RUN]
 
 
-class _Wide:
-    """`torch`, but that its float32 is float64: models raise some numbers to float32, whatever theirs are."""
-
-    def __getattr__(self, name: str) -> Any:
-        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
-
-
-@contextlib.contextmanager
-def in_float64() -> Iterator[None]:
-    """Everything that `transformers` computes, rotary angles and norms too."""
-    before = torch.get_default_dtype()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in [*sys.modules.items()]:
-            if name.startswith(("transformers.models.", "transformers.modeling_")) and "torch" in vars(
-                module
-            ):
-                patch.setattr(module, "torch", _Wide())
-        patch.setattr(Tensor, "float", Tensor.double)
-        torch.set_default_dtype(torch.float64)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
-
-
 def made(name: str, folder: Path, changes: dict[str, Any] | None = None) -> Any:
     """A tiny model with random numbers everywhere, in float64, saved in a folder."""
     tiny = TINY[name]
     model_class = getattr(transformers, WITH_HEAD.get(name, tiny.model))  # imports its module
-    with in_float64():
-        torch.manual_seed(0)
-        more = {field: value for field, value in SEVERAL_EXPERTS.items() if field in tiny.settings}
-        settings = {**tiny.settings, **more, **IN_GROUPS.get(name, {}), **(changes or {})}
+    more = {field: value for field, value in SEVERAL_EXPERTS.items() if field in tiny.settings}
+    settings = {**tiny.settings, **more, **IN_GROUPS.get(name, {}), **(changes or {})}
+
+    def configure() -> Any:
         config = getattr(transformers, tiny.config)(**settings)
         # Falcon's "eager" adds the bias of ALiBi twice (transformers 5.23).
         config._attn_implementation = "sdpa" if name.startswith("falcon") else "eager"
         if hasattr(config, "num_local_experts") or hasattr(config, "n_routed_experts"):
             config._experts_implementation = "eager"
-        model = model_class(config).eval()
-        with torch.no_grad():  # what begins as 0 or 1 would hide what is done with it
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-        model.save_pretrained(folder)
-    return model
+        return config
+
+    return saved(model_class, configure, folder)
 
 
 Pair = tuple[Any, LanguageModel]
@@ -129,25 +100,12 @@ Pair = tuple[Any, LanguageModel]
 @pytest.fixture(scope="module")
 def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     """A tiny model of `transformers`, and ours of its files; made once."""
-    pairs: dict[str, Pair] = {}
-
-    def pair(name: str) -> Pair:
-        if name not in pairs:
-            folder = tmp_path_factory.mktemp("tiny")
-            pairs[name] = made(name, folder), load_language_model(folder).model
-        return pairs[name]
-
-    return pair
+    return pairs(made, lambda folder: load_language_model(folder).model, tmp_path_factory)
 
 
 def theirs(model: Any, ids: Tensor, **given: Any) -> Any:
     with in_float64(), torch.no_grad():
         return model(input_ids=ids, **given)
-
-
-def apart(one: Tensor, other: Tensor) -> float:
-    assert one.shape == other.shape
-    return float((one - other).abs().max())
 
 
 def some_ids(batch: int = 2, length: int = 11) -> Tensor:
@@ -238,10 +196,7 @@ def test_the_tensors_beside_attention_are_written_as_they_were_read(name: str, t
 
 @pytest.mark.parametrize("name", RUN)
 def test_every_field_of_its_class_in_transformers_is_understood(name: str) -> None:
-    family = family_of(type_of(name))
-    assert family is not None
-    record = getattr(transformers, TINY[name].config)(**TINY[name].settings).to_dict()
-    assert not_understood_of_model(family, Settings(record, "config.json")) == []
+    assert fields_not_understood(getattr(transformers, TINY[name].config)(**TINY[name].settings)) == []
 
 
 def test_every_family_that_is_run_has_a_tiny_model() -> None:
@@ -284,7 +239,7 @@ def test_gains_that_are_stored_relative_to_one_may_all_be_zero(tmp_path: Path) -
     zeros = {name: torch.zeros_like(t) for name, t in other.state_dict().items() if "norm" in name}
     assert len(zeros) == 5
     other.load_state_dict(zeros, strict=False)
-    changed(tmp_path, zeros)  # type: ignore[arg-type]
+    changed(tmp_path, zeros)
     found = load_language_model(tmp_path).model(some_ids()).logits
     assert float(found.abs().max()) > 0.1
     assert apart(found, theirs(other, some_ids()).logits) < 1e-10
@@ -326,7 +281,7 @@ def test_the_activation_is_on_the_gate_and_not_on_what_it_multiplies(tmp_path: P
         if pair[0] in name
     }
     assert len(swapped) == 4
-    changed(tmp_path, swapped)  # type: ignore[arg-type]
+    changed(tmp_path, swapped)
     found = load_language_model(tmp_path).model(some_ids()).logits
     other.load_state_dict(swapped, strict=False)
     assert apart(found, before) > 1e-3
@@ -346,16 +301,6 @@ def gpt2(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def changed(folder: Path, tensors: dict[str, Tensor | None], fields: dict[str, Any] | None = None) -> None:
-    """Change a checkpoint; None takes a tensor out."""
-    path = folder / "model.safetensors"
-    held = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    kept = {name: tensor for name, tensor in {**held, **tensors}.items() if tensor is not None}
-    save_file(kept, path)
-    config = folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **(fields or {})}))
-
-
 @pytest.mark.parametrize(
     ("tensors", "fields", "said"),
     [
@@ -369,6 +314,7 @@ def changed(folder: Path, tensors: dict[str, Tensor | None], fields: dict[str, A
         ({"lm_head.weight": torch.ones(40, 24)}, {}, "lm_head.weight is not transformer.wte.weight"),
         ({}, {"n_inner": 90}, "c_fc.weight: shape"),
         ({}, {"residual_multiplier": 0.5}, "what residual_multiplier changes"),
+        ({}, {"c_fc": "a module's name"}, "what c_fc changes"),
         ({}, {"activation_function": "mish"}, "activation 'mish' is not one of"),
         ({}, {"tie_word_embeddings": False}, "there is no tensor lm_head.weight"),
     ],

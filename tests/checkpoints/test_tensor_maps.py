@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from triptych.checkpoints.family import FusedLayout
+from triptych.checkpoints.attention_spec import FusedLayout
 from triptych.checkpoints.place import MapSizes
 from triptych.checkpoints.tensor_maps import HeadColumns, Named, Split, SplitHeads, StackRows, Transposed
 from triptych.errors import DataError

@@ -14,7 +14,8 @@ from typing import final
 
 from torch import Tensor
 
-from triptych.checkpoints.family import AttentionSpec, Family, family_of, half_of
+from triptych.checkpoints.attention_spec import AttentionSpec
+from triptych.checkpoints.family import Family, family_of, half_of
 from triptych.checkpoints.fields import not_followed, require_known_kinds, sees_both_ways
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site, SourceVisitor, T
 from triptych.checkpoints.own import OwnModel, is_own

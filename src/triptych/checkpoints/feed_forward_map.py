@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
-from triptych.checkpoints.family import ExpertsSpec, FeedForwardSpec
 from triptych.checkpoints.layer_map import tensor_names
+from triptych.checkpoints.model_spec import ExpertsSpec, FeedForwardSpec
 from triptych.checkpoints.place import Place
 from triptych.checkpoints.tensor_maps import (
     Alternating,

@@ -13,14 +13,15 @@ from typing import Never, final
 import torch
 
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.family import EmbeddedPositionsSpec, HeadSpec, ModelSpec, NormSpec
 from triptych.checkpoints.feed_forward_map import Entry, FeedForwardMap, activation
 from triptych.checkpoints.fields import listed, not_understood_of_model
 from triptych.checkpoints.layer import Site
 from triptych.checkpoints.layer_map import LayerMap, norm_tensors
+from triptych.checkpoints.model_spec import EmbeddedPositionsSpec, HeadSpec, ModelSpec
 from triptych.checkpoints.place import Place
 from triptych.checkpoints.positions import stored_angles
 from triptych.checkpoints.reading import LayerReader, require_shape
+from triptych.checkpoints.specs import NormSpec
 from triptych.checkpoints.tensor_maps import Named, OnlyRow, Shape
 from triptych.errors import DataError
 from triptych.models.architecture import (

@@ -12,11 +12,12 @@ from typing import final
 from torch import Tensor
 
 from triptych.algebra.weights import Norm
+from triptych.checkpoints.attention_spec import OtherNormSpec
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.family import NormSpec, OtherNormSpec
 from triptych.checkpoints.layer import Site
 from triptych.checkpoints.layer_map import norm_tensors
 from triptych.checkpoints.place import Place
+from triptych.checkpoints.specs import NormSpec
 from triptych.storage.tensors import Tensors
 
 

@@ -4,16 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, final
 
-from triptych.checkpoints.family import (
-    AttentionSpec,
-    Choice,
-    EmbeddedPositionsSpec,
-    FeedForwardSpec,
-    HeadNormSpec,
-    NormSpec,
-    PositionSpec,
-)
+from triptych.checkpoints.attention_spec import AttentionSpec, HeadNormSpec, PositionSpec
 from triptych.checkpoints.layer import Site
+from triptych.checkpoints.model_spec import EmbeddedPositionsSpec, FeedForwardSpec
+from triptych.checkpoints.specs import Choice, NormSpec
 from triptych.errors import DataError
 from triptych.storage.settings import Settings
 

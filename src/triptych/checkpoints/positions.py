@@ -13,7 +13,7 @@ from triptych.algebra.positions import (
     ScoreBias,
     alibi_slopes,
 )
-from triptych.checkpoints.family import PatchesSpec
+from triptych.checkpoints.attention_spec import PatchesSpec
 from triptych.checkpoints.place import Place
 from triptych.checkpoints.rope import frequencies, rope_type
 from triptych.checkpoints.tensor_maps import Take

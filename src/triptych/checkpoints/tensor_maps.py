@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from triptych.checkpoints.family import FusedLayout
+from triptych.checkpoints.attention_spec import FusedLayout
 from triptych.checkpoints.place import MapSizes
 from triptych.errors import DataError
 

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Never, final
 
-from triptych.checkpoints.family import AttentionSpec, Choice, Family, PositionSpec
+from triptych.checkpoints.attention_spec import AttentionSpec, PositionSpec
+from triptych.checkpoints.family import Family
 from triptych.checkpoints.fields import listed, not_understood
 from triptych.checkpoints.rope import frequencies
+from triptych.checkpoints.specs import Choice
 from triptych.errors import DataError
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import Tensors, shown

@@ -1,0 +1,304 @@
+"""What a family file says of attention layers, in `[[attention]]`."""
+
+from typing import Annotated, Any, Literal, final
+
+from pydantic import Field
+
+from triptych.checkpoints.specs import EXPRESSION, Choice, Expression, Ignored, NormSpec, Spec
+
+FusedLayout = Literal["q k v", "by group", "q v k in four parts"]
+
+
+@final
+class OtherNormSpec(Spec):
+    """A norm whose output maps outside the attention read, and which maps those are.
+
+    Attributes:
+        when: on what condition of the configuration it is there.
+        norm: the first whose condition holds; none if none does. A name without {layer} is one norm for all
+            layers. It may be the norm that the attention reads as well.
+        within: the module in which everything lies that reads it.
+        read_by: the maps in it that do, as patterns; a map's tensors are NAME.weight and NAME.bias, or where
+            they hold several maps NAME and NAME_bias.
+        transposed: those of the maps that are stored `[in, out]`, as patterns.
+        rest: tensors beside them that do not read it, as patterns. What is neither is a reason not to fold.
+        output_map: instead of all these, the map to logits, above the model's own names; not where its tensor
+            is that of the embedding, as `tie_word_embeddings` says.
+        also_read_by: what else reads it and is no map of these, on conditions.
+    """
+
+    when: Expression = ""
+    norm: tuple[NormSpec, ...] = Field(min_length=1)
+    within: str = ""
+    read_by: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
+    rest: tuple[str, ...] = ()
+    output_map: str = ""
+    also_read_by: tuple[Choice, ...] = ()
+
+
+@final
+class HeadNormSpec(Spec):
+    """Norms of queries and keys (QK-norm).
+
+    Attributes:
+        q: module within the attention; with "{head}" one for each head; "" for a norm without weights.
+            Likewise `k`.
+        kind: LayerNorm or RMSNorm.
+        over: each head by itself, or the channels of all heads side by side.
+        eps: an expression.
+        offset: what the stored gain is relative to.
+        turned: whether they follow the rotation, and are only there where positions turn something; all of a
+            head must be turned then.
+        when: on what condition they are there.
+    """
+
+    q: str
+    k: str
+    kind: Literal["layer", "rms"] = "rms"
+    over: Literal["head", "all heads"] = "head"
+    eps: Expression = "rms_norm_eps | 1e-6"
+    offset: float = 0.0
+    turned: bool = False
+    when: Expression = ""
+
+
+@final
+class TemperatureSpec(Spec):
+    """Queries that count for more the further they stand in a text.
+
+    Attributes:
+        when: on what condition of the configuration they do.
+        unturned: whether they do only in layers whose positions turn nothing.
+        strength: of the growth; none if no alternative gives anything.
+        every: how many positions share a factor.
+        first: the number of the first position.
+    """
+
+    when: Expression = ""
+    unturned: bool = False
+    strength: Expression
+    every: Expression
+    first: int = 0
+
+
+@final
+class PatchesSpec(Spec):
+    """Tokens that are the patches of a picture, row by row, after some others.
+
+    Attributes:
+        image: height and width of the picture, or one number for both.
+        patch: those of a patch.
+        before: how many tokens stand before the patches, in parts that are added.
+    """
+
+    image: Expression = "image_size"
+    patch: Expression = "patch_size"
+    before: Annotated[tuple[str, ...], EXPRESSION] = ("1",)
+
+
+@final
+class PositionSpec(Spec):
+    """How positions are told apart, on a condition.
+
+    Attributes:
+        kind: of positions.
+        when: on what condition; the first position of a list whose condition holds counts.
+        pairing: of rotary channels.
+        width: channels turned; all of a head if empty. `start` is the first of them.
+        share: of the width that is turned, rounded down (an odd number is refused); all of it if not given,
+            whatever the configuration says: few models read its `partial_rotary_factor`.
+        base: of the frequencies.
+        scaling: paths of the record that scales them; the first that is one.
+        factor: what turned channels are multiplied by under a scaling, instead of what its kind makes it.
+        slopes: how ALiBi's are found: as its authors do, or as MPT does.
+        before_scale: whether ALiBi's biases are added before the scores are scaled, and not after.
+        stored: tensors with the angles of rotary positions, frequencies `[pairs]` or sines and cosines
+            `[positions, 2 · pairs]`. Those that are there must be what the configuration gives.
+        table: the tensor of a distance table; of the first layer, for all, with "{layer}" of each its own.
+        more_tables: those that are added to it.
+        table_norm: the norm that a table of embeddings passes, if the configuration says so.
+        both_ways: whether distances have a sign.
+        buckets: of distances; of a table all rows if empty.
+        max_distance: from where on they share a bucket.
+        patches: what positions are, if they are not places in a text. Rotary pairs turn by rows and columns,
+            and a distance table has an entry for each pair of them.
+        key_map: disentangled: within the attention, the map of the distances that queries meet; likewise
+            `query_map` of those that keys meet.
+        shared_maps: on what condition the maps of keys and queries serve instead; never if empty.
+    """
+
+    kind: Literal[
+        "none", "sinusoidal", "learned", "rotary", "alibi", "distance table", "disentangled", "convolution"
+    ]
+    when: Expression = ""
+    pairing: Literal["halves", "interleaved"] = "halves"
+    width: Expression = ""
+    start: Expression = "0"
+    share: Expression = "1.0"
+    base: Expression = "rope_parameters.rope_theta | rope_theta | 10000.0"
+    scaling: Annotated[tuple[str, ...], EXPRESSION] = ("rope_scaling", "rope_parameters")
+    factor: Expression = ""
+    slopes: Literal["authors", "mpt"] = "authors"
+    before_scale: bool = False
+    stored: tuple[str, ...] = ()
+    table: str = ""
+    more_tables: tuple[Choice, ...] = ()
+    table_norm: str = ""
+    both_ways: bool = True
+    buckets: Expression = ""
+    max_distance: Expression = "relative_attention_max_distance | 128"
+    patches: PatchesSpec | None = None
+    key_map: str = ""
+    query_map: str = ""
+    shared_maps: Expression = ""
+
+
+@final
+class LatentSpec(Spec):
+    """Keys and values out of a narrow latent, and queries perhaps too (DeepSeek).
+
+    Attributes:
+        q_down: modules within the attention; likewise the others. Queries have a single map where there is no
+            `q_rank`.
+        rank: of the latent of keys and values.
+        q_rank: of that of queries.
+        plain: channels of a head that are not turned.
+        turned: those that are; keys share one for all heads.
+        value: width of a head's values.
+        eps: of the norms of the latents.
+    """
+
+    q_down: str = "q_a_proj"
+    q_norm: str = "q_a_layernorm"
+    q_up: str = "q_b_proj"
+    kv_down: str = "kv_a_proj_with_mqa"
+    kv_norm: str = "kv_a_layernorm"
+    kv_up: str = "kv_b_proj"
+    rank: Expression = "kv_lora_rank"
+    q_rank: Expression = "q_lora_rank"
+    plain: Expression = "qk_nope_head_dim"
+    turned: Expression = "qk_rope_head_dim"
+    value: Expression = "v_head_dim"
+    eps: Expression = "1e-6"
+
+
+@final
+class AttentionSpec(Spec):
+    """One kind of attention layer of a family.
+
+    Names of modules may hold {layer} and {inner}. A map's tensors are NAME.weight and NAME.bias; a name with
+    "*" has "weight" and "bias" in its place.
+
+    Attributes:
+        stack: "encoder", "decoder", "vision": for reports.
+        kind: where queries and keys come from.
+        both_ways: on what condition of the configuration a causal layer sees what comes later, too; never
+            if empty.
+        when: on what condition of the configuration such layers exist.
+        settings: path of the record in the configuration that this stack has for itself.
+        defaults: by `model_type`, what a configuration that leaves a field out has, as its class has it.
+        needs: a field that has to be there, since no default can be told.
+        layers: how many there are; `inner` how many there are within each, one after the other.
+        more_layers: how many more there may be after them, where the file has them.
+        borrowing: how many of them, the last ones, have no keys and values of their own, but those of an
+            earlier layer, made of what that one reads. They are reported, and not read.
+        uses: how often the model applies each of them, one time after the other.
+        at: the module of a layer's attention.
+        outside: words that are not in what stands before `at`: other stacks have the same names.
+        size: width of what is read and written; not looked at where the configuration does not say.
+        q: its map; likewise `k`, `v`, `o`.
+        qkv: one map to all three instead.
+        layout: of its rows: all queries, then all keys, then all values; or group by group of heads, the
+            queries of a group, its key, its value; or four parts one after the other, each with a fourth of
+            the queries, of the values, of the keys.
+        latent: keys and values through a latent instead.
+        biases: which of "q k v o" have one, the first choice whose condition holds; "k=FIELD" if the field is
+            true. Not looked at if there is none.
+        q_bias: tensor of the bias of queries, beside `qkv`; likewise `v_bias`.
+        transposed: whether maps are stored `[in, out]`.
+        heads: number of query heads; `groups` of key heads.
+        width: of queries and keys; `value_width` of values, if it is another.
+        scale: the scores are multiplied by 1/√ of this, the width of queries if no choice holds; "1" for
+            nothing.
+        scale_times: what they are multiplied by besides.
+        hook: name of code of the family for what none of this can say (`hook_of` in `families/__init__.py`).
+        norm: what is read; None without any.
+        head_norm: of queries and keys.
+        value_norm: what is added to the mean square in an RMSNorm of each head's values, which has no
+            weights; "" for no such norm.
+        positions: the first that applies.
+        also_read_by: what else reads the norm's output, on conditions.
+        other_norms: norms that maps outside the attention read.
+        window: of keys that are seen.
+        chunk: of the text, in whose pieces queries see keys.
+        temperature: of queries.
+        window_around: whether half of the window lies on either side of the query's own place.
+        soft_cap: of scores.
+        clip: of queries, keys and values.
+        sinks: tensor with a score a head.
+        unwritten: why such layers cannot be rewritten; they can if empty.
+        known: tensors within the attention's module that are not maps, as patterns.
+        ignored: fields of the configuration that `transformers` has and does not run by.
+    """
+
+    stack: str = "decoder"
+    kind: Literal["self", "causal", "cross"] = "causal"
+    both_ways: Expression = ""
+    when: Expression = ""
+    settings: str = ""
+    defaults: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    needs: Expression = ""
+    layers: Expression = "num_hidden_layers"
+    inner: Expression = "1"
+    more_layers: Expression = ""
+    borrowing: Expression = ""
+    uses: Expression = "1"
+    at: str
+    outside: tuple[str, ...] = ()
+    size: Expression = "hidden_size | d_model | n_embd | n_embed | dim"
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    o: str = "o_proj"
+    qkv: str = ""
+    layout: FusedLayout = "q k v"
+    latent: LatentSpec | None = None
+    biases: tuple[Choice, ...] = ()
+    q_bias: str = ""
+    v_bias: str = ""
+    transposed: bool = False
+    heads: Expression = "num_attention_heads"
+    groups: tuple[Choice, ...] = (Choice(value="num_key_value_heads | num_attention_heads"),)
+    width: Expression = "head_dim | hidden_size / num_attention_heads"
+    value_width: Expression = ""
+    scale: Annotated[str | tuple[Choice, ...], EXPRESSION] = ()
+    scale_times: tuple[Choice, ...] = ()
+    hook: str = ""
+    norm: tuple[NormSpec, ...] = ()
+    head_norm: HeadNormSpec | None = None
+    value_norm: Expression = ""
+    positions: tuple[PositionSpec, ...] = (PositionSpec(kind="rotary"),)
+    also_read_by: tuple[Choice, ...] = ()
+    other_norms: tuple[OtherNormSpec, ...] = ()
+    window: tuple[Choice, ...] = ()
+    chunk: tuple[Choice, ...] = ()
+    temperature: TemperatureSpec | None = None
+    window_around: bool = False
+    soft_cap: Expression = ""
+    clip: Expression = ""
+    sinks: str = ""
+    unwritten: str = ""
+    known: tuple[str, ...] = ()
+    ignored: tuple[Ignored, ...] = ()
+
+    @property
+    def why_kept(self) -> str:
+        """Why rewritten maps of such layers cannot be written back; "" if they can."""
+        if self.unwritten:
+            return self.unwritten
+        if self.latent:
+            return "keys and values come through a latent, whose maps took up the gains of norms between them"
+        if self.value_norm:
+            return "the values of each head are normalised after their map, which no rewrite allows for"
+        return "other layers use the keys and values of these" if self.borrowing else ""

@@ -1,0 +1,102 @@
+"""Tiny models of `transformers` in float64 and ours of the same files, for the tests of models that run."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from triptych.checkpoints.family import family_of
+from triptych.checkpoints.fields import not_understood_of_model
+from triptych.storage.settings import Settings
+
+Ours = TypeVar("Ours")
+
+
+class _Wide:
+    """`torch`, but that its float32 is float64: models raise some numbers to float32, whatever theirs are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Everything that `transformers` computes, rotary angles and norms too."""
+    before = torch.get_default_dtype()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in [*sys.modules.items()]:
+            if name.startswith(("transformers.models.", "transformers.modeling_")) and "torch" in vars(
+                module
+            ):
+                patch.setattr(module, "torch", _Wide())
+        patch.setattr(Tensor, "float", Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def saved(model_class: Any, configure: Callable[[], Any], folder: Path, leave: str = "") -> Any:
+    """A model with random numbers everywhere, in float64, saved in a folder.
+
+    Args:
+        model_class: of `transformers`.
+        configure: makes its configuration.
+        folder: for its files.
+        leave: parameters with this in their names stay as the class makes them; none if empty.
+    """
+    with in_float64():
+        torch.manual_seed(0)
+        model = model_class(configure()).eval()
+        with torch.no_grad():  # what begins as 0 or 1 would hide what is done with it
+            for name, parameter in model.named_parameters():
+                if not leave or leave not in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+            if hasattr(model, "final_logits_bias"):
+                model.final_logits_bias.add_(torch.randn_like(model.final_logits_bias))
+        model.save_pretrained(folder)
+    return model
+
+
+def pairs(
+    make: Callable[[str, Path], Any], load: Callable[[Path], Ours], factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Any, Ours]]:
+    """A function from a name to a tiny model of `transformers` and ours of its files, each made once."""
+
+    @cache
+    def pair(name: str) -> tuple[Any, Ours]:
+        folder = factory.mktemp("tiny")
+        return make(name, folder), load(folder)
+
+    return pair
+
+
+def changed(folder: Path, tensors: dict[str, Any], fields: dict[str, Any] | None = None) -> None:
+    """Change a checkpoint; None takes a tensor out."""
+    path = folder / "model.safetensors"
+    held = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    kept = {name: tensor for name, tensor in {**held, **tensors}.items() if tensor is not None}
+    save_file(kept, path)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **(fields or {})}))
+
+
+def fields_not_understood(config: Any) -> list[str]:
+    """The fields of a configuration of `transformers` that a family that is run does not understand."""
+    family = family_of(config.model_type)
+    assert family is not None
+    return not_understood_of_model(family, Settings(config.to_dict(), "config.json"))
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    assert one.shape == other.shape
+    return float((one - other).abs().max())
