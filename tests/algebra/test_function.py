@@ -28,7 +28,7 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def same(found: Tensor, expected: Array) -> None:
+def assert_close(found: Tensor, expected: Array) -> None:
     np.testing.assert_allclose(np.broadcast_to(found.numpy(), expected.shape), expected, rtol=1e-6, atol=1e-9)
 
 
@@ -49,10 +49,10 @@ def test_a_norm_of_each_head(centred: bool, own: bool, count: int | None) -> Non
     for b, h, n in np.ndindex(B, H, N):
         g, s = (part[h] if own else part for part in (gain.numpy(), shift.numpy()))
         expected[b, h, n, :width] = normalised(expected[b, h, n, :width], 0.03, centred=centred) * g + s
-    same(norm(x), expected)
+    assert_close(norm(x), expected)
     plain = HeadNorm(0.03, centred=centred)
     assert not plain.of_each_head
-    same(plain(x)[0, 1, 2], normalised(x[0, 1, 2].numpy(), 0.03, centred=centred))
+    assert_close(plain(x)[0, 1, 2], normalised(x[0, 1, 2].numpy(), 0.03, centred=centred))
 
 
 @pytest.mark.parametrize("centred", [False, True])
@@ -64,7 +64,7 @@ def test_a_norm_over_all_heads_side_by_side(centred: bool) -> None:
     for b, n in np.ndindex(B, N):
         row = normalised(x[b, :, n].reshape(-1).numpy(), 0.03, centred=centred)
         expected[b, :, n] = (row * gain.numpy() + shift.numpy()).reshape(H, W)
-    same(norm(x), expected)
+    assert_close(norm(x), expected)
 
 
 @pytest.mark.parametrize("pairing", ["halves", "interleaved"])
@@ -85,7 +85,7 @@ def test_rotary_pairs_are_turned_by_their_angle(pairing: Any, start: int, in_pic
         turn = np.exp(1j * place * float(frequencies[f])) * 1.2
         z = (x[:, :, n, first].numpy() + 1j * x[:, :, n, second].numpy()) * turn
         expected[:, :, n, first], expected[:, :, n, second] = z.real, z.imag
-    same(rotation(x), expected)
+    assert_close(rotation(x), expected)
     assert rotation.reach(9).tolist() == ([7.0, 5.0] if in_picture else [9.0, 9.0])
     if in_picture:
         with pytest.raises(ValueError, match="there are 6 positions, and a picture has 5"):
@@ -96,7 +96,7 @@ def test_the_temperature_grows_in_steps() -> None:
     q, positions = drawn(B, H, N, W), torch.tensor([0, 2, 3, 11, 12])
     found = Temperature(0.1, 4.0, first=1)(q, positions)
     for n, steps in enumerate((0, 0, 1, 3, 3)):
-        same(found[:, :, n], q[:, :, n].numpy() * (1 + 0.1 * math.log(1 + steps)))
+        assert_close(found[:, :, n], q[:, :, n].numpy() * (1 + 0.1 * math.log(1 + steps)))
 
 
 def positions_of(queries: int, keys: int) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def test_slopes_take_off_what_lies_between() -> None:
     slopes, (i, j) = drawn(H).abs(), positions_of(N, M)
     found = ALiBi(slopes)(drawn(B, H, N, W), drawn(B, H, M, W), i, j)
     expected = np.array([[[-float(s) * abs(int(a) - int(b)) for b in j] for a in i] for s in slopes])
-    same(found, expected)
+    assert_close(found, expected)
 
 
 # As the original's code has it: buckets of distances key − query, 8 in all, up to 20.
@@ -121,7 +121,7 @@ def test_a_table_has_a_number_for_each_bucket_of_distances(both_ways: bool, buck
     i, j = torch.tensor([60]), torch.tensor([60 + distance for distance in buckets])
     found = RelativePositionBias(table, both_ways, 20)(drawn(B, H, 1, W), drawn(B, H, len(j), W), i, j)
     assert found.shape == (H, 1, len(j))
-    same(found[:, 0], np.stack([table[bucket].numpy() for bucket in buckets.values()], axis=1))
+    assert_close(found[:, 0], np.stack([table[bucket].numpy() for bucket in buckets.values()], axis=1))
 
 
 def test_patches_have_a_number_for_each_distance_in_rows_and_columns() -> None:
@@ -135,7 +135,7 @@ def test_patches_have_a_number_for_each_distance_in_rows_and_columns() -> None:
         place = (a - c + rows - 1) * (2 * columns - 1) + (b - d + columns - 1)
         if i == 0 or j == 0:
             place = count + (2 if i == j else 0 if i == 0 else 1)
-        same(found[:, i, j], table[place].numpy())
+        assert_close(found[:, i, j], table[place].numpy())
     with pytest.raises(ValueError, match="there are 8 positions, and a picture has 7"):
         PatchPositionBias(table, rows, columns)(q, q, positions + 1, positions)
 
@@ -153,7 +153,7 @@ def test_distances_meet_content_both_ways(parts: str) -> None:
             expected[b, h, n, m] += 0.4 * float(q[b, h, n] @ keys[h, place])
         if queries is not None:
             expected[b, h, n, m] += 0.4 * float(k[b, h, m] @ queries[h, place])
-    same(found, expected)
+    assert_close(found, expected)
 
 
 def test_far_distances_share_buckets_in_equal_ratios() -> None:
@@ -222,10 +222,10 @@ def test_a_layer_is_what_its_parts_make_of_it(name: str, kind: str) -> None:
             row = np.append(row, float(semantics.sinks[h]))
         expected[b, h, i] = softmax(row)[:N]
     one, other, _ = channels(weights, x)
-    same(probabilities(weights, one, other, mask), expected)
+    assert_close(probabilities(weights, one, other, mask), expected)
     assert weights.o_bias is not None
     out = np.einsum("bhij,bhjc,hcd->bid", expected, v.numpy(), weights.W_O.numpy()) + weights.o_bias.numpy()
-    same(attend(weights, x, mask=mask), out)
+    assert_close(attend(weights, x, mask=mask), out)
 
 
 def test_heads_that_are_left_keep_their_sinks_and_distances() -> None:

@@ -257,7 +257,7 @@ def test_what_cannot_be_is_refused() -> None:
         truncate_on_data(weights, moments)
     with pytest.raises(RewriteRefusedError, match="qk_rank is 7: a form of width 6 takes 1 to 6"):
         truncate_on_data(weights, moments, qk_rank=7)
-    with pytest.raises(RewriteRefusedError, match="ov_rank names 3 ranks: there are 4 value heads"):
+    with pytest.raises(RewriteRefusedError, match="ov_rank names 3 numbers: there are 4 value heads"):
         truncate_on_data(weights, moments, ov_rank=[1, 2, 3])
     with pytest.raises(RewriteRefusedError, match="under rotary positions"):
         truncate_on_data(with_semantics(weights, positions="rotary"), moments, qk_rank=2)

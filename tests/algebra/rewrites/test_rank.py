@@ -338,7 +338,7 @@ def test_every_group_may_have_a_rank_of_its_own(form: Form) -> None:
     assert record.choice.startswith(f"W_{form.upper()}: ranks 1, 4 of 6, ")
     exact = truncate(weights, **{f"{form}_rank": [6, 6]}).record  # type: ignore[arg-type]
     assert exact.tier == "rounding-exact"
-    with pytest.raises(RewriteRefusedError, match=f"{form}_rank names 3 ranks: there are 2 "):
+    with pytest.raises(RewriteRefusedError, match=f"{form}_rank names 3 numbers: there are 2 "):
         truncate(weights, **{f"{form}_rank": [1, 2, 3]})  # type: ignore[arg-type]
 
 

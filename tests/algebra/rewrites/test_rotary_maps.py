@@ -7,20 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from algebra.rewrites.rotary_layers import NOT_ROTARY, rotation_of
 from heads import D_MODEL, NUM_HEADS, Untouched, make_layer, turned_by, with_semantics
 from triptych.algebra.function import channels, of_heads
 from triptych.algebra.moments import Moments, MomentsGatherer
-from triptych.algebra.positions import ALiBi, RotaryEmbedding
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import RewriteRefusedError, truncate_rotary_pairs
 from triptych.algebra.rewrites.rotary_maps import measure_rotary_energies, truncate_rotary_maps
 from triptych.algebra.rewrites.rotary_pairs import rotary_move
 from triptych.algebra.weights import AttentionWeights, Link
 
 TOKENS = 9
-
-
-def rotation_of(pairing: Any = "halves", start: int = 0, factor: float = 1.0) -> RotaryEmbedding:
-    return RotaryEmbedding(torch.tensor([1.0, 0.31, 0.002], dtype=torch.float64), pairing, start, factor)
 
 
 def rotary(width: int = 6, kind: Any = "causal", *, groups: int = 2, biased: bool = True) -> AttentionWeights:
@@ -267,21 +264,14 @@ def test_what_all_tokens_have_in_common_takes_no_rank_where_there_are_biases() -
         ({"qk_rank": 0}, "qk_rank is 0: maps into 6 channels take 1 to 6"),
         ({"qk_rank": 7}, "qk_rank is 7: maps into 6 channels take 1 to 6"),
         ({"qk_rank": True}, "qk_rank is True: it must be a whole number"),
-        ({"qk_rank": [1, 2, 3]}, "qk_rank names 3 ranks: there are 2 key heads, and each takes one"),
-        (
-            {"traits": {"rotary": rotation_of(start=1)}},
-            "the rotation turns channels up to 7, of heads 6 wide",
-        ),
-        (
-            {"traits": {"rotary": None, "bias": ALiBi.of_count(4)}},
-            "the layer has no rotary pairs: its positions are alibi, not rotary",
-        ),
-        ({"traits": {"qk_norm": True}}, "queries and keys are normalised"),
+        ({"qk_rank": [1, 2, 3]}, "qk_rank names 3 numbers: there are 2 key heads, and each takes one"),
+        *NOT_ROTARY,
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:
-    weights = with_semantics(rotary(), **{"rotary": rotation_of(), **options.pop("traits", {})})
-    arguments: dict[str, Any] = {"qk_rank": 2, **options}
+    weights = with_semantics(rotary(), **{"rotary": rotation_of(), **options.get("traits", {})})
+    given = {name: value for name, value in options.items() if name != "traits"}
+    arguments: dict[str, Any] = {"qk_rank": 2, **given}
     with pytest.raises(RewriteRefusedError, match=f"^truncate_rotary_maps refused: {reason}"):
         truncate_rotary_maps(weights, **arguments)
 

@@ -8,20 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from algebra.rewrites.rotary_layers import NOT_ROTARY, rotation_of
 from heads import NUM_HEADS, Untouched, make_layer, random_input, turned_by, with_semantics
 from triptych.algebra.function import channels, of_heads
 from triptych.algebra.measures import RotaryPairs, measure_heads
 from triptych.algebra.moments import Moments, MomentsGatherer
-from triptych.algebra.positions import ALiBi, RotaryEmbedding
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.rewrites.rotary_pairs import measure_pair_energies, pair_scores, truncate_rotary_pairs
 from triptych.algebra.weights import AttentionWeights
 
 PAIRINGS: tuple[Any, ...] = ("halves", "interleaved")
-
-
-def rotation_of(pairing: Any = "halves", start: int = 0, factor: float = 1.0) -> RotaryEmbedding:
-    return RotaryEmbedding(torch.tensor([1.0, 0.31, 0.002], dtype=torch.float64), pairing, start, factor)
 
 
 def rotary(width: int = 6, kind: Any = "self", *, groups: int = 4, biased: bool = True) -> AttentionWeights:
@@ -165,20 +162,13 @@ def test_rotary_pairs_that_carry_nothing_go_for_nothing() -> None:
         ({"pairs": 4}, "pairs is 4: the rotation has 3, so 1 to 3"),
         ({"pairs": True}, "pairs is True: it must be a whole number"),
         ({"pairs": [1, 2]}, "pairs names 2 numbers: there are 4 key heads, and each takes one"),
-        (
-            {"traits": {"rotary": rotation_of(start=1)}},
-            "the rotation turns channels up to 7, of heads 6 wide",
-        ),
-        (
-            {"traits": {"rotary": None, "bias": ALiBi.of_count(4)}},
-            "the layer has no rotary pairs: its positions are alibi, not rotary",
-        ),
-        ({"traits": {"qk_norm": True}}, "queries and keys are normalised"),
+        *NOT_ROTARY,
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:
-    weights = with_semantics(rotary(), **{"rotary": rotation_of(), **options.pop("traits", {})})
-    arguments: dict[str, Any] = {"pairs": 2, **options}
+    weights = with_semantics(rotary(), **{"rotary": rotation_of(), **options.get("traits", {})})
+    given = {name: value for name, value in options.items() if name != "traits"}
+    arguments: dict[str, Any] = {"pairs": 2, **given}
     with pytest.raises(RewriteRefusedError, match=f"^truncate_rotary_pairs refused: {reason}"):
         truncate_rotary_pairs(weights, **arguments)
 

@@ -1,5 +1,6 @@
 """What more than one rewrite asks before it touches a map."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from triptych.algebra.forms import are_finite
@@ -52,6 +53,31 @@ def require_whole_number(name: str, what: str, value: object) -> None:
     """
     if type(value) is not int:
         raise RewriteRefusedError(name, f"{what} is {value!r}: it must be a whole number")
+
+
+def require_one_each(name: str, what: str, given: int | Sequence[int], heads: int, side: str) -> list[int]:
+    """A whole number for each key or value head, from one that serves all or a sequence.
+
+    Args:
+        name: of the rewrite.
+        what: the option.
+        given: its value.
+        heads: how many heads take a number.
+        side: "key" or "value".
+
+    Raises:
+        RewriteRefusedError: another count of numbers, or one that is no whole number.
+    """
+    numbers = list(given) if isinstance(given, Sequence) else [given] * heads
+    if len(numbers) != heads:
+        plural = "s" if heads > 1 else ""
+        raise RewriteRefusedError(
+            name,
+            f"{what} names {len(numbers)} numbers: there are {heads} {side} head{plural}, and each takes one",
+        )
+    for number in numbers:
+        require_whole_number(name, what, number)
+    return numbers
 
 
 def require_finite(name: str, weights: AttentionWeights) -> None:

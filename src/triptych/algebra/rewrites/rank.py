@@ -29,6 +29,7 @@ from triptych.algebra.rewrites.channels import (
 from triptych.algebra.rewrites.legality import (
     require_finite,
     require_nothing_between,
+    require_one_each,
     require_whole_number,
     unchanged,
     why_key_bias_counts,
@@ -246,14 +247,9 @@ def without_fixed_widths(
 def _require_truncatable(name: str, weights: AttentionWeights, form: Form, given: Ranks) -> list[int]:
     one, groups = weights.chain("q" if form == "qk" else "v"), num_groups(weights, form)
     width = one[-1].d_out if one else weights.d_model
-    ranks = list(given) if isinstance(given, Sequence) else [given] * groups
-    if len(ranks) != groups:
-        heads = f"{groups} {'key' if form == 'qk' else 'value'} head" + ("s" if groups > 1 else "")
-        raise RewriteRefusedError(
-            name, f"{form}_rank names {len(ranks)} ranks: there are {heads}, and each takes one"
-        )
+    side = "key" if form == "qk" else "value"
+    ranks = require_one_each(name, f"{form}_rank", given, groups, side)
     for rank in ranks:
-        require_whole_number(name, f"{form}_rank", rank)
         if not 1 <= rank <= width:
             raise RewriteRefusedError(
                 name, f"{form}_rank is {rank}: a form of width {width} takes 1 to {width}"

@@ -24,7 +24,7 @@ from triptych.algebra.moments import Moments
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.channels import newly_apart, times
 from triptych.algebra.rewrites.data import PRIOR, require_moments_of
-from triptych.algebra.rewrites.legality import require_whole_number, why_key_bias_counts
+from triptych.algebra.rewrites.legality import require_one_each, why_key_bias_counts
 from triptych.algebra.rewrites.rank import Ranks
 from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rotary_pairs import (
@@ -325,13 +325,8 @@ def _strongest_pairs(
 
 def _require_ranks(name: str, weights: AttentionWeights, given: Ranks) -> list[int]:
     groups, width = weights.num_key_heads, weights.multiplied("q").d_out
-    ranks = list(given) if isinstance(given, Sequence) else [given] * groups
-    if len(ranks) != groups:
-        raise RewriteRefusedError(
-            name, f"qk_rank names {len(ranks)} ranks: there are {groups} key heads, and each takes one"
-        )
+    ranks = require_one_each(name, "qk_rank", given, groups, "key")
     for rank in ranks:
-        require_whole_number(name, "qk_rank", rank)
         if not 1 <= rank <= width:
             raise RewriteRefusedError(
                 name, f"qk_rank is {rank}: maps into {width} channels take 1 to {width}"

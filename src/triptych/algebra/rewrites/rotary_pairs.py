@@ -21,7 +21,7 @@ from triptych.algebra.rewrites.channels import joint_basis, newly_apart, times
 from triptych.algebra.rewrites.data import require_moments_of
 from triptych.algebra.rewrites.legality import (
     require_nothing_between,
-    require_whole_number,
+    require_one_each,
     why_clipping_counts,
 )
 from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
@@ -61,13 +61,8 @@ def truncate_rotary_pairs(
     name = "truncate_rotary_pairs"
     rotation = require_rotary(name, weights)
     count, groups = len(rotation.frequencies), weights.num_key_heads
-    kept = list(pairs) if isinstance(pairs, Sequence) else [pairs] * groups
-    if len(kept) != groups:
-        raise RewriteRefusedError(
-            name, f"pairs names {len(kept)} numbers: there are {groups} key heads, and each takes one"
-        )
+    kept = require_one_each(name, "pairs", pairs, groups, "key")
     for number in kept:
-        require_whole_number(name, "pairs", number)
         if not 1 <= number <= count:
             raise RewriteRefusedError(name, f"pairs is {number}: the rotation has {count}, so 1 to {count}")
     working = weights.to(torch.float64)

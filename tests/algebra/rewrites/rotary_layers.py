@@ -1,0 +1,24 @@
+"""Rotations for the tests of rotary rewrites, and layers that both of those rewrites refuse."""
+
+from typing import Any
+
+import torch
+
+from triptych.algebra.positions import ALiBi, RotaryEmbedding
+
+
+def rotation_of(pairing: Any = "halves", start: int = 0, factor: float = 1.0) -> RotaryEmbedding:
+    return RotaryEmbedding(torch.tensor([1.0, 0.31, 0.002], dtype=torch.float64), pairing, start, factor)
+
+
+NOT_ROTARY: list[tuple[dict[str, Any], str]] = [
+    (
+        {"traits": {"rotary": rotation_of(start=1)}},
+        "the rotation turns channels up to 7, of heads 6 wide",
+    ),
+    (
+        {"traits": {"rotary": None, "bias": ALiBi.of_count(4)}},
+        "the layer has no rotary pairs: its positions are alibi, not rotary",
+    ),
+    ({"traits": {"qk_norm": True}}, "queries and keys are normalised"),
+]
