@@ -137,38 +137,22 @@ def sentence_pieces(folder: Path, name: str, kind: str, *more: Piece, **options:
     configure(folder, **options)
 
 
+def pieces_of_llama(folder: Path, **options: Any) -> None:
+    options = {"model_type": "llama", "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **options}
+    sentence_pieces(folder, "tokenizer.model", "bpe", **options)
+
+
 def llama(folder: Path) -> None:
-    sentence_pieces(
-        folder,
-        "tokenizer.model",
-        "bpe",
-        model_type="llama",
-        tokenizer_class="LlamaTokenizer",
-        **{"add_bos_token": True, "add_eos_token": False, "legacy": False},
-        **{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None},
-    )
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None}
+    pieces_of_llama(folder, add_eos_token=False, legacy=False, **tokens)
 
 
 def llama_of_old(folder: Path) -> None:
-    sentence_pieces(
-        folder,
-        "tokenizer.model",
-        "bpe",
-        model_type="llama",
-        tokenizer_class="LlamaTokenizer",
-        **{"add_bos_token": True, "add_eos_token": True, "legacy": True},
-    )
+    pieces_of_llama(folder, add_eos_token=True, legacy=True)
 
 
 def llama_without_a_beginning(folder: Path) -> None:
-    sentence_pieces(
-        folder,
-        "tokenizer.model",
-        "bpe",
-        model_type="llama",
-        tokenizer_class="LlamaTokenizer",
-        **{"add_bos_token": True, "bos_token": None},
-    )
+    pieces_of_llama(folder, bos_token=None)
 
 
 def gemma(folder: Path) -> None:

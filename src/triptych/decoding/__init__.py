@@ -1,7 +1,7 @@
 """Translations and continuations: search and sampling over a cache, and text in, text out."""
 
 from triptych.decoding.engine import Engine
-from triptych.decoding.evaluation import Score, measure_bleu, score_bleu, score_translations
+from triptych.decoding.evaluation import CorpusScore, measure_bleu, score_bleu, score_translations
 from triptych.decoding.filling import Filling, fill_masks
 from triptych.decoding.fused import PRECISIONS, Precision
 from triptych.decoding.generation import (
@@ -24,6 +24,7 @@ __all__ = [
     "PRECISIONS",
     "Candidate",
     "Continuation",
+    "CorpusScore",
     "Engine",
     "Filling",
     "Generated",
@@ -33,7 +34,6 @@ __all__ = [
     "NewToken",
     "Precision",
     "SamplingOptions",
-    "Score",
     "SearchOptions",
     "SentenceAttention",
     "Stop",

@@ -12,7 +12,7 @@ from triptych.text import as_lines
 
 
 @dataclass(frozen=True)
-class Score:
+class CorpusScore:
     """A corpus score with its 95 % bootstrap interval.
 
     Attributes:
@@ -39,7 +39,7 @@ def score_translations(
     references: str | Sequence[str],
     num_resamples: int = 1000,
     seed: int = 12345,
-) -> list[Score]:
+) -> list[CorpusScore]:
     """BLEU and chrF of translations against one reference each; a string is one translation.
 
     The interval is the middle 95 % of the scores of `num_resamples` corpora of the same size, drawn
@@ -59,7 +59,7 @@ def score_translations(
 
 def _score(
     metric: BLEU | CHRF, hypotheses: Sequence[str], references: Sequence[str], num_resamples: int, seed: int
-) -> Score:
+) -> CorpusScore:
     whole = metric.corpus_score(list(hypotheses), [list(references)])
     statistics = np.array(
         metric._extract_corpus_statistics(list(hypotheses), [list(references)]), dtype=np.float64
@@ -71,7 +71,7 @@ def _score(
         resampled.append(metric._compute_score_from_stats(statistics[rows].sum(axis=0).tolist()).score)
     low, high = np.percentile(resampled, [2.5, 97.5])
     signature = str(metric.get_signature())
-    return Score(whole.name, float(whole.score), float(low), float(high), signature)
+    return CorpusScore(whole.name, float(whole.score), float(low), float(high), signature)
 
 
 def score_bleu(
@@ -79,7 +79,7 @@ def score_bleu(
     references: str | Sequence[str],
     num_resamples: int = 1000,
     seed: int = 12345,
-) -> Score:
+) -> CorpusScore:
     """BLEU alone, as `score_translations` has it."""
     return _score(BLEU(), as_lines(hypotheses), as_lines(references), num_resamples, seed)
 

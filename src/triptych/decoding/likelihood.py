@@ -103,7 +103,7 @@ def token_losses(
         logits = model(read).logits
         for (begin, end, before), row in zip(batch, logits, strict=True):
             own = row[before - begin :]
-            own = own.double() if own.dtype == torch.float64 else own.float()
+            own = own if own.dtype == torch.float64 else own.float()
             targets = whole[before + 1 : end + 1]
             found.append(own.logsumexp(dim=-1) - own.gather(1, targets[:, None])[:, 0])
     return found

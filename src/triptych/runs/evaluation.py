@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triptych.decoding import Precision, Score, SearchOptions, Stop, score_translations
+from triptych.decoding import CorpusScore, Precision, SearchOptions, Stop, score_translations
 from triptych.errors import DataError
 from triptych.runs.folder import Run
 
@@ -27,7 +27,7 @@ class Evaluation:
     """
 
     translations: tuple[str, ...]
-    scores: tuple[Score, ...]
+    scores: tuple[CorpusScore, ...]
     seconds: float
     options: SearchOptions
     precision: Precision
