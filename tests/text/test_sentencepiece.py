@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from checkpoints.tiny_spm import BYTE_PIECES, PIECES, RULES, SPECIALS, Piece, block, charsmap, spm
 from triptych.errors import DataError, UsageError
-from triptych.text import SentencePieceRecord, SentencePieceTokenizer, SentenceTokenizer, TokenizerPair
+from triptych.text import SentencePieceRecord, SentencePieceTokenizer, TokenizerPair
 from triptych.text.sentencepiece import load_sentencepiece
 
 KINDS = ["bpe", "unigram"]
@@ -273,7 +273,7 @@ def test_a_damaged_sentencepiece_tokenizer_is_refused_by_name(
     text = json.dumps({**json.loads(SentencePieceTokenizer(record()).to_json()), **change})
     path.write_text(text.replace('"format": ', '"format":'))
     with pytest.raises(DataError) as refused:
-        SentenceTokenizer.load(path)
+        read_sentence_tokenizer(path)
     assert str(refused.value).startswith(f"{path} is damaged or not a tokenizer")
     assert message in str(refused.value)
 
@@ -283,4 +283,4 @@ def test_half_a_sentencepiece_tokenizer_is_refused(tmp_path: Path) -> None:
     text = SentencePieceTokenizer(record()).to_json()
     path.write_text(text[: len(text) // 2])
     with pytest.raises(DataError, match="damaged"):
-        SentenceTokenizer.load(path)
+        read_sentence_tokenizer(path)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from triptych.errors import DataError, UsageError
-from triptych.text import SentenceTokenizer, TokenizerPair, TokenizerSpec, generate_pairs, train_tokenizers
-from triptych.text.tokenizers import BYTE_ALPHABET, BYTE_OF
+from triptych.text import TokenizerPair, TokenizerSpec, generate_pairs, train_tokenizers
+from triptych.text.byte_level import BYTE_ALPHABET, BYTE_OF
 
 PAIRS = generate_pairs(300, "train", 0)
 SOURCE = [source for source, _ in PAIRS]
@@ -43,7 +43,7 @@ def test_odd_texts_are_decoded_as_they_were(kind: str, text: str) -> None:
 @pytest.mark.parametrize("text", ["<eos>", "<pad>", "a <bos> b<eos>"])
 def test_special_tokens_spelled_out_in_a_text_are_text(kind: str, text: str, tmp_path: Path) -> None:
     JOINT[kind].save(tmp_path / "tokenizer.json")
-    for tokenizer in (JOINT[kind], SentenceTokenizer.load(tmp_path / "tokenizer.json")):
+    for tokenizer in (JOINT[kind], read_sentence_tokenizer(tmp_path / "tokenizer.json")):
         (ids,) = tokenizer.encode([text])
         assert min(ids) > 2
         assert tokenizer.decode([ids]) == [text]
@@ -165,14 +165,14 @@ def test_a_missing_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(DataError, match=r"tokenizer\.json (cannot be read|is damaged or not a tokenizer)"):
-        SentenceTokenizer.load(tmp_path / "tokenizer.json")
+        read_sentence_tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_a_tokenizer_of_another_make_is_refused_with_the_difference(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(path))
     with pytest.raises(DataError, match=r"of another program \(another normalizer"):
-        SentenceTokenizer.load(path)
+        read_sentence_tokenizer(path)
 
 
 def test_a_tokenizer_that_lacks_bytes_or_specials_is_refused(tmp_path: Path) -> None:
@@ -181,8 +181,8 @@ def test_a_tokenizer_that_lacks_bytes_or_specials_is_refused(tmp_path: Path) -> 
     ours["model"]["vocab"] = [["a", 0.0]]
     path.write_text(json.dumps(ours | {"added_tokens": []}))
     with pytest.raises(DataError, match="special tokens that are not <pad>, <bos>, <eos> with ids 0, 1, 2"):
-        SentenceTokenizer.load(path)
+        read_sentence_tokenizer(path)
     ours["model"]["vocab"] = [["<pad>", 0.0], ["<bos>", 0.0], ["<eos>", 0.0], ["a", 0.0]]
     path.write_text(json.dumps(ours))
     with pytest.raises(DataError, match="255 bytes missing from its vocabulary"):
-        SentenceTokenizer.load(path)
+        read_sentence_tokenizer(path)

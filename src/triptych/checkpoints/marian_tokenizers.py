@@ -17,9 +17,15 @@ from tokenizers import processors
 from triptych.checkpoints.marian_settings import MarianSettings, read_tokenizer_settings
 from triptych.errors import DataError, UsageError
 from triptych.storage.tensors import read_json
-from triptych.text import SentencePieceRecord, SentencePieceTokenizer, SentenceTokenizer, TokenizerPair
+from triptych.text import (
+    SentencePieceRecord,
+    SentencePieceTokenizer,
+    SentenceTokenizer,
+    TokenizerPair,
+    read_sentence_tokenizer,
+)
+from triptych.text.byte_level import SPECIAL_TOKENS, ByteLevelTokenizer
 from triptych.text.sentencepiece import load_sentencepiece
-from triptych.text.tokenizers import SPECIAL_TOKENS, ByteLevelTokenizer
 
 TARGET_FOLDER = "target_tokenizer"
 
@@ -104,9 +110,9 @@ def _of_ours(folder: Path, settings: MarianSettings) -> TokenizerPair:
     Raises:
         DataError: damaged, of another make, or not those of `config.json`.
     """
-    source = target = SentenceTokenizer.load(folder / "tokenizer.json")
+    source = target = read_sentence_tokenizer(folder / "tokenizer.json")
     if (folder / TARGET_FOLDER).is_dir():
-        target = SentenceTokenizer.load(folder / TARGET_FOLDER / "tokenizer.json")
+        target = read_sentence_tokenizer(folder / TARGET_FOLDER / "tokenizer.json")
     for name, found, wanted in (
         ("vocab_size", source.vocab_size, settings.vocab_size),
         ("decoder_vocab_size", target.vocab_size, settings.tgt_vocab_size),

@@ -17,18 +17,12 @@ from triptych.text.lines import as_lines, iterate_file, iterate_lines, read_line
 from triptych.text.masking import MaskedBatches, MaskingSpec
 from triptych.text.packing import LanguageBatch, PackedBatches
 from triptych.text.pretrained import PretrainedTokenizer, load_tokenizer, read_tokenizer
+from triptych.text.sentencepiece_tokenizer import SentencePieceRecord, SentencePieceTokenizer
 from triptych.text.shards import TokenShards, read_shards, tokenize_corpus, write_shards
 from triptych.text.streaming import StreamDecoder
-from triptych.text.tokenizers import (
-    SentencePieceRecord,
-    SentencePieceTokenizer,
-    SentenceTokenizer,
-    Tokenizer,
-    TokenizerPair,
-    TokenizerSpec,
-    train_tokenizers,
-)
-from triptych.text.training import train_tokenizer
+from triptych.text.tokenizer_pair import TokenizerPair, read_sentence_tokenizer
+from triptych.text.tokenizers import SentenceTokenizer, Tokenizer
+from triptych.text.training import TokenizerSpec, train_tokenizer, train_tokenizers
 
 __all__ = [
     "Batch",
@@ -62,6 +56,7 @@ __all__ = [
     "read_documents",
     "read_lines",
     "read_parallel",
+    "read_sentence_tokenizer",
     "read_shards",
     "read_tokenizer",
     "tokenize_corpus",

@@ -14,7 +14,8 @@ from safetensors.numpy import save_file
 
 from triptych.files import write_atomically
 from triptych.text.corpora import ParallelCorpus
-from triptych.text.tokenizers import Tokenizer, TokenizerPair
+from triptych.text.tokenizer_pair import TokenizerPair
+from triptych.text.tokenizers import Tokenizer
 
 _FORMAT = b"triptych token cache 1"
 # Lists of Python integers take up to nine times the room of the array; only so many texts are lists at once.

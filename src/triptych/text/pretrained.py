@@ -10,16 +10,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tokenizers import AddedToken
 
 from triptych.errors import DataError, UsageError
+from triptych.text.byte_level import BYTE_OF
 from triptych.text.chat import render_chat
 from triptych.text.sentencepiece import SPACE_MARK
-from triptych.text.tokenizers import (
-    BYTE_OF,
-    SentenceTokenizer,
-    Tokenizer,
-    encode_batch,
-    join_punctuation,
-    read_saved,
-)
+from triptych.text.tokenizer_pair import read_sentence_tokenizer
+from triptych.text.tokenizers import Tokenizer, encode_batch, ids_of, join_punctuation, read_saved
 from triptych.text.vocabularies import (
     NAMED_TOKENS,
     VOCABULARY_FILES,
@@ -179,7 +174,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     text = read_saved(path)
     if text.startswith(_FORMAT_START):
         return PretrainedTokenizer.from_json(text, str(path))
-    return SentenceTokenizer.load(path)
+    return read_sentence_tokenizer(path)
 
 
 def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> PretrainedTokenizer:
@@ -335,17 +330,9 @@ def _chat_templates(folder: Path, settings: TokenizerSettings) -> dict[str, str]
 
 
 def _require_moderate_ids(text: str, origin: str) -> None:
-    try:
-        record = json.loads(text)
-        vocab = record["model"]["vocab"]
-        ids = [token["id"] for token in record.get("added_tokens") or []]
-        ids += vocab.values() if isinstance(vocab, dict) else [len(vocab)]
-        too_large = [number for number in ids if number > _LARGEST_ID]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise DataError(f"{origin} is damaged or not a tokenizer: {what}; fetch it again") from None
-    if too_large:
-        raise DataError(f"{origin} is damaged: a token has the id {too_large[0]}; fetch it again")
+    ids, _ = ids_of(text, origin, "; fetch it again")
+    if max(ids, default=0) > _LARGEST_ID:
+        raise DataError(f"{origin} is damaged: a token has the id {max(ids)}; fetch it again")
 
 
 def _made(make: Callable[[], _Made], origin: str) -> _Made:

@@ -1,18 +1,80 @@
-"""Tokenizers trained for language models: bytes, characters, byte-pair encoding, unigrams."""
+"""Training of tokenizers: of a translator's pair, and of a language model's."""
 
+import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Literal, final
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from triptych.errors import DataError, UsageError
+from triptych.text.byte_level import BYTE_ALPHABET, BYTE_OF, SPECIAL_TOKENS, ByteLevelTokenizer, assemble
 from triptych.text.pretrained import PretrainedRecord, PretrainedTokenizer
-from triptych.text.tokenizers import BYTE_OF, TokenizerSpec, train_pieces
+from triptych.text.tokenizer_pair import TokenizerPair
+from triptych.text.tokenizers import SentenceTokenizer
 
 _PAD, _EOS, _MASK, _UNK = "<pad>", "<eos>", "<mask>", "<unk>"
 _SPECIAL = [_PAD, _EOS, _MASK]
 _BYTES = sorted(BYTE_OF, key=BYTE_OF.__getitem__)
+
+
+@final
+class TokenizerSpec(BaseModel):
+    """How to train the tokenizers.
+
+    Attributes:
+        kind: "bpe", byte-pair encoding; "unigram", the unigram language model; for language models also
+            "characters", those of the training text, and "bytes", the 256 of them.
+        vocab_size: most tokens per vocabulary, bytes and specials included; a small text yields fewer, and of
+            characters the most frequent are kept.
+        joint: one vocabulary for both sides, or one for each.
+        min_frequency: how often a pair of pieces must occur to be merged (BPE only; 2 where not given).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["bpe", "unigram", "characters", "bytes"] = "bpe"
+    vocab_size: int = Field(default=8000, ge=1)
+    joint: bool = True
+    min_frequency: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_that_the_options_agree(self) -> "TokenizerSpec":
+        if self.kind != "bpe" and self.min_frequency is not None:
+            raise ValueError(f'min_frequency goes with kind = "bpe", but kind is "{self.kind}"; leave it out')
+        return self
+
+
+def train_tokenizers(
+    spec: TokenizerSpec, source_texts: Iterable[str], target_texts: Iterable[str]
+) -> TokenizerPair:
+    """Train the tokenizers of both sides; the same texts give the same tokenizers.
+
+    Args:
+        spec: kind and size.
+        source_texts: source sentences.
+        target_texts: target sentences.
+
+    Returns:
+        Tokenizers of at most `spec.vocab_size` tokens each.
+
+    Raises:
+        UsageError: a size that does not hold the bytes and the special tokens, with both; or a kind that
+            translators do not have.
+    """
+    if spec.kind not in ("bpe", "unigram"):
+        raise UsageError(f'tokenizer.kind = "{spec.kind}" goes with language models; set "bpe" or "unigram"')
+
+    def train(texts: Iterable[str]) -> SentenceTokenizer:
+        return ByteLevelTokenizer(_train_pieces(spec, texts, assemble, SPECIAL_TOKENS))
+
+    if spec.joint:
+        tokenizer = train(chain(source_texts, target_texts))
+        return TokenizerPair(tokenizer, tokenizer)
+    return TokenizerPair(train(source_texts), train(target_texts))
 
 
 def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedTokenizer:
@@ -33,7 +95,7 @@ def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedToke
     special = _SPECIAL
     match spec.kind:
         case "bytes":
-            inner = _assemble(
+            inner = _gpt2_like(
                 models.BPE(_numbered([*_SPECIAL, *_BYTES]), []),
                 use_regex=False,
             )
@@ -43,7 +105,7 @@ def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedToke
             inner = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token=_UNK))
             inner.decoder = decoders.Fuse()
         case _:
-            inner = train_pieces(spec, texts, _assemble, _SPECIAL)
+            inner = _train_pieces(spec, texts, _gpt2_like, _SPECIAL)
     inner.add_special_tokens(special)
     names = {"pad_token": _PAD, "bos_token": _EOS, "eos_token": _EOS, "mask_token": _MASK}
     if _UNK in special:
@@ -52,7 +114,7 @@ def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedToke
     return PretrainedTokenizer(record, "the tokenizer")
 
 
-def _assemble(model: models.Model, *, use_regex: bool = True) -> tokenizers.Tokenizer:
+def _gpt2_like(model: models.Model, *, use_regex: bool = True) -> tokenizers.Tokenizer:
     """As GPT-2's: every text is left as it is, and cut into words, each with the space before it."""
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
@@ -74,3 +136,70 @@ def _characters(texts: Iterable[str], most: int) -> list[str]:
 
 def _numbered(tokens: Iterable[str]) -> dict[str, int]:
     return {token: number for number, token in enumerate(tokens)}
+
+
+def _train_pieces(
+    spec: TokenizerSpec,
+    texts: Iterable[str],
+    assemble: Callable[[models.Model], tokenizers.Tokenizer],
+    special_tokens: Sequence[str],
+) -> tokenizers.Tokenizer:
+    """Train byte-level pieces; the same texts give the same ones.
+
+    Args:
+        spec: kind, "bpe" or "unigram", and size.
+        texts: training texts.
+        assemble: puts normalization, the cut into words and decoding around a model.
+        special_tokens: get the first ids.
+
+    Raises:
+        UsageError: a size that does not hold the bytes and the special tokens.
+    """
+    # BPE fits the bytes and specials exactly; the unigram trainer overshoots its size unless one more fits.
+    smallest = len(special_tokens) + len(BYTE_ALPHABET) + (spec.kind == "unigram")
+    if spec.vocab_size < smallest:
+        raise UsageError(
+            f"vocab_size = {spec.vocab_size} is too small: the bytes and the special tokens need at least "
+            f"{smallest} with kind = {spec.kind!r}"
+        )
+    if spec.kind == "bpe":
+        inner = assemble(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=spec.vocab_size,
+            min_frequency=spec.min_frequency or 2,
+            special_tokens=list(special_tokens),
+            initial_alphabet=list(BYTE_ALPHABET),
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts, trainer)
+        return inner
+    inner = assemble(models.Unigram())
+    unigrams = trainers.UnigramTrainer(
+        vocab_size=spec.vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=list(BYTE_ALPHABET),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, unigrams)
+    scores = dict(json.loads(inner.to_str())["model"]["vocab"])
+    settled = assemble(models.Unigram(_settle_scores(scores, special_tokens), None, False))
+    settled.add_special_tokens(list(special_tokens))
+    return settled
+
+
+def _settle_scores(scores: dict[str, float], special_tokens: Sequence[str]) -> list[tuple[str, float]]:
+    """The vocabulary in an order, and with scores, that training again gives again.
+
+    The library's trainer goes through its words in an order that changes from run to run, and the last
+    digits of the scores change with it. So do the scores of the bytes it adds at the end, which are the
+    lowest score plus 0, 0.0001, 0.0002 and so on. So scores are rounded, and all those bytes get the lowest.
+    """
+    lowest = min(scores.values())
+    highest_added = lowest + 0.0001 * len(BYTE_ALPHABET)
+    settled = {
+        piece: round(lowest if len(piece) == 1 and score < highest_added else score, 6)
+        for piece, score in scores.items()
+        if piece not in special_tokens
+    }
+    ordered = sorted(settled.items(), key=lambda item: (-item[1], item[0]))
+    return [(token, 0.0) for token in special_tokens] + ordered
