@@ -71,7 +71,7 @@ class Embeddings(nn.Module):
         if self.stream_dtype is not None:
             x = x.to(self.stream_dtype)
         x = self.dropout(x) if self.training else x
-        return x if self.map is None else self.map(x)  # type: ignore[no-any-return]
+        return x if self.map is None else self.map(x)
 
 
 @final
