@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 
 from checkpoints.tiny_spm import BYTE_PIECES, PIECES, RULES, SPECIALS, Piece, block, charsmap, spm
 from triptych.errors import DataError, UsageError
-from triptych.text import SentencePieceRecord, SentencePieceTokenizer, TokenizerPair
+from triptych.text import (
+    SentencePieceRecord,
+    SentencePieceTokenizer,
+    TokenizerPair,
+    read_sentence_tokenizer,
+)
 from triptych.text.sentencepiece import load_sentencepiece
 
 KINDS = ["bpe", "unigram"]

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from triptych.errors import DataError, UsageError
-from triptych.text import TokenizerPair, TokenizerSpec, generate_pairs, train_tokenizers
+from triptych.text import (
+    TokenizerPair,
+    TokenizerSpec,
+    generate_pairs,
+    read_sentence_tokenizer,
+    train_tokenizers,
+)
 from triptych.text.byte_level import BYTE_ALPHABET, BYTE_OF
 
 PAIRS = generate_pairs(300, "train", 0)
