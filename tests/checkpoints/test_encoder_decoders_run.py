@@ -11,6 +11,7 @@ from torch import Tensor
 
 from checkpoints.oracle import apart, fields_not_understood, in_float64, pairs, saved
 from checkpoints.tiny_models import TINY
+from triptych.attending import record_calls
 from triptych.attention import DecoderCache
 from triptych.checkpoints.models import load_encoder_decoder, load_language_model
 from triptych.errors import DataError
@@ -95,17 +96,21 @@ def test_logits_and_attention_weights_are_those_of_transformers(
     other, model = pair_of(name)
     src, tgt = some_ids(9), some_ids(7)
     expected = theirs(other, src, tgt, output_attentions=True)
-    found, maps = model(src, tgt), model.attention_maps(src, tgt)
+    maps = model.attention_maps(src, tgt)
+    with record_calls(model) as calls:
+        found = model(src, tgt)
     assert found.dtype == torch.float64
     assert apart(found, expected.logits) < TOLERANCE.get(name, 1e-10)
-    for ours, layers in (
-        (maps.encoder, expected.encoder_attentions),
-        (maps.decoder, expected.decoder_attentions),
-        (maps.cross, expected.cross_attentions),
+    for kind, ours, layers in (
+        ("encoder", maps.encoder, expected.encoder_attentions),
+        ("decoder", maps.decoder, expected.decoder_attentions),
+        ("cross", maps.cross, expected.cross_attentions),
     ):
-        assert len(ours) == len(layers)
-        for one, layer in zip(ours, layers, strict=True):
+        recorded = [call for call in calls if call.kind == kind]
+        assert len(ours) == len(recorded) == len(layers)
+        for one, call, layer in zip(ours, recorded, layers, strict=True):
             assert apart(one, layer) < TOLERANCE.get(name, 1e-10)
+            assert apart(call.queries_and_keys().weights(), layer) < TOLERANCE.get(name, 1e-10)
 
 
 @pytest.mark.parametrize("name", ALL)

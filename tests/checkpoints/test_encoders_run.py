@@ -12,6 +12,7 @@ from torch import Tensor
 from checkpoints.oracle import apart, changed, fields_not_understood, pairs, saved
 from checkpoints.test_models_run import theirs
 from checkpoints.tiny_models import TINY
+from triptych.attending import record_calls
 from triptych.attention import PositionIds
 from triptych.checkpoints.models import load_language_model
 from triptych.errors import DataError
@@ -136,9 +137,12 @@ def test_outputs_and_attention_weights_are_those_of_transformers(
     assert not model.causal
     assert found.logits.dtype == torch.float64
     assert apart(found.logits, outputs(expected)) < TOLERANCE.get(name, 1e-10)
-    assert len(found.weights) == len(expected.attentions)
-    for one, layer in zip(found.weights, expected.attentions, strict=True):
+    with record_calls(model) as calls:
+        model(ids)
+    assert len(found.weights) == len(calls) == len(expected.attentions)
+    for one, call, layer in zip(found.weights, calls, expected.attentions, strict=True):
         assert apart(one, layer) < TOLERANCE.get(name, 1e-10)
+        assert apart(call.queries_and_keys().weights(), layer) < TOLERANCE.get(name, 1e-10)
 
 
 @pytest.mark.parametrize("name", ALL)

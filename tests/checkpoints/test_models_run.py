@@ -14,6 +14,7 @@ from torch import Tensor
 
 from checkpoints.oracle import apart, changed, fields_not_understood, in_float64, pairs, saved
 from checkpoints.tiny_models import TINY
+from triptych.attending import record_calls
 from triptych.attention import PositionIds
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import Family, families, family_of
@@ -125,9 +126,12 @@ def test_logits_and_attention_weights_are_those_of_transformers(
     assert found.logits.dtype == torch.float64
     assert apart(found.logits, expected.logits) < TOLERANCE.get(name, 1e-10)
     if gives_weights:
-        assert len(found.weights) == len(expected.attentions)
-        for one, layer in zip(found.weights, expected.attentions, strict=True):
+        with record_calls(model) as calls:
+            model(ids)
+        assert len(found.weights) == len(calls) == len(expected.attentions)
+        for one, call, layer in zip(found.weights, calls, expected.attentions, strict=True):
             assert apart(one, layer) < TOLERANCE.get(name, 1e-10)
+            assert apart(call.queries_and_keys().weights(), layer) < TOLERANCE.get(name, 1e-10)
 
 
 @pytest.mark.parametrize("name", FEW)

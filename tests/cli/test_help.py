@@ -40,6 +40,7 @@ VERBS = {
     "translate": ("load",),
     "generate": ("load_generator",),
     "fill": ("fill",),
+    "attend": ("attend",),
     "evaluate": ("evaluate", "evaluate_text"),
     "inspect": ("inspect",),
     "rewrite": ("rewrite_checkpoint",),

@@ -7,7 +7,9 @@ from typing import overload
 from triptych.attending.attention import (
     Attention,
     AttentionBatch,
+    HeadNote,
     LayerAttention,
+    Part,
     Stack,
 )
 from triptych.attending.capture import AttentionKind, LayerCall, record_calls
@@ -19,10 +21,12 @@ __all__ = [
     "Attention",
     "AttentionBatch",
     "AttentionKind",
+    "HeadNote",
     "LanguageReader",
     "LayerAttention",
     "LayerCall",
     "PairReader",
+    "Part",
     "Reader",
     "Stack",
     "attend",

@@ -1,8 +1,9 @@
 """Attention weights of a text: by kind, layer, head and token."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from types import MappingProxyType
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float
@@ -10,8 +11,13 @@ from torch import Tensor
 
 from triptych.attending.capture import AttentionKind, LayerCall
 from triptych.attending.maps import DenseMap, HeadMap, RowKeeper
+from triptych.attending.page import AttentionPage, ViewedHead, ViewedKind, ViewedLayer, ViewedText
 from triptych.attention import QueriesAndKeys, WeightBlock
 from triptych.errors import UsageError
+
+# Of more weights a page has the largest of every query only.
+MOST_WEIGHTS_OF_A_PAGE, _KEPT = 4_500_000, 16
+_TITLE = 80
 
 
 @final
@@ -50,7 +56,8 @@ class LayerAttention:
         Raises:
             UsageError: there is no such head.
         """
-        return self.queries_and_keys().weights(rows, self._checked(heads))[0]
+        self.require_heads(heads)
+        return self.queries_and_keys().weights(rows, heads)[0]
 
     @torch.no_grad()
     def blocks(self, heads: Sequence[int] | None = None) -> Iterator[WeightBlock]:
@@ -62,7 +69,8 @@ class LayerAttention:
         Raises:
             UsageError: there is no such head.
         """
-        for block in self.queries_and_keys().blocks(self._checked(heads)):
+        self.require_heads(heads)
+        for block in self.queries_and_keys().blocks(heads):
             yield WeightBlock(block.rows, block.weights[0])
 
     def maps(self, k: int | None = None, heads: Sequence[int] | None = None) -> tuple[HeadMap, ...]:
@@ -85,13 +93,17 @@ class LayerAttention:
             keeper.add(block.weights)
         return keeper.maps()
 
-    def _checked(self, heads: Sequence[int] | None) -> Sequence[int] | None:
+    def require_heads(self, heads: Sequence[int] | None) -> None:
+        """The layer has these heads.
+
+        Raises:
+            UsageError: it has not; the message says which it has.
+        """
         for head in heads or ():
             if not 0 <= head < self.num_heads:
                 raise UsageError(
                     f"there is no head {head} in layer {self.number}: its heads are 0 to {self.num_heads - 1}"
                 )
-        return heads
 
 
 @final
@@ -135,6 +147,37 @@ class Stack:
         if not -len(self.layers) <= number < len(self.layers):
             raise UsageError(f"there is no {self.kind} layer {number}: they are 0 to {len(self.layers) - 1}")
         return self.layers[number]
+
+
+class Part(NamedTuple):
+    """Some heads of a layer.
+
+    Attributes:
+        stack: that the layer is of.
+        layer: the layer.
+        heads: their numbers, at least one.
+    """
+
+    stack: Stack
+    layer: LayerAttention
+    heads: tuple[int, ...]
+
+    @property
+    def num_weights(self) -> int:
+        """How many weights these heads have."""
+        return len(self.heads) * len(self.stack.queries) * len(self.stack.keys)
+
+
+class HeadNote(NamedTuple):
+    """What a page says of a head.
+
+    Attributes:
+        label: a few words beside its number, such as "previous token".
+        facts: name and value of what is known of it.
+    """
+
+    label: str = ""
+    facts: tuple[tuple[str, str], ...] = ()
 
 
 @final
@@ -187,6 +230,95 @@ class Attention:
             if stack.kind == kind:
                 return stack
         raise UsageError(f"{self.model} has no {kind} attention: its kinds are {', '.join(self.kinds)}")
+
+    def parts(
+        self,
+        kinds: Sequence[str] | None = None,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+    ) -> list[Part]:
+        """Chosen heads, layer by layer.
+
+        Args:
+            kinds: of attention; all if None.
+            layers: numbers of layers; all if None.
+            heads: numbers of heads, the same of every layer; all if None.
+
+        Raises:
+            UsageError: the model has no such kind, layer or head; the message says which there are.
+        """
+        stacks = self.stacks if kinds is None else [self.of(kind) for kind in kinds]
+        most = max(map(len, stacks))
+        for number in layers or ():
+            if not 0 <= number < most:
+                raise UsageError(f"there is no layer {number}: layers are 0 to {most - 1}")
+        found: list[Part] = []
+        for stack in stacks:
+            for layer in stack.layers:
+                if layers is None or layer.number in layers:
+                    own = range(layer.num_heads) if heads is None else heads
+                    layer.require_heads(own)
+                    found.append(Part(stack, layer, tuple(own)))
+        return found
+
+    def page(
+        self,
+        title: str | None = None,
+        *,
+        parts: Sequence[Part] | None = None,
+        keep: int | None = None,
+        notes: Mapping[tuple[str, int, int], HeadNote] = MappingProxyType({}),
+        progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    ) -> AttentionPage:
+        """What `triptych attend --html` shows of this text.
+
+        Args:
+            title: the heading; the model's name if None.
+            parts: the heads; all if None.
+            keep: weights of every query that the page has, the largest ones, and the sum of the others.
+                If None all, or the 16 largest where all are too many for a page.
+            notes: what is said of a head, by kind, layer and head.
+            progress: told what is done, how many layers, and of how many.
+        """
+        chosen = self.parts() if parts is None else parts
+        if keep is None and sum(part.num_weights for part in chosen) > MOST_WEIGHTS_OF_A_PAGE:
+            keep = _KEPT
+        layers: dict[AttentionKind, list[ViewedLayer]] = {}
+        for done, (stack, layer, heads) in enumerate(chosen):
+            progress(f"{stack.kind} layer {layer.number}", done, len(chosen))
+            viewed = [
+                ViewedHead(drawn, *notes.get((stack.kind, layer.number, head), HeadNote()))
+                for head, drawn in zip(heads, layer.maps(keep, heads), strict=True)
+            ]
+            layers.setdefault(stack.kind, []).append(ViewedLayer(tuple(viewed), f"layer {layer.number}"))
+        kinds = tuple(self._viewed(self.of(kind), own) for kind, own in layers.items())
+        text = ViewedText(_shown("".join(map(_readable, self.source_tokens or self.tokens))), kinds)
+        return AttentionPage(title or self.model, (text,), (("model", self.model),))
+
+    def _viewed(self, stack: Stack, layers: Sequence[ViewedLayer]) -> ViewedKind:
+        produced = self.source_ids is not None and stack.kind != "encoder"
+        given = len(self.tokens) - self.num_generated
+        marked = self.num_generated > 0 and (produced or self.source_ids is None)
+        # A decoder beside an encoder reads what it produced one place later.
+        first_key = given + 1 if produced else given
+        return ViewedKind(
+            stack.kind,
+            tuple(map(_readable, stack.queries)),
+            tuple(map(_readable, stack.keys)),
+            tuple(layers),
+            given if marked else None,
+            first_key if marked and stack.kind != "cross" and first_key < len(stack.keys) else None,
+        )
+
+
+def _readable(token: str) -> str:
+    return token.replace("▁", " ")
+
+
+def _shown(text: str) -> str:
+    """A text as the title of itself."""
+    line = " ".join(text.split())
+    return line if len(line) <= _TITLE else f"{line[: _TITLE - 1]}…"
 
 
 @final

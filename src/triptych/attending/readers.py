@@ -11,12 +11,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from triptych.attending.attention import Attention, LayerAttention, Stack
 from triptych.attending.capture import AttentionKind, LayerCall, record_calls
+from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.models import load_encoder_decoder
 from triptych.checkpoints.own import is_own
 from triptych.decoding import GenerationOptions, TextGenerator, Translator
 from triptych.decoding.batches import batches_of_like_length
 from triptych.decoding.text_generator import check_vocabulary
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError, TriptychError, UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.device import find_device
 from triptych.runs import OpenedModel, Run, open_text_model
@@ -312,7 +313,7 @@ def open_reader(path: str | Path, device: str = "auto") -> Reader:
     try:
         return reader_of(name, open_text_model(path, device))
     except DataError as error:
-        raise _with_advice(error) from None
+        raise _with_advice(path, error) from None
 
 
 def reader_of(name: str, opened: OpenedModel | Run | Translator | TextGenerator) -> Reader:
@@ -351,17 +352,20 @@ def _pair_reader(folder: Path, start_id: object, device: str) -> Reader:
     try:
         model = load_encoder_decoder(folder, find_device(device))
     except DataError as error:
-        raise _with_advice(error) from None
+        raise _with_advice(folder, error) from None
     if not isinstance(start_id, int):
         raise DataError(f"{folder}/config.json: there is no decoder_start_token_id")
     tokenizer = load_tokenizer(folder, vocab_size=model.src_vocab_size)
     return PairReader(str(folder), model, CheckpointTokens(tokenizer, start_id))
 
 
-def _with_advice(error: DataError) -> DataError:
-    """The error; of a family that cannot be run, with what can be done instead."""
-    text = str(error)
-    return DataError(f"{text}; triptych inspect can read it") if "cannot be run" in text else error
+def _with_advice(path: str | Path, error: DataError) -> DataError:
+    """The error; of a checkpoint whose heads can be read, with what can be done instead."""
+    try:
+        can_be_inspected = Path(path).exists() and bool(open_checkpoint(Path(path)).sites)
+    except TriptychError:
+        can_be_inspected = False
+    return DataError(f"{error}; triptych inspect can read its heads") if can_be_inspected else error
 
 
 def _check_lengths(texts: Sequence[Sequence[int]], most: int | None, what: str) -> None:

@@ -19,6 +19,7 @@ COMMANDS = {
     "translate": "Translate text line by line, in the order of the input.",
     "generate": "Continue a text with a language model.",
     "fill": "Predict the masked tokens of a text.",
+    "attend": "Show where every head of a model looks on a text.",
     "evaluate": "Score a translator on a test text, or a language model.",
     "inspect": "Measure the attention weights of a checkpoint, head by head.",
     "rewrite": "Rewrite the attention of a checkpoint, with a certificate.",

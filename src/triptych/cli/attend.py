@@ -1,0 +1,124 @@
+"""`triptych attend`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import triptych
+from triptych.attending import open_reader
+from triptych.attending.looks import strongest_looks
+from triptych.attending.saving import (
+    Saved,
+    is_attention_csv,
+    is_attention_npz,
+    json_pieces,
+    write_csv,
+    write_npz,
+)
+from triptych.cli.options import DeviceOption
+from triptych.cli.outputs import ForceOption, Output, require_free
+from triptych.cli.selection import numbers
+from triptych.errors import UsageError
+from triptych.reports import render_table
+from triptych.text import read_lines
+
+
+def attend(
+    model: Annotated[
+        str, typer.Argument(help="A run folder, a folder in Hugging Face's format, or a name on the Hub.")
+    ],
+    text: Annotated[
+        str | None, typer.Argument(help="The text to read; - reads all of standard input.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Texts, one per line, read in padded batches.")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", help="What the decoder of a translator reads. Default: its translation."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option("--max-new-tokens", min=0, help="Continue the text greedily by so many tokens first."),
+    ] = 0,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option("--kind", help="encoder, decoder or cross. May be repeated. Default: all there are."),
+    ] = None,
+    layers: Annotated[str | None, typer.Option("--layers", help="Layers: 0,3 or 0-5. Default: all.")] = None,
+    heads: Annotated[str | None, typer.Option("--heads", help="Heads: 0,3 or 0-5. Default: all.")] = None,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            "--top", min=1, help="Keep the K largest weights of each token, and the sum of the others."
+        ),
+    ] = None,
+    npz: Annotated[Path | None, typer.Option("--npz", help="Write NumPy arrays to this file.")] = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="Write a row for every weight above 0 to this file.")
+    ] = None,
+    force: ForceOption = False,
+    device: DeviceOption = "auto",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per text, with all weights.")
+    ] = False,
+) -> None:
+    """Show where every head of a model looks on a text.
+
+    The model runs with its own kernels; the weights are computed from the inputs of its layers. Prints the
+    strongest looks of each head, unless an output is chosen.
+    """
+    outputs = (Output(npz, is_attention_npz), Output(csv_file, is_attention_csv))
+    read = [path for path in (Path(model), file) if path is not None and path.exists()]
+    require_free(outputs, read, force=force)
+    texts = _texts(text, file)
+    if file is not None and target is not None:
+        raise UsageError("--target goes with one text, not with --file")
+    reader = open_reader(model, device)
+    targets = None if target is None else [target]
+    found = triptych.attend(reader, texts, target=targets, max_new_tokens=max_new_tokens)
+    chosen_layers = None if layers is None else numbers(layers, "--layers")
+    chosen_heads = None if heads is None else numbers(heads, "--heads")
+    saved = [Saved(one, one.parts(kind, chosen_layers, chosen_heads), top) for one in found]
+    if npz is not None:
+        write_npz(saved, npz)
+    if csv_file is not None:
+        write_csv(saved, csv_file)
+    if as_json:
+        for one in saved:
+            for piece in json_pieces(one):
+                _print(piece)
+            _print("\n")
+        return
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    written = [path for path in (npz, csv_file) if path is not None]
+    for path in written:
+        console.print(f"written: {path}")
+    for one in saved if not written else ():
+        console.print(render_table(strongest_looks(one.parts)))
+
+
+def _texts(text: str | None, file: Path | None) -> list[str]:
+    """The texts: one of the command line or standard input, or the lines of a file.
+
+    Raises:
+        UsageError: none or both are given, or a text is empty or not UTF-8.
+    """
+    if (text is None) == (file is None):
+        raise UsageError("give either a text (- for standard input) or --file with texts")
+    if file is not None:
+        return read_lines(file)
+    try:
+        # Bytes of the command line that are not UTF-8 come as surrogates.
+        found = sys.stdin.buffer.read().decode() if text == "-" else str(text).encode().decode()
+    except UnicodeError:
+        raise UsageError("the text is not UTF-8: convert it first (iconv -t UTF-8)") from None
+    return [found.removesuffix("\n").removesuffix("\r") if text == "-" else found]
+
+
+def _print(text: str) -> None:
+    sys.stdout.buffer.write(text.encode())
+    sys.stdout.buffer.flush()

@@ -1,0 +1,225 @@
+"""Attention on texts: batches, generated tokens, pairs, parts, files, and what cannot be read."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from attending.models import language_model, translator_model
+from triptych import UsageError, attend
+from triptych.attending import Attention, LanguageReader, PairReader, Reader, reader_of, record_calls
+from triptych.attending.readers import CheckpointTokens
+from triptych.attending.saving import (
+    Saved,
+    is_attention_csv,
+    is_attention_npz,
+    json_pieces,
+    write_csv,
+    write_npz,
+)
+
+TEXT = "to be or not to be"
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> LanguageReader:
+    found = reader_of("decoder", language_model(tmp_path_factory.mktemp("decoder")))
+    assert isinstance(found, LanguageReader)
+    return found
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> LanguageReader:
+    opened = language_model(tmp_path_factory.mktemp("encoder"), "encoder", "learned")
+    return LanguageReader("encoder", opened)
+
+
+@pytest.fixture(scope="module")
+def pairs(decoder: LanguageReader) -> PairReader:
+    return PairReader("pairs", translator_model(), CheckpointTokens(decoder.tokenizer, 256))
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_the_output_of_a_model_is_the_same_bit_for_bit_while_its_calls_are_recorded(
+    decoder: LanguageReader,
+) -> None:
+    ids = torch.tensor(decoder.tokenizer.encode([TEXT]))
+    before = decoder.model(ids).logits
+    with record_calls(decoder.model) as calls:
+        during = decoder.model(ids).logits
+    assert torch.equal(before, during)
+    decoder.model(ids)
+    assert len(calls) == 2
+
+
+def test_a_call_with_a_cache_is_refused(decoder: LanguageReader) -> None:
+    with record_calls(decoder.model), pytest.raises(ValueError, match=r"decoder\.0 was called with a cache"):
+        decoder.model(torch.tensor([[1, 2]]), cache=decoder.model.new_cache())
+
+
+def test_texts_of_a_padded_batch_have_the_weights_that_each_has_alone(
+    decoder: LanguageReader, encoder: LanguageReader
+) -> None:
+    texts = [TEXT, "that", "is the question"]
+    for reader in (decoder, encoder):
+        batch = attend(reader, texts)
+        whole = batch.weights[1]
+        assert whole.shape == (3, 4, 18, 18)
+        for row, text in enumerate(texts):
+            length = len(text)
+            alone = attend(reader, text).weights[1]
+            close(whole[row, :, :length, :length], alone)
+            close(batch[row].weights[1], alone)
+            assert not whole[row, :, length:].any()
+            assert not whole[row, :, :, length:].any()
+        assert batch.tokens[1] == ("t", "h", "a", "t")
+
+
+def test_generated_tokens_are_marked_and_looked_with_as_while_generating(decoder: LanguageReader) -> None:
+    found = attend(decoder, TEXT, max_new_tokens=5)
+    assert found.num_generated == 5
+    assert len(found.tokens) == len(TEXT) + 5
+    assert found.is_generated == (False,) * len(TEXT) + (True,) * 5
+    cache = decoder.model.new_cache()
+    for place, token in enumerate(found.ids):
+        step = decoder.model(torch.tensor([[token]]), cache=cache, need_weights=True)
+        close(found.weights[1][:, place, : place + 1], step.weights[1][0, :, 0])
+        if len(TEXT) - 1 <= place < len(found.ids) - 1:
+            assert int(step.logits.argmax()) == found.ids[place + 1]
+
+
+def test_pairs_have_three_kinds_of_attention_with_their_own_tokens(pairs: PairReader) -> None:
+    batch = attend(pairs, ["abcd", "efghij"], target=["xy", "z"])
+    first = batch[0]
+    assert first.kinds == ("encoder", "decoder", "cross")
+    assert first.of("decoder").queries == ("x", "y")
+    assert first.of("decoder").keys == ("<end>", "x")
+    assert first.of("cross").keys == first.source_tokens == tuple("abcd")
+    maps = pairs.model.attention_maps(torch.tensor([first.source_ids]), torch.tensor([[256, first.ids[0]]]))
+    for kind in first.kinds:
+        for ours, theirs in zip(first.of(kind), getattr(maps, kind), strict=True):
+            close(ours, theirs[0])
+    assert batch.of("encoder")[1].shape == (2, 4, 6, 6)
+    assert batch.weights[0].shape == (2, 4, 2, 6)
+
+
+def test_the_largest_weights_and_what_is_left_sum_to_one(decoder: LanguageReader) -> None:
+    layer = attend(decoder, TEXT).weights.layer(0)
+    whole = layer.weights()
+    for head, kept in zip((2, 0), layer.maps(3, [2, 0]), strict=True):
+        top = kept.largest(3)
+        np.testing.assert_allclose(top.weights.sum(1) + top.left_out, 1, atol=1e-6)
+        close(torch.from_numpy(top.weights), whole[head].topk(3).values)
+
+
+def test_chosen_parts_are_those_of_the_text_and_others_are_named_with_their_range(pairs: PairReader) -> None:
+    found = attend(pairs, "abcd", target="xy")
+    parts = found.parts(["encoder", "cross"], layers=[1], heads=[3])
+    assert [(part.stack.kind, part.layer.number, part.heads) for part in parts] == [("encoder", 1, (3,))]
+    for wrong, message in (
+        ({"layers": [2]}, "there is no layer 2: layers are 0 to 1"),
+        ({"heads": [4]}, "there is no head 4 in layer 0: its heads are 0 to 3"),
+        ({"kinds": ["self"]}, "pairs has no self attention: its kinds are encoder, decoder, cross"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            found.parts(**wrong)
+    with pytest.raises(UsageError, match="there is no cross layer 1: they are 0 to 0"):
+        found.weights[1]
+
+
+def test_a_page_marks_what_was_generated_and_keeps_the_largest_of_long_texts(
+    decoder: LanguageReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = attend(decoder, TEXT, max_new_tokens=2)
+    (kind,) = found.page().texts[0].kinds
+    assert kind.first_generated_query == kind.first_generated_key == len(TEXT)
+    np.testing.assert_allclose(kind.layers[1].heads[2].map.weights, found.weights[1][2], atol=1e-6)
+    monkeypatch.setattr("triptych.attending.attention.MOST_WEIGHTS_OF_A_PAGE", 100)
+    (kind,) = found.page().texts[0].kinds
+    assert kind.layers[0].heads[0].map.keys.shape == (20, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("decoder", {"text": " \n"}, "the text is empty"),
+        ("decoder", {"text": ["a", ""]}, "text 2 is empty"),
+        ("decoder", {"text": []}, "there is no text"),
+        ("decoder", {"text": "a", "target": "b"}, "decoder has no decoder beside its encoder"),
+        ("encoder", {"text": "a", "max_new_tokens": 1}, "encoder is an encoder, which does not continue"),
+        ("encoder", {"text": "a" * 41}, "the text has 41 tokens, but the model has positions for 40"),
+        ("encoder", {"text": ["a", "a" * 41]}, "text 2 has 41 tokens"),
+        ("pairs", {"text": "a"}, r"pairs is not searched for a translation here: .*\(--target\)"),
+        ("pairs", {"text": "a", "target": "b", "max_new_tokens": 1}, "it translates and does not continue"),
+        ("pairs", {"text": ["a", "b"], "target": ["c"]}, "there are 2 texts and 1 targets"),
+        ("pairs", {"text": "a", "target": ""}, "the target is empty"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_line(
+    name: str, given: dict[str, object], message: str, request: pytest.FixtureRequest
+) -> None:
+    reader: Reader = request.getfixturevalue(name)
+    with pytest.raises(UsageError, match=message) as refused:
+        attend(reader, **given)  # type: ignore[call-overload]
+    assert "\n" not in str(refused.value)
+
+
+def saved(found: Attention, top: int | None = None) -> Saved:
+    return Saved(found, found.parts(layers=[1], heads=[3, 1]), top)
+
+
+def test_json_has_the_weights_to_seven_digits(decoder: LanguageReader) -> None:
+    found = attend(decoder, TEXT)
+    record = json.loads("".join(json_pieces(saved(found))))
+    assert record["tokens"] == list(found.tokens)
+    assert record["sides"]["decoder"]["rows"] == list(found.tokens)
+    assert [(head["layer"], head["head"]) for head in record["heads"]] == [(1, 3), (1, 1)]
+    np.testing.assert_allclose(record["heads"][0]["weights"], found.weights[1][3], atol=6e-8)
+    top = json.loads("".join(json_pieces(saved(found, 2))))["heads"][0]
+    np.testing.assert_allclose(np.sum(top["weights"], 1) + top["left_out"], 1, atol=1e-6)
+    assert top["keys"][0][0] == 0
+
+
+def test_npz_has_the_weights_as_they_are(decoder: LanguageReader, tmp_path: Path) -> None:
+    found = attend(decoder, [TEXT, "that"])
+    write_npz([saved(one) for one in found], tmp_path / "two.npz")
+    with np.load(tmp_path / "two.npz", allow_pickle=False) as arrays:
+        assert arrays["1/tokens"].tolist() == list("that")
+        assert arrays["0/decoder.1.heads"].tolist() == [3, 1]
+        np.testing.assert_array_equal(arrays["0/decoder.1"], found[0].weights.layer(1).weights(heads=[3, 1]))
+    write_npz([saved(found[1], 2)], tmp_path / "top.npz")
+    with np.load(tmp_path / "top.npz", allow_pickle=False) as arrays:
+        assert arrays["decoder.1.keys"].shape == (2, 4, 2)
+    assert is_attention_npz(tmp_path / "top.npz")
+
+
+def test_csv_has_a_row_for_every_weight_above_zero(decoder: LanguageReader, tmp_path: Path) -> None:
+    found = attend(decoder, "that")
+    write_csv([saved(found)], tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * (1 + 2 + 3 + 4)  # causal, two heads
+    last = rows[9]
+    assert (last["head"], last["query_token"], last["key_token"]) == ("3", "t", "t")
+    assert float(last["weight"]) == pytest.approx(float(found.weights[1][3, 3, 3]), abs=1e-7)
+    assert is_attention_csv(tmp_path / "a.csv")
+
+
+def test_too_many_weights_for_a_file_are_refused_with_what_to_do(
+    decoder: LanguageReader, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("triptych.attending.saving.MOST_WEIGHTS", 600)
+    one = saved(attend(decoder, TEXT))
+    for write in (write_npz, write_csv):
+        with pytest.raises(
+            UsageError, match=r"648 weights, and a file may have 600: choose heads .*--top 16"
+        ):
+            write([one], tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+    write_csv([saved(one.attention, 2)], tmp_path / "file")

@@ -1,0 +1,78 @@
+"""`triptych attend`."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from command import Command
+from small_checkpoints import gpt2
+from triptych import attend
+
+
+def test_the_strongest_looks_of_every_head_are_printed(triptych: Command, small_run: Path) -> None:
+    answer = triptych("attend", small_run, "Vier.")
+    assert answer.code == 0, answer.err
+    heads = [line.split()[:3] for line in answer.out.splitlines() if "→" in line]
+    assert ["cross", "1", "1"] in heads
+    assert ["encoder", "0", "0"] in heads
+
+
+def test_json_is_what_the_library_gives(triptych: Command, small_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts").write_text("Vier.\nFünf Uhr.\n", encoding="utf-8")
+    answer = triptych(
+        "attend", small_run, "--file", tmp_path / "texts", "--kind", "cross", "--heads", "1", "--json"
+    )
+    assert answer.code == 0, answer.err
+    records = [json.loads(line) for line in answer.out.splitlines()]
+    found = attend(small_run, ["Vier.", "Fünf Uhr."])
+    for record, one in zip(records, found, strict=True):
+        assert record["num_generated"] == len(one.tokens)
+        assert [(head["kind"], head["layer"], head["head"]) for head in record["heads"]] == [
+            ("cross", 0, 1),
+            ("cross", 1, 1),
+        ]
+        np.testing.assert_allclose(record["heads"][1]["weights"], one.of("cross")[1][1], atol=1e-6)
+
+
+def test_arrays_and_rows_are_written_and_written_again(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    files = "--npz", tmp_path / "a.npz", "--csv", tmp_path / "a.csv"
+    for _ in range(2):
+        answer = triptych("attend", small_run, "Vier.", "--target", "four", *files)
+        assert answer.code == 0, answer.err
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as arrays:
+        assert arrays["num_generated"] == 0
+        assert arrays["cross.1"].shape == (2, len(arrays["tokens"]), len(arrays["source_tokens"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["", "--json"], "the text is empty"),
+        ([], "give either a text"),
+        (["Vier.", "--layers", "7"], "there is no layer 7: layers are 0 to 1"),
+        (["Vier.", "--heads", "0-5"], "there is no head 2 in layer 0: its heads are 0 to 1"),
+        (["Vier.", "--kind", "self"], "its kinds are encoder, decoder, cross"),
+        (["Vier.", "--npz", "no/such/folder.npz"], "the folder of no/such/folder.npz does not exist"),
+        (["Vier.", "--max-new-tokens", "3"], "translates and does not continue"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    triptych: Command, small_run: Path, arguments: list[str], message: str
+) -> None:
+    answer = triptych("attend", small_run, *arguments)
+    assert answer.code == 2
+    assert message in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+def test_a_model_that_cannot_be_run_can_be_inspected_and_the_message_says_so(
+    triptych: Command, tmp_path: Path
+) -> None:
+    answer = triptych("attend", gpt2(tmp_path / "gpt2"), "Vier.")  # it has no feed-forward layers
+    assert answer.code == 1
+    assert "triptych inspect can read its heads" in answer.err
+    assert len(answer.err.splitlines()) == 1
