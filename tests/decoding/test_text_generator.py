@@ -1,5 +1,6 @@
 """Continuations as text: whole characters, stop strings, and the same text as it comes and at the end."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,6 +121,21 @@ def test_a_beam_gives_texts_best_first(letters: Tokenizer) -> None:
     found = TextGenerator(model(), letters).generate(["Hello"], options)[0]
     assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
     assert [one.text for one in found] == letters.decode([one.ids for one in found])
+
+
+def test_the_texts_of_a_beam_end_before_a_stop_string(letters: Tokenizer) -> None:
+    options = GenerationOptions(12, beam_size=4, num_samples=3)
+    generator = TextGenerator(model(), letters)
+    free = generator.generate(["Hello"], options)[0]
+    stop = free[0].text[4]
+    for whole, cut in zip(
+        free, generator.generate(["Hello"], replace(options, stop_texts=(stop,)))[0], strict=True
+    ):
+        assert cut.text == whole.text.split(stop)[0]
+        assert cut.finish == ("text" if stop in whole.text else whole.finish)
+        assert cut.ids == whole.ids[: len(cut.ids)]
+        assert stop not in letters.decode([cut.ids[:-1]])[0]
+        assert len(cut.log_probs) >= len(cut.ids) == len(cut.pieces)
 
 
 def test_rows_of_the_table_past_the_tokenizers_tokens_are_never_chosen(letters: Tokenizer) -> None:

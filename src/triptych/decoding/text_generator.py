@@ -159,7 +159,7 @@ class TextGenerator:
             chat: put it into the tokenizer's chat template.
 
         Raises:
-            UsageError: it is empty or past the model's positions, or there is no chat template.
+            UsageError: it is empty, or there is no chat template.
         """
         if not prompt:
             raise UsageError("the prompt is empty: give it some text")
@@ -206,14 +206,12 @@ class TextGenerator:
             found = self._other.generate(texts, options, ends, self._batch_rows)
         else:
             found = generate_tokens(self._engine, texts, options, ends=ends, batch_rows=self._batch_rows)
-        if options.beam_size > 1:
-            for i, of_prompt in enumerate(found):
-                for sample, one in enumerate(of_prompt):
-                    for token in one.ids:
-                        streams[i * options.num_samples + sample].push(token)
         return [
             [
-                self._continuation(one, streams[i * options.num_samples + sample])
+                self._continuation(
+                    _cut(one, streams[i * options.num_samples + sample]) if options.beam_size > 1 else one,
+                    streams[i * options.num_samples + sample],
+                )
                 for sample, one in enumerate(of_prompt)
             ]
             for i, of_prompt in enumerate(found)
@@ -280,6 +278,15 @@ class TextGenerator:
         finish = "text" if text.is_over else found.finish
         pieces = tuple(self.tokenizer.pieces(found.ids))
         return Continuation(text.text, found.ids, pieces, found.log_probs, finish, found.score)
+
+
+def _cut(found: Generated, text: TextStream) -> Generated:
+    """A text of a beam up to a stop string, which the search did not look for."""
+    for count, token in enumerate(found.ids, start=1):
+        text.push(token)
+        if text.is_over:
+            return replace(found, ids=found.ids[:count], log_probs=found.log_probs[:count])
+    return found
 
 
 def check_vocabulary(model: LanguageModel, tokenizer: Tokenizer) -> None:
