@@ -545,7 +545,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
 
 
 REFUSED_FACTORS: dict[str, tuple[Tensor, Tensor, str]] = {
-    "inner widths": (zeros(5, 3), zeros(6, 4), "left has width 3 and right 4: r must be one number"),
+    "inner widths": (zeros(5, 3), zeros(6, 4), "left has width 3 and right 4: they must be equal"),
     "batches": (zeros(2, 5, 3), zeros(4, 6, 3), r"left has batch \[2\] and right \[4\]: they must agree"),
     "batch and none": (zeros(2, 5, 3), zeros(6, 3), r"left has batch \[2\] and right \[\]: they must agree"),
     "dtypes": (
@@ -613,7 +613,7 @@ REFUSED_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "composition": (
         lambda: OBLONG.compose(OBLONG),
-        "a form of 5 × 7 cannot be followed by one of 5 × 7: 7 and 5 must be one number",
+        "a form of 5 × 7 cannot be followed by one of 5 × 7: 7 and 5 must be equal",
     ),
     "composition of batches": (
         lambda: OBLONG.compose(make_form(Shape(7, 5, 3))),

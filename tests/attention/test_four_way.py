@@ -51,8 +51,8 @@ def test_its_gradient_reaches_all_four() -> None:
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        (((4, 6), (5, 7), (5, 3), (7, 3)), "Q has width 6 and K 7: d_k must be one number"),
-        (((4, 6), (5, 6), (5, 3), (7, 2)), "V has width 3 and W 2: d_v must be one number"),
+        (((4, 6), (5, 7), (5, 3), (7, 3)), "Q has width 6 and K 7: they must be equal"),
+        (((4, 6), (5, 6), (5, 3), (7, 2)), "V has width 3 and W 2: they must be equal"),
         (((4, 6), (5, 6), (8, 3), (7, 3)), "K has 5 rows and V 8: one of each a token"),
     ],
 )

@@ -204,7 +204,7 @@ def test_given_positions_are_taken_instead_of_counted_ones(pair_of: Callable[[st
             "bert",
             {"classifier.weight": torch.ones(2, 24)},
             {},
-            "tensor classifier.weight: BERT does not know",
+            "unknown tensor classifier.weight: models of BERT have none",
         ),
         (
             "bert",

@@ -75,7 +75,7 @@ class BilinearForm:
             raise ValueError(f"factors have {left.ndim} and {right.ndim} dimensions: each needs at least 2")
         if left.shape[-1] != right.shape[-1]:
             raise ValueError(
-                f"left has width {left.shape[-1]} and right {right.shape[-1]}: r must be one number"
+                f"left has width {left.shape[-1]} and right {right.shape[-1]}: they must be equal"
             )
         if min(*left.shape[-2:], right.shape[-2]) < 1:
             raise ValueError(
@@ -178,7 +178,7 @@ class BilinearForm:
         if self.d_right != other.d_left:
             raise ValueError(
                 f"a form of {self.d_left} × {self.d_right} cannot be followed by one of "
-                f"{other.d_left} × {other.d_right}: {self.d_right} and {other.d_left} must be one number"
+                f"{other.d_left} × {other.d_right}: {self.d_right} and {other.d_left} must be equal"
             )
         _require_alike("the first form", self.left, "the second", other.left)
         middle = self.right.mT @ other.left

@@ -33,9 +33,9 @@ def four_way_attention(
         ValueError: widths or lengths that do not fit, with the numbers.
     """
     if Q.shape[-1] != K.shape[-1]:
-        raise ValueError(f"Q has width {Q.shape[-1]} and K {K.shape[-1]}: d_k must be one number")
+        raise ValueError(f"Q has width {Q.shape[-1]} and K {K.shape[-1]}: they must be equal")
     if V.shape[-1] != W.shape[-1]:
-        raise ValueError(f"V has width {V.shape[-1]} and W {W.shape[-1]}: d_v must be one number")
+        raise ValueError(f"V has width {V.shape[-1]} and W {W.shape[-1]}: they must be equal")
     if K.shape[-2] != V.shape[-2]:
         raise ValueError(f"K has {K.shape[-2]} rows and V {V.shape[-2]}: one of each a token")
     scale = 1 / math.sqrt(Q.shape[-1])

@@ -38,7 +38,7 @@ _KERNELS: dict[int, Kernel] = {
 
 
 class Attended(NamedTuple):
-    """What attention gives back.
+    """The result of attention.
 
     Attributes:
         output: `[batch, num_heads, query_len, d_v]`.

@@ -37,14 +37,14 @@ class Inputs(NamedTuple):
         key_batch, key_heads, key_len, key_width = self.k.shape
         value_batch, value_heads, value_len, _ = self.v.shape
         if d_k != key_width:
-            raise ValueError(f"queries have width {d_k} and keys {key_width}: d_k must be one number")
+            raise ValueError(f"queries have width {d_k} and keys {key_width}: they must be equal")
         if key_batch != value_batch or key_len != value_len:
             raise ValueError(
                 f"keys {list(self.k.shape)} and values {list(self.v.shape)} must agree in batch size and "
                 "length"
             )
         if batch != key_batch:
-            raise ValueError(f"queries have batch size {batch} and keys {key_batch}: it must be one number")
+            raise ValueError(f"queries have batch size {batch} and keys {key_batch}: they must be equal")
         if num_heads % key_heads:
             raise ValueError(f"{num_heads} query heads cannot share {key_heads} key heads evenly")
         if num_heads % value_heads:

@@ -519,5 +519,6 @@ def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, 
     if strange:
         what = "tensor" if len(strange) == 1 else "tensors"
         raise DataError(
-            f"{checkpoint.name}: {what} {listed(strange)}: {checkpoint.family.name} does not know what for"
+            f"{checkpoint.name}: unknown {what} {listed(strange)}: models of {checkpoint.family.name} have "
+            "none of this name"
         )

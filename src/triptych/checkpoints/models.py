@@ -1,4 +1,4 @@
-"""Others' checkpoints as models that run."""
+"""Load checkpoints of other libraries as models."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from triptych.storage.tensors import Tensors
 @final
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model out of another library's checkpoint.
+    """A model loaded from another library's checkpoint.
 
     Attributes:
         model: ready to run, in evaluation mode.

@@ -324,5 +324,6 @@ class EncoderDecoderArchitecture:
             )
         if self.source.scale != self.target.scale:
             raise ValueError(
-                f"embeddings are multiplied by {self.source.scale} and by {self.target.scale}: it must be one"
+                f"source embeddings have the scale {self.source.scale} and target embeddings "
+                f"{self.target.scale}: they must be equal"
             )

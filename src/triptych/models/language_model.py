@@ -17,7 +17,7 @@ from triptych.models.feed_forward import ACTIVATIONS
 
 
 class LanguageModelOutput(NamedTuple):
-    """What a pass gives back.
+    """The result of a forward pass.
 
     Attributes:
         logits: `[batch, length, vocab]`, or as many as the head has; for a model without head, `hidden`.

@@ -17,14 +17,14 @@ NOT_COUNTED = -1
 @final
 @dataclass(frozen=True, eq=False)
 class LanguageBatch:
-    """Rows of tokens, and what is to be said at each place.
+    """Rows of tokens and their targets.
 
     Attributes:
         ids: what the model reads.
-        targets: what it should say at each place; -1 where that is not counted.
-        starts: for attention within documents, the place in its row where the document of each token begins;
+        targets: the token to predict at each position; -1 where the loss leaves it out.
+        starts: for attention within documents, the position in the row at which each token's document begins;
             None for attention across documents.
-        num_target_tokens: targets that are counted.
+        num_target_tokens: targets that the loss counts.
     """
 
     ids: Int[Tensor, "batch context"]
