@@ -193,12 +193,6 @@ for (const [group, names] of report.groups) {
 }
 byId("measure").value = measure;
 byId("measure").addEventListener("change", (event) => { measure = event.target.value; drawMaps(); });
-byId("theme").addEventListener("click", () => {
-  const root = document.documentElement;
-  root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
-  drawMaps();
-  drawHead();
-});
-document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+document.addEventListener("themechange", () => { drawMaps(); drawHead(); });
 drawMaps();
 drawHead();
