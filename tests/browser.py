@@ -81,6 +81,22 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **pressed, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **pressed)
 
+    def point_at(self, selector: str, *, click: bool = False, at: tuple[float, float] | None = None) -> None:
+        """Move the mouse to the middle of an element, or to a place in it, in pixels from its corner."""
+        element = f"document.querySelector({json.dumps(selector)})"
+        self.value(f"{element}.scrollIntoView({{ block: 'center' }})")
+        box = self.value(f"{element}.getBoundingClientRect().toJSON()")
+        inside = at or (box["width"] / 2, box["height"] / 2)
+        x, y = box["left"] + inside[0], box["top"] + inside[1]
+        kinds = ("mouseMoved", "mousePressed", "mouseReleased") if click else ("mouseMoved",)
+        for kind in kinds:
+            pressed: dict[str, Any] = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **pressed)
+
+    def write(self, text: str) -> None:
+        """Put text where the focus is."""
+        self.call("Input.insertText", text=text)
+
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._left:
             piece = os.read(self._read_from, 1 << 16)

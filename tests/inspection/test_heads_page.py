@@ -127,12 +127,14 @@ globalThis.document = {
   getElementById(id) { if (!known.has(id)) known.set(id, new Node(id)); return known.get(id); },
   createElement: (tag) => new Node(tag),
   createElementNS: (_, tag) => new Node(tag),
+  addEventListener() {},
   querySelectorAll: () => [],
   querySelector: () => null,
   documentElement: new Node("html"),
 };
 const colours = { "--low": "#000000", "--high": "#0000ff" };
 globalThis.getComputedStyle = () => ({ getPropertyValue: (name) => colours[name] ?? "#888888" });
+globalThis.addEventListener = () => {};
 globalThis.matchMedia = () => ({ matches: false });
 document.getElementById("report").children = [process.argv[2]];
 """

@@ -17,6 +17,7 @@ from triptych.attending.page import AttentionPage, ViewedHead, ViewedKind, Viewe
 _LEVELS = 4095
 # Where weights have to be left out, this many of each row are tried first.
 _MOST_KEPT = 64
+_NUM_TRIED = 6
 # Small maps of so many heads take half the length and width.
 _MANY_HEADS = 256
 
@@ -37,16 +38,20 @@ def _pack_maps(maps: list[HeadMap], room: int) -> list[dict[str, Any]]:
     whole = sum(of.num_queries * of.num_keys for of in maps if isinstance(of, DenseMap))
     # Random digits compress to one and a half bytes each, and base64 adds a third.
     k = None if whole < room else _MOST_KEPT
-    while True:
-        packed = [_pack_map(_reduced(of, k)) for of in maps]
-        size = sum(len(one["data"]) for one in packed)
-        if size <= room or k == 1:
-            return packed
-        if k is None:
-            k = _MOST_KEPT
-        else:
-            k = min(k, max(one["kept"] for one in packed))
-            k = max(1, min(k - 1, int(k * room / size)))
+    # A few maps tell about how many rows fit; then all are tried.
+    few = maps[:: max(1, len(maps) // _NUM_TRIED)]
+    for tried in (few, maps):
+        while True:
+            packed = [_pack_map(_reduced(of, k)) for of in tried]
+            size = sum(len(one["data"]) + len(one.get("keys", "")) for one in packed) * len(maps) / len(tried)
+            if size <= room or k == 1:
+                break
+            if k is None:
+                k = _MOST_KEPT
+            else:
+                k = min(k, max(one["kept"] for one in packed))
+                k = max(1, min(k - 1, int(k * room / size)))
+    return packed
 
 
 def _reduced(of: HeadMap, k: int | None) -> HeadMap:
@@ -70,10 +75,10 @@ def _pack_rows(of: TopMap) -> dict[str, Any]:
         "rows": keys,
         "distances": np.where(distance < 0, -2 * distance - 1, 2 * distance),  # the sign is the last bit
     }
-    rest = _planes(weights, 2) + _planes(_quantised(of.left_out), 2)
-    packed = {form: _compressed(_planes(numbers, 4) + rest) for form, numbers in forms.items()}
+    packed = {form: _compressed(_planes(numbers, 4)) for form, numbers in forms.items()}
     form = min(packed, key=lambda name: len(packed[name]))
-    return {"form": form, "kept": int(of.keys.shape[1]), "data": packed[form]}
+    rest = _compressed(_planes(weights, 2) + _planes(_quantised(of.left_out), 2))
+    return {"form": form, "kept": int(of.keys.shape[1]), "keys": packed[form], "data": rest}
 
 
 def _pack_text(text: ViewedText) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from triptych.files import write_text
 from triptych.reports import render
 
 PAGE_LIMIT_BYTES = 15_000_000
-"""No page is larger. Where the weights are more, only the largest of each row are on it, and the page says so."""
+"""No page is larger. Where the weights are more, a page has the largest of each row, and says so."""
 
 # Tokens, style and script; what is left is for the weights.
 _FOR_THE_REST = 1_000_000

@@ -66,13 +66,13 @@ function column(map, key) {
   return found;
 }
 
-async function unpack({ form, kept, data }, numQueries, numKeys) {
+async function unpack({ form, kept, keys: places, data }, numQueries, numKeys) {
   const bytes = await inflate(data);
   if (form === "dense") return new Dense(numQueries, numKeys, Float32Array.from(planes(bytes, 0, numQueries * numKeys, 2), weightOf));
   const count = numQueries * kept;
-  const keys = planes(bytes, 0, count, 4);
-  const weights = planes(bytes, 4 * count, count, 2);
-  const left = Float32Array.from(planes(bytes, 6 * count, numQueries, 2), weightOf);
+  const keys = planes(await inflate(places), 0, count, 4);
+  const weights = planes(bytes, 0, count, 2);
+  const left = Float32Array.from(planes(bytes, 2 * count, numQueries, 2), weightOf);
   const keyAt = (i, query) => (form === "rows" ? keys[i] : query - (keys[i] & 1 ? -(keys[i] + 1) / 2 : keys[i] / 2));
   const rows = Array.from({ length: numQueries }, (_, query) => {
     const row = [];
@@ -166,7 +166,6 @@ class Viewer {
     this.drawTexts();
     this.drawLegend();
     await this.show();
-    if (this.focus !== null) this.follow();
   }
 
   fillControls() {
@@ -248,6 +247,7 @@ class Viewer {
       const name = { both: "", query: "looks", key: "is looked at" }[side];
       return { side, flow, spans: [...flow.children].filter((node) => node.dataset.i), name, shaded: [] };
     });
+    this.part("looks").style.setProperty("--rows", clamp(Math.max(this.kind.queries.length, this.kind.keys.length), 2, LISTED + 2));
     this.part("texts").replaceChildren(...this.flows.map(({ flow, name }) => make("div", {}, ...(name ? [make("p", { class: "flow-name" }, name)] : []), flow)));
     this.search(this.part("find").value, false);
   }
@@ -296,6 +296,7 @@ class Viewer {
       else link.removeAttribute("aria-current");
     }
     this.remember();
+    if (this.pinned) this.follow();
     this.drawMap();
     this.drawFocus();
     this.root.dataset.shown = wanted;
@@ -455,6 +456,7 @@ class Viewer {
     this.matrixView = { ...view, margin };
     pen.fillStyle = this.styles[0];
     pen.fillRect(margin, margin, columns * cell, rows * cell);
+    if (cell < 13) pen.font = "10px system-ui, sans-serif";
     const inset = cell > 14 ? 1 : 0.5;
     for (let r = 0; r < rows; r++) {
       for (const [key, weight] of this.map.row(top + r)) {
@@ -472,7 +474,7 @@ class Viewer {
       const isFocus = this.side === "key" && this.focus === left + c;
       pen.save();
       pen.translate(margin + (c + 0.5) * cell, margin - 5);
-      pen.rotate(-Math.PI / 3);
+      pen.rotate(cell < 14 ? -Math.PI / 2 : -Math.PI / 3);
       pen.textAlign = "left";
       pen.fillStyle = this.ink("key", left + c, isFocus);
       pen.fillText(this.cut(pen, keys[left + c], margin - 12), 0, 0);
@@ -498,7 +500,7 @@ class Viewer {
       for (const [key, weight] of this.map.row(top + r)) {
         if (weight < 0.02 || key < left || key >= left + columns) continue;
         const isStrong = this.focus === null || this.focus === (this.side === "query" ? top + r : key);
-        pen.globalAlpha = Math.min(1, weight) * (isStrong ? 1 : 0.08);
+        pen.globalAlpha = (this.focus === null ? Math.min(1, weight) : Math.sqrt(Math.min(1, weight))) * (isStrong ? 1 : 0.06);
         pen.lineWidth = isStrong && this.focus !== null ? 2.5 : 1.5;
         pen.beginPath();
         pen.moveTo(side, y(r));
