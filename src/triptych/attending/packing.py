@@ -112,8 +112,7 @@ def _smaller(overview: NDArray[np.float32], step: int) -> NDArray[np.float32]:
     columns = np.add.reduceat(overview, np.arange(0, overview.shape[1], step), axis=1)
     starts = np.arange(0, overview.shape[0], step)
     counts = np.diff([*starts, overview.shape[0]])
-    small: NDArray[np.float32] = np.add.reduceat(columns, starts, axis=0) / counts[:, None]
-    return small
+    return np.asarray(np.add.reduceat(columns, starts, axis=0) / counts[:, None], np.float32)
 
 
 def _pack_head(head: ViewedHead) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def _pack_head(head: ViewedHead) -> dict[str, Any]:
 
 
 def _quantised(weights: NDArray[np.floating]) -> NDArray[np.int64]:
-    return np.rint(_LEVELS * np.sqrt(np.clip(weights, 0, 1))).astype(np.int64)
+    return np.asarray(np.rint(_LEVELS * np.sqrt(np.clip(weights, 0, 1))), np.int64)
 
 
 def _planes(numbers: NDArray[np.int64], num_bytes: int) -> bytes:
