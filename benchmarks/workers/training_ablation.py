@@ -19,7 +19,7 @@ from triptych.cli.process import keep_freed_memory, limit_kernel_cache
 from triptych.text import Batch
 from triptych.training import loop
 from triptych.training.compiling import compile_blocks
-from triptych.training.objective import Loss
+from triptych.training.losses import Loss
 
 MEMORY = "freed memory kept"
 BUCKETS = "batches of like length"

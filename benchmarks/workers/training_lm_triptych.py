@@ -15,7 +15,7 @@ from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.text.packing import LanguageBatch
 from triptych.training import Trainer
 from triptych.training.language import TokensOfText
-from triptych.training.recipe import LanguageTrainingConfig
+from triptych.training.sections import LanguageTrainingConfig
 from triptych.training.state import Counters
 
 

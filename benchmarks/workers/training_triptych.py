@@ -15,7 +15,7 @@ from triptych.models import PRESETS, EncoderDecoder, ModelConfig
 from triptych.text import Batch, EncodedCorpus, TokenBatches, TokenSequences
 from triptych.training import Trainer
 from triptych.training.objectives import Translation
-from triptych.training.recipe import ValidationConfig
+from triptych.training.sections import ValidationConfig
 from triptych.training.state import Counters
 
 _CONFIG = PRESETS["small"].model_copy(update={"d_ff": D_FF, "norm": "post", "dropout": DROPOUT})

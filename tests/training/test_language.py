@@ -19,8 +19,8 @@ from triptych.models.language_model import LanguageModelHead
 from triptych.text import PackedBatches, TokenShards, read_tokenizer, write_shards
 from triptych.training import LanguageRecipe, resolve
 from triptych.training.language import TokensOfText
+from triptych.training.losses import head_loss
 from triptych.training.metrics import read_metrics
-from triptych.training.objective import head_loss
 from triptych.training.precision import NarrowTwin
 from triptych.training.progress import LineDisplay
 from triptych.training.state import read_counters
@@ -226,8 +226,8 @@ def test_the_loss_of_every_head_is_that_of_its_logits(
     config: HeadConfig, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if chunk is not None:
-        monkeypatch.setattr("triptych.training.objective.MIN_CHUNK_TOKENS", chunk)
-        monkeypatch.setattr("triptych.training.objective.MAX_CHUNK_TOKENS", chunk)
+        monkeypatch.setattr("triptych.training.losses.MIN_CHUNK_TOKENS", chunk)
+        monkeypatch.setattr("triptych.training.losses.MAX_CHUNK_TOKENS", chunk)
     torch.manual_seed(0)
     table = torch.nn.Embedding(13, 6)
     head = LanguageModelHead(config, 6, table).double()

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from triptych.training.objective import output_loss
+from triptych.training.losses import output_loss
 from triptych.training.peak import count_operations, measure_peak
 
 
 def test_products_in_place_and_in_chunks_are_counted_like_those_of_the_formula(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("triptych.training.objective.MIN_CHUNK_TOKENS", 8)
-    monkeypatch.setattr("triptych.training.objective.MAX_CHUNK_TOKENS", 8)
+    monkeypatch.setattr("triptych.training.losses.MIN_CHUNK_TOKENS", 8)
+    monkeypatch.setattr("triptych.training.losses.MAX_CHUNK_TOKENS", 8)
     x, weight = torch.randn(20, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
 
     def work() -> None:

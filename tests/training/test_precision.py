@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
-from triptych.training.objective import output_loss
+from triptych.training.losses import output_loss
 from triptych.training.precision import NarrowTwin
 
 SRC = torch.tensor([[4, 5, 6, 2, 0, 0], [7, 8, 9, 10, 11, 2], [3, 2, 0, 0, 0, 0]])

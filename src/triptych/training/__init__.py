@@ -1,21 +1,18 @@
 """Recipe, objective, schedule, the loop, and the state it resumes from."""
 
 from triptych.training.loop import Trainer, TrainingResult
-from triptych.training.objective import Loss, output_loss, reference_loss
+from triptych.training.losses import Loss, output_loss, reference_loss
 from triptych.training.rdrop import rdrop_loss, reference_rdrop_loss
 from triptych.training.recipe import (
     AnyRecipe,
-    DataConfig,
-    DecodingConfig,
     LanguageRecipe,
     Recipe,
-    TrainingConfig,
-    ValidationConfig,
     read_recipe,
     require_translation,
     resolve,
 )
 from triptych.training.schedule import learning_rate
+from triptych.training.sections import DataConfig, DecodingConfig, TrainingConfig, ValidationConfig
 
 __all__ = [
     "AnyRecipe",

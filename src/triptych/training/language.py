@@ -11,7 +11,7 @@ from torch import nn
 from triptych.attention import PositionIds
 from triptych.models import LanguageModel
 from triptych.text.packing import NOT_COUNTED, LanguageBatch
-from triptych.training.objective import Loss, head_loss
+from triptych.training.losses import Loss, head_loss
 from triptych.training.objectives import Batches, Objective
 
 

@@ -25,8 +25,8 @@ from triptych.training.optimizers import Optimizer
 from triptych.training.peak import count_operations, measure_peak
 from triptych.training.precision import NarrowTwin
 from triptych.training.progress import Display, Moment
-from triptych.training.recipe import OptimisationConfig
 from triptych.training.schedule import learning_rate
+from triptych.training.sections import OptimisationConfig
 from triptych.training.state import (
     RUN_FILES,
     Counters,

@@ -13,9 +13,9 @@ from torch import nn
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.text import Batch, TokenBatches
 from triptych.training.judging import Bleu, Score, judge
-from triptych.training.objective import Loss, output_loss
+from triptych.training.losses import Loss, output_loss
 from triptych.training.rdrop import rdrop_loss
-from triptych.training.recipe import TrainingConfig, ValidationConfig
+from triptych.training.sections import TrainingConfig, ValidationConfig
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from triptych.attention import LearnedPositions
 from triptych.models.storage import OwnModel
-from triptych.training.recipe import OptimisationConfig
+from triptych.training.sections import OptimisationConfig
 
 # What each optimizer keeps of a parameter, by the word its entries in a saved state begin with.
 _KEPT = {"adam": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
@@ -31,41 +31,13 @@ class Optimizer:
             model: what is trained.
         """
         self._named = dict(model.named_parameters())
-        self._parts: list[torch.optim.Optimizer] = []
-        betas = config.adam_beta1, config.adam_beta2
-        if config.optimizer == "adam":
-            self._parts = [
-                torch.optim.Adam(model.parameters(), lr=0.0, betas=betas, eps=config.adam_epsilon, fused=True)
-            ]
-            return
-        in_muon: set[int] = set()
-        if config.optimizer == "muon":
-            matrices = [weight for weight in _matrices(model) if weight.ndim == 2]
-            in_muon = {id(weight) for weight in matrices}
-            self._parts.append(
-                torch.optim.Muon(
-                    matrices,
-                    lr=0.0,
-                    weight_decay=config.weight_decay,
-                    momentum=config.muon_momentum,
-                    adjust_lr_fn="match_rms_adamw",
-                )
-            )
-        decayed = {id(weight) for weight in _matrices(model)}
-        rest = [weight for weight in model.parameters() if id(weight) not in in_muon]
-        groups = [
-            {"params": [w for w in rest if id(w) in decayed], "weight_decay": config.weight_decay},
-            {"params": [w for w in rest if id(w) not in decayed], "weight_decay": 0.0},
-        ]
-        self._parts.append(
-            torch.optim.AdamW(
-                [group for group in groups if group["params"]],
-                lr=0.0,
-                betas=betas,
-                eps=config.adam_epsilon,
-                fused=True,
-            )
-        )
+        self._parts = list(_torch_optimizers(config, model))
+        self._part_of = {
+            parameter: part
+            for part in self._parts
+            for group in part.param_groups
+            for parameter in group["params"]
+        }
 
     @property
     def rate(self) -> float:
@@ -106,18 +78,37 @@ class Optimizer:
                     if key != "step" and value.shape != parameter.shape:
                         raise ValueError(f"{word}.{key}.{name}")
                     # The fused optimizer wants its count of steps on the device too.
-                    self._part_of(parameter).state[parameter][key] = value.to(parameter.device)
+                    self._part_of[parameter].state[parameter][key] = value.to(parameter.device)
 
     def _held(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._part_of(parameter).state.get(parameter, {})
+        found: dict[str, Tensor] = self._part_of[parameter].state.get(parameter, {})
         return found
 
-    def _part_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        for part in self._parts:
-            for group in part.param_groups:
-                if any(parameter is one for one in group["params"]):
-                    return part
-        raise AssertionError("every parameter belongs to an optimizer")
+
+def _torch_optimizers(config: OptimisationConfig, model: nn.Module) -> Iterator[torch.optim.Optimizer]:
+    """Torch's optimizers, each with its own parameters of the model."""
+    betas, epsilon = (config.adam_beta1, config.adam_beta2), config.adam_epsilon
+    if config.optimizer == "adam":
+        yield torch.optim.Adam(model.parameters(), lr=0.0, betas=betas, eps=epsilon, fused=True)
+        return
+    decayed = {*_matrices(model)}
+    in_muon = {weight for weight in decayed if config.optimizer == "muon" and weight.ndim == 2}
+    if in_muon:
+        yield torch.optim.Muon(
+            [weight for weight in model.parameters() if weight in in_muon],
+            lr=0.0,
+            weight_decay=config.weight_decay,
+            momentum=config.muon_momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+    rest = [weight for weight in model.parameters() if weight not in in_muon]
+    groups = [
+        {"params": [w for w in rest if w in decayed], "weight_decay": config.weight_decay},
+        {"params": [w for w in rest if w not in decayed], "weight_decay": 0.0},
+    ]
+    yield torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=epsilon, fused=True
+    )
 
 
 def _matrices(model: nn.Module) -> Iterable[nn.Parameter]:

@@ -2,7 +2,7 @@
 
     loss = ½ (CE(p₁) + CE(p₂)) + (α / 4) Σ_t KL(p₁ ‖ p₂) + KL(p₂ ‖ p₁)
 
-summed over the target tokens, with the cross-entropy against smoothed labels of `objective.py`. What
+summed over the target tokens, with the cross-entropy against smoothed labels of `losses.py`. What
 dropout leaves to chance costs something of its own, which small data sets need: a step takes twice the
 time, and many more steps go by before the model knows its text by heart.
 
@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from triptych.training.objective import Loss, chunks, computing_dtype, reference_loss
+from triptych.training.losses import Loss, chunks, computing_dtype, reference_loss
 
 
 def reference_rdrop_loss(

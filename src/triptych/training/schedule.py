@@ -2,7 +2,7 @@
 
 import math
 
-from triptych.training.recipe import OptimisationConfig
+from triptych.training.sections import OptimisationConfig
 
 
 def learning_rate(step: int, config: OptimisationConfig, d_model: int) -> float:

@@ -1,4 +1,4 @@
-"""The objective: against the formula and against torch, whatever the number of tokens."""
+"""The loss: against the formula and against torch, whatever the number of tokens."""
 
 from typing import NamedTuple
 

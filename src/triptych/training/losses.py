@@ -1,4 +1,4 @@
-"""The objective: cross-entropy against smoothed labels.
+"""The loss: cross-entropy against smoothed labels.
 
     loss = Σ_t −(1 − ε) log p(y_t) − (ε / |V|) Σ_v log p(v)
 

@@ -1,0 +1,221 @@
+"""The tables of a recipe, each with its keys, defaults and what they mean."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from triptych.text import CorpusSpec
+from triptych.text.documents import LanguageCorpusSpec
+
+
+class Section(BaseModel):
+    """A table of a recipe: it never changes, and refuses keys that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class DataConfig(Section):
+    """The text.
+
+    Attributes:
+        train: what is learned from; the tokenizer sees only this.
+        valid: what the run is judged by while it trains.
+        max_sentence_tokens: training pairs with a longer side are left out, and counted.
+        max_line_chars: lines longer than this are left out before tokenizing, and counted.
+        cache: folder for tokenized text, shared by runs; none if empty.
+    """
+
+    train: CorpusSpec
+    valid: CorpusSpec
+    max_sentence_tokens: int = Field(256, ge=2)
+    max_line_chars: int = Field(10_000, ge=1)
+    cache: str = ".cache/triptych"
+
+
+class OptimisationConfig(Section):
+    """How parameters are changed, whatever is learned.
+
+    Attributes:
+        max_steps: the run ends after this many updates.
+        max_epochs: or after this many passes over the text, whichever comes first.
+        accumulate_batches: batches whose gradients make one update.
+        optimizer: "adam", "adamw" with decay, or "muon": Muon for the matrices of the blocks, AdamW for the
+            rest.
+        weight_decay: of "adamw" and "muon": each update shrinks weights by this times the learning rate;
+            biases, norms and embeddings are spared.
+        muon_momentum: decay of Muon's mean of the gradients.
+        learning_rate: the highest, reached at the end of the warm-up; if None the paper's,
+            `d_model^-0.5 · warmup_steps^-0.5`.
+        min_learning_rate: where "linear", "cosine" and "wsd" end.
+        warmup_steps: updates of linear warm-up.
+        schedule: after the warm-up: "inverse_sqrt" as the paper; "linear" or "cosine" to the minimum at
+            max_steps; or "wsd", which stays at the highest and falls in a line at the end.
+        decay_share: share of max_steps in which "wsd" falls.
+        adam_beta1: decay of Adam's mean of the gradients.
+        adam_beta2: decay of Adam's mean of their squares.
+        adam_epsilon: added to Adam's denominator.
+        clip_norm: gradients are clipped to this norm; 0 is off.
+        precision: "bf16" computes in bfloat16; the trained weights stay float32.
+        compile: compile the blocks with `torch.compile`, about a minute; for GPUs.
+        average_last: number of last checkpoints (one per validation) to average at the end.
+        early_stopping: number of validations without improvement after which training stops; 0 is off.
+        save_every_steps: number of updates between saves of the state; every validation saves it, too.
+        log_every_steps: number of updates between lines of `metrics.jsonl`.
+        threads: number of CPU threads; torch's default if None.
+        device: "auto" uses a GPU if there is one.
+    """
+
+    max_steps: int = Field(100_000, ge=1)
+    max_epochs: int | None = Field(None, ge=1)
+    accumulate_batches: int = Field(1, ge=1)
+    optimizer: Literal["adam", "adamw", "muon"] = "adam"
+    weight_decay: float = Field(0.0, ge=0)
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    learning_rate: float | None = Field(None, gt=0)
+    min_learning_rate: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(4000, ge=1)
+    schedule: Literal["inverse_sqrt", "linear", "cosine", "wsd"] = "inverse_sqrt"
+    decay_share: float = Field(0.2, gt=0, le=1)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.98, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-9, gt=0)
+    clip_norm: float = Field(0.0, ge=0)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False
+    average_last: int = Field(5, ge=1)
+    early_stopping: int = Field(0, ge=0)
+    save_every_steps: int = Field(1000, ge=1)
+    log_every_steps: int = Field(50, ge=1)
+    threads: int | None = Field(None, ge=1)
+    device: str = "auto"
+
+    @model_validator(mode="after")
+    def _options_are_used(self) -> "OptimisationConfig":
+        if self.weight_decay and self.optimizer == "adam":
+            raise ValueError("weight_decay is given, but optimizer = 'adam' has none: choose 'adamw'")
+        if self.min_learning_rate:
+            if self.schedule == "inverse_sqrt":
+                raise ValueError("min_learning_rate is given, but schedule = 'inverse_sqrt' has no minimum")
+            if self.learning_rate is not None and self.min_learning_rate > self.learning_rate:
+                raise ValueError(
+                    f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}"
+                )
+        return self
+
+
+class TrainingConfig(OptimisationConfig):
+    """The optimisation of a model for translation; defaults are the paper's.
+
+    Training replaces some of what a recipe leaves out (`fitting.py`): max_steps and batch_tokens follow the
+    size of the text and the machine; where warmup_steps is left out, it is a tenth of the steps, at most
+    4,000, and learning_rate, schedule ("linear") and clip_norm (1) are chosen with it.
+
+    Attributes:
+        batch_tokens: padded tokens a batch holds at most, on each side.
+        label_smoothing: probability that is spread evenly over all tokens.
+        rdrop: weight of R-Drop; 0 is off. Every batch goes through the model twice with different dropout,
+            and the divergence of the two outputs is penalised. For little text; takes twice the time.
+        rdrop_after: the update after which R-Drop starts.
+    """
+
+    batch_tokens: int = Field(25_000, ge=2)
+    label_smoothing: float = Field(0.1, ge=0, lt=1)
+    rdrop: float = Field(0.0, ge=0)
+    rdrop_after: int = Field(0, ge=0)
+
+
+class ValidationConfig(Section):
+    """How the run is judged while it trains.
+
+    Attributes:
+        every_steps: updates between validations; where it is left out, a tenth of the steps, 1,000 at most.
+        metric: what decides which model is best: "loss" (lower), or "bleu" (higher; before its 95 %
+            bootstrap interval lies above 5 it is noise, and the loss decides).
+        bleu: whether the validation text is also translated.
+        max_sentences: how many of its sentences are translated, from the start; all if None.
+        beam_size: 1 is greedy.
+    """
+
+    every_steps: int = Field(1000, ge=1)
+    metric: Literal["bleu", "loss"] = "bleu"
+    bleu: bool = True
+    max_sentences: int | None = Field(None, ge=1)
+    beam_size: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _metric_is_measured(self) -> "ValidationConfig":
+        if self.metric == "bleu" and not self.bleu:
+            raise ValueError("metric is 'bleu' but bleu = false: measure it or choose metric = 'loss'")
+        return self
+
+
+class LanguageDataConfig(Section):
+    """The text of a language model.
+
+    Attributes:
+        train: what is learned from; the tokenizer sees only this.
+        valid: what the run is judged by while it trains, whole; if it is left out, the end of `train`.
+        valid_share: share of the characters of `train` that validate where `valid` is left out.
+        within_documents: tokens attend to those of their own document alone; otherwise documents follow each
+            other as one text.
+        cache: folder for tokenized text, shared by runs; training maps it into memory.
+    """
+
+    train: LanguageCorpusSpec
+    valid: LanguageCorpusSpec | None = None
+    valid_share: float = Field(0.1, gt=0, lt=1)
+    within_documents: bool = False
+    cache: str = Field(".cache/triptych", min_length=1)
+
+
+class LanguageTrainingConfig(OptimisationConfig):
+    """The optimisation of a language model.
+
+    Training replaces some of what a recipe leaves out (`fitting.py`): max_steps, batch_size, warmup_steps and
+    learning_rate follow the size of the text, the model and the machine.
+
+    Attributes:
+        batch_size: rows of `model.context` tokens in a batch.
+    """
+
+    batch_size: int = Field(32, ge=1)
+    max_steps: int = Field(5000, ge=1)
+    optimizer: Literal["adam", "adamw", "muon"] = "adamw"
+    weight_decay: float = Field(0.1, ge=0)
+    warmup_steps: int = Field(200, ge=1)
+    schedule: Literal["inverse_sqrt", "linear", "cosine", "wsd"] = "cosine"
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-8, gt=0)
+    clip_norm: float = Field(1.0, ge=0)
+    average_last: int = Field(1, ge=1)
+
+
+class LanguageValidationConfig(Section):
+    """How the run is judged while it trains: by its loss on the whole validation text.
+
+    Attributes:
+        every_steps: updates between validations; where it is left out, a tenth of the steps, 1,000 at most.
+        sample_tokens: length of the text that the model writes at each validation; 0 for none.
+        sample_prompt: how that text begins; if empty, as a document does.
+    """
+
+    every_steps: int = Field(500, ge=1)
+    sample_tokens: int = Field(0, ge=0)
+    sample_prompt: str = ""
+
+
+class DecodingConfig(Section):
+    """How the finished model translates unless told otherwise; the paper's values.
+
+    Attributes:
+        beam_size: hypotheses kept; 1 is greedy.
+        alpha: exponent of the length penalty `((5 + |Y|) / 6)^α`.
+        max_extra_tokens: an output ends at the length of its input plus this.
+        stop: when a sentence is done: "certain", when nothing can overtake what has ended, or "full",
+            when beam_size hypotheses have ended.
+    """
+
+    beam_size: int = Field(4, ge=1)
+    alpha: float = Field(0.6, ge=0)
+    max_extra_tokens: int = Field(50, ge=1)
+    stop: Literal["certain", "full"] = "certain"
