@@ -19,7 +19,8 @@ from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.running import TransformersModel, Window
+from triptych.rewriting.running import Window
+from triptych.rewriting.transformers_models import TransformersModel
 from triptych.runs import Run
 
 _NAIVE = "each matrix by itself"

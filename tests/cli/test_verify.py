@@ -249,7 +249,7 @@ def test_what_cannot_be_run_here_is_said_not_to_be_tried(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert whole_models(triptych, compared / "drawn")["held"]  # by ourselves
-    monkeypatch.setattr("triptych.rewriting.running.read_model", cannot_be_run)
+    monkeypatch.setattr("triptych.rewriting.own_models.read_model", cannot_be_run)
     found = whole_models(triptych, compared / "drawn")
     assert found["held"] is None
     assert "transformers, which would run it, is not installed" in found["found"]

@@ -14,8 +14,8 @@ from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.calibration import gather_moments
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.layers import RewrittenLayer
+from triptych.rewriting.opening import open_model
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.running import open_model
 from triptych.rewriting.verification import verify
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")

@@ -11,7 +11,7 @@ from triptych.checkpoints.own import OwnModel
 from triptych.models import LanguageModel, LanguageModelConfig, attention_weights, write_model
 from triptych.models.sites import input_norms
 from triptych.models.storage import read_own_model
-from triptych.rewriting.running import can_run, open_model
+from triptych.rewriting.opening import can_run, open_model
 
 
 def make_model(kind: str = "decoder", **config: object) -> LanguageModel:

@@ -14,9 +14,10 @@ from triptych.checkpoints.family import read_family
 from triptych.rewriting.certificate import MODEL_CARD, card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.comparing import FailedRewriteError
+from triptych.rewriting.opening import open_model
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import changed_numbers, changed_parameters, first_moved, judge, unit
-from triptych.rewriting.running import compared, open_model
+from triptych.rewriting.running import compared
 from triptych.rewriting.verification import verify
 from triptych.storage.copying import CERTIFICATE
 

@@ -11,7 +11,8 @@ from tolerances import assert_same
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, ModelConfig, write_model
-from triptych.rewriting.running import TransformersModel, can_run, open_model
+from triptych.rewriting.opening import can_run, open_model
+from triptych.rewriting.transformers_models import TransformersModel
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 
@@ -58,7 +59,7 @@ def test_without_transformers_what_we_run_ourselves_can_be_run_and_no_other_mode
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert can_run(tmp_path / "ours") == can_run(tmp_path / "gpt2") == ""
     assert open_model(tmp_path / "gpt2").by == "triptych"
-    monkeypatch.setattr("triptych.rewriting.running.read_model", cannot_be_run)
+    monkeypatch.setattr("triptych.rewriting.own_models.read_model", cannot_be_run)
     assert can_run(tmp_path / "ours") == ""
     said = "this family cannot be run; transformers, which would run it, is not installed: pip install"
     assert said in can_run(tmp_path / "gpt2")

@@ -12,7 +12,8 @@ from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 from triptych.rewriting.inputs import before_gain
 from triptych.rewriting.layers import RewrittenLayer
-from triptych.rewriting.running import RunnableModel, Seen, open_model
+from triptych.rewriting.opening import open_model
+from triptych.rewriting.running import RunnableModel, Seen
 
 MOST_TOKENS = 1 << 16
 # What is held of layers in one pass over the text: their maps and moments, in float64. More take more passes.

@@ -12,16 +12,9 @@ from triptych.files import file_hash
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import RANDOM_TOKENS, EndToEnd
 from triptych.rewriting.measuring import PROBES
+from triptych.rewriting.opening import can_run, open_model
 from triptych.rewriting.rounding import changed_parameters, first_moved, judge
-from triptych.rewriting.running import (
-    Compared,
-    RunnableModel,
-    Window,
-    can_run,
-    compared,
-    first_line,
-    open_model,
-)
+from triptych.rewriting.running import Compared, RunnableModel, Window, compared, first_line
 
 # Models up to this size are run, original and rewritten, without being asked for: both are held in float32.
 _LARGEST_COMPARED = 2_000_000_000

@@ -23,12 +23,13 @@ from triptych.algebra.rewrites import (
     RewriteRecord,
     RewriteRefusedError,
 )
-from triptych.algebra.rewrites.legality import require_finite, with_chains
-from triptych.algebra.slices import groups_of, heads_of, joined, joined_links, separable
-from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
+from triptych.algebra.rewrites.legality import require_finite
+from triptych.algebra.slices import groups_of, heads_of, separable
+from triptych.algebra.weights import SIDES, AttentionWeights, Side
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.rewriting.certificate import StepRecord
 from triptych.rewriting.memory import Workspace
+from triptych.rewriting.parts import Done, Part, Storage, Stored, joined_shapes, shape_of
 
 # Above so many numbers in a layer's maps, groups of heads are taken one after the other: 32 MiB in float64,
 # and less than that for a map. Larger pieces are slower: the system hands out fresh memory for each.
@@ -154,39 +155,6 @@ def _runs_of(read: AttentionLayer, steps: Sequence[LayerRewrite], most_numbers: 
     return [(0, weights.num_heads)]
 
 
-def shape_of(weights: AttentionWeights) -> AttentionWeights:
-    """The weights on the "meta" device, for costs."""
-    return weights.mapped(lambda tensor: tensor.to("meta"))
-
-
-class _Done(NamedTuple):
-    """What a rewrite did to some heads: the shapes before and after, and whether it was anything."""
-
-    record: RewriteRecord
-    before: AttentionWeights
-    after: AttentionWeights
-    acted: bool
-
-
-class _Part(NamedTuple):
-    """Some heads between two rewrites.
-
-    Attributes:
-        start: the number of the first of them in the layer as read; `stop`: that after the last.
-        before: the heads as read, float64; None if they are all heads.
-        layer: the current heads; None if none are left.
-        left_bias: the output bias if no heads are left.
-        done: the records, by the place of the rewrite.
-    """
-
-    start: int
-    stop: int
-    before: AttentionWeights | None
-    layer: Layer | None
-    left_bias: Tensor | None
-    done: dict[int, _Done]
-
-
 class _Chosen(NamedTuple):
     """The heads that a rewrite leaves, of `num_heads`; the layer afterwards, or its shapes."""
 
@@ -194,24 +162,6 @@ class _Chosen(NamedTuple):
     record: RewriteRecord
     after: AttentionWeights
     num_heads: int
-
-
-class _Stored(NamedTuple):
-    """What is kept of some heads after the rewrites, besides their maps.
-
-    Attributes:
-        shapes: of the heads; None if none is left.
-        o_bias: what they add to it, in float64; it is cast when all have added to it.
-        passed_on: what they would add to it with their value bias in it; None without one.
-        seen: of the heads, by the rewrite that sorts them.
-        done: by the place of the rewrite.
-    """
-
-    shapes: AttentionWeights | None
-    o_bias: Tensor | None
-    passed_on: Tensor | None
-    seen: tuple[Tensor, ...]
-    done: dict[int, _Done]
 
 
 @final
@@ -247,7 +197,7 @@ class _Passes:
         self._refused: dict[int, str] = {}
         self._chosen: dict[int, _Chosen] = {}
         self._whole = len(runs) == 1
-        self._held: tuple[_Part, int] | None = None  # all heads, and how many rewrites are done
+        self._held: tuple[Part, int] | None = None  # all heads, and how many rewrites are done
         # Numbers are copied when they are stored. Rewrites after one that only copies do so, too.
         ends = (place for place, step in enumerate(self._steps) if step.at_end and not self._whole)
         self._at_end = range(next(ends, len(steps)), len(steps))
@@ -261,11 +211,11 @@ class _Passes:
             return RewrittenLayer(part.layer.weights, self._kept(), self._said(records))
         at_end = [(place, self._steps[place]) for place in self._at_end]
         sorts = next((step for _, step in at_end if step.selects), None)
-        stored: _Storage | None = None
+        stored: Storage | None = None
 
-        def begin() -> Callable[[_Part], _Stored]:
+        def begin() -> Callable[[Part], Stored]:
             nonlocal stored
-            stored = _Storage(self._read.weights, self._copies())
+            stored = Storage(self._read.weights, self._copies())
             return partial(stored.take, sorts=sorts)
 
         parts = self._of_all(self._at_end.start, begin)
@@ -277,7 +227,7 @@ class _Passes:
         for place, step in at_end:
             if step.selects:
                 left = [part for part in parts if part.shapes is not None]
-                shapes = _joined([part.shapes for part in left if part.shapes is not None])
+                shapes = joined_shapes([part.shapes for part in left if part.shapes is not None])
                 try:
                     done, order = step.select(shapes, _side_by_side([part.seen for part in left]))
                 except RewriteRefusedError as refused:
@@ -312,7 +262,7 @@ class _Passes:
         except _PartRefusedError as found:
             self._refuse(found.place, found.refused)
 
-    def _parts(self, upto: int) -> Iterator[_Part]:
+    def _parts(self, upto: int) -> Iterator[Part]:
         """Yield every run of heads after the first rewrites."""
         workspace = Workspace()
         for start, stop in self._runs:
@@ -325,7 +275,7 @@ class _Passes:
             yield part
             del part
 
-    def _begun(self, start: int, stop: int, workspace: Workspace) -> _Part:
+    def _begun(self, start: int, stop: int, workspace: Workspace) -> Part:
         read, before = self._read.weights, None
         if self._whole:
             weights = read.to(torch.float64)
@@ -335,9 +285,9 @@ class _Passes:
                 weights = before = replace(weights, o_bias=torch.zeros_like(read.o_bias, dtype=torch.float64))
         name = self._read.site.name
         layer = Layer(name, weights, self._longest_text, others=self._others, first_head=start)
-        return _Part(start, stop, before, layer, None, {})
+        return Part(start, stop, before, layer, None, {})
 
-    def _after(self, part: _Part, layer: Layer, place: int) -> _Part:
+    def _after(self, part: Part, layer: Layer, place: int) -> Part:
         if place in self._chosen:
             return self._left(part, layer, place)
         layer = replace(layer, moments=self._moments[place])
@@ -346,10 +296,10 @@ class _Passes:
         except RewriteRefusedError as refused:
             raise _PartRefusedError(place, refused) from None
         shapes = shape_of(layer.weights), shape_of(done.weights)
-        one = _Done(done.record, *shapes, done.weights is not layer.weights)
+        one = Done(done.record, *shapes, done.weights is not layer.weights)
         return part._replace(layer=replace(layer, weights=done.weights), done={**part.done, place: one})
 
-    def _left(self, part: _Part, layer: Layer, place: int) -> _Part:
+    def _left(self, part: Part, layer: Layer, place: int) -> Part:
         """Those of the heads chosen that are in a part."""
         weights, chosen = layer.weights, self._chosen[place]
         if self._whole:
@@ -369,7 +319,7 @@ class _Passes:
         )
         return part._replace(layer=layer)
 
-    def _of_all(self, upto: int, begin: Callable[[], Callable[[_Part], Found]]) -> list[Found]:
+    def _of_all(self, upto: int, begin: Callable[[], Callable[[Part], Found]]) -> list[Found]:
         """Measure every run after the first rewrites. If one is refused, begin again without it."""
         while True:
             look = begin()
@@ -392,7 +342,7 @@ class _Passes:
             if place in self._refused:
                 continue
             left = [looked for looked in found if looked is not None]
-            whole = left[0][0] if self._whole else _joined([shapes for shapes, _ in left])
+            whole = left[0][0] if self._whole else joined_shapes([shapes for shapes, _ in left])
             try:
                 done, kept = step.select(whole, _side_by_side([seen for _, seen in left]))
             except RewriteRefusedError as refused:
@@ -400,7 +350,7 @@ class _Passes:
             else:
                 self._chosen[place] = _Chosen(kept, done.record, done.weights, whole.num_heads)
 
-    def _look(self, place: int, part: _Part) -> tuple[AttentionWeights, tuple[Tensor, ...]] | None:
+    def _look(self, place: int, part: Part) -> tuple[AttentionWeights, tuple[Tensor, ...]] | None:
         """What a rewrite has to know of some heads, and their shapes; of all heads their weights."""
         if part.layer is None:
             return None
@@ -423,7 +373,7 @@ class _Passes:
             kept = chosen.kept if kept is None else tuple(kept[head] for head in chosen.kept)
         return kept
 
-    def _record(self, place: int, parts: Sequence[dict[int, _Done]]) -> RewriteRecord | None:
+    def _record(self, place: int, parts: Sequence[dict[int, Done]]) -> RewriteRecord | None:
         """Join the records of a rewrite over all parts."""
         if place in self._refused:
             return None
@@ -433,7 +383,10 @@ class _Passes:
         if self._whole:
             return done[0].record
         acted = [one.record for one in done if one.acted] or [one.record for one in done]
-        before, after = _joined([one.before for one in done]), _joined([one.after for one in done])
+        before, after = (
+            joined_shapes([one.before for one in done]),
+            joined_shapes([one.after for one in done]),
+        )
         return rewrites.of_groups(acted, before, after)
 
     def _said(self, records: Mapping[int, RewriteRecord | None]) -> tuple[StepRecord, ...]:
@@ -445,156 +398,5 @@ class _Passes:
         )
 
 
-@final
-class _Storage:
-    """A layer into which heads come part by part, in the dtype and the order in memory that was read.
-
-    There is one tensor for each side from the start: many small ones would leave gaps, as large as the layer.
-    """
-
-    def __init__(self, read: AttentionWeights, copies: Mapping[Side, int]) -> None:
-        self._read = read
-        self._sides = {side: _Maps(read.chain(side)[0], copies[side]) for side in SIDES}
-        self._first: AttentionWeights | None = None
-
-    def take(self, part: _Part, *, sorts: LayerRewrite | None) -> _Stored:
-        """Cast some heads; maps left alone are not copied as long as all are."""
-        if part.layer is None:
-            for side in SIDES:
-                self._sides[side].change()
-            return _Stored(None, _added(part, part.left_bias), None, (), part.done)
-        after = part.layer.weights
-        as_read = heads_of(self._read, part.start, part.stop)
-        for side in SIDES:
-            alone = part.before is not None and after.chain(side) is part.before.chain(side)
-            self._sides[side].add((as_read if alone else after).chain(side)[0], alone=alone)
-        if self._first is None:
-            first = with_chains(replace(after, o_bias=None), dict.fromkeys(SIDES, ()))
-            self._first = first.to(self._read.dtype)
-        bias = after.head_bias("v")
-        passed_on = None if bias is None else torch.einsum("hv,hvo->o", bias, after.W_O)
-        seen = () if sorts is None else sorts.look(part.layer)
-        return _Stored(shape_of(after), _added(part, after.o_bias), passed_on, seen, part.done)
-
-    def together(
-        self, parts: Sequence[_Stored], kept: Sequence[int] | None, order: Sequence[int] | None
-    ) -> AttentionWeights:
-        """Join all heads; to be called once.
-
-        Args:
-            parts: what was said of them.
-            kept: which of the heads that were read they are, in the order they are put in; None for all.
-            order: to put them in; None as they are.
-        """
-        assert self._first is not None
-        left = [part.shapes for part in parts if part.shapes is not None]
-        heads = sum(shapes.num_heads for shapes in left)
-        if order is not None and list(order) == list(range(heads)):
-            order = None
-        biases = [part.o_bias for part in parts if part.o_bias is not None]
-        if _some_passed_on(left):
-            biases += [part.passed_on for part in parts if part.passed_on is not None]
-            self._sides["v"].without_bias()
-        chains: dict[Side, Chain] = {}
-        for side in SIDES:
-            link = self._sides.pop(side).together()
-            if link is None and order is None:
-                chains[side] = self._read.chain(side)
-                continue
-            link = link or self._read.chain(side)[0]
-            served = heads // link.copies
-            places = None if order is None else [head // served for head in order[::served]]
-            chains[side] = (joined_links([link], places),)
-        o_bias = torch.stack(biases).sum(dim=0).to(self._read.dtype) if biases else None
-        q, k, v, o = (chains[side] for side in SIDES)
-        semantics = self._read.semantics if kept is None else self._read.semantics.of_heads(kept)
-        semantics = replace(semantics, scale=self._first.scale)
-        return replace(self._first, num_heads=heads, q=q, k=k, v=v, o=o, semantics=semantics, o_bias=o_bias)
-
-
-@final
-class _Maps:
-    """Collects the maps of one side."""
-
-    def __init__(self, read: Link, copies: int) -> None:
-        self._read, self._copies = read, copies
-        self._alone: list[Link] = []
-        self._weight: Tensor | None = None
-        self._biases: list[tuple[int, Tensor | None]] = []
-        self._filled, self._rows, self._columns = 0, 0, 0
-
-    def add(self, link: Link, *, alone: bool) -> None:
-        """Add maps; `alone` if they did not change."""
-        if alone and self._weight is None:
-            self._alone.append(link)
-        else:
-            self.change()
-            self._put(link)
-
-    def change(self) -> None:
-        """Note that not all maps are unchanged."""
-        if self._weight is not None:
-            return
-        if self._copies == self._read.copies:
-            self._weight = torch.empty_like(self._read.weight)
-        else:
-            self._weight = self._read.weight.mT.new_empty(self._copies, *self._read.weight.mT.shape[1:]).mT
-        alone, self._alone = self._alone, []
-        for link in alone:
-            self._put(link)
-
-    def without_bias(self) -> None:
-        """Drop all biases."""
-        self.change()
-        self._biases = [(copies, None) for copies, _ in self._biases]
-
-    def together(self) -> Link | None:
-        """Join the maps; None if they did not change. To be called once."""
-        if self._weight is None:
-            return None
-        weight, self._weight = self._weight, None
-        if weight.shape[1:] != (self._rows, self._columns):
-            weight = weight[:, : self._rows, : self._columns].mT.contiguous().mT
-        bias = None
-        if any(found is not None for _, found in self._biases):
-            bias = weight.new_zeros(len(weight), self._columns)
-            at = 0
-            for copies, found in self._biases:
-                if found is not None:
-                    bias[at : at + copies, : found.shape[1]] = found
-                at += copies
-        return replace(self._read, weight=weight, bias=bias)
-
-    def _put(self, link: Link) -> None:
-        assert self._weight is not None
-        copies, rows, columns = link.weight.shape
-        place = self._weight[self._filled : self._filled + copies]
-        if place.shape != link.weight.shape:
-            place.zero_()
-        place[:, :rows, :columns] = link.weight
-        self._filled += copies
-        self._rows, self._columns = max(self._rows, rows), max(self._columns, columns)
-        self._biases.append((copies, link.bias))
-
-
 def _side_by_side(seen: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return tuple(torch.cat(numbers) for numbers in zip(*seen, strict=True))
-
-
-def _added(part: _Part, bias: Tensor | None) -> Tensor | None:
-    """What heads add to the output bias; None where it still is the zero that stands for the first heads'."""
-    return None if part.before is not None and part.start and bias is part.before.o_bias else bias
-
-
-def _some_passed_on(parts: Sequence[AttentionWeights]) -> bool:
-    """Whether some groups of heads gave their value bias to the output's, as ranks that cannot carry it do.
-
-    Then all do, as they would have together.
-    """
-    return len({part.v[0].bias is None for part in parts}) > 1
-
-
-def _joined(parts: Sequence[AttentionWeights]) -> AttentionWeights:
-    if _some_passed_on(parts):
-        parts = [replace(part, v=(replace(part.v[0], bias=None),)) for part in parts]
-    return joined(parts)

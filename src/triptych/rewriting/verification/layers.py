@@ -22,8 +22,9 @@ from triptych.rewriting.measuring import (
     rounding_of_maps,
     total_errors,
 )
+from triptych.rewriting.opening import open_model
 from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER, coarsest_changed
-from triptych.rewriting.running import Seen, open_model
+from triptych.rewriting.running import Seen
 from triptych.rewriting.verification.check import Claim, listed, near
 from triptych.storage.tensors import open_tensors
 

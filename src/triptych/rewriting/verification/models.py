@@ -8,8 +8,9 @@ from triptych.errors import TriptychError
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import RANDOM_TOKENS, Certificate, EndToEnd
 from triptych.rewriting.comparing import why_no_rounding
+from triptych.rewriting.opening import can_run, open_model
 from triptych.rewriting.rounding import coarsest_changed
-from triptych.rewriting.running import Compared, can_run, compared, first_line, open_model
+from triptych.rewriting.running import Compared, compared, first_line
 from triptych.rewriting.verification.check import Claim, listed, near
 from triptych.storage.tensors import open_tensors, shown
 
