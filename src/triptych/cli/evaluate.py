@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,65 +19,75 @@ from triptych.cli.options import (
 )
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.cli.progress import progress_bar
+from triptych.decoding import Likelihood
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
+from triptych.runs import Evaluation
 from triptych.text import read_lines
-from triptych.text.documents import LanguageCorpusSpec, TextPart, read_documents
+from triptych.text.documents import LanguageCorpusSpec, read_documents, whole_documents
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A run folder, a folder in Hugging Face's format, or (with --text) a name on the Hub.",
+    ),
+]
+SourceOption = Annotated[
+    Path | None, typer.Option("--source", help="Translators: text to translate, one sentence per line.")
+]
+ReferenceOption = Annotated[
+    Path | None, typer.Option("--reference", help="Translators: reference translations, line by line.")
+]
+TextOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--text",
+        help="Language models: the text to predict, a file or a folder. Records of .jsonl and .parquet "
+        "files (field text) are documents.",
+    ),
+]
+DocumentsOption = Annotated[
+    Literal["file", "line", "blank-lines"],
+    typer.Option(
+        "--documents",
+        help="With --text: what a document is in a plain text file: all of it, each line, or what stands "
+        "between blank lines. Each is scored by itself.",
+    ),
+]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        min=1,
+        help="With --text: tokens of a window. Default: the model's positions, at most 1024.",
+    ),
+]
+StrideOption = Annotated[
+    int | None,
+    typer.Option(
+        "--stride",
+        min=1,
+        help="With --text: tokens between the starts of windows. Default: the context, side by side.",
+    ),
+]
+OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Write the translations to this file.")]
 
 
 def evaluate(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A run folder, a folder in Hugging Face's format, or a name on the Hub."
-        ),
-    ],
-    source: Annotated[
-        Path | None, typer.Option("--source", help="Translators: text to translate, one sentence per line.")
-    ] = None,
-    reference: Annotated[
-        Path | None, typer.Option("--reference", help="Translators: reference translations, line by line.")
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            "--text",
-            help="Language models: the text to predict, a file or a folder. Records of .jsonl and .parquet "
-            "files (field text) are documents.",
-        ),
-    ] = None,
-    documents: Annotated[
-        Literal["file", "line", "blank-lines"],
-        typer.Option(
-            "--documents",
-            help="With --text: what a document is in a plain text file: all of it, each line, or what stands "
-            "between blank lines. Each is scored by itself.",
-        ),
-    ] = "file",
-    context: Annotated[
-        int | None,
-        typer.Option(
-            "--context",
-            min=1,
-            help="With --text: tokens of a window. Default: the model's positions, at most 1024.",
-        ),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            "--stride",
-            min=1,
-            help="With --text: tokens between the starts of windows. Default: the context, side by side.",
-        ),
-    ] = None,
+    run: Model,
+    source: SourceOption = None,
+    reference: ReferenceOption = None,
+    text: TextOption = None,
+    documents: DocumentsOption = "file",
+    context: ContextOption = None,
+    stride: StrideOption = None,
     beam: BeamOption = None,
     alpha: AlphaOption = None,
     stop: StopOption = None,
     precision: PrecisionOption = "fp32",
     workers: WorkersOption = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the translations to this file.")
-    ] = None,
+    out: OutOption = None,
     force: ForceOption = False,
     device: DeviceOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
@@ -104,20 +113,19 @@ def evaluate(
         if precision != "fp32":
             raise UsageError("--precision is for translators: --text scores a model as it is")
         corpus = LanguageCorpusSpec(files=(str(text),), documents=documents)
-        _score_text(run, list(_whole(read_documents(corpus))), device, context, stride, as_json=as_json)
+        likelihood = _score_text(run, corpus, device, context, stride)
+        print(json.dumps({"model": run, **likelihood.figures()})) if as_json else _print_likelihood(
+            likelihood
+        )
         return
     if source is None or reference is None:
         raise UsageError("give --text for a language model, or --source and --reference for a translator")
     if context is not None or stride is not None or documents != "file":
         raise UsageError("--context, --stride and --documents go with --text")
-    sources, references = read_lines(source), read_lines(reference)
-    if len(sources) != len(references):
-        raise DataError(f"{source} has {len(sources):,} lines but {reference} has {len(references):,}")
-    if not sources:
-        raise DataError(f"{source} is empty: there is nothing to evaluate")
+    sources, references = _read_pairs(source, reference)
     require_free([Output(out, unmarked)], (Path(run), source, reference), force=force)
     with progress_bar("{task.description}", "translating", of_bytes=False) as tell:
-        found = triptych.evaluate(
+        evaluation = triptych.evaluate(
             run,
             sources,
             references,
@@ -130,41 +138,16 @@ def evaluate(
             progress=lambda done, total: tell("translating", done, total),
         )
     if out is not None:
-        write_text(out, "".join(f"{text}\n" for text in found.translations))
-    if as_json:
-        print(json.dumps({"run": run, **found.figures()}))
-        return
-    for score in found.scores:
-        print(score.line())
-    count = len(sources)
-    print(
-        f"{count:,} sentences in {found.seconds:.1f} s ({count / found.seconds:.1f} a second), "
-        f"beam {found.options.beam_size}, α {found.options.alpha}, {precision}, workers {found.workers}",
-        file=sys.stderr,
-    )
-
-
-def _whole(parts: Iterable[TextPart]) -> Iterator[str]:
-    """The documents of a corpus."""
-    begun = ""
-    for text, ends_document in parts:
-        begun += text
-        if ends_document:
-            yield begun
-            begun = ""
+        write_text(out, "".join(f"{text}\n" for text in evaluation.translations))
+    print(json.dumps({"run": run, **evaluation.figures()})) if as_json else _print_scores(evaluation)
 
 
 def _score_text(
-    model: str,
-    documents: list[str],
-    device: str,
-    context: int | None,
-    stride: int | None,
-    *,
-    as_json: bool,
-) -> None:
+    model: str, corpus: LanguageCorpusSpec, device: str, context: int | None, stride: int | None
+) -> Likelihood:
+    documents = list(whole_documents(read_documents(corpus)))
     with progress_bar("{task.description}", "scoring", of_bytes=False) as tell:
-        found = triptych.evaluate_text(
+        return triptych.evaluate_text(
             model,
             documents,
             device,
@@ -172,9 +155,35 @@ def _score_text(
             stride=stride,
             progress=lambda done, total: tell("scoring", done, total),
         )
-    if as_json:
-        print(json.dumps({"model": model, **found.figures()}))
-        return
+
+
+def _read_pairs(source: Path, reference: Path) -> tuple[list[str], list[str]]:
+    """The lines of both files.
+
+    Raises:
+        DataError: their numbers differ, or there are none.
+    """
+    sources, references = read_lines(source), read_lines(reference)
+    if len(sources) != len(references):
+        raise DataError(f"{source} has {len(sources):,} lines but {reference} has {len(references):,}")
+    if not sources:
+        raise DataError(f"{source} is empty: there is nothing to evaluate")
+    return sources, references
+
+
+def _print_scores(found: Evaluation) -> None:
+    for score in found.scores:
+        print(score.line())
+    count = len(found.translations)
+    print(
+        f"{count:,} sentences in {found.seconds:.1f} s ({count / found.seconds:.1f} a second), "
+        f"beam {found.options.beam_size}, α {found.options.alpha}, {found.precision}, "
+        f"workers {found.workers}",
+        file=sys.stderr,
+    )
+
+
+def _print_likelihood(found: Likelihood) -> None:
     low, high = found.interval
     print(
         f"{found.nats_per_token:.4f} nats per token ({low:.4f} to {high:.4f}), perplexity "

@@ -21,67 +21,81 @@ from triptych.text import iterate_file
 _PROMPTS_AT_A_TIME = 256
 
 
+Model = Annotated[
+    str, typer.Argument(help="A run folder, a folder in Hugging Face's format, or a name on the Hub.")
+]
+Prompt = Annotated[str | None, typer.Argument(help="The text to continue; - reads all of standard input.")]
+FileOption = Annotated[
+    Path | None, typer.Option("--file", help="Prompts, one per line, continued in batches.")
+]
+MaxNewTokensOption = Annotated[
+    int, typer.Option("--max-new-tokens", min=1, help="Longest continuation in tokens.")
+]
+TemperatureOption = Annotated[
+    float, typer.Option("--temperature", min=0, help="0 takes the most probable token every time.")
+]
+TopKOption = Annotated[
+    int | None, typer.Option("--top-k", min=1, help="Draw from the K most probable tokens only.")
+]
+TopPOption = Annotated[
+    float | None, typer.Option("--top-p", help="Draw from the fewest tokens whose probabilities sum to P.")
+]
+MinPOption = Annotated[
+    float | None, typer.Option("--min-p", help="Draw from tokens at least P times as probable as the best.")
+]
+RepetitionPenaltyOption = Annotated[
+    float,
+    typer.Option("--repetition-penalty", help="Above 1, tokens already in the text are less probable."),
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of what is drawn: same seed, same text.")]
+NumSamplesOption = Annotated[
+    int, typer.Option("--num-samples", min=1, help="Continuations per prompt; with --beam the best ones.")
+]
+BeamOption = Annotated[int, typer.Option("--beam", min=1, help="Beam size; 1 is no beam search.")]
+AlphaOption = Annotated[
+    float, typer.Option("--alpha", min=0, help="With --beam: exponent of the length penalty.")
+]
+StopOption = Annotated[
+    list[str] | None, typer.Option("--stop", help="End before this string. May be repeated.")
+]
+ChatOption = Annotated[
+    bool, typer.Option("--chat", help="Put the prompt into the chat template of the model's tokenizer.")
+]
+JsonOption = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object per prompt, with tokens and log-probabilities."),
+]
+AttentionOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--attention",
+        help="With --json: add the attention weights of the generated tokens, as LAYER:HEAD (numbers "
+        "from 0, or 'all'). May be repeated.",
+    ),
+]
+
+
 def generate(
-    model: Annotated[
-        str,
-        typer.Argument(help="A run folder, a folder in Hugging Face's format, or a name on the Hub."),
-    ],
-    prompt: Annotated[
-        str | None, typer.Argument(help="The text to continue; - reads all of standard input.")
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", help="Prompts, one per line, continued in batches.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Longest continuation in tokens.")
-    ] = 128,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0, help="0 takes the most probable token every time.")
-    ] = 0.0,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", min=1, help="Draw from the K most probable tokens only.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", help="Draw from the fewest tokens whose probabilities sum to P."),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option("--min-p", help="Draw from tokens at least P times as probable as the best."),
-    ] = None,
-    repetition_penalty: Annotated[
-        float,
-        typer.Option("--repetition-penalty", help="Above 1, tokens already in the text are less probable."),
-    ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn: same seed, same text.")] = 0,
-    num_samples: Annotated[
-        int, typer.Option("--num-samples", min=1, help="Continuations per prompt; with --beam the best ones.")
-    ] = 1,
-    beam: Annotated[int, typer.Option("--beam", min=1, help="Beam size; 1 is no beam search.")] = 1,
-    alpha: Annotated[
-        float, typer.Option("--alpha", min=0, help="With --beam: exponent of the length penalty.")
-    ] = 0.0,
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="End before this string. May be repeated.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put the prompt into the chat template of the model's tokenizer.")
-    ] = False,
+    model: Model,
+    prompt: Prompt = None,
+    file: FileOption = None,
+    max_new_tokens: MaxNewTokensOption = 128,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = 1.0,
+    seed: SeedOption = 0,
+    num_samples: NumSamplesOption = 1,
+    beam: BeamOption = 1,
+    alpha: AlphaOption = 0.0,
+    stop: StopOption = None,
+    chat: ChatOption = False,
     precision: PrecisionOption = "fp32",
     engine: EngineOption = "triptych",
     device: DeviceOption = "auto",
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print one JSON object per prompt, with tokens and log-probabilities."),
-    ] = False,
-    attention: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--attention",
-            help="With --json: add the attention weights of the generated tokens, as LAYER:HEAD (numbers "
-            "from 0, or 'all'). May be repeated.",
-        ),
-    ] = None,
+    as_json: JsonOption = False,
+    attention: AttentionOption = None,
 ) -> None:
     """Continue a text with a language model.
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -45,103 +46,113 @@ def _list_rewrites(wanted: bool) -> bool:
     return wanted
 
 
+CheckpointArgument = Annotated[
+    str, typer.Argument(help="A folder, a run, or a name on the Hub (owner/name, gpt2).")
+]
+OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="The output folder; it must not exist.")]
+ExactOption = Annotated[bool, typer.Option("--exact", help="Apply every exact rewrite that a layer allows.")]
+DoOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--do",
+        help="One rewrite, several times: drop_key_bias, 'truncate(rank=6)', … (--list names them).",
+    ),
+]
+ListOption = Annotated[
+    bool,
+    typer.Option(
+        "--list", is_eager=True, callback=_list_rewrites, help="Name every rewrite with its options."
+    ),
+]
+RecipeOption = Annotated[Path | None, typer.Option("--recipe", help="A TOML file with the steps, in order.")]
+RankOption = Annotated[int | None, typer.Option("--rank", help="Truncate W_QK and W_OV to this rank.")]
+EnergyOption = Annotated[
+    float | None,
+    typer.Option("--energy", help="Truncate to the lowest ranks that keep this share of each form's energy."),
+]
+BudgetOption = Annotated[
+    float | None,
+    typer.Option("--budget", help="Keep this share of all channels, the most important ones."),
+]
+FormsOption = Annotated[str, typer.Option("--forms", help="Which forms to truncate: qk, ov or qk,ov.")]
+Criterion = Literal["free", "uncentred", "centred"]
+CriterionOption = Annotated[
+    Criterion | None,
+    typer.Option(
+        "--criterion",
+        help="What truncation keeps: the forms (free), or what they compute on the calibration text.",
+    ),
+]
+RotaryOption = Annotated[
+    Literal["maps", "pairs"] | None,
+    typer.Option(
+        "--rotary",
+        help="Rotary W_QK: maps, truncate W_Q and W_K before the rotation; pairs, remove whole rotary "
+        "pairs, so that keys can be cached narrower.",
+    ),
+]
+CalibrateOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibrate", help="A text to run the model on first. Translation models: source, tab, target."
+    ),
+]
+KVHeadsOption = Annotated[
+    int | None, typer.Option("--kv-heads", help="Merge or repeat key-value heads to this number.")
+]
+PruneOption = Annotated[
+    int | None,
+    typer.Option("--prune", help="Remove this many heads of each layer, the least important ones."),
+]
+LayersOption = Annotated[
+    str | None, typer.Option("--layers", help="Layers to rewrite: 0,3 or 0-5. Default: all.")
+]
+SkipRefusedOption = Annotated[
+    bool,
+    typer.Option(
+        "--skip-refused", help="If a layer refuses a step, leave the layer as it is instead of stopping."
+    ),
+]
+TextOption = Annotated[
+    Path | None, typer.Option("--text", help="Compare both models on this text after the rewrite.")
+]
+CompareOption = Annotated[
+    bool,
+    typer.Option(
+        "--compare/--no-compare",
+        help="Compare both models after the rewrite, without --text on random tokens.",
+    ),
+]
+FamilyOption = Annotated[
+    Path | None, typer.Option("--family", help="A family file that describes the checkpoint.")
+]
+PlanOption = Annotated[bool, typer.Option("--plan", help="Report what would be done; write nothing.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan or the certificate as JSON.")]
+
+
 def rewrite(
-    checkpoint: Annotated[
-        str, typer.Argument(help="A folder, a run, or a name on the Hub (owner/name, gpt2).")
-    ],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The output folder; it must not exist.")
-    ] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Apply every exact rewrite that a layer allows.")
-    ] = False,
-    do: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--do",
-            help="One rewrite, several times: drop_key_bias, 'truncate(rank=6)', … (--list names them).",
-        ),
-    ] = None,
-    list_rewrites: Annotated[
-        bool,
-        typer.Option(
-            "--list",
-            is_eager=True,
-            callback=_list_rewrites,
-            help="Name every rewrite with its options.",
-        ),
-    ] = False,
-    recipe: Annotated[
-        Path | None, typer.Option("--recipe", help="A TOML file with the steps, in order.")
-    ] = None,
-    rank: Annotated[int | None, typer.Option("--rank", help="Truncate W_QK and W_OV to this rank.")] = None,
-    energy: Annotated[
-        float | None,
-        typer.Option(
-            "--energy", help="Truncate to the lowest ranks that keep this share of each form's energy."
-        ),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option("--budget", help="Keep this share of all channels, the most important ones."),
-    ] = None,
-    forms: Annotated[
-        str, typer.Option("--forms", help="Which forms to truncate: qk, ov or qk,ov.")
-    ] = "qk,ov",
-    criterion: Annotated[
-        Literal["free", "uncentred", "centred"] | None,
-        typer.Option(
-            "--criterion",
-            help="What truncation keeps: the forms (free), or what they compute on the calibration text.",
-        ),
-    ] = None,
-    rotary: Annotated[
-        Literal["maps", "pairs"] | None,
-        typer.Option(
-            "--rotary",
-            help="Rotary W_QK: maps, truncate W_Q and W_K before the rotation; pairs, remove whole rotary "
-            "pairs, so that keys can be cached narrower.",
-        ),
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            "--calibrate", help="A text to run the model on first. Translation models: source, tab, target."
-        ),
-    ] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option("--kv-heads", help="Merge or repeat key-value heads to this number.")
-    ] = None,
-    prune: Annotated[
-        int | None,
-        typer.Option("--prune", help="Remove this many heads of each layer, the least important ones."),
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option("--layers", help="Layers to rewrite: 0,3 or 0-5. Default: all.")
-    ] = None,
-    skip_refused: Annotated[
-        bool,
-        typer.Option(
-            "--skip-refused", help="If a layer refuses a step, leave the layer as it is instead of stopping."
-        ),
-    ] = False,
-    text: Annotated[
-        Path | None, typer.Option("--text", help="Compare both models on this text after the rewrite.")
-    ] = None,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare/--no-compare",
-            help="Compare both models after the rewrite, without --text on random tokens.",
-        ),
-    ] = True,
-    family: Annotated[
-        Path | None, typer.Option("--family", help="A family file that describes the checkpoint.")
-    ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Report what would be done; write nothing.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the plan or the certificate as JSON.")
-    ] = False,
+    checkpoint: CheckpointArgument,
+    out: OutOption = None,
+    exact: ExactOption = False,
+    do: DoOption = None,
+    list_rewrites: ListOption = False,
+    recipe: RecipeOption = None,
+    rank: RankOption = None,
+    energy: EnergyOption = None,
+    budget: BudgetOption = None,
+    forms: FormsOption = "qk,ov",
+    criterion: CriterionOption = None,
+    rotary: RotaryOption = None,
+    calibrate: CalibrateOption = None,
+    kv_heads: KVHeadsOption = None,
+    prune: PruneOption = None,
+    layers: LayersOption = None,
+    skip_refused: SkipRefusedOption = False,
+    text: TextOption = None,
+    compare: CompareOption = True,
+    family: FamilyOption = None,
+    plan: PlanOption = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Rewrite the attention of a checkpoint, with a certificate.
@@ -149,26 +160,20 @@ def rewrite(
     The result has the format of the original. The certificate says what was changed and what was measured.
     """
     own = None if family is None else read_family(family)
-    cut = {"rank": rank, "energy": energy, "budget": budget}
-    cut = {name: value for name, value in cut.items() if value is not None}
-    for option, value in (("--rotary", rotary), ("--criterion", criterion)):
-        if value is not None and not cut:
-            raise UsageError(f"{option} needs --rank, --energy or --budget")
+    cuts = _truncations(rank, energy, budget, forms, criterion, rotary, on_text=calibrate is not None)
     shortcuts: list[dict[str, Any]] = []
     if prune is not None:
         shortcuts.append({"rewrite": "prune_heads", "number": prune, "on_text": calibrate is not None})
     if kv_heads is not None:
         kv_rewrite = resize_kv_heads(checkpoint, kv_heads, own)
         shortcuts.append({"rewrite": kv_rewrite, "num_kv_heads": kv_heads})
-    if cut:
-        wanted = criterion or ("free" if calibrate is None else "centred")
-        how = {"forms": forms.split(","), "criterion": wanted, "rotary": rotary or "maps"}
-        shortcuts.append({"rewrite": "truncate", **how, **cut})
-    steps = [*map(read_rewrite, do or []), *sorted(map(read_rewrite, shortcuts), key=lambda step: step.place)]
     chosen = _recipe(
         recipe=recipe,
         exact=exact,
-        steps=steps,
+        steps=[
+            *map(read_rewrite, do or []),
+            *sorted(map(read_rewrite, [*shortcuts, *cuts]), key=attrgetter("place")),
+        ],
         layers=None if layers is None else tuple(numbers(layers, "--layers")),
         skip_refused=skip_refused,
         calibrate=calibrate,
@@ -190,6 +195,39 @@ def rewrite(
         print(certificate.as_json().decode(), end="")
     else:
         _print_certificate(certificate, out, console)
+
+
+def _truncations(
+    rank: int | None,
+    energy: float | None,
+    budget: float | None,
+    forms: str,
+    criterion: Criterion | None,
+    rotary: str | None,
+    *,
+    on_text: bool,
+) -> list[dict[str, Any]]:
+    """The truncation that options ask for; empty if none does.
+
+    Raises:
+        UsageError: an option of a truncation without one.
+    """
+    cut = {
+        name: value
+        for name, value in (("rank", rank), ("energy", energy), ("budget", budget))
+        if value is not None
+    }
+    for option, value in (("--rotary", rotary), ("--criterion", criterion)):
+        if value is not None and not cut:
+            raise UsageError(f"{option} needs --rank, --energy or --budget")
+    if not cut:
+        return []
+    how = {
+        "forms": forms.split(","),
+        "criterion": criterion or ("centred" if on_text else "free"),
+        "rotary": rotary or "maps",
+    }
+    return [{"rewrite": "truncate", **how, **cut}]
 
 
 def _recipe(
@@ -218,7 +256,7 @@ def _recipe(
         names = [step.name for step in EXACT]
         if twice := next((step.name for step in steps if step.name in names), None):
             raise UsageError(f"--exact does {twice} already: leave one of the two out")
-        steps = sorted([*EXACT, *steps], key=lambda step: step.place)
+        steps = sorted([*EXACT, *steps], key=attrgetter("place"))
     if not steps:
         raise UsageError("nothing to do: give --exact, --do REWRITE, --rank, --energy, --budget or --recipe")
     if layers is not None:  # a rewrite's own layers go first

@@ -176,6 +176,16 @@ def require_text(parts: Iterable[TextPart], name: str) -> Iterator[TextPart]:
         raise DataError(f"{name} is empty: at least one document with text is needed")
 
 
+def whole_documents(parts: Iterable[TextPart]) -> Iterator[str]:
+    """The documents of a corpus, the parts of each joined."""
+    begun: list[str] = []
+    for text, ends_document in parts:
+        begun.append(text)
+        if ends_document:
+            yield "".join(begun)
+            begun = []
+
+
 def _field(spec: LanguageCorpusSpec) -> tuple[str]:
     return (spec.text_field,)
 
