@@ -5,7 +5,8 @@ import os
 import hypothesis
 import pytest
 import torch
-from jaxtyping import install_import_hook
+
+import checking
 
 # Tensors of tests are small: two threads on one wait for each other, and much longer beside other work.
 # What a test starts as a command inherits it.
@@ -13,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
 # Before the package is imported for the first time; tests are collected after this file.
-install_import_hook("triptych", "beartype.beartype")
+checking.install()
 
 # Two busy cores would make a limit in milliseconds fail by chance.
 # The gate draws the same examples every time: one commit, one answer. `make test-all` draws new ones.

@@ -1,13 +1,13 @@
 """The rooms: who may import whom, and that the tests check every shape."""
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import jaxtyping
 import pytest
 import torch
+from beartype.roar import BeartypeCallHintViolation
 
 import triptych
 from triptych.attention import attention
@@ -148,37 +148,46 @@ def test_the_table_has_no_circle() -> None:
     assert cycle_in(MAY_IMPORT) == ()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_imports_only_from_rooms_before_it(path: Path) -> None:
-    module = module_of(path)
-    room = room_of(module)
-    if room in ABOVE_ALL:
-        return
-    allowed = {room} | MAY_IMPORT[room] | (set() if room in FOUNDATION else FOUNDATION)
-    assert set(map(room_of, modules_imported(module))) <= allowed
+def test_a_module_imports_only_from_rooms_before_it() -> None:
+    wrong = {}
+    for module, others in graph_of_modules().items():
+        room = room_of(module)
+        if room not in ABOVE_ALL:
+            allowed = {room} | MAY_IMPORT[room] | (set() if room in FOUNDATION else FOUNDATION)
+            wrong[module] = set(map(room_of, others)) - allowed
+    assert {module: rooms for module, rooms in wrong.items() if rooms} == {}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_imports_by_full_name(path: Path) -> None:
-    assert not [node for node in ast.walk(parse(path)) if isinstance(node, ast.ImportFrom) and node.level]
+def of_each_module(find: Callable[[ast.Module], Iterable[object]]) -> dict[str, list[object]]:
+    """What is found in the modules, by their names; those where nothing is are left out."""
+    found = {name_of(path): list(find(parse(path))) for path in MODULES}
+    return {name: things for name, things in found.items() if things}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_nothing_but_an_optional_library_is_imported_inside_a_function(path: Path) -> None:
-    functions = (
-        node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    )
-    inside = {name for function in functions for name in imported(function)}
-    assert {name for name in inside if not any(f"{name}.".startswith(f"{lib}.") for lib in OPTIONAL)} == set()
+def test_a_module_imports_by_full_name() -> None:
+    def relative(tree: ast.Module) -> Iterator[object]:
+        return (node.lineno for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level)
+
+    assert of_each_module(relative) == {}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_no_module_is_a_drawer_for_odds_and_ends(path: Path) -> None:
-    names = {part.removesuffix(".py") for part in path.relative_to(SOURCE).parts}
-    assert not names & {"utils", "util", "helpers", "common", "misc"}
+def test_nothing_but_an_optional_library_is_imported_inside_a_function() -> None:
+    def hidden(tree: ast.Module) -> Iterator[object]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                names = imported(node)
+                yield from (n for n in names if not any(f"{n}.".startswith(f"{lib}.") for lib in OPTIONAL))
+
+    assert of_each_module(hidden) == {}
+
+
+def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
+    drawers = {"utils", "util", "helpers", "common", "misc"}
+    names = {name_of(path): {*path.relative_to(SOURCE).with_suffix("").parts} & drawers for path in MODULES}
+    assert {name: found for name, found in names.items() if found} == {}
 
 
 def test_shapes_are_checked_while_testing() -> None:
     q, k = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)
-    with pytest.raises(jaxtyping.TypeCheckError):
+    with pytest.raises(BeartypeCallHintViolation):
         attention(q, k, k)

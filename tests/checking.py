@@ -1,0 +1,67 @@
+"""Types and shapes of every function and dataclass of ours, checked while tests run.
+
+The checks are those of `jaxtyping.jaxtyped(typechecker=beartype.beartype)`, at a fraction of the time. Its
+wrapper binds each call to the signature and checks the arguments twice, which took longer than what was tested.
+"""
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, ForwardRef, TypeVar
+
+import jaxtyping
+from beartype import beartype
+from beartype.roar import BeartypeException
+
+_by_jaxtyping = jaxtyping.jaxtyped
+# In it a name of an axis has one size.
+_one_call = jaxtyping.jaxtyped("context")
+
+
+def install() -> None:
+    """Check the package from its first import on."""
+    jaxtyping.jaxtyped = _checked
+    jaxtyping.install_import_hook("triptych", "beartype.beartype")
+
+
+def _checked(fn: Any = None, *, typechecker: Any) -> Any:
+    if fn is None:
+        return functools.partial(_checked, typechecker=typechecker)
+    if inspect.isclass(fn):
+        if dataclasses.is_dataclass(fn) and "__init__" in vars(fn):
+            fn.__init__ = _checked(fn.__init__, typechecker=typechecker)  # type: ignore[misc]
+        return fn
+    parts = [*_parts([*fn.__annotations__.values()])] if inspect.isfunction(fn) else ["?"]
+    if any(isinstance(part, str) and not part.isidentifier() for part in parts):
+        return _by_jaxtyping(fn, typechecker=typechecker)
+    try:
+        checked = beartype(fn)
+    except BeartypeException:  # a default of another type, as the options of commands have
+        return _by_jaxtyping(fn, typechecker=typechecker)
+    if not any(inspect.isclass(part) and issubclass(part, jaxtyping.AbstractArray) for part in parts):
+        return checked
+    return _with_shapes(checked)
+
+
+def _with_shapes(checked: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(checked)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _one_call:
+            return checked(*args, **kwargs)
+
+    return call
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """An annotation and everything in it; the text of what is written as one."""
+    if isinstance(annotation, list | tuple):
+        for one in annotation:
+            yield from _parts(one)
+        return
+    yield annotation.__forward_arg__ if isinstance(annotation, ForwardRef) else annotation
+    if typing.get_origin(annotation) is not typing.Literal:
+        yield from _parts(typing.get_args(annotation))
+    if isinstance(annotation, TypeVar):
+        yield from _parts([annotation.__bound__, *annotation.__constraints__])
