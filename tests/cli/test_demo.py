@@ -7,7 +7,15 @@ from command import Command
 from triptych import demonstration
 from triptych.training.progress import LineDisplay
 
-FAST = ("training.max_steps=3", "validation.every_steps=3", "validation.max_sentences=2", "data.cache=''")
+FAST = (
+    "data.train.generated=300",
+    "data.valid.generated=4",
+    "data.cache=''",
+    "tokenizer.vocab_size=400",
+    "training.max_steps=3",
+    "validation.every_steps=3",
+    "validation.max_sentences=2",
+)
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("task", ["language-model", "masked-language-model"])
-@pytest.mark.parametrize("stop_at", [2, 4, 7])
+@pytest.mark.parametrize("stop_at", [pytest.param(2, marks=pytest.mark.slow), 4, 7])
 def test_a_run_stopped_by_a_signal_and_resumed_is_bit_identical(
     task: str, stop_at: int, finished: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -90,6 +90,7 @@ def test_a_killed_run_resumes_to_the_same_bits(finished: dict[str, Path], tmp_pa
     assert_same_run(tmp_path / "run", whole)
 
 
+@pytest.mark.slow  # the state is written as that of a translation
 def test_a_full_disk_leaves_the_state_before_it_whole(finished: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     runs.train(recipe_of(finished["language-model"].parent), folder, SignalAt(4, signal.SIGTERM))

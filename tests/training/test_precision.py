@@ -18,7 +18,7 @@ TGT_OUT = torch.tensor([[6, 5, 4, 2], [11, 10, 9, 2], [3, 3, 2, 0]])
 TIES = ("all", "target", "none")
 
 
-def make_model(tie: str = "all", norm: str = "post", seed: int = 2) -> EncoderDecoder:
+def make_model(tie: str = "all", norm: str = "post", seed: int = 2, num_layers: int = 2) -> EncoderDecoder:
     torch.manual_seed(seed)
     config = ModelConfig(
         d_model=32,
@@ -27,8 +27,8 @@ def make_model(tie: str = "all", norm: str = "post", seed: int = 2) -> EncoderDe
         dropout=0.0,
         norm=norm,
         tie_embeddings=tie,
-        encoder=EncoderConfig(num_layers=2),
-        decoder=DecoderConfig(num_layers=2),
+        encoder=EncoderConfig(num_layers=num_layers),
+        decoder=DecoderConfig(num_layers=num_layers),
     )
     return EncoderDecoder.of(config, 12, 12)
 
@@ -115,7 +115,7 @@ sys.path.insert(0, {tests!r})
 from test_precision import loss_of, make_model
 from triptych.training.compiling import compile_blocks
 from triptych.training.precision import NarrowTwin
-models = [make_model(), make_model()]
+models = [make_model(num_layers=1), make_model(num_layers=1)]
 if {narrow}:
     twins = [NarrowTwin(model) for model in models]
     for twin in twins:
@@ -133,7 +133,7 @@ print(float((gradients[1] - gradients[0]).norm() / gradients[0].norm()))
 """
 
 
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("narrow", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_blocks_compute_the_same(narrow: bool) -> None:
     script = COMPILED.format(tests=str(Path(__file__).parent), narrow=narrow)
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

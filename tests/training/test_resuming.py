@@ -81,7 +81,7 @@ def test_the_same_seed_gives_the_same_run_to_the_last_bit(uninterrupted: Path, t
 
 def test_two_threads_give_the_same_run_every_time(tmp_path: Path) -> None:
     for name in ("one", "other"):
-        runs.train(small_recipe(threads=2), tmp_path / name, LineDisplay())
+        runs.train(small_recipe(threads=2, max_steps=_VALIDATE_EVERY), tmp_path / name, LineDisplay())
     assert_same_run(tmp_path / "one", tmp_path / "other")
 
 
@@ -102,7 +102,9 @@ def test_the_run_crosses_epochs_so_that_resuming_is_tested_in_mid_epoch(uninterr
     assert counters.batch > 0
 
 
-@pytest.mark.parametrize("stop_at", [1, 4, 8, 11, 23])
+@pytest.mark.parametrize(
+    "stop_at", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8, 11, 23]
+)
 def test_a_run_stopped_by_a_signal_and_resumed_is_bit_identical(
     uninterrupted: Path, tmp_path: Path, stop_at: int
 ) -> None:
@@ -154,7 +156,9 @@ def test_where_a_run_stands_can_be_read_while_it_saves(tmp_path: Path) -> None:
     assert steps[-1] > steps[0]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signalled_process_saves_says_how_to_go_on_and_exits_with_its_code(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
