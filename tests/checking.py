@@ -1,7 +1,7 @@
 """Types and shapes of every function and dataclass of ours, checked while tests run.
 
-The checks are those of `jaxtyping.jaxtyped(typechecker=beartype.beartype)`, at a fraction of the time. Its
-wrapper binds each call to the signature and checks the arguments twice, which took longer than what was tested.
+The checks are those of `jaxtyping.jaxtyped(typechecker=beartype.beartype)`, in a fraction of the time. Its
+wrapper binds each call to the signature and checks the arguments twice: that took longer than the tests.
 """
 
 import dataclasses

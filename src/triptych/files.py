@@ -139,7 +139,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Keep other processes that hold the same folder waiting; it is free once this one ends, however it does.
+    """Hold a folder inside the block; others that want to hold it wait until block or process ends.
 
     Raises:
         OSError: there is no such folder.

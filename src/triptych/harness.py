@@ -28,8 +28,8 @@ _NEW_TOKENS = 256  # that the harness asks for where a task does not say
 class HarnessModel(LM):  # type: ignore[misc]
     """A decoder-only model as `lm_eval.simple_evaluate(model, tasks)` takes it.
 
-    Texts are cut into tokens as the harness's own models do it: a context and its continuation together,
-    white space at the end of the context counting as the beginning of the continuation.
+    Texts are tokenized as by the harness's own models: a context and its continuation together. White space
+    at the end of the context belongs to the continuation.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         Args:
             path: a run folder, a folder in Hugging Face's format, or a name on the Hub.
             device: where the model goes; "auto" takes a GPU if there is one.
-            precision: of the maps when text is generated; scores are those of the model as it is.
+            precision: type of the weights when text is generated. Scores use the model as it is.
             batch_size: texts at a time; "auto" is 16.
             max_length: longest text in tokens; the model's positions if None, or 2,048 without a limit.
 
@@ -66,17 +66,17 @@ class HarnessModel(LM):  # type: ignore[misc]
         self._begin = begin
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Of every (context, continuation) the log-probability, and whether it is the greedy one."""
+        """The log-probability of every continuation of a context, and whether it is the greedy one."""
         return self._scored([self._pair(*request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Of every text the log-probability of all its tokens, the last window as long as the others."""
+        """The log-probability of every text. The last window is as long as the others and overlaps them."""
         windows = [list(self._windows(self._encode(request.args[0]))) for request in requests]
         found = iter(self._scored([window for of_text in windows for window in of_text]))
         return [sum(next(found)[0] for _ in of_text) for of_text in windows]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Of every (context, options) the continuation up to a stop string."""
+        """A continuation of every context, up to a stop string."""
         together: dict[GenerationOptions, list[int]] = {}
         for number, request in enumerate(requests):
             together.setdefault(_options(request.args[1]), []).append(number)

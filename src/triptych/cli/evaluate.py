@@ -51,8 +51,8 @@ DocumentsOption = Annotated[
     Literal["file", "line", "blank-lines"],
     typer.Option(
         "--documents",
-        help="With --text: what a document is in a plain text file: all of it, each line, or what stands "
-        "between blank lines. Each is scored by itself.",
+        help="With --text: what a document is in a plain text file: the whole file, each line, or the lines "
+        "between blank lines. Each document is scored by itself.",
     ),
 ]
 ContextOption = Annotated[

@@ -47,7 +47,7 @@ RepetitionPenaltyOption = Annotated[
     float,
     typer.Option("--repetition-penalty", help="Above 1, tokens already in the text are less probable."),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of what is drawn: same seed, same text.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")]
 NumSamplesOption = Annotated[
     int, typer.Option("--num-samples", min=1, help="Continuations per prompt; with --beam the best ones.")
 ]

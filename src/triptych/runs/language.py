@@ -59,7 +59,7 @@ def prepare_language(recipe: LanguageRecipe, base: Path, display: Display) -> Pr
 
 
 def take_up_language(recipe: LanguageRecipe, folder: Path, base: Path, display: Display) -> Prepared:
-    """A run that has begun; arguments as those of `prepare_language`, and its folder."""
+    """Prepare to go on with the run in a folder; other arguments as those of `prepare_language`."""
     text, tokenizer = _Text(recipe, base), read_tokenizer(folder / TOKENIZER)
     return _prepared(recipe, text, tokenizer, *text.shards(tokenizer, display))
 
@@ -129,7 +129,7 @@ class _Text:
 
 
 def _before(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
-    """The first characters; what is cut through ends there."""
+    """The first characters. A part that goes on past them is cut."""
     for part in parts:
         if len(part.text) >= num_chars:
             if num_chars:
@@ -197,7 +197,7 @@ def _prepared(
 
 
 def _rows_of_validation(recipe: LanguageRecipe) -> int:
-    """As many as fill a batch of about 8,192 tokens: larger ones are no faster."""
+    """Rows of a batch of about 8,192 tokens. Larger batches are no faster."""
     return max(8192 // recipe.model.context, 1)
 
 

@@ -12,13 +12,13 @@ from triptych.training.objectives import Objective
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run with its input read and nothing written yet.
+    """A run whose input has been read, before anything is written.
 
     Attributes:
         recipe: every choice made.
-        objective: makes it, and draws the weights.
+        objective: makes the objective, and draws the initial weights.
         save_tokenizers: writes them into a folder.
-        fingerprints: what a resumed run must find as it was, by the words that name it.
+        fingerprints: hashes of what must not change before a run is resumed, by the words that name it.
     """
 
     recipe: AnyRecipe

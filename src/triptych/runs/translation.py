@@ -49,7 +49,7 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display) -> Prepare
 
 
 def take_up_translation(recipe: Recipe, folder: Path, base: Path, display: Display) -> Prepared:
-    """A run that has begun; arguments as those of `prepare_translation`, and its folder."""
+    """Prepare to go on with the run in a folder; other arguments as those of `prepare_translation`."""
     tokenizers = TokenizerPair.load(folder)
     check_tokenizers(tokenizers, recipe, folder)
     train_text, valid_text = _read_texts(recipe, base, display)
@@ -84,7 +84,7 @@ def _read_texts(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelC
 
 @dataclass(frozen=True)
 class _Texts:
-    """The text as it is trained on, judged by its loss, and translated."""
+    """The training text, the validation text for the loss, and the validation text to translate."""
 
     train: EncodedCorpus
     valid: EncodedCorpus
@@ -119,7 +119,7 @@ def _encode(
 
 
 def _bytes_per_token(texts: _Texts) -> float:
-    """Of the target sentences that are judged by their loss, each with its end."""
+    """Bytes per token of the target sentences whose loss is measured; each has a token for its end."""
     judged = set(texts.valid.line_numbers.tolist())
     lines = zip(texts.translated.line_numbers, texts.translated.target, strict=True)
     num_bytes = sum(len(line.encode()) for number, line in lines if number in judged)

@@ -47,14 +47,14 @@ class Batches(Protocol[MadeT_co]):
         """Tokens of one pass that are learned from."""
 
     def plan(self, epoch: int) -> list[Int64[np.ndarray, "batch"]]:
-        """What makes up each batch of an epoch: a function of text, seed and epoch alone."""
+        """The items of each batch of an epoch, a function of text, seed and epoch alone."""
 
     def collate(self, indices: Int64[np.ndarray, "batch"]) -> MadeT_co:
         """Make the tensors of one batch of a plan."""
 
 
 class Objective(ABC, Generic[ModelT, BatchT]):
-    """What is learned, from which text, and how it is judged.
+    """What a run learns, from which text, and how it is validated.
 
     Attributes:
         model: with fresh weights, on its device: what is trained and saved.
@@ -85,7 +85,7 @@ class Objective(ABC, Generic[ModelT, BatchT]):
 
     @abstractmethod
     def timed_part(self, indices: Int64[np.ndarray, "batch"], tokens: int) -> Int64[np.ndarray, "part"]:
-        """As much of a batch of the plan as has about so many tokens, 1 item or more."""
+        """The first items of a batch of the plan, at least one, with about so many tokens."""
 
     @abstractmethod
     def lines(self, batch: BatchT) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         return judge(figures, "loss")
 
     def describe(self, figures: Mapping[str, float]) -> str:
-        """The figures in words."""
+        """The figures as one line of text."""
         loss = figures["valid_loss"]
         return f"loss {loss:.4f}  perplexity {math.exp(min(loss, 50)):.2f}"
 
@@ -209,7 +209,7 @@ class Translation(Objective[EncoderDecoder, Batch]):
 
 
 def _sides(model: EncoderDecoder, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Source, target read and target said, on the model's device."""
+    """Source, decoder input and decoder target, on the model's device."""
     device = model.tgt_embedding.weight.device
     src, tgt_in, tgt_out = (
         side.to(device, non_blocking=True) for side in (batch.src, batch.tgt_in, batch.tgt_out)
