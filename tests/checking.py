@@ -33,16 +33,46 @@ def _checked(fn: Any = None, *, typechecker: Any) -> Any:
         if dataclasses.is_dataclass(fn) and "__init__" in vars(fn):
             fn.__init__ = _checked(fn.__init__, typechecker=typechecker)  # type: ignore[misc]
         return fn
-    parts = [*_parts([*fn.__annotations__.values()])] if inspect.isfunction(fn) else ["?"]
-    if any(isinstance(part, str) and not part.isidentifier() for part in parts):
+    if not inspect.isfunction(fn):
         return _by_jaxtyping(fn, typechecker=typechecker)
+    if any(isinstance(part, str) for part in _parts([*fn.__annotations__.values()])):
+        return _when_called(fn, typechecker)
+    return _at_once(fn, typechecker)
+
+
+def _at_once(fn: Any, typechecker: Any) -> Any:
     try:
         checked = beartype(fn)
     except BeartypeException:  # a default of another type, as the options of commands have
         return _by_jaxtyping(fn, typechecker=typechecker)
-    if not any(inspect.isclass(part) and issubclass(part, jaxtyping.AbstractArray) for part in parts):
-        return checked
-    return _with_shapes(checked)
+    parts = _parts([*fn.__annotations__.values()])
+    if any(inspect.isclass(part) and issubclass(part, jaxtyping.AbstractArray) for part in parts):
+        return _with_shapes(checked)
+    return checked
+
+
+def _when_called(fn: Any, typechecker: Any) -> Any:
+    """Check a function whose annotations name what its module defines later; Any for what it never does."""
+    made: list[Callable[..., Any]] = []
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not made:
+            fn.__annotations__ = {name: _named(one, fn) for name, one in fn.__annotations__.items()}
+            made.append(_at_once(fn, typechecker))
+        return made[0](*args, **kwargs)
+
+    return call
+
+
+def _named(annotation: Any, fn: Any) -> Any:
+    def of_one(value: Any) -> None: ...
+
+    of_one.__annotations__ = {"value": annotation}
+    try:
+        return typing.get_type_hints(of_one, fn.__globals__, include_extras=True)["value"]
+    except (NameError, AttributeError):  # imported for the type checker alone, or the class of a function
+        return Any
 
 
 def _with_shapes(checked: Callable[..., Any]) -> Callable[..., Any]:
