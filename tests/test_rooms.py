@@ -41,7 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inspection": {"algebra", "checkpoints", "reports"},
     # what a model does on a text
     "attending": {
-        *("algebra", "attention", "checkpoints", "decoding", "models", "reports", "runs", "storage", "text"),
+        *("algebra", "attention", "checkpoints", "decoding", "inspection", "models", "reports", "runs"),
+        *("storage", "text"),
     },
     "costing": {"algebra", "attention", "reports"},
     "recipes": set(),

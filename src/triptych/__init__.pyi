@@ -2,6 +2,8 @@
 
 from triptych.algebra import BilinearForm as BilinearForm
 from triptych.attending import attend as attend
+from triptych.attending.correlations import put_beside as put_beside
+from triptych.attending.over import attend_over as attend_over
 from triptych.attention import AlibiPositions as AlibiPositions
 from triptych.attention import Bilinear as Bilinear
 from triptych.attention import Collaborative as Collaborative

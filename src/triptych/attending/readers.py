@@ -158,14 +158,33 @@ class PairReader(Reader):
     ) -> list[Attention]:
         if max_new_tokens:
             raise UsageError(f"{self.name} has an encoder and a decoder: it translates and does not continue")
+        return self.read_ids(*self.ids_of(texts, targets), generated=targets is None)
+
+    def ids_of(
+        self, texts: Sequence[str], targets: Sequence[str] | None = None
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """What the encoder reads, and what the decoder produces: the model's own translation if not given.
+
+        Raises:
+            UsageError: a text is empty, or there are not as many targets as texts.
+        """
         require_text(texts)
         if targets is not None and len(targets) != len(texts):
             raise UsageError(f"there are {len(texts)} texts and {len(targets)} targets: give one for each")
         sources = self._tokens.source(texts)
-        produced = self._tokens.translated(self.name, sources) if targets is None else None
-        generated = produced is not None
-        produced = self._tokens.target(targets or ()) if produced is None else produced
-        return self.read_ids(sources, produced, generated=generated)
+        if targets is None:
+            return sources, self._tokens.translated(self.name, sources)
+        return sources, self._tokens.target(targets)
+
+    @property
+    def start_id(self) -> int:
+        """The token that the decoder reads first."""
+        return self._tokens.start_id
+
+    @property
+    def tokenizers(self) -> tuple[Tokenizer, Tokenizer]:
+        """Of the source and of the target."""
+        return self._tokens.source_tokenizer, self._tokens.target_tokenizer
 
     def read_ids(
         self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], *, generated: bool = False

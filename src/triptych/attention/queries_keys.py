@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
@@ -86,6 +87,16 @@ class QueriesAndKeys:
         """The attention weights; 0 in rows that may attend to nothing. Arguments as those of `scores`."""
         part = self if heads is None else self._of_heads(heads)
         return part._weights(slice(*rows.indices(self.query_len)))
+
+    def visible(self) -> Bool[Tensor, "rows heads query_len key_len"]:
+        """The keys that each query may attend to; dimensions of 1 where all rows or heads see the same."""
+        query = torch.arange(self.query_len, device=self.q.device)[:, None]
+        key = torch.arange(self.key_len, device=self.q.device)
+        seen = key <= query + (self.key_len - self.query_len if self.causal else self.key_len)
+        near = self.semantics.visible(self.query_positions, self.key_positions)
+        for mask in (near, self.mask):
+            seen = seen if mask is None else seen & mask
+        return seen[(None,) * (4 - seen.ndim)]
 
     def blocks(
         self, heads: Sequence[int] | None = None, most_bytes: int = BLOCK_BYTES

@@ -20,6 +20,18 @@ from triptych.attending.saving import (
 )
 from triptych.cli.options import DeviceOption
 from triptych.cli.outputs import ForceOption, Output, require_free
+from triptych.cli.over import (
+    ContextOption,
+    DocumentsOption,
+    ExplainOption,
+    OverChoice,
+    OverOption,
+    OverTargetsOption,
+    TokensOption,
+    WorthOption,
+    is_over_csv,
+    show_over,
+)
 from triptych.cli.selection import numbers
 from triptych.errors import UsageError
 from triptych.reports import render_table
@@ -60,6 +72,13 @@ def attend(
     csv_file: Annotated[
         Path | None, typer.Option("--csv", help="Write a row for every weight above 0 to this file.")
     ] = None,
+    over: OverOption = None,
+    over_targets: OverTargetsOption = None,
+    documents: DocumentsOption = "file",
+    context: ContextOption = None,
+    tokens: TokensOption = None,
+    worth: WorthOption = None,
+    explain: ExplainOption = False,
     force: ForceOption = False,
     device: DeviceOption = "auto",
     as_json: Annotated[
@@ -69,11 +88,20 @@ def attend(
     """Show where every head of a model looks on a text.
 
     The model runs with its own kernels; the weights are computed from the inputs of its layers. Prints the
-    strongest looks of each head, unless an output is chosen.
+    strongest looks of each head, unless an output is chosen. With --over, measures what heads do over a whole
+    text instead; --csv then has a row per head.
     """
-    outputs = (Output(npz, is_attention_npz), Output(csv_file, is_attention_csv))
-    read = [path for path in (Path(model), file) if path is not None and path.exists()]
-    require_free(outputs, read, force=force)
+    corpus = OverChoice.of(over, over_targets, documents, context, tokens, worth, explain=explain)
+    is_own_csv = is_attention_csv if corpus is None else is_over_csv
+    outputs = (Output(npz, is_attention_npz), Output(csv_file, is_own_csv))
+    read = [Path(model), *([] if file is None else [file]), *([] if corpus is None else corpus.read())]
+    require_free(outputs, [path for path in read if path.exists()], force=force)
+    if corpus is not None:
+        of_texts = (text, file, target, kind, layers, heads, top, npz, max_new_tokens or None)
+        if any(option is not None for option in of_texts):
+            raise UsageError("--over takes no other text, and no options of one but --csv and --json")
+        show_over(corpus, model, device, csv_file, as_json=as_json)
+        return
     texts = _texts(text, file)
     if file is not None and target is not None:
         raise UsageError("--target goes with one text, not with --file")

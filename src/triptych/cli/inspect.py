@@ -1,7 +1,5 @@
 """`triptych inspect`."""
 
-import csv
-import io
 import json
 import math
 import shlex
@@ -9,14 +7,25 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 import triptych
+from triptych.attending.correlations import Beside, correlations_table, put_beside
 from triptych.checkpoints.family import read_family
 from triptych.cli.outputs import ForceOption, Output, require_free
+from triptych.cli.over import (
+    ContextOption,
+    DocumentsOption,
+    OverChoice,
+    OverOption,
+    OverTargetsOption,
+    TokensOption,
+    print_table,
+    write_rows,
+)
 from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
 from triptych.cli.verbose import VerboseOption
@@ -66,6 +75,11 @@ def inspect(
     parquet: Annotated[
         Path | None, typer.Option("--parquet", help="Write one row per head to this Parquet file.")
     ] = None,
+    over: OverOption = None,
+    over_targets: OverTargetsOption = None,
+    documents: DocumentsOption = "file",
+    context: ContextOption = None,
+    tokens: TokensOption = None,
     force: ForceOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     verbose: VerboseOption = False,
@@ -73,10 +87,12 @@ def inspect(
     """Measure the attention weights of a checkpoint, head by head.
 
     Reports spectra and ranks of W_QK and W_OV, the similarity of W_Q, W_K and W_V next to chance, symmetry
-    and copying. The model is not run.
+    and copying. The model is not run, unless a text is given to measure what heads do (--over).
     """
+    text = OverChoice.of(over, over_targets, documents, context, tokens)
     outputs = (Output(html, is_page), Output(csv_file, _is_own_csv), Output(parquet, is_parquet))
-    require_free(outputs, _read((checkpoint, compare)), force=force)
+    read = [*_read((checkpoint, compare)), *([] if text is None else text.read())]
+    require_free(outputs, read, force=force)
     own = None if family is None else read_family(family)
     chosen_layers = None if layers is None else numbers(layers, "--layers")
     chosen_heads = None if heads is None else numbers(heads, "--heads")
@@ -92,21 +108,32 @@ def inspect(
                 progress=tell,
             )
         found.append(inspection)
+    beside = [
+        put_beside(inspection, text.measure(name).behaviour)
+        for name, inspection in zip((checkpoint, compare), found, strict=False)
+        if text is not None and name is not None
+    ]
     if len(found) == 2 and found[0].name == found[1].name:
         found[1] = replace(found[1], name=f"{found[1].name} (2)")
     if html is not None:
         write_text(html, heads_page(found, shlex.join(["triptych", *sys.argv[1:]])))
     if csv_file is not None:
-        write_text(csv_file, _as_csv(found))
+        write_rows(csv_file, _rows(found, beside))
     if parquet is not None:
-        write_parquet(_rows(found), parquet, [measure.name for measure in MEASURES])
+        write_parquet(_rows(found, beside), parquet, [measure.name for measure in MEASURES])
     if as_json:
-        record = [_record(i) for i in found] if compare is not None else _record(found[0])
+        records = [
+            _record(inspection) | ({} if not beside else _record_beside(beside[place]))
+            for place, inspection in enumerate(found)
+        ]
+        record = records if compare is not None else records[0]
         print(json.dumps(record, allow_nan=False))
         return
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for inspection in found:
         _print(inspection, console)
+    for one in beside:
+        print_table(correlations_table(one), console)
     if len(found) == 2:
         console.print(render_table(side_by_side(*found)))
     for path in (html, csv_file, parquet):
@@ -126,17 +153,21 @@ def _read(names: Sequence[str | None]) -> list[Path]:
     return [path.parent if path.is_file() else path for path in given if path.exists()]
 
 
-def _rows(found: Sequence[Inspection]) -> list[dict[str, object]]:
-    return [{"checkpoint": inspection.name, **row} for inspection in found for row in inspection.rows()]
+def _rows(found: Sequence[Inspection], beside: Sequence[Beside]) -> list[dict[str, object]]:
+    rows: list[Sequence[dict[str, object]]] = [one.rows for one in beside]
+    rows = rows or [inspection.rows() for inspection in found]
+    return [
+        {"checkpoint": inspection.name, **row}
+        for inspection, own in zip(found, rows, strict=True)
+        for row in own
+    ]
 
 
-def _as_csv(found: Sequence[Inspection]) -> str:
-    rows = _rows(found)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+def _record_beside(beside: Beside) -> dict[str, object]:
+    return {
+        "heads": [{name: _plain(value) for name, value in row.items()} for row in beside.rows],
+        "correlations": [asdict(one) for one in beside.correlations],
+    }
 
 
 def _record(inspection: Inspection) -> dict[str, object]:
@@ -150,7 +181,7 @@ def _record(inspection: Inspection) -> dict[str, object]:
     }
 
 
-def _plain(figure: float | None) -> float | str | None:
+def _plain(figure: Any) -> Any:
     """JSON has no number for what is infinite."""
     return "Infinity" if figure == math.inf else figure
 

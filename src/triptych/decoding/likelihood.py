@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from triptych.algebra.resampling import ratio_intervals
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
 from triptych.text import Tokenizer
 
 _LONGEST_CONTEXT = 1024  # where the model itself sets no limit
 _LOGITS_AT_A_TIME = 1 << 26
-_RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def measure_likelihood(
         raise DataError("the text is empty or a single token: there is nothing to predict")
     sums = torch.stack([part.double().sum() for part in parts]).cpu()
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
-    low, high = _interval(sums, counts)
+    low, high = map(float, ratio_intervals(sums, counts))
     nats, tokens = float(sums.sum()), int(counts.sum())
     return Likelihood(nats, tokens, max(1, num_bytes), context, stride, len(losses), (low, high), units)
 
@@ -204,14 +204,3 @@ def measure_likelihood(
 def _bytes_not_predicted(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
     """The bytes of a text's first token."""
     return 0 if not ids else len(tokenizer.decode([ids[:1]])[0].encode())
-
-
-def _interval(sums: Float[Tensor, " units"], counts: Float[Tensor, " units"]) -> tuple[float, float]:
-    """The 95 % interval of `Σ sums / Σ counts`, drawing as many pairs as there are, with replacement."""
-    generator = torch.Generator().manual_seed(0)
-    ratios = torch.empty(_RESAMPLES, dtype=torch.float64)
-    for i in range(_RESAMPLES):
-        drawn = torch.randint(len(sums), (len(sums),), generator=generator)
-        ratios[i] = sums[drawn].sum() / counts[drawn].sum()
-    low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return low, high

@@ -1,0 +1,45 @@
+"""Intervals of figures that are means over a text, by drawing its documents again."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+RESAMPLES = 1000
+
+
+def ratio_intervals(
+    sums: Float[Tensor, "units *figures"],
+    counts: Float[Tensor, "units *counts"],
+    coverage: float = 0.95,
+) -> tuple[Float[Tensor, "*figures"], Float[Tensor, "*figures"]]:
+    """Bootstrap intervals of `Σ sums / Σ counts` over units, such as documents.
+
+    Each of 1,000 resamples draws as many units as there are, with replacement, the same ones for every
+    figure. The draws are the same every time.
+
+    Args:
+        sums: of each unit.
+        counts: of each unit; broadcasts with the sums. A resample in which they sum to 0 is left out.
+        coverage: share of the resamples between the ends.
+
+    Returns:
+        The lower and the upper end, in float64; NaN where the counts of all units are 0.
+
+    Source: Efron 1979, doi 10.1214/aos/1176344552.
+    """
+    counts = counts.double().expand_as(sums)
+    units, shape = sums.shape[0], sums.shape[1:]
+    drawn = _times_drawn(units)
+    totals = drawn @ counts.reshape(units, -1)
+    ratios = drawn @ sums.double().reshape(units, -1) / totals.where(totals > 0, torch.nan)
+    tail = (1 - coverage) / 2
+    low, high = ratios.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.float64), dim=0)
+    return low.reshape(shape), high.reshape(shape)
+
+
+def _times_drawn(units: int) -> Float[Tensor, "resamples units"]:
+    """How often each resample draws each unit."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(units, (RESAMPLES, units), generator=generator)
+    times = torch.zeros(RESAMPLES, units, dtype=torch.float64)
+    return times.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))

@@ -1,0 +1,345 @@
+"""What heads do over a text: how their weights are spread over kinds of keys.
+
+A figure is a mean over the queries of a text, with an interval over its documents, and beside it what a head
+that looks at all visible keys evenly would give.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from triptych.algebra.resampling import ratio_intervals
+
+Kind = Literal["self", "causal", "cross"]
+
+# A head is called by what takes a third of its weight or more, if that is more than looking evenly gives.
+NAMED_FROM = 1 / 3
+_FARTHEST = 1 << 30
+
+
+@final
+@dataclass(frozen=True)
+class Figure:
+    """A figure of what a head does.
+
+    Attributes:
+        name: the name of its column.
+        title: the name for people.
+        meaning: what it is and over which queries, in a sentence.
+        kinds: the kinds of attention that have it.
+        names_head: whether a head can be called by it.
+    """
+
+    name: str
+    title: str
+    meaning: str
+    kinds: tuple[Kind, ...] = ("self", "causal")
+    names_head: bool = False
+
+
+_ALL: tuple[Kind, ...] = ("self", "causal", "cross")
+_BANDS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, _FARTHEST))
+
+
+def _band(low: int, high: int) -> Figure:
+    said = f"{low}" if low == high else f"{low} to {high}" if high < _FARTHEST else f"{low} or more"
+    name = f"distance_{low}" if low == high else f"distance_{low}_{'on' if high == _FARTHEST else high}"
+    return Figure(name, f"distance {said}", f"Weight on keys {said} tokens away, of queries that see any.")
+
+
+FIGURES: tuple[Figure, ...] = (
+    Figure("previous", "previous token", "Weight on the token before the query.", names_head=True),
+    Figure("self", "itself", "Weight on the query's own token.", names_head=True),
+    Figure("next", "next token", "Weight on the token after the query.", ("self",), names_head=True),
+    Figure("first", "first token", "Weight on the first token of the window.", _ALL, names_head=True),
+    Figure("last", "last token", "Weight on the last token.", ("self", "cross"), names_head=True),
+    Figure(
+        "duplicate",
+        "same token before",
+        "Weight on earlier tokens that are the query's token, of queries that have any.",
+        names_head=True,
+    ),
+    Figure(
+        "induction",
+        "what followed the same token",
+        "Weight on earlier tokens that came right after the query's token, of queries that have any.",
+        names_head=True,
+    ),
+    Figure(
+        "diagonal",
+        "diagonal",
+        "Weight on source tokens at most one from where the query is on a straight line through both texts.",
+        ("cross",),
+        names_head=True,
+    ),
+    Figure("elsewhere", "elsewhere", "Weight on keys of no kind above.", _ALL),
+    *(_band(low, high) for low, high in _BANDS),
+    Figure("distance", "mean distance", "Mean distance in tokens to where the weight is."),
+    Figure("entropy", "entropy", "Entropy of a query's weights in nats.", _ALL),
+)
+
+
+def figures_of(kind: Kind) -> tuple[Figure, ...]:
+    """The figures that a kind of attention has."""
+    return tuple(figure for figure in FIGURES if kind in figure.kinds)
+
+
+def key_classes(
+    kind: Kind, query_ids: Int[Tensor, " query_len"], key_ids: Int[Tensor, " key_len"]
+) -> dict[str, Bool[Tensor, "query_len key_len"]]:
+    """The keys of each class, for every query.
+
+    Args:
+        kind: "self" or "causal", where both sides are one sequence, or "cross".
+        query_ids: tokens that ask.
+        key_ids: tokens that are asked.
+
+    Returns:
+        By the name of its figure, where a key is of the class. A key may be of several.
+    """
+    rows, columns = len(query_ids), len(key_ids)
+    query, key = torch.arange(rows)[:, None], torch.arange(columns)[None]
+    if kind == "cross":
+        place = query * (columns - 1) / max(1, rows - 1)
+        return {
+            "first": (key == 0).expand(rows, columns),
+            "last": (key == columns - 1).expand(rows, columns),
+            "diagonal": (key - place).abs() <= 1,
+        }
+    same, before = query_ids[:, None] == key_ids[None], key < query
+    followed = torch.cat([torch.zeros(rows, 1, dtype=torch.bool), same[:, :-1]], dim=1)
+    found = {
+        "previous": key == query - 1,
+        "self": key == query,
+        "next": key == query + 1,
+        "first": (key == 0).expand(rows, columns),
+        "last": (key == columns - 1).expand(rows, columns),
+        "duplicate": same & before,
+        "induction": followed & before,
+    }
+    away = (query - key).abs()
+    bands = {_band(low, high).name: (away >= low) & (away <= high) for low, high in _BANDS}
+    names = {figure.name for figure in figures_of(kind)}
+    return {name: keys for name, keys in (found | bands).items() if name in names}
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Sums over the queries of a piece of text.
+
+    Attributes:
+        heads: `[figures, heads]`.
+        even: `[figures]`, the same sums of a head that looks evenly at all keys that a query sees.
+        counts: `[figures]`, the queries that a figure is of.
+    """
+
+    heads: Float[Tensor, "figures heads"]
+    even: Float[Tensor, " figures"]
+    counts: Float[Tensor, " figures"]
+
+    def __add__(self, other: "Sums") -> "Sums":
+        return Sums(self.heads + other.heads, self.even + other.even, self.counts + other.counts)
+
+
+@final
+class RowFigures:
+    """The figures of the queries of one sequence, for the weights of any layer."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        visible: Bool[Tensor, "query_len key_len"],
+        query_ids: Int[Tensor, " query_len"],
+        key_ids: Int[Tensor, " key_len"],
+    ) -> None:
+        """Find the keys of every class, for every query.
+
+        Queries that see a single key are left out: all heads do the same there. Those of a figure of a class
+        are the ones that see a key of the class.
+
+        Args:
+            kind: of attention.
+            visible: the keys that each query may attend to.
+            query_ids: tokens that ask.
+            key_ids: tokens that are asked.
+        """
+        self.kind, self.visible = kind, visible
+        seen = visible.sum(dim=-1)
+        rows, even = seen > 1, visible.double() / seen.clamp(min=1)[:, None]
+        classes = {name: keys & visible for name, keys in key_classes(kind, query_ids, key_ids).items()}
+        named = torch.stack([classes[figure.name] for figure in figures_of(kind) if figure.names_head])
+        classes["elsewhere"] = visible & ~named.any(dim=0)
+        away = (torch.arange(len(query_ids))[:, None] - torch.arange(len(key_ids))).abs()
+        factors, counted = list[Tensor](), list[Tensor]()
+        for figure in figures_of(kind)[:-1]:  # entropy comes last, and is no sum over keys
+            keys = classes.get(figure.name)
+            factors.append((away if keys is None else keys).float())
+            counted.append(rows if keys is None or figure.name == "elsewhere" else rows & keys.any(dim=-1))
+        self._factors = torch.stack(factors, dim=-1)  # [query_len, key_len, figures]
+        self._counted = torch.stack([*counted, rows])  # [figures, query_len]
+        of_even = torch.einsum("qk,qkf->fq", even, self._factors.double())
+        of_even = torch.cat([of_even, seen.clamp(min=1).double().log()[None]])
+        self._even = (of_even * self._counted).sum(dim=-1)
+
+    def sums(self, weights: Float[Tensor, "heads query_len key_len"]) -> Sums:
+        """Add the figures up over the queries; the weights are those after the softmax."""
+        by_query = weights.transpose(0, 1) @ self._factors.to(weights.dtype)
+        entropy = -torch.special.xlogy(weights, weights).sum(dim=-1)
+        whole = torch.cat([by_query.permute(2, 1, 0), entropy[None]]).double()
+        heads = (whole * self._counted[:, None]).sum(dim=-1)
+        return Sums(heads, self._even, self._counted.sum(dim=-1).double())
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class HeadFigures:
+    """A figure of every head of a layer.
+
+    Attributes:
+        value: the mean over the text; NaN if no query of the text has it.
+        low: lower end of the 95 % interval; likewise `high`.
+        even: what a head that looks evenly would give.
+        count: queries that it is a mean of.
+    """
+
+    value: Float[Tensor, " heads"]
+    low: Float[Tensor, " heads"]
+    high: Float[Tensor, " heads"]
+    even: float
+    count: int
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LayerBehaviour:
+    """What the heads of a layer do over a text.
+
+    Attributes:
+        stack: "encoder", "decoder" or "cross".
+        layer: its number in the stack.
+        kind: of attention.
+        figures: by name, those of `figures_of(kind)`.
+    """
+
+    stack: str
+    layer: int
+    kind: Kind
+    figures: dict[str, HeadFigures]
+
+    @classmethod
+    def of_sums(cls, stack: str, layer: int, kind: Kind, units: Sequence[Sums]) -> "LayerBehaviour":
+        """From the sums of every document (or window), which intervals are drawn over."""
+        sums = torch.stack([unit.heads for unit in units])
+        counts = torch.stack([unit.counts for unit in units])
+        even = torch.stack([unit.even for unit in units]).sum(dim=0)
+        total = counts.sum(dim=0)
+        low, high = ratio_intervals(sums, counts[..., None])
+        found = {}
+        for place, figure in enumerate(figures_of(kind)):
+            count = float(total[place])
+            divisor = count if count else math.nan
+            found[figure.name] = HeadFigures(
+                sums[:, place].sum(dim=0) / divisor,
+                low[place],
+                high[place],
+                float(even[place]) / divisor,
+                int(count),
+            )
+        return cls(stack, layer, kind, found)
+
+    @property
+    def name(self) -> str:
+        return f"{self.stack} {self.layer}"
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.figures["entropy"].value)
+
+    def called(self, head: int) -> str:
+        """The title of what a head does most, if it does it clearly; else "".
+
+        Of the figures by which a head can be called, the largest of those that are at least a third and whose
+        interval lies above what looking evenly gives.
+        """
+        best, title = NAMED_FROM, ""
+        for figure in figures_of(self.kind):
+            found = self.figures[figure.name]
+            value = float(found.value[head])
+            if figure.names_head and value >= best and float(found.low[head]) > found.even:
+                best, title = value, figure.title
+        return title
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat record per head; a figure that nothing shows is None."""
+        found = []
+        for head in range(self.num_heads):
+            row: dict[str, Any] = {
+                "stack": self.stack,
+                "layer": self.layer,
+                "head": head,
+                "called": self.called(head),
+            }
+            for name, figure in self.figures.items():
+                ends = [float(end[head]) for end in (figure.value, figure.low, figure.high)]
+                for end, number in zip(("", "_low", "_high", "_even"), (*ends, figure.even), strict=True):
+                    row[name + end] = None if math.isnan(number) else number
+            found.append(row)
+        return found
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Behaviour:
+    """What all heads of a model do over a text.
+
+    Attributes:
+        model: its name.
+        layers: in the order of the model.
+        units: what intervals are drawn over: "documents", or of a single document its "windows".
+        num_units: how many there are.
+        tokens: of the text, both sides of a translator.
+        context: tokens of a window at most.
+    """
+
+    model: str
+    layers: tuple[LayerBehaviour, ...]
+    units: str
+    num_units: int
+    tokens: int
+    context: int
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat record per head: its place, what it is called, and every figure with its interval."""
+        return [row for layer in self.layers for row in layer.rows()]
+
+    def most(self, figure: str, count: int = 3) -> list[tuple[LayerBehaviour, int]]:
+        """The heads with the largest values of a figure, largest first."""
+        found = [
+            (layer, head)
+            for layer in self.layers
+            if figure in layer.figures and layer.figures[figure].count
+            for head in range(layer.num_heads)
+        ]
+        return sorted(found, key=lambda place: -float(place[0].figures[figure].value[place[1]]))[:count]
+
+    def summary(self) -> tuple[str, ...]:
+        """For every figure that a head can be called by: the head that does it most, or that none does."""
+        lines = []
+        for figure in FIGURES:
+            if not figure.names_head:
+                continue
+            for layer, head in self.most(figure.name, 1):
+                found = layer.figures[figure.name]
+                value, low, high = (float(t[head]) for t in (found.value, found.low, found.high))
+                said = "" if layer.called(head) == figure.title else " (no head is called by it)"
+                lines.append(
+                    f"{figure.title}: {layer.name} head {head}, {value:.2f} ({low:.2f} to {high:.2f}; "
+                    f"evenly {found.even:.2f}){said}"
+                )
+        return tuple(lines)

@@ -1,0 +1,147 @@
+"""What heads write for the tokens that they look at: W_OV read through a model's output table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from triptych.algebra.resampling import ratio_intervals
+from triptych.attending.attention import LayerAttention
+from triptych.attending.capture import LayerCall
+from triptych.attending.over_text import Told, Windows, ids_of, layers_of, read_windows
+from triptych.attending.readers import Reader
+from triptych.models import EncoderDecoder, LanguageModel
+
+# Of what a head writes, a token counts as written that is among so many of the nearest.
+NEAREST = 5
+# Multiplications for the logits of one layer of one window: it is tried at fewer tokens of larger models.
+_MOST_PRODUCTS = 1 << 32
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class OutputTable:
+    """The last norm and the output table of a model, as they read a change of the stream.
+
+    Attributes:
+        norm: the norm before the table.
+        table: `[vocab, d_model]`.
+    """
+
+    norm: nn.Module
+    table: Float[Tensor, "vocab d_model"]
+
+    @classmethod
+    def of(cls, model: EncoderDecoder | LanguageModel, stack: str) -> "OutputTable | None":
+        """Of a stack of a model; None where nothing reads it as tokens.
+
+        An encoder without output is read through its embedding table.
+        """
+        if isinstance(model, EncoderDecoder):
+            return None if stack == "encoder" else cls(model.decoder_norm, model.output.weight)
+        if model.head is not None and model.head.config.width is None:
+            return cls(model.final_norm, model.head.output.weight)
+        table = model.embeddings.table.weight
+        return cls(model.final_norm, table) if model.embeddings.map is None else None
+
+    def logits(self, written: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
+        """The logits of what is written, alone in the stream, without the bias of the norm."""
+        nothing = self.norm(torch.zeros_like(written[..., :1, :]))
+        logits: Tensor = (self.norm(written) - nothing) @ self.table.mT
+        return logits
+
+
+@torch.no_grad()
+def nearest_tokens(
+    layer: LayerAttention, table: OutputTable, head: int, count: int = NEAREST
+) -> Int[Tensor, "keys count"]:
+    """The tokens nearest to what a head writes for each key that it may look at, the nearest first.
+
+    Args:
+        layer: of one text.
+        table: of the model.
+        head: its number.
+        count: tokens for each key.
+    """
+    return table.logits(_written(layer.call, slice(None))[head]).topk(count, dim=-1).indices
+
+
+def _written(call: LayerCall, keys: slice | Tensor) -> Float[Tensor, "heads keys d_model"]:
+    """What every head writes for inputs, `y W_V W_O`, biases left out."""
+    y = (call.x if call.memory is None else call.memory)[0, keys]
+    return call.layer.weights().ov.apply(y)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LayerWriting:
+    """How much heads write the very tokens that they look at, with 95 % intervals.
+
+    Attributes:
+        stack: "encoder" or "decoder".
+        layer: its number in the stack.
+        copies: `[heads]`, the share of a head's weight on tokens that are among the 5 nearest to what it
+            writes for them.
+        low: lower end; likewise `high`.
+        chance: of 5 tokens drawn from the vocabulary.
+    """
+
+    stack: str
+    layer: int
+    copies: Float[Tensor, " heads"]
+    low: Float[Tensor, " heads"]
+    high: Float[Tensor, " heads"]
+    chance: float
+
+
+@torch.no_grad()
+def measure_copies(
+    reader: Reader, windows: Windows, progress: Told = lambda done, total: None
+) -> tuple[LayerWriting, ...]:
+    """How much of a head's weight is on tokens that it writes, over a text; none for cross-attention.
+
+    Args:
+        reader: the model.
+        windows: of the text; see `cut_windows`.
+        progress: told how many windows of how many are done.
+    """
+    units = max(windows.unit_of) + 1
+    found: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+    size = 1
+    for unit, attention in read_windows(reader, windows, progress):
+        for stack, layer in layers_of(attention):
+            table = OutputTable.of(reader.model, stack.kind)
+            if table is None or stack.kind == "cross":
+                continue
+            size = len(table.table)
+            ids = ids_of(attention, stack)[1].to(table.table.device)
+            keys = _spread(ids, _MOST_PRODUCTS // (layer.num_heads * table.table.numel()))
+            looked = layer.weights().sum(dim=1)[:, keys].double().cpu()
+            logits = table.logits(_written(layer.call, keys))
+            own = logits.gather(-1, ids[keys].expand(len(logits), -1)[..., None])
+            hits = ((logits > own).sum(dim=-1) < NEAREST).double().cpu()
+            empty = torch.zeros(units, layer.num_heads, dtype=torch.float64)
+            sums, counts = found.setdefault((stack.kind, layer.number), (empty, empty.clone()))
+            sums[unit] += (looked * hits).sum(dim=1)
+            counts[unit] += looked.sum(dim=1)
+    return tuple(
+        LayerWriting(
+            *place, sums.sum(dim=0) / counts.sum(dim=0), *ratio_intervals(sums, counts), NEAREST / size
+        )
+        for place, (sums, counts) in found.items()
+    )
+
+
+def _spread(ids: Int[Tensor, " keys"], most: int) -> Int[Tensor, " kept"]:
+    """Keys that are tokens, evenly spread, so many at most and one at least."""
+    keys = (ids >= 0).nonzero()[:, 0]
+    step = -(-len(keys) // max(1, most))
+    return keys[::step]
+
+
+def titles(tokens: Sequence[str], ids: Int[Tensor, " count"]) -> tuple[str, ...]:
+    """Tokens by number."""
+    return tuple(tokens[int(i)] for i in ids)

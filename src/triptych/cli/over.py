@@ -1,0 +1,177 @@
+"""What `attend --over` and `inspect --over` share: a text, and what is measured of heads over it."""
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import typer
+from rich.console import Console
+
+import triptych
+from triptych.attending import open_reader
+from triptych.attending.over import OverText, read_texts
+from triptych.cli.progress import progress_bar
+from triptych.errors import UsageError
+from triptych.files import write_text
+from triptych.reports import Table, render_table
+from triptych.text import read_lines
+
+OverOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--over",
+        help="Measure what heads do over this text: a file or a folder; of translators a file of lines.",
+    ),
+]
+OverTargetsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--over-targets",
+        help="With --over, of translators: the translations, line by line. Default: their own.",
+    ),
+]
+DocumentsOption = Annotated[
+    Literal["file", "line", "blank-lines"],
+    typer.Option(
+        "--documents",
+        help="With --over: what a document is in a plain text file. Intervals are over documents.",
+    ),
+]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        min=2,
+        help="With --over: tokens of a window. Default: the model's positions, at most 256.",
+    ),
+]
+TokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens",
+        min=1,
+        help="With --over: tokens to read. Default: 65,536, and 8,192 for --worth and --explain.",
+    ),
+]
+
+
+WorthOption = Annotated[
+    Literal["zero", "mean", "even"] | None,
+    typer.Option(
+        "--worth",
+        help="With --over: the loss without each head. Its output becomes zero, its mean over the text, or "
+        "what it would be if it looked evenly.",
+    ),
+]
+ExplainOption = Annotated[
+    bool,
+    typer.Option(
+        "--explain",
+        help="With --over: how well W_QK, cut to several ranks, explains where heads look, and whether they "
+        "write the tokens that they look at.",
+    ),
+]
+_CSV_START = b"stack,layer,head,called,"
+
+
+class OverChoice(NamedTuple):
+    """A text to measure heads over, as the options have it."""
+
+    text: Path
+    targets: Path | None
+    documents: Literal["file", "line", "blank-lines"]
+    context: int | None
+    tokens: int | None
+    worth: Literal["zero", "mean", "even"] | None
+    explain: bool
+
+    @classmethod
+    def of(
+        cls,
+        text: Path | None,
+        targets: Path | None,
+        documents: Literal["file", "line", "blank-lines"],
+        context: int | None,
+        tokens: int | None,
+        worth: Literal["zero", "mean", "even"] | None = None,
+        *,
+        explain: bool = False,
+    ) -> "OverChoice | None":
+        """The text; None without --over.
+
+        Raises:
+            UsageError: options that go with --over are given without it.
+        """
+        if text is not None:
+            return cls(text, targets, documents, context, tokens, worth, explain)
+        given = {
+            "--over-targets": targets is not None,
+            "--documents": documents != "file",
+            "--context": context is not None,
+            "--tokens": tokens is not None,
+            "--worth": worth is not None,
+            "--explain": explain,
+        }
+        if found := [name for name, is_given in given.items() if is_given]:
+            raise UsageError(f"{found[0]} goes with --over: name a text")
+        return None
+
+    def read(self) -> list[Path]:
+        """The files that are read."""
+        return [path for path in (self.text, self.targets) if path is not None]
+
+    def measure(self, model: str, device: str = "auto") -> OverText:
+        """Measure what the heads of a model do over the text."""
+        reader = open_reader(model, device)
+        documents = read_texts(reader, self.text, self.documents)
+        with progress_bar("{task.description}", "reading", of_bytes=False) as tell:
+            return triptych.attend_over(
+                reader,
+                documents,
+                None if self.targets is None else read_lines(self.targets),
+                worth=self.worth,
+                explain=self.explain,
+                context=self.context,
+                most_tokens=self.tokens,
+                progress=tell,
+            )
+
+
+def show_over(choice: OverChoice, model: str, device: str, csv_file: Path | None, *, as_json: bool) -> None:
+    """Measure the heads of a model over a text, and print or write what they do."""
+    found = choice.measure(model, device)
+    if csv_file is not None:
+        write_rows(csv_file, found.rows())
+    if as_json:
+        print(json.dumps(found.record(), allow_nan=False))
+        return
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for table in found.tables():
+        print_table(table, console)
+    if csv_file is not None:
+        console.print(f"written: {csv_file}")
+
+
+def is_over_csv(path: Path) -> bool:
+    """Whether a file has the columns of heads over a text."""
+    with path.open("rb") as file:
+        return file.readline(1000).startswith(_CSV_START)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table with its title and its caption."""
+    console.print(table.title)
+    console.print(render_table(table))
+    console.print(f"{table.caption}\n")
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write a CSV file with a row per head."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())

@@ -1,0 +1,108 @@
+"""Parts of scores that add up, and heads whose weights explain all or nothing of where they look."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from attending.tiny_readers import TEXTS, language_reader
+from triptych.attending.explaining import (
+    divergence,
+    explain_call,
+    explain_text,
+    in_float64,
+    looks_by,
+    of_rank,
+    score_parts,
+)
+from triptych.attending.over_text import cut_windows
+from triptych.attending.writing import OutputTable, measure_copies, nearest_tokens
+
+PARTS = {
+    "learned": {"content", "biases"},
+    "rotary": {"content", "biases", "distance"},
+    "alibi": {"content", "biases", "position_bias"},
+}
+
+
+def a_call(scheme: Any) -> Any:
+    reader = language_reader(scheme)
+    (attention,) = reader.read([TEXTS[2]])
+    return reader, attention.weights.layers[1]
+
+
+@pytest.mark.parametrize("scheme", PARTS)
+def test_the_parts_of_the_scores_add_up_to_what_the_softmax_takes(scheme: str) -> None:
+    _, layer = a_call(scheme)
+    taken = score_parts(layer.call)
+    assert set(taken.parts) == PARTS[scheme]
+    torch.testing.assert_close(sum(taken.parts.values()), taken.total)
+    visible = layer.queries_and_keys().visible()[0, 0]
+    torch.testing.assert_close(looks_by(taken.total, visible), layer.weights())
+
+
+@pytest.mark.parametrize("scheme", PARTS)
+def test_shares_add_up_to_one_and_a_head_of_the_rank_is_explained_by_it(scheme: str) -> None:
+    _, layer = a_call(scheme)
+    weights, _, _ = in_float64(layer.call)
+    visible = layer.queries_and_keys().visible()[0, 0]
+    cut = {rank: of_rank(weights, rank, 32) for rank in (1, 4)}  # queries are 4 wide
+    found = explain_call(layer.call, visible, cut)
+    torch.testing.assert_close(sum(found.shares.values()) / found.energy, torch.ones(4).double())
+    assert float(found.nats["rank 4"].max()) < 1e-9
+    assert float(found.nats["rank 1"].min()) > 1e-4
+    assert found.hits["rank 4"].tolist() == [found.count] * 4
+
+
+def test_a_head_of_rank_one_is_explained_by_one_direction() -> None:
+    reader = language_reader()
+    layer = reader.model.blocks[0].self_attention
+    with torch.no_grad():
+        maps = layer.projections
+        maps.q_proj.weight[1:4] = 0  # one channel of head 0 is left
+        maps.q_proj.bias.zero_()
+    windows = cut_windows(reader, TEXTS)
+    found = explain_text(reader, windows)[0].figures
+    assert float(found["rank_1_nats"][0][0]) == pytest.approx(0, abs=1e-9)
+    assert float(found["rank_1_nats"][0][1]) > 1e-4
+    assert bool((found["even_nats"][0] > 0).all())
+
+
+def test_content_alone_is_everything_without_biases_and_positions() -> None:
+    reader = language_reader()
+    for block in reader.model.blocks:
+        with torch.no_grad():
+            block.self_attention.projections.q_proj.bias.zero_()
+            block.self_attention.projections.k_proj.bias.zero_()
+    found = explain_text(reader, cut_windows(reader, TEXTS))[1].figures
+    for end in found["content_share"]:
+        torch.testing.assert_close(end, torch.ones(4).double())
+    assert float(found["content_nats"][0].max()) < 1e-9
+
+
+def test_a_divergence_is_zero_of_itself_and_infinite_of_what_misses_a_key() -> None:
+    p, q = torch.tensor([[[0.5, 0.5]]]), torch.tensor([[[1.0, 0.0]]])
+    assert divergence(p, p).item() == 0
+    assert divergence(p, q).item() == float("inf")
+    assert divergence(q, p).item() == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_a_head_that_moves_what_it_reads_writes_the_tokens_that_it_looks_at() -> None:
+    reader = language_reader(d_model=64, num_heads=1, num_layers=1)
+    block = reader.model.blocks[0]
+    with torch.no_grad():
+        maps = block.self_attention.projections
+        maps.v_proj.weight.copy_(torch.eye(64))
+        maps.o_proj.weight.copy_(torch.eye(64))
+        reader.model.embeddings.positions.weight.zero_()
+    (found,) = measure_copies(reader, cut_windows(reader, TEXTS))
+    assert found.copies.tolist() == [1]
+    assert found.chance < 0.02
+    (attention,) = reader.read([TEXTS[0]])
+    table = OutputTable.of(reader.model, "decoder")
+    assert table is not None
+    nearest = nearest_tokens(attention.weights.layers[0], table, 0, 1)[:, 0]
+    assert tuple(nearest.tolist()) == attention.ids
+    with torch.no_grad():
+        maps.o_proj.weight.neg_()
+    assert measure_copies(reader, cut_windows(reader, TEXTS))[0].copies.tolist() == [0]

@@ -1,0 +1,71 @@
+"""Everything that is measured over a text, in one record, and windows of texts."""
+
+import json
+
+import pytest
+
+from attending.tiny_readers import TEXTS, language_reader, pair_reader
+from triptych.attending.behaviour import figures_of
+from triptych.attending.over import attend_over
+from triptych.attending.over_text import cut_windows
+from triptych.errors import UsageError
+
+
+def test_a_record_has_every_figure_of_every_head_and_is_json() -> None:
+    found = attend_over(language_reader(), TEXTS, worth="mean", explain=True, context=16)
+    rows = found.rows()
+    assert [(row["layer"], row["head"]) for row in rows] == [(i, j) for i in range(2) for j in range(4)]
+    names = {figure.name for figure in figures_of("causal")}
+    assert names | {"worth", "added", "content_share", "rank_2_nats", "copies"} <= rows[0].keys()
+    assert json.dumps(rows, allow_nan=False)
+    assert [table.title for table in found.tables()] == [
+        "What heads do",
+        "What heads are worth",
+        "What explains where heads look",
+    ]
+
+
+def test_a_translator_has_three_kinds_of_heads_and_alignments() -> None:
+    texts = ["Anna sees Ben", "Ben sees Anna", "Carl runs"]
+    found = attend_over(pair_reader(), texts, ["Anna sieht Ben", "Ben sieht Anna", "Carl rennt"])
+    stacks = [row["stack"] for row in found.rows()]
+    assert {stack: stacks.count(stack) for stack in stacks} == {"encoder": 8, "decoder": 8, "cross": 8}
+    assert found.alignments is not None
+    assert found.alignments[0].num_anchors == 5
+    assert found.rows()[-1]["aligned_read"] is not None
+    assert found.rows()[0]["aligned_read"] is None
+
+
+def test_what_the_model_itself_translates_has_a_loss_too() -> None:
+    found = attend_over(pair_reader(), TEXTS[:2], worth="zero")
+    assert found.worth is not None
+    assert len(found.worth.heads) == 24
+    assert found.worth.loss > 0
+
+
+def test_windows_cover_a_document_side_by_side() -> None:
+    reader = language_reader()
+    (ids,) = reader.tokenizer.encode([TEXTS[2]])
+    found = cut_windows(reader, [TEXTS[2], ""], context=5)
+    kept = ids[:-1] if len(ids) % 5 == 1 else ids  # a token alone has nothing to look at
+    assert [token for window in found.windows for token in window.ids] == kept
+    assert max(len(window.ids) for window in found.windows) == 5
+    assert (found.units, len(set(found.unit_of))) == ("windows", len(found.windows))
+    assert cut_windows(reader, TEXTS, context=5).units == "documents"
+
+
+@pytest.mark.parametrize(
+    ("said", "call"),
+    [
+        ("64 positions", lambda: cut_windows(language_reader(), TEXTS, context=65)),
+        ("does not translate", lambda: cut_windows(language_reader(), TEXTS, TEXTS)),
+        ("give one for each", lambda: cut_windows(pair_reader(), TEXTS, TEXTS[:1])),
+        ("whole lines", lambda: cut_windows(pair_reader(), TEXTS, context=8)),
+        ("nothing to measure", lambda: cut_windows(language_reader(), ["", "  "])),
+        ("no loss", lambda: attend_over(language_reader(kind="encoder"), TEXTS, worth="zero")),
+    ],
+)
+def test_what_does_not_fit_the_model_is_said(said: str, call: object) -> None:
+    assert callable(call)
+    with pytest.raises(UsageError, match=said):
+        call()

@@ -1,0 +1,111 @@
+"""The loss without a head, against a model whose weights were changed by hand."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from attending.tiny_readers import TEXTS, language_reader, pair_reader
+from triptych.algebra.moments import MomentsGatherer
+from triptych.algebra.rewrites.heads import measure_importance
+from triptych.attending.capture import record_calls
+from triptych.attending.leaving_out import batches_of, head_outputs, run_whole
+from triptych.attending.over_text import cut_windows
+from triptych.attending.worth import measure_worth
+from triptych.errors import UsageError
+from triptych.models.sites import attention_sites
+
+
+def loss(reader: Any, windows: Any) -> float:
+    (total, count) = (0.0, 0)
+    with torch.no_grad():
+        for batch in batches_of(reader, windows, 1):
+            hidden, _ = run_whole(reader.model, batch)
+            logits = reader.model.head(hidden) if batch.src is None else reader.model.logits(hidden)
+            log_probs = logits.log_softmax(dim=-1).gather(-1, batch.targets[..., None])[..., 0]
+            total -= float(log_probs[batch.predicts].sum())
+            count += int(batch.predicts.sum())
+    return total / count
+
+
+def windows_of(reader: Any) -> Any:
+    targets = TEXTS[::-1] if hasattr(reader, "start_id") else None
+    return cut_windows(reader, TEXTS, targets, context=None if targets else 16)
+
+
+def changed(reader: Any, windows: Any, instead: str, name: str, head: int) -> float:
+    """The loss of a model whose head was changed in its weights."""
+    other = copy.copy(reader)
+    other.model = copy.deepcopy(reader.model)
+    site = next(site for site in attention_sites(other.model) if site.name == name)
+    maps = site.layer.projections
+    width = maps.o_proj.weight.shape[1] // site.layer.num_heads
+    own = slice(head * width, (head + 1) * width)
+    with torch.no_grad():
+        if instead == "even":  # scores of 0
+            maps.q_proj.weight[own] = 0
+            maps.q_proj.bias[own] = 0
+            return loss(other, windows)
+        if instead == "mean":
+            rows = []
+            for batch in batches_of(other, windows, 1):
+                with head_outputs([site]) as found:
+                    run_whole(other.model, batch)
+                rows.append(found[name][0][batch.tokens_of(site, other.model)])
+            maps.o_proj.bias += maps.o_proj.weight[:, own] @ torch.cat(rows).mean(dim=0)[own]
+        maps.o_proj.weight[:, own] = 0
+    return loss(other, windows)
+
+
+@pytest.mark.parametrize("instead", ["zero", "mean", "even"])
+@pytest.mark.parametrize("make", [language_reader, pair_reader], ids=["decoder", "encoder-decoder"])
+def test_a_head_is_worth_the_loss_of_the_model_without_it(make: Any, instead: Any) -> None:
+    reader = make()
+    windows = windows_of(reader)
+    found = measure_worth(reader, windows, instead)
+    assert found.loss == pytest.approx(loss(reader, windows))
+    assert len(found.heads) == sum(site.layer.num_heads for site in attention_sites(reader.model))
+    for one in [*found.heads[:2], *found.heads[-2:], *{head.stack: head for head in found.heads}.values()]:
+        without = changed(reader, windows, instead, f"{one.stack}.{one.layer}", one.head)
+        assert one.change == pytest.approx(without - found.loss, abs=1e-9)
+        assert one.low <= one.change <= one.high
+
+
+def test_the_most_important_head_comes_first_and_a_layer_has_an_order() -> None:
+    reader = language_reader()
+    found = measure_worth(reader, windows_of(reader), "zero")
+    changes = [head.change for head in found.heads]
+    assert changes == sorted(changes, reverse=True)
+    own = {head.head: head.change for head in found.heads if head.layer == 1}
+    assert found.of("decoder", 1) == tuple(own[head] for head in range(4))
+
+
+def test_what_a_head_adds_is_what_prune_heads_measures() -> None:
+    reader = language_reader()
+    windows = windows_of(reader)
+    found = measure_worth(reader, windows, "zero")
+    site = attention_sites(reader.model)[1]
+    gatherer = MomentsGatherer()
+    with torch.no_grad():
+        for window in windows.windows:
+            with record_calls(reader.model) as calls:
+                reader.model.hidden(torch.tensor([window.ids[:-1]]))
+            gatherer.add(site.layer.weights("causal"), calls[1].x)
+    expected = measure_importance(site.layer.weights("causal"), gatherer.result())
+    added = {head.head: head.added for head in found.heads if head.layer == 1}
+    assert [added[head] for head in range(4)] == pytest.approx(expected.tolist())
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    reader = language_reader()
+    windows = windows_of(reader)
+    before = loss(reader, windows)
+    measure_worth(reader, windows, "even")
+    assert loss(reader, windows) == before
+
+
+def test_an_encoder_has_no_loss() -> None:
+    reader = language_reader(kind="encoder")
+    with pytest.raises(UsageError, match="predicts no text"):
+        measure_worth(reader, cut_windows(reader, TEXTS))

@@ -1,0 +1,66 @@
+"""Readers of tiny models in float64, with a byte-level tokenizer of their own."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from triptych.attending.readers import LanguageReader, PairReader, TranslatorTokens
+from triptych.decoding import Translator
+from triptych.models import (
+    AttentionConfig,
+    DecoderConfig,
+    EncoderConfig,
+    EncoderDecoder,
+    LanguageModel,
+    LanguageModelConfig,
+    ModelConfig,
+    PositionsConfig,
+)
+from triptych.runs import OpenedModel
+from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers
+
+BIASED = AttentionConfig.model_validate(dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), True))
+TEXTS = ["the cat sat on the mat", "a dog ran", "where is the cat now, and where is the dog?"]
+
+
+@cache
+def tokenizers() -> TokenizerPair:
+    return train_tokenizers(TokenizerSpec(vocab_size=280), TEXTS, TEXTS)
+
+
+def language_reader(scheme: Any = "learned", kind: Any = "decoder", **options: Any) -> LanguageReader:
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "d_model": 16, "num_heads": 4, "d_ff": 16, "context": 32}
+    positions = PositionsConfig(scheme=scheme, max_tokens=64)
+    config = LanguageModelConfig(**{**sizes, **options}, attention=BIASED, positions=positions)
+    model = LanguageModel.of(config, kind, tokenizers().source.vocab_size).double().eval()
+    _stir(model)
+    return LanguageReader("tiny", OpenedModel(model, tokenizers().source, ()))
+
+
+def pair_reader() -> PairReader:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        d_model=16,
+        num_heads=4,
+        d_ff=16,
+        encoder=EncoderConfig(num_layers=2, attention=BIASED),
+        decoder=DecoderConfig(num_layers=2, attention=BIASED, cross_attention=BIASED),
+    )
+    both = tokenizers()
+    model = EncoderDecoder.of(config, both.source.vocab_size, both.target.vocab_size, both.source.pad_id)
+    _stir(model.double().eval())
+    return PairReader("tiny", model, TranslatorTokens(Translator(model, both)))
+
+
+def _stir(model: torch.nn.Module) -> None:
+    """Biases that do something, and heads that look somewhere."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif "q_proj" in name or "k_proj" in name:
+                parameter.mul_(3)
+            elif "table" in name:
+                parameter.mul_(30)

@@ -1,0 +1,26 @@
+"""`triptych attend --over`: what it prints, writes and refuses."""
+
+import json
+from pathlib import Path
+
+from command import Command
+
+
+def test_the_command_prints_tables_or_one_json_object(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    text, table = tmp_path / "text.txt", tmp_path / "heads.csv"
+    text.write_text("eins zwei\nzwei drei vier\nvier eins\n")
+    call = ["attend", small_run, "--over", text, "--worth", "mean"]
+    answer = triptych(*call, "--csv", table)
+    assert answer.code == 0, answer.err
+    assert "What heads are worth" in answer.out
+    record = json.loads(triptych(*call, "--json").out)
+    assert len(record["worth"]["order"]) == len(record["heads"])
+    assert [row["head"] for row in record["heads"]] == [
+        int(line.split(",")[2]) for line in table.read_text().splitlines()[1:]
+    ]
+    for wrong in (["--over", text, "a text"], ["a text", "--worth", "mean"]):
+        answer = triptych("attend", small_run, *wrong)
+        assert answer.code == 2
+        assert "--over" in answer.err
