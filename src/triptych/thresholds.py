@@ -33,6 +33,13 @@ MIN_KEYS_OF_ALL_HEADS, MIN_HEADS_OF_A_BATCH = 4096, 4
 # Up to so many queries a head, as in a step, decoding on a CPU is up to 12 % faster with products than with
 # torch's kernel, and at most 1 % slower (docs/log.md, "a step of decoding, again").
 FEW_QUERIES = 16
+# Rows of a product that the layout of packed weights is chosen for; it serves all others as well.
+PACKED_ROWS = 32
+# Packed weights are a copy. They are made of models whose weights take at most this share of the memory.
+SHARE_PACKED = 0.125
+# In bfloat16 a step reads the cache up to a multiple of so many tokens: oneDNN takes about 0.5 ms to prepare
+# itself for another length.
+EVEN_SLOTS = 64
 # Finished sentences are taken out of the batch when they are this share of it: each time, the caches of the
 # others are copied.
 SHARE_DONE = 0.2

@@ -66,8 +66,9 @@ def test_rows_are_reordered_repeated_and_left_out(rows: list[int]) -> None:
     assert_same(rest, layer(x[kept], causal=True).output[:, 5:], kind="output")
 
 
-def test_what_was_appended_comes_back_in_order() -> None:
-    cache = LayerCache()
+@pytest.mark.parametrize("columns", [False, True])
+def test_what_was_appended_comes_back_in_order(columns: bool) -> None:
+    cache = LayerCache(columns=columns)
     assert cache.length == 0
     assert cache.entries == ()
     held = torch.randn(2, 3, 60, 4), torch.randn(2, 1, 60, 5)
@@ -75,6 +76,20 @@ def test_what_was_appended_comes_back_in_order() -> None:
         returned = cache.append(tuple(entry[:, :, start : start + 7] for entry in held))
         for one, other in zip(returned, held, strict=True):
             assert_same(one, other[:, :, : start + 7], kind="exact")
+
+
+def test_keys_in_columns_are_read_with_zeros_after_them_and_keep_them_when_rows_are_chosen() -> None:
+    cache, keys, values = LayerCache(5, columns=True), torch.randn(2, 3, 9, 4), torch.randn(2, 3, 9, 4)
+    cache.append((keys[:, :, :8], values[:, :, :8]))
+    cache.append((keys[:, :, 8:], values[:, :, 8:]))
+    cache.select(torch.tensor([1, 1, 0]))
+    assert cache.entries[0].mT.stride(-1) == 1
+    for held, one in zip(cache.padded(32), (keys, values), strict=True):
+        assert_same(held[:, :, :9], one[[1, 1, 0]], kind="exact")
+        assert held.shape[2] == 32
+        assert not held[:, :, 9:].any()
+    with pytest.raises(ValueError, match="columns"):
+        LayerCache().padded(32)
 
 
 def test_appending_does_not_write_into_the_callers_tensors() -> None:

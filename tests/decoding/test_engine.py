@@ -9,7 +9,7 @@ from triptych.attention.projections import PARAMETERISATIONS
 from triptych.decoding import Engine, Hypothesis, SearchOptions, search
 from triptych.decoding.engine import GROUP, FixedBeamCache
 from triptych.decoding.fixed_steps import FixedSteps
-from triptych.decoding.fused import unsupported_precision
+from triptych.decoding.maps import unsupported_precision
 from triptych.models import (
     AttentionConfig,
     DecoderConfig,

@@ -18,7 +18,8 @@ from triptych.algebra.positions import (
 from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import MultiHeadAttention, PositionIds
-from triptych.decoding.fused import FusedAttention, Maps, fused
+from triptych.decoding.fused import FusedAttention, fused
+from triptych.decoding.maps import Maps, PackedLinear
 from triptych.models import LanguageModel
 from triptych.models.architecture import (
     BlockConfig,
@@ -150,3 +151,18 @@ def test_an_encoder_is_fused() -> None:
     seen = torch.arange(LENGTH) < torch.tensor([[LENGTH], [14]])
     for mask in (None, seen[:, None, None, :]):
         assert_same(quick(ids, mask=mask).logits, model(ids, mask=mask).logits, kind="output")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_map_computes_what_the_map_does_for_any_number_of_rows(dtype: torch.dtype) -> None:
+    if not PackedLinear.serves(torch.device("cpu"), dtype):
+        pytest.skip("this processor has no such products")
+    weight, bias = torch.randn(70, 33).to(dtype), torch.randn(70).to(dtype)
+    maps = Maps.of("fp32", dtype, packed=True)
+    for given in (bias, None):
+        made = maps.linear(weight, given)
+        assert isinstance(made, PackedLinear)
+        for rows in (1, 3, 40):
+            x = torch.randn(2, rows, 33).to(dtype)
+            assert_same(made(x), nn.functional.linear(x, weight, given), kind="output")
+    assert not isinstance(Maps.of("fp32", torch.float64, packed=True).linear(weight, bias), PackedLinear)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from triptych import thresholds
 from triptych.algebra.semantics import Temperature
 from triptych.attention import MultiHeadAttention
-from triptych.decoding.fused import PRECISIONS, Precision
 from triptych.decoding.generation import (
     Generated,
     GenerationOptions,
@@ -17,6 +17,7 @@ from triptych.decoding.generation import (
     generate_tokens,
     generated_attention,
 )
+from triptych.decoding.maps import PRECISIONS, Maps, Precision
 from triptych.decoding.sampling import SamplingOptions
 from triptych.decoding.text_engine import TextEngine
 from triptych.errors import UsageError
@@ -281,6 +282,37 @@ def test_the_prepared_model_computes_what_the_model_does(
     apart = (torch.stack(found, dim=1) - expected[:, 19:]).abs().max() / expected.abs().max()
     assert float(apart) < {"fp32": 1e-12, "bf16": 0.05, "int8": 0.1}[precision]
     assert (float(apart) > 1e-5) == (precision != "fp32")
+
+
+@pytest.mark.parametrize(("precision", "most"), [("fp32", 1e-5), ("bf16", 0.05)])
+def test_texts_of_unlike_length_grow_over_many_slots_as_the_model_reads_them(
+    precision: Precision, most: float
+) -> None:
+    model = make("rotary", attention={"projections": "grouped", "num_kv_heads": 1}).float()
+    texts = torch.randint(0, VOCAB, (2, 70), generator=torch.Generator().manual_seed(1))
+    opened, _ = (engine := TextEngine(model, precision)).read([texts[0, :60].tolist(), texts[1, :3].tolist()])
+    for i in range(10):  # past the number of slots that bfloat16 reads at once
+        logits = engine.step(torch.stack([texts[0, 60 + i], texts[1, 3 + i]]), opened)
+        grown = texts[:1, : 61 + i], texts[1:, : 4 + i]
+        expected = torch.stack([model(text).logits[0, -1].detach() for text in grown])
+        assert float((logits - expected).abs().max() / expected.abs().max()) < most
+
+
+def test_weights_are_packed_only_where_a_copy_is_a_small_part_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed: list[bool] = []
+    of = Maps.of
+
+    def watched(*arguments: Any, **options: Any) -> Maps:
+        packed.append(options["packed"])
+        return of(*arguments, **options)
+
+    monkeypatch.setattr(Maps, "of", watched)
+    TextEngine(make())
+    monkeypatch.setattr(thresholds, "SHARE_PACKED", 1e-9)
+    TextEngine(make())
+    assert packed == [True, False]
 
 
 def test_the_model_itself_is_left_as_it_is() -> None:

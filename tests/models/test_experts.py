@@ -12,7 +12,8 @@ from tests.tolerances import assert_same
 from torch import Tensor
 
 from triptych.attention import MultiHeadAttention
-from triptych.decoding.fused import DenseMaps, fused
+from triptych.decoding.fused import fused
+from triptych.decoding.maps import DenseMaps
 from triptych.models.architecture import (
     BlockConfig,
     EmbeddingsConfig,

@@ -165,3 +165,15 @@ def test_measuring_leaves_weights_gradients_and_random_numbers_alone(precision: 
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("rates", [[2e9, 5e9], [5e9, 2e9]], ids=["busy at the start", "busy later"])
+def test_the_rate_of_products_is_the_best_that_was_measured_until_now(
+    rates: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = iter(rates)
+    monkeypatch.setattr("triptych.training.loop.measure_peak", lambda device, dtype: next(measured))
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.measure_seconds(trainer.objective.train.collate(trainer.objective.train.plan(0)[0]))
+    trainer.run(LineDisplay())
+    assert trainer.peak == 5e9

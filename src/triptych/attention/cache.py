@@ -5,7 +5,7 @@ tuple of tensors `[batch, heads, tokens, width]`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 from torch import Tensor
@@ -38,17 +38,23 @@ class LayerCache(AttentionCache):
     """Entries that grow token by token.
 
     Room is doubled when it runs out, so that appending a token costs O(1) copies of it.
+
+    Attributes:
+        columns: see `__init__`.
     """
 
-    def __init__(self, room: int = 0) -> None:
+    def __init__(self, room: int = 0, columns: bool = False) -> None:
         """Start empty.
 
         Args:
             room: tokens to make room for at the first `append`.
+            columns: whether the first entry, the keys, lies in memory with a column for each token, as its
+                product with one query reads it fastest. Shapes are the same, and `padded` may be asked for.
         """
         self._stores: tuple[Tensor, ...] = ()
         self._length = 0
         self._room = room
+        self.columns = columns
 
     @property
     def length(self) -> int:
@@ -61,25 +67,44 @@ class LayerCache(AttentionCache):
             return self._stores
         return tuple([store.narrow(2, 0, length) for store in self._stores])
 
+    def padded(self, multiple: int) -> tuple[Tensor, ...]:
+        """The entries, with zeros after them up to a multiple of so many tokens.
+
+        Raises:
+            ValueError: the cache has no columns.
+        """
+        if not self.columns:
+            raise ValueError("only a cache of columns can be read past its tokens")
+        length = -(-self._length // multiple) * multiple
+        if length > self._stores[0].shape[2]:
+            self._stores = self._with_room(self._stores, self._length, length)
+        return tuple([store.narrow(2, 0, length) for store in self._stores])
+
     def append(self, entries: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         start, added = self._length, entries[0].shape[2]
-        if not self._stores and added >= self._room:
+        if not self._stores and added >= self._room and not self.columns:
             self._stores = entries
         else:
             if not self._stores:
-                self._stores = tuple(_with_room(entry, 0, self._room) for entry in entries)
+                self._stores = self._with_room(entries, 0, max(self._room, added))
             elif start + added > self._stores[0].shape[2]:
-                room = max(2 * start, start + added, 16)
-                self._stores = tuple(_with_room(store, start, room) for store in self._stores)
+                self._stores = self._with_room(self._stores, start, max(2 * start, start + added, 16))
             for store, entry in zip(self._stores, entries, strict=True):
                 store.narrow(2, start, added).copy_(entry)
         self._length = start + added
         return self.entries
 
     def select(self, rows: Tensor) -> None:
-        self._stores = tuple(
-            _with_room(held.index_select(0, rows), self._length, store.shape[2])
-            for held, store in zip(self.entries, self._stores, strict=True)
+        if self._stores:
+            room = self._stores[0].shape[2]
+            held = [entry.index_select(0, rows) for entry in self.entries]
+            self._stores = self._with_room(held, self._length, room)
+
+    def _with_room(self, held: Sequence[Tensor], length: int, room: int) -> tuple[Tensor, ...]:
+        """The first `length` tokens of every entry, in tensors with room for more."""
+        return tuple(
+            _with_room(entry, length, room, columns=self.columns and number == 0)
+            for number, entry in enumerate(held)
         )
 
 
@@ -111,10 +136,14 @@ class DecoderCache:
                 cache.select(sentences)
 
 
-def _with_room(held: Tensor, length: int, room: int) -> Tensor:
+def _with_room(held: Tensor, length: int, room: int, *, columns: bool) -> Tensor:
     """The first `length` tokens of a tensor, in one with room for more."""
-    if length == room == held.shape[2]:
+    if length == room == held.shape[2] and not columns:
         return held
-    grown = held.new_empty(*held.shape[:2], room, held.shape[3])
+    batch, heads, _, width = held.shape
+    if columns:
+        grown = held.new_zeros(batch, heads, width, room).mT
+    else:
+        grown = held.new_zeros(batch, heads, room, width)
     grown[:, :, :length] = held[:, :, :length]
     return grown

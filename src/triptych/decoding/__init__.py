@@ -3,7 +3,6 @@
 from triptych.decoding.engine import Engine
 from triptych.decoding.evaluation import CorpusScore, measure_bleu, score_bleu, score_translations
 from triptych.decoding.filling import Filling, fill_masks
-from triptych.decoding.fused import PRECISIONS, Precision
 from triptych.decoding.generation import (
     Generated,
     GenerationOptions,
@@ -14,6 +13,7 @@ from triptych.decoding.generation import (
 )
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions, Stop, length_penalty
 from triptych.decoding.likelihood import Likelihood, measure_likelihood, score_continuations
+from triptych.decoding.maps import PRECISIONS, Precision
 from triptych.decoding.sampling import SamplingOptions
 from triptych.decoding.search import search
 from triptych.decoding.text_engine import TextEngine

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from triptych.decoding.engine import Engine
-from triptych.decoding.fused import Precision
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions
+from triptych.decoding.maps import Precision
 from triptych.decoding.search import search
 from triptych.decoding.workers import Searcher
 from triptych.models import EncoderDecoder

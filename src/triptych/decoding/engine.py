@@ -12,14 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.attention import AttentionCache, DecoderCache, LayerCache, PositionIds
-from triptych.decoding.fused import (
-    FusedAttention,
-    Maps,
-    Precision,
-    call_directly,
-    fused,
-    unsupported_precision,
-)
+from triptych.decoding.fused import FusedAttention, call_directly, fused
+from triptych.decoding.maps import Maps, Precision, unsupported_precision
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import Block, NewTokens
 
@@ -228,7 +222,7 @@ class GrowingBeamCache(BeamCache):
         self._ids = torch.arange(self._room, device=engine.device)
 
     def _new_layer(self) -> LayerCache:
-        return LayerCache(self._room * self.beam_size)
+        return LayerCache(self._room * self.beam_size, columns=True)
 
     def next_tokens(self) -> NewTokens:
         if self.length == self._room:

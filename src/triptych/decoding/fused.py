@@ -8,11 +8,8 @@ layer, whatever its parameterisation, by `FusedAttention`, its maps multiplied o
 
 import copy
 import math
-import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, final
+from typing import final
 
 import torch
 from jaxtyping import Float
@@ -24,6 +21,7 @@ from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
     AttentionCache,
+    LayerCache,
     LayerOutput,
     LearnedPositions,
     MultiHeadAttention,
@@ -32,123 +30,10 @@ from triptych.attention import (
     attention,
     causal_mask,
 )
+from triptych.decoding.maps import Maps, constant
 from triptych.models.blocks import OffsetNorm
 from triptych.models.experts import Experts
 from triptych.models.feed_forward import FeedForward
-
-Precision = Literal["fp32", "bf16", "int8"]
-PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
-
-
-def unsupported_precision(precision: Precision, device: torch.device) -> str:
-    """Why maps cannot be held in a precision on a device; "" if they can."""
-    if precision != "int8":
-        return ""
-    if device.type != "cpu":
-        return f"int8 is for CPUs, and the model is on {device}"
-    engines = {"x86", "fbgemm"} & set(torch.backends.quantized.supported_engines)
-    if not engines or not hasattr(torch, "quantize_per_channel"):
-        return "this build of torch has no int8 products for this CPU"
-    return ""
-
-
-class Maps(ABC):
-    """Makes linear maps of a precision.
-
-    Attributes:
-        dtype: of what the maps read and write.
-    """
-
-    dtype: torch.dtype
-
-    @abstractmethod
-    def linear(self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None) -> nn.Module:
-        """`x Wᵀ + b`."""
-
-    def feed_forward(self, layer: FeedForward) -> None:
-        """Replace the maps of a feed-forward layer."""
-        layer.inner = self.linear(layer.inner.weight, layer.inner.bias)  # type: ignore[assignment]
-        layer.outer = self.linear(layer.outer.weight, layer.outer.bias)  # type: ignore[assignment]
-        if layer.gate is not None:
-            layer.gate = self.linear(layer.gate.weight, layer.gate.bias)  # type: ignore[assignment]
-
-    def experts(self, layer: Experts) -> None:
-        """Cast the maps of a mixture of experts; their dtype is never less than floating."""
-        for stacked in (layer.inner, layer.gate, layer.outer):
-            if stacked is not None:
-                stacked.weight = _constant(stacked.weight, self.dtype)
-                if stacked.bias is not None:
-                    stacked.bias = _constant(stacked.bias, self.dtype)
-
-    @staticmethod
-    def of(precision: Precision, dtype: torch.dtype) -> "Maps":
-        """For a model of this dtype: "fp32" leaves it as it is."""
-        if precision == "int8":
-            return Int8Maps(dtype)
-        return DenseMaps(torch.bfloat16 if precision == "bf16" else dtype)
-
-
-@final
-class DenseMaps(Maps):
-    """Maps of a floating dtype, which share memory with the model's own where they can."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-        made.weight = _constant(weight, self.dtype)
-        if bias is not None:
-            made.bias = _constant(bias, self.dtype)
-        return made
-
-
-@final
-class Int8Maps(Maps):
-    """Weights with a scale for each output channel, activations with one found anew at every product.
-
-    Sums are exact.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        return Int8Linear(weight.detach(), bias, torch.ops.quantized.linear_dynamic)
-
-    def feed_forward(self, layer: FeedForward) -> None:
-        if layer.activation is torch.relu and layer.gate is None:  # in the operation itself
-            relu = Int8Linear(
-                layer.inner.weight.detach(), layer.inner.bias, torch.ops.quantized.linear_relu_dynamic
-            )
-            layer.outer = self.linear(layer.outer.weight, layer.outer.bias)  # type: ignore[assignment]
-            layer.inner, layer.activation = relu, _identity  # type: ignore[assignment]
-        else:
-            super().feed_forward(layer)
-
-
-@final
-class Int8Linear(nn.Module):
-    """A map of int8 weights, through one of torch's products with dynamic scales."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, product: Callable[..., Tensor]) -> None:
-        super().__init__()
-        largest = weight.float().abs().amax(dim=1).clamp_min(1e-12)
-        scales = (largest / 127).double()
-        zeros = torch.zeros_like(scales, dtype=torch.long)
-        with warnings.catch_warnings():
-            # torch means to replace these tensors; nothing else of it multiplies int8 on CPUs as fast yet.
-            warnings.simplefilter("ignore", UserWarning)
-            quantized = torch.quantize_per_channel(weight.float().contiguous(), scales, zeros, 0, torch.qint8)
-            self.packed = torch.ops.quantized.linear_prepack(
-                quantized, None if bias is None else bias.detach().float()
-            )
-        # Without VNNI the products of CPUs add pairs in 16 bits, which overflow at full range.
-        self.narrow = not getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
-        self.product = product
-
-    def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
-        return self.product(x, self.packed, self.narrow)
 
 
 @final
@@ -205,7 +90,10 @@ class FusedAttention(nn.Module):
     ) -> LayerOutput:
         """As `MultiHeadAttention`; the mask may also be numbers added to the scores. No weights are given."""
         batch, length, _ = x.shape
-        heads = self.inward(x).view(batch, length, -1, self.width).transpose(1, 2)
+        if length == 1:
+            heads = self.inward(x).view(batch, -1, 1, self.width)
+        else:
+            heads = self.inward(x).view(batch, length, -1, self.width).transpose(1, 2)
         bias = None
         if self.is_cross:
             assert cache is not None
@@ -224,7 +112,14 @@ class FusedAttention(nn.Module):
             # The query heads of a group lie below each other, as rows of one product.
             rows = heads.reshape(batch * self.groups, -1, self.width)
             few = torch.compiler.is_compiling() or (rows.is_cpu and rows.shape[1] <= thresholds.FEW_QUERIES)
-            mixed = (self._by_products if few else self._by_kernel)(rows, k, v, mask)
+            if not few:
+                mixed = self._by_kernel(rows, k, v, mask)
+            elif k.dtype == torch.bfloat16 and isinstance(cache, LayerCache) and cache.columns:
+                mixed = self._by_even_products(rows, cache, mask)
+            else:
+                mixed = self._by_products(rows, k, v, mask)
+        if length == 1:
+            return LayerOutput(self.outward(mixed.reshape(batch, 1, -1)), None)
         joined = mixed.reshape(batch, self.num_heads, length, self.width).transpose(1, 2)
         return LayerOutput(self.outward(joined.reshape(batch, length, -1)), None)
 
@@ -237,8 +132,11 @@ class FusedAttention(nn.Module):
             q, k = self._normalised(q, semantics.q_norm), self._normalised(k, semantics.k_norm)
             if semantics.clip is not None:
                 q, k, v = (t.clamp(-semantics.clip, semantics.clip) for t in (q, k, v))
-        if self.rotary is not None:
-            q, k = places.turned(q, self.rotary), places.turned(k, self.rotary)
+            if self.rotary is not None:
+                q, k = places.turned(q, self.rotary), places.turned(k, self.rotary)
+        elif self.rotary is not None:  # both at once
+            turned = places.turned(heads.narrow(1, 0, self.num_heads + self.groups), self.rotary)
+            q, k = turned.split_with_sizes(self._parts[:2], 1)
         if semantics.temperature is not None:
             q = semantics.temperature(q, places.of_tokens(q))
         if cache is None:
@@ -303,15 +201,32 @@ class FusedAttention(nn.Module):
     def _by_products(self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         batch = k.shape[0]
         k, v = k.reshape(rows.shape[0], -1, self.width), v.reshape(rows.shape[0], -1, self.width)
-        if k.dtype == torch.bfloat16:
+        if k.dtype == torch.bfloat16 and k.stride(2) == 1:
             k = k.contiguous()  # a product would copy a part of a cache itself, at a third of the speed
         scores = torch.bmm(rows, k.mT)
         if mask is not None:
             scores.view(batch, self.num_heads, -1, k.shape[1]).add_(mask)
         return torch.bmm(scores.softmax(dim=-1), v)
 
+    def _by_even_products(self, rows: Tensor, cache: LayerCache, mask: Tensor | None) -> Tensor:
+        """`_by_products` over the slots of a cache up to a multiple of `EVEN_SLOTS`, the empty ones hidden.
+
+        oneDNN writes a program for every shape, which at every step would take longer than the product.
+        """
+        length = cache.length
+        k, v = cache.padded(thresholds.EVEN_SLOTS)[:2]
+        missing = k.shape[2] - length
+        if missing and mask is not None:
+            mask = F.pad(mask, (0, missing), value=-math.inf)
+        elif missing:
+            mask = rows.new_zeros(k.shape[2])
+            mask[length:] = -math.inf
+        return self._by_products(rows, k, v, mask)
+
     def _by_kernel(self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q = rows.view(k.shape[0], self.groups, -1, self.width)
+        if k.stride(3) != 1:  # a cache of columns: the kernel reads rows
+            k = k.contiguous()
         if mask is not None and self.groups < self.num_heads and max(mask.shape[1], mask.shape[2]) > 1:
             query_len = q.shape[2] * self.groups // self.num_heads
             whole = mask.expand(mask.shape[0], self.num_heads, query_len, k.shape[2])
@@ -377,15 +292,7 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Make the parameters that a module itself holds constants of a dtype."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            module._parameters[name] = _constant(parameter, dtype)
-
-
-def _constant(tensor: Tensor, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(tensor.detach().to(dtype).contiguous(), requires_grad=False)
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
+            module._parameters[name] = constant(parameter, dtype)
 
 
 def numbers_of(allowed: Tensor, like: Tensor) -> Tensor:

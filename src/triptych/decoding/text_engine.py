@@ -1,5 +1,6 @@
 """A language model made ready to continue texts, and what is kept of the texts of a batch."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import cast, final
 
@@ -7,15 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from triptych import thresholds
 from triptych.attention import DecoderCache, LayerCache, MultiHeadAttention, PositionIds
-from triptych.decoding.fused import (
-    Maps,
-    Precision,
-    call_directly,
-    cast_parameters,
-    fused,
-    unsupported_precision,
-)
+from triptych.decoding.fused import call_directly, cast_parameters, fused, numbers_of
+from triptych.decoding.maps import Maps, Precision, unsupported_precision
 from triptych.models import LanguageModel
 from triptych.models.blocks import Block
 from triptych.models.experts import Experts
@@ -69,6 +65,8 @@ class OpenTexts:
 class TextEngine:
     """A decoder-only model as generation wants it. It may share memory with the model.
 
+    Of a small model it holds packed weights, a copy (`thresholds.SHARE_PACKED`).
+
     Attributes:
         device: where it runs.
         max_tokens: longest text that the model has positions for; None if there is no limit.
@@ -104,7 +102,10 @@ class TextEngine:
         self._num_layers = len(model.new_cache().own)
         # Products of int8 give float32 alone.
         dtype = torch.float32 if precision == "int8" else table.dtype
-        self._model, self._head = _prepared(model, Maps.of(precision, dtype))
+        maps = Maps.of(precision, dtype, packed=_has_room_for_another(model))
+        self._model, self._head = _prepared(model, maps)
+        self._adds_masks = not any(isinstance(module, MultiHeadAttention) for module in self._model.modules())
+        self._numbers = torch.empty(0, dtype=maps.dtype, device=self.device)
 
     @torch.inference_mode()
     def read(
@@ -119,7 +120,7 @@ class TextEngine:
         longest = max(map(len, texts))
         padding = torch.tensor([longest - len(ids) for ids in texts], device=self.device)
         opened = OpenTexts(
-            DecoderCache(self._num_layers, lambda: LayerCache(longest + room)),
+            DecoderCache(self._num_layers, lambda: LayerCache(longest + room, columns=True)),
             padding if bool(padding.any()) else None,
         )
         ids = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in texts], device=self.device)
@@ -133,9 +134,12 @@ class TextEngine:
     def _logits(self, ids: Tensor, opened: OpenTexts) -> Tensor:
         queries = ids.shape[1]
         slots = opened.length + queries
+        mask = opened.mask(slots, queries)
+        if mask is not None and queries == 1 and self._adds_masks:  # once, and not in every layer
+            mask = numbers_of(mask, self._numbers)
         hidden = self._model.hidden(
             ids,
-            mask=opened.mask(slots, queries),
+            mask=mask,
             # Positions inside attention compare places, whose distances padding on the left leaves alone.
             positions=opened.positions(slots, queries, self.max_tokens) if self._absolute else None,
             cache=opened.cache,
@@ -150,6 +154,12 @@ def _counts_places(model: LanguageModel) -> bool:
     semantics = [cast(Block, block).self_attention.semantics for block in model.blocks]
     inside = any(of.chunk is not None or of.temperature is not None for of in semantics)
     return inside or model.architecture.embeddings.positions != "none"
+
+
+def _has_room_for_another(model: LanguageModel) -> bool:
+    """Whether a copy of a model's weights is a small part of the machine's memory."""
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    return size <= thresholds.SHARE_PACKED * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _prepared(model: LanguageModel, maps: Maps) -> tuple[LanguageModel, Callable[[Tensor], Tensor]]:

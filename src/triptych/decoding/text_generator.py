@@ -7,7 +7,6 @@ from typing import cast, final
 import torch
 from jaxtyping import Float
 
-from triptych.decoding.fused import Precision
 from triptych.decoding.generation import (
     Finish,
     Generated,
@@ -17,6 +16,7 @@ from triptych.decoding.generation import (
     generate_tokens,
     generated_attention,
 )
+from triptych.decoding.maps import Precision
 from triptych.decoding.text_engine import TextEngine
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel

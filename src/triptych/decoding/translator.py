@@ -13,8 +13,8 @@ from torch import Tensor
 from triptych import thresholds
 from triptych.decoding.ahead import Ahead
 from triptych.decoding.batches import EvaluationMode, batch_searcher, batches_of_like_length
-from triptych.decoding.fused import Precision, unsupported_precision
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions
+from triptych.decoding.maps import Precision, unsupported_precision
 from triptych.decoding.pieces import split_line
 from triptych.decoding.workers import Searcher, WorkerPool
 from triptych.errors import UsageError

@@ -198,12 +198,15 @@ class LanguageModel(nn.Module):
         self,
         ids: Int[Tensor, "batch length"],
         *,
-        mask: Bool[Tensor, "..."] | None = None,
+        mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None = None,
         positions: PositionIds | None = None,
         types: Int[Tensor, "batch length"] | None = None,
         cache: DecoderCache | None = None,
     ) -> Float[Tensor, "batch length d_model"]:
-        """The stream after the last norm; arguments as those of `forward`."""
+        """The stream after the last norm; arguments as those of `forward`.
+
+        A model made ready for decoding (`decoding.fused`) also takes a mask of numbers added to the scores.
+        """
         return self._run(ids, mask, positions, types, cache, False)[0]
 
     def _run(

@@ -1,0 +1,180 @@
+"""Linear maps in the precision that decoding is asked for."""
+
+import platform
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Literal, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from triptych import thresholds
+from triptych.models.experts import Experts
+from triptych.models.feed_forward import FeedForward
+
+Precision = Literal["fp32", "bf16", "int8"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
+
+
+def unsupported_precision(precision: Precision, device: torch.device) -> str:
+    """Why maps cannot be held in a precision on a device; "" if they can."""
+    if precision != "int8":
+        return ""
+    if device.type != "cpu":
+        return f"int8 is for CPUs, and the model is on {device}"
+    engines = {"x86", "fbgemm"} & set(torch.backends.quantized.supported_engines)
+    if not engines or not hasattr(torch, "quantize_per_channel"):
+        return "this build of torch has no int8 products for this CPU"
+    return ""
+
+
+class Maps(ABC):
+    """Makes linear maps of a precision.
+
+    Attributes:
+        dtype: of what the maps read and write.
+    """
+
+    dtype: torch.dtype
+
+    @abstractmethod
+    def linear(self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None) -> nn.Module:
+        """`x Wᵀ + b`."""
+
+    def feed_forward(self, layer: FeedForward) -> None:
+        """Replace the maps of a feed-forward layer."""
+        layer.inner = self.linear(layer.inner.weight, layer.inner.bias)  # type: ignore[assignment]
+        layer.outer = self.linear(layer.outer.weight, layer.outer.bias)  # type: ignore[assignment]
+        if layer.gate is not None:
+            layer.gate = self.linear(layer.gate.weight, layer.gate.bias)  # type: ignore[assignment]
+
+    def experts(self, layer: Experts) -> None:
+        """Cast the maps of a mixture of experts; their dtype is never less than floating."""
+        for stacked in (layer.inner, layer.gate, layer.outer):
+            if stacked is not None:
+                stacked.weight = constant(stacked.weight, self.dtype)
+                if stacked.bias is not None:
+                    stacked.bias = constant(stacked.bias, self.dtype)
+
+    @staticmethod
+    def of(precision: Precision, dtype: torch.dtype, *, packed: bool = False) -> "Maps":
+        """For a model of this dtype: "fp32" leaves it as it is.
+
+        Args:
+            precision: of the maps.
+            dtype: of the model.
+            packed: whether to pack weights where `PackedLinear` has a product for them.
+        """
+        if precision == "int8":
+            return Int8Maps(dtype)
+        return DenseMaps(torch.bfloat16 if precision == "bf16" else dtype, packed)
+
+
+@final
+class DenseMaps(Maps):
+    """Maps of a floating dtype, which share memory with the model's own where they can.
+
+    Args:
+        dtype: of weights and activations.
+        packed: see `Maps.of`. Packed weights are a copy.
+    """
+
+    def __init__(self, dtype: torch.dtype, packed: bool = False) -> None:
+        self.dtype, self.packed = dtype, packed
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        if self.packed and PackedLinear.serves(weight.device, self.dtype):
+            return PackedLinear(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+        made.weight = constant(weight, self.dtype)
+        if bias is not None:
+            made.bias = constant(bias, self.dtype)
+        return made
+
+
+@final
+class PackedLinear(nn.Module):
+    """A map whose weight oneDNN has laid out for its products, once and not at every product.
+
+    On processors of AMD its products in float32 are also twice as fast as torch's own, which do not use
+    AVX-512 there.
+    """
+
+    def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None) -> None:
+        super().__init__()
+        onednn = torch.ops.mkldnn
+        self.packed = onednn._reorder_linear_weight(weight.detach(), thresholds.PACKED_ROWS)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.product: Callable[..., Tensor] = onednn._linear_pointwise.default
+
+    @staticmethod
+    def serves(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether there are such products, of weights of a dtype on a device."""
+        known = hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        if device.type != "cpu" or not known or platform.machine().lower() not in ("x86_64", "amd64"):
+            return False
+        if dtype == torch.bfloat16:
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+    def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
+        return self.product(x, self.packed, self.bias, "none", [], "")
+
+
+@final
+class Int8Maps(Maps):
+    """Weights with a scale for each output channel, activations with one found anew at every product.
+
+    Sums are exact.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        return Int8Linear(weight.detach(), bias, torch.ops.quantized.linear_dynamic)
+
+    def feed_forward(self, layer: FeedForward) -> None:
+        if layer.activation is torch.relu and layer.gate is None:  # in the operation itself
+            relu = Int8Linear(
+                layer.inner.weight.detach(), layer.inner.bias, torch.ops.quantized.linear_relu_dynamic
+            )
+            layer.outer = self.linear(layer.outer.weight, layer.outer.bias)  # type: ignore[assignment]
+            layer.inner, layer.activation = relu, _identity  # type: ignore[assignment]
+        else:
+            super().feed_forward(layer)
+
+
+@final
+class Int8Linear(nn.Module):
+    """A map of int8 weights, through one of torch's products with dynamic scales."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, product: Callable[..., Tensor]) -> None:
+        super().__init__()
+        largest = weight.float().abs().amax(dim=1).clamp_min(1e-12)
+        scales = (largest / 127).double()
+        zeros = torch.zeros_like(scales, dtype=torch.long)
+        with warnings.catch_warnings():
+            # torch means to replace these tensors; nothing else of it multiplies int8 on CPUs as fast yet.
+            warnings.simplefilter("ignore", UserWarning)
+            quantized = torch.quantize_per_channel(weight.float().contiguous(), scales, zeros, 0, torch.qint8)
+            self.packed = torch.ops.quantized.linear_prepack(
+                quantized, None if bias is None else bias.detach().float()
+            )
+        # Without VNNI the products of CPUs add pairs in 16 bits, which overflow at full range.
+        self.narrow = not getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
+        self.product = product
+
+    def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
+        return self.product(x, self.packed, self.narrow)
+
+
+def constant(tensor: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    """A tensor in a dtype, as a parameter that is not learned."""
+    return nn.Parameter(tensor.detach().to(dtype).contiguous(), requires_grad=False)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
