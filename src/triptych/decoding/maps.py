@@ -117,7 +117,7 @@ class PackedLinear(nn.Module):
             return False
         if dtype == torch.bfloat16:
             return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return dtype == torch.float32 and torch._C.has_mkldnn
+        return dtype == torch.float32 and torch._C._has_mkldnn
 
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
         return self.product(x, self.packed, self.bias, "none", [], "")
