@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from triptych.errors import UsageError
 from triptych.text import generate_pairs, read_parallel
 from triptych.training import read_recipe, resolve
-from triptych.training.recipe import LanguageRecipe, Recipe
+from triptych.training.recipe import ContinuedRecipe, LanguageRecipe, Recipe
 from triptych.training.reference import keys, with_keys
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "recipes.md"
@@ -42,7 +42,11 @@ def _leaves(model: type[BaseModel]) -> Iterator[str]:
 def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
     lines = [line for line in keys().splitlines() if line.startswith("| `")]
     rows = [line.strip("| ").split(" | ") for line in lines]
-    assert {row[0].strip("`") for row in rows} == {*_leaves(Recipe), *_leaves(LanguageRecipe)}
+    assert {row[0].strip("`") for row in rows} == {
+        *_leaves(Recipe),
+        *_leaves(LanguageRecipe),
+        *_leaves(ContinuedRecipe),
+    }
     for row in rows:
         assert len(row) == 4, row
         assert all(cell.strip() for cell in row), row

@@ -100,6 +100,16 @@ def why_not_written(checkpoint: Checkpoint) -> str:
     return ""
 
 
+def tie_shared(model: LanguageModel, checkpoint: Checkpoint) -> None:
+    """Let layers that share a stored table of distances have one parameter between them."""
+    tables: dict[tuple[str, ...], nn.Parameter] = {}
+    for site, layer in _Parts.of(model, checkpoint).layers:
+        own = dict(layer.named_parameters(recurse=False)).get("bias_table")
+        if own is not None:
+            names = tuple(table_names(checkpoint.place(site), checkpoint.tensors))
+            layer.bias_table = tables.setdefault(names, own)
+
+
 @final
 @dataclass(frozen=True)
 class _Parts:

@@ -36,6 +36,13 @@ def train(
             help="Use a folder that has other files. Files with the names of a run's are replaced.",
         ),
     ] = False,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Go on with this language model: a folder in Hugging Face's format, or a name on the Hub.",
+        ),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", help="Override a recipe key: section.key=value. May be repeated."),
@@ -52,6 +59,8 @@ def train(
     if resume:
         if out is not None:
             raise UsageError("--resume takes the run folder: leave out --out")
+        if checkpoint is not None:
+            raise UsageError("--from is for a new run: leave out --from or --resume")
         if force:
             raise UsageError("--force is for a new run: leave out --force or --resume")
         folder = Path(recipe)
@@ -59,7 +68,7 @@ def train(
     else:
         if Path(recipe).is_dir() and recipe not in recipes.names():
             raise UsageError(f"{recipe} is a folder: add --resume to continue the run in it")
-        resolved = read_recipe(recipes.find(recipe), overrides or [])
+        resolved = read_recipe(recipes.find(recipe), overrides or [], checkpoint)
         folder = out or Path("runs") / resolved.name
         summary = triptych.train(resolved, folder, display, force=force)
     outcome = summary.outcome

@@ -4,9 +4,11 @@ import hashlib
 from pathlib import Path
 
 from triptych.files import write_text
-from triptych.training import AnyRecipe, LanguageRecipe, Recipe, TrainingResult
+from triptych.models import LanguageModelConfig
+from triptych.training import AnyRecipe, Recipe, TextRecipe, TrainingResult
 from triptych.training.judging import LEAST_BLEU
 from triptych.training.progress import Display
+from triptych.training.sections import ContinuedModelConfig
 
 # What follows on this line of a model card is the hash of the text before it.
 _CARD_END = "\n<!-- Written by triptych; if you change this page, it is left as you wrote it. sha256 "
@@ -31,13 +33,13 @@ def _text_hash(text: str) -> str:
 
 
 def _model_card(recipe: AnyRecipe, outcome: TrainingResult, num_parameters: int) -> str:
-    if isinstance(recipe, LanguageRecipe):
+    if isinstance(recipe, TextRecipe):
         return _language_card(recipe, outcome, num_parameters)
     return _translation_card(recipe, outcome, num_parameters)
 
 
-def _language_card(recipe: LanguageRecipe, outcome: TrainingResult, num_parameters: int) -> str:
-    counters, model, scores = outcome.counters, recipe.model, outcome.scores or {}
+def _language_card(recipe: TextRecipe, outcome: TrainingResult, num_parameters: int) -> str:
+    counters, scores = outcome.counters, outcome.scores or {}
     writes = recipe.task == "language-model"
     tag, kind = ("text-generation", "decoder") if writes else ("fill-mask", "encoder")
     of_tokens = "the next token" if writes else f"masked tokens ({recipe.masking.share:.0%} of the text)"
@@ -50,9 +52,8 @@ tags: [{tag}]
 
 # {recipe.name}
 
-A Transformer {kind} that predicts {of_tokens}, trained with triptych: {model.num_layers} layers, d_model
-{model.d_model}, {model.num_heads} heads, context {model.context}, {model.norm}-norm ({model.norm_kind}),
-{model.positions.scheme} positions, {num_parameters:,} parameters.
+A Transformer {kind} that predicts {of_tokens}, trained with triptych: {_made_of(recipe.model)},
+{num_parameters:,} parameters.
 
 - Training: {counters.step:,} steps, {counters.tokens:,} tokens, {counters.seconds / 60:.1f} minutes.
 - Best validation: {abs(counters.best_score or 0.0):.4f} nats per token at step {counters.best_step:,}.
@@ -63,6 +64,15 @@ A Transformer {kind} that predicts {of_tokens}, trained with triptych: {model.nu
 {command}
 ```
 """
+
+
+def _made_of(model: LanguageModelConfig | ContinuedModelConfig) -> str:
+    if isinstance(model, ContinuedModelConfig):
+        return f"begun as\n`{model.checkpoint}`, in its format, context {model.context}"
+    return (
+        f"{model.num_layers} layers, d_model\n{model.d_model}, {model.num_heads} heads, context "
+        f"{model.context}, {model.norm}-norm ({model.norm_kind}),\n{model.positions.scheme} positions"
+    )
 
 
 def _translation_card(recipe: Recipe, outcome: TrainingResult, num_parameters: int) -> str:

@@ -28,8 +28,8 @@ RECIPE, DECODING, SUMMARY = "recipe.toml", "decoding.toml", "summary.json"
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a folder is a run's: its recipe and its configuration are there."""
-    return (folder / RECIPE).exists() and is_own(settings(folder))
+    """Whether a folder is a run's: its recipe and its configuration, ours or a checkpoint's, are there."""
+    return (folder / RECIPE).exists() and (is_own(record := settings(folder)) or "model_type" in record)
 
 
 def require_place(folder: Path, *, force: bool) -> None:

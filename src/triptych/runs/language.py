@@ -11,6 +11,7 @@ from triptych.decoding.text_engine import TextEngine
 from triptych.errors import DataError
 from triptych.models import LanguageModel
 from triptych.models.device import find_device
+from triptych.models.storage import OwnModel, write_config
 from triptych.runs.preparing import Prepared, digests
 from triptych.text import (
     LanguageBatch,
@@ -27,7 +28,7 @@ from triptych.text import (
     write_shards,
 )
 from triptych.text.documents import fingerprint, require_text
-from triptych.training import LanguageRecipe
+from triptych.training import LanguageRecipe, TextRecipe
 from triptych.training.fitting import choices, fit_language_tokenizer, fit_language_training
 from triptych.training.language import TokensOfText
 from triptych.training.objectives import Batches
@@ -47,7 +48,7 @@ def prepare_language(recipe: LanguageRecipe, base: Path, display: Display) -> Pr
         display: is told of what is read and chosen.
     """
     device = find_device(recipe.training.device).type
-    text = _Text(recipe, base)
+    text = TextOfRun(recipe, base)
     given, recipe = recipe, fit_language_tokenizer(recipe, text.num_chars, device)
     display.say(f"text: {text.num_chars:,} characters; training a {recipe.tokenizer.kind} tokenizer")
     tokenizer = train_tokenizer(recipe.tokenizer, text.for_tokenizer())
@@ -60,14 +61,14 @@ def prepare_language(recipe: LanguageRecipe, base: Path, display: Display) -> Pr
 
 def take_up_language(recipe: LanguageRecipe, folder: Path, base: Path, display: Display) -> Prepared:
     """Prepare to go on with the run in a folder; other arguments as those of `prepare_language`."""
-    text, tokenizer = _Text(recipe, base), read_tokenizer(folder / TOKENIZER)
+    text, tokenizer = TextOfRun(recipe, base), read_tokenizer(folder / TOKENIZER)
     return _prepared(recipe, text, tokenizer, *text.shards(tokenizer, display))
 
 
-class _Text:
+class TextOfRun:
     """The training and the validation text of a recipe, in parts."""
 
-    def __init__(self, recipe: LanguageRecipe, base: Path) -> None:
+    def __init__(self, recipe: TextRecipe, base: Path) -> None:
         self._data, self._base = recipe.data, base
         self.num_chars = sum(len(part.text) for part in self._read(recipe.data.train))
         if recipe.data.valid is None:
@@ -149,59 +150,80 @@ def _after(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
 
 
 def _prepared(
-    recipe: LanguageRecipe, text: _Text, tokenizer: Tokenizer, train: TokenShards, valid: TokenShards
+    recipe: LanguageRecipe, text: TextOfRun, tokenizer: Tokenizer, train: TokenShards, valid: TokenShards
 ) -> Prepared:
-    def packed(shards: TokenShards, *, shuffle: bool) -> Batches[LanguageBatch]:
-        context, within = recipe.model.context, recipe.data.within_documents
-        rows = recipe.training.batch_size if shuffle else _rows_of_validation(recipe)
-        if recipe.task == "language-model":
-            return PackedBatches(
-                shards,
-                context=context,
-                batch_size=rows,
-                seed=recipe.order_seed,
-                within_documents=within,
-                shuffle=shuffle,
-            )
-        return MaskedBatches(
+    def objective() -> TokensOfText:
+        model = LanguageModel.of(recipe.model, recipe.kind, tokenizer.vocab_size)
+        return tokens_of_text(recipe, model, tokenizer, train, valid)
+
+    def begin(model: OwnModel, folder: Path) -> None:
+        tokenizer.save(folder / TOKENIZER)
+        write_config(model, folder)
+
+    def fingerprints() -> dict[str, str]:
+        return fingerprints_of(recipe, text, tokenizer, recipe.model.model_dump_json())
+
+    return Prepared(recipe, objective, begin, fingerprints)
+
+
+def tokens_of_text(
+    recipe: TextRecipe, model: LanguageModel, tokenizer: Tokenizer, train: TokenShards, valid: TokenShards
+) -> TokensOfText:
+    """What a run learns, of both of its texts."""
+    model = model.to(find_device(recipe.training.device))
+    learned = _batches(recipe, tokenizer, train, shuffle=True)
+    judged = _batches(recipe, tokenizer, valid, shuffle=False)
+    sample = _sampler(recipe, tokenizer) if recipe.task == "language-model" else None
+    return TokensOfText(model, learned, judged, valid.bytes_per_token, sample)
+
+
+def _batches(
+    recipe: TextRecipe, tokenizer: Tokenizer, shards: TokenShards, *, shuffle: bool
+) -> Batches[LanguageBatch]:
+    context, within = recipe.model.context, recipe.data.within_documents
+    rows = recipe.training.batch_size if shuffle else _rows_of_validation(recipe)
+    if recipe.task == "language-model":
+        return PackedBatches(
             shards,
-            tokenizer,
-            recipe.masking,
             context=context,
             batch_size=rows,
             seed=recipe.order_seed,
             within_documents=within,
             shuffle=shuffle,
         )
+    return MaskedBatches(
+        shards,
+        tokenizer,
+        recipe.masking,
+        context=context,
+        batch_size=rows,
+        seed=recipe.order_seed,
+        within_documents=within,
+        shuffle=shuffle,
+    )
 
-    def objective() -> TokensOfText:
-        model = LanguageModel.of(recipe.model, recipe.kind, tokenizer.vocab_size)
-        model = model.to(find_device(recipe.training.device))
-        learned, judged = packed(train, shuffle=True), packed(valid, shuffle=False)
-        sample = _sampler(recipe, tokenizer) if recipe.task == "language-model" else None
-        return TokensOfText(model, learned, judged, valid.bytes_per_token, sample)
 
-    def fingerprints() -> dict[str, str]:
-        both = [part.encode() for part in text.fingerprints()]
-        judged = [part.model_dump_json().encode() for part in (recipe.masking, recipe.validation)]
-        parts = {
+def fingerprints_of(recipe: TextRecipe, text: TextOfRun, tokenizer: Tokenizer, model: str) -> dict[str, str]:
+    """What a resumed run must find as it was; `model` says what it is made of."""
+    both = [part.encode() for part in text.fingerprints()]
+    judged = [part.model_dump_json().encode() for part in (recipe.masking, recipe.validation)]
+    return digests(
+        {
             "the training text (data.train)": [both[0]],
             "the validation text (data.valid)": [both[1], str(recipe.data.within_documents).encode()],
             "the tokenizer": [tokenizer.to_json().encode()],
-            "the model": [recipe.model.model_dump_json().encode()],
+            "the model": [model.encode()],
             "how it is validated (validation, masking)": judged,
         }
-        return digests(parts)
-
-    return Prepared(recipe, objective, lambda folder: tokenizer.save(folder / TOKENIZER), fingerprints)
+    )
 
 
-def _rows_of_validation(recipe: LanguageRecipe) -> int:
+def _rows_of_validation(recipe: TextRecipe) -> int:
     """Rows of a batch of about 8,192 tokens. Larger batches are no faster."""
     return max(8192 // recipe.model.context, 1)
 
 
-def _sampler(recipe: LanguageRecipe, tokenizer: Tokenizer) -> Callable[[LanguageModel], str] | None:
+def _sampler(recipe: TextRecipe, tokenizer: Tokenizer) -> Callable[[LanguageModel], str] | None:
     validation = recipe.validation
     if not validation.sample_tokens:
         return None

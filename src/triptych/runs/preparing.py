@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from triptych.models.storage import OwnModel
 from triptych.training import AnyRecipe
 from triptych.training.objectives import Objective
+from triptych.training.state import Publish, publish_weights
 
 
 @dataclass(frozen=True)
@@ -17,14 +19,16 @@ class Prepared:
     Attributes:
         recipe: every choice made.
         objective: makes the objective, and draws the initial weights.
-        save_tokenizers: writes them into a folder.
+        begin: writes into a folder what lies there from the start of the run: configuration and tokenizers.
         fingerprints: hashes of what must not change before a run is resumed, by the words that name it.
+        publish: writes `model.safetensors`.
     """
 
     recipe: AnyRecipe
     objective: Callable[[], Objective[Any, Any]]
-    save_tokenizers: Callable[[Path], None]
+    begin: Callable[[OwnModel, Path], None]
     fingerprints: Callable[[], dict[str, str]]
+    publish: Publish = publish_weights
 
 
 def digests(parts: Mapping[str, Sequence[bytes]]) -> dict[str, str]:

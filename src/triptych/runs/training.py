@@ -9,20 +9,27 @@ from typing import Any
 
 import torch
 
-from triptych.checkpoints.own import is_own
 from triptych.errors import UsageError
 from triptych.files import write_folder, write_text
 from triptych.models.device import find_device
 from triptych.models.initial import Draws
-from triptych.models.storage import write_config
 from triptych.runs.card import write_card
-from triptych.runs.folder import RECIPE, SUMMARY, require_place, settings
+from triptych.runs.continuing import prepare_continued, take_up_continued
+from triptych.runs.folder import RECIPE, SUMMARY, holds_run, require_place
 from triptych.runs.language import prepare_language, take_up_language
 from triptych.runs.preparing import Prepared
 from triptych.runs.translation import prepare_translation, take_up_translation
 from triptych.storage.copying import CERTIFICATE
 from triptych.threads import torch_threads
-from triptych.training import AnyRecipe, Recipe, Trainer, TrainingResult, read_recipe
+from triptych.training import (
+    AnyRecipe,
+    ContinuedRecipe,
+    LanguageRecipe,
+    Recipe,
+    Trainer,
+    TrainingResult,
+    read_recipe,
+)
 from triptych.training.plan import describe_plan
 from triptych.training.progress import Display, LineDisplay
 from triptych.training.state import Counters, own_files, read_counters
@@ -77,14 +84,12 @@ def train(recipe: AnyRecipe, folder: Path, display: Display | None = None, *, fo
     """
     require_place(folder, force=force)
     base, display = Path.cwd(), display or LineDisplay()
-    prepare = prepare_translation if isinstance(recipe, Recipe) else prepare_language
-    prepared = prepare(recipe, base, display)  # type: ignore[arg-type]
+    prepared = _prepared(recipe, base, display)
     with _threads_and_seed(prepared.recipe):
         trainer = _trainer(prepared, folder, base)
 
         def fill(place: Path) -> None:
-            prepared.save_tokenizers(place)
-            write_config(trainer.model, place)
+            prepared.begin(trainer.model, place)
             # The recipe comes last: a folder that has one is a run that can be resumed.
             write_text(place / RECIPE, prepared.recipe.to_toml())
 
@@ -124,12 +129,11 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
             )
     recipe = read_recipe(folder / RECIPE, overrides)
     display = display or LineDisplay()
-    if not is_own(settings(folder)):
-        raise UsageError(f"{folder} has no run to resume: there is no config.json of ours")
+    if not holds_run(folder):
+        raise UsageError(f"{folder} has no run to resume: there is no config.json of one")
     has_state = (folder / "state" / "last.safetensors").exists()
     base = Path(read_counters(folder / "state").started_in) if has_state else Path.cwd()
-    take_up = take_up_translation if isinstance(recipe, Recipe) else take_up_language
-    prepared = take_up(recipe, folder, base, display)  # type: ignore[arg-type]
+    prepared = _taken_up(recipe, folder, base, display)
     with _threads_and_seed(recipe):
         trainer = _trainer(prepared, folder, base)
         if has_state:
@@ -138,6 +142,26 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
         if overrides:
             write_text(folder / RECIPE, recipe.to_toml())
         return _run(prepared.recipe, trainer, display)
+
+
+def _prepared(recipe: AnyRecipe, base: Path, display: Display) -> Prepared:
+    match recipe:
+        case Recipe():
+            return prepare_translation(recipe, base, display)
+        case LanguageRecipe():
+            return prepare_language(recipe, base, display)
+        case ContinuedRecipe():
+            return prepare_continued(recipe, base, display)
+
+
+def _taken_up(recipe: AnyRecipe, folder: Path, base: Path, display: Display) -> Prepared:
+    match recipe:
+        case Recipe():
+            return take_up_translation(recipe, folder, base, display)
+        case LanguageRecipe():
+            return take_up_language(recipe, folder, base, display)
+        case ContinuedRecipe():
+            return take_up_continued(recipe, folder, base, display)
 
 
 @contextmanager
@@ -160,7 +184,8 @@ def _trainer(prepared: Prepared, folder: Path, base: Path) -> Trainer:
         torch.manual_seed(recipe.seed)  # dropout begins alike, too
     else:
         objective = prepared.objective()
-    return Trainer(recipe.training, recipe.validation.every_steps, objective, folder, counters)
+    every = recipe.validation.every_steps
+    return Trainer(recipe.training, every, objective, folder, counters, prepared.publish)
 
 
 def _run(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summary:

@@ -8,6 +8,7 @@ from triptych.decoding import SearchOptions, Translator, score_bleu
 from triptych.errors import DataError
 from triptych.models import EncoderDecoder
 from triptych.models.device import find_device
+from triptych.models.storage import OwnModel, write_config
 from triptych.runs.folder import check_tokenizers
 from triptych.runs.preparing import Prepared, digests
 from triptych.text import (
@@ -70,7 +71,11 @@ def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts") -> Pre
             _bytes_per_token(texts),
         )
 
-    return Prepared(recipe, objective, tokenizers.save, lambda: _fingerprints(recipe, texts, tokenizers))
+    def begin(model: OwnModel, folder: Path) -> None:
+        tokenizers.save(folder)
+        write_config(model, folder)
+
+    return Prepared(recipe, objective, begin, lambda: _fingerprints(recipe, texts, tokenizers))
 
 
 def _read_texts(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelCorpus, ParallelCorpus]:

@@ -5,8 +5,10 @@ from triptych.training.losses import Loss, output_loss, reference_loss
 from triptych.training.rdrop import rdrop_loss, reference_rdrop_loss
 from triptych.training.recipe import (
     AnyRecipe,
+    ContinuedRecipe,
     LanguageRecipe,
     Recipe,
+    TextRecipe,
     read_recipe,
     require_translation,
     resolve,
@@ -16,11 +18,13 @@ from triptych.training.sections import DataConfig, DecodingConfig, TrainingConfi
 
 __all__ = [
     "AnyRecipe",
+    "ContinuedRecipe",
     "DataConfig",
     "DecodingConfig",
     "LanguageRecipe",
     "Loss",
     "Recipe",
+    "TextRecipe",
     "Trainer",
     "TrainingConfig",
     "TrainingResult",

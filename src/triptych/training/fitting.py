@@ -11,10 +11,10 @@ The figures come from the recipes that come along: about seven passes over 29,00
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from triptych.models import PRESETS
-from triptych.training.recipe import AnyRecipe, LanguageRecipe, Recipe
+from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe, TextRecipe
 
 _MOST_WARMUP_STEPS = 4000  # the paper's, of its 100,000 steps
 _WARMUP_SHARE = 10
@@ -50,6 +50,10 @@ _LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "small": {"num_layers": 6, "d_model": 256, "num_heads": 4, "context": 128},
     "base": {"num_layers": 12, "d_model": 512, "num_heads": 8, "context": 512},
 }
+# Longest text of a run that goes on with a checkpoint, if the model has as many positions.
+_CONTINUED_CONTEXT = {"cpu": 128, "cuda": 512}
+# The learning rate of fresh weights over that of weights that were trained before.
+_GENTLER = 40
 # RMSNorm and SwiGLU without biases, as most of today's language models have them.
 _BLOCKS = {"norm_kind": "rms", "activation": "swish", "gated": True, "bias": False}
 
@@ -145,8 +149,41 @@ def fit_language_training(recipe: LanguageRecipe, num_tokens: int, device: str) 
     limits = _limits(device)
     preset = next(name for least, name in limits.presets if num_tokens >= least)
     recipe = recipe.filled({"model": {**_LANGUAGE_MODELS[preset], **_BLOCKS}})
-    context, most_epochs = recipe.model.context, recipe.training.max_epochs
     total = min(_passes(num_tokens) * num_tokens, limits.total_tokens)
+    peak = 0.004 * math.sqrt(128 / recipe.model.d_model)
+    return _fit_schedule(recipe, num_tokens, total, peak, device)
+
+
+def fit_continued_training(
+    recipe: ContinuedRecipe, num_tokens: int, device: str, d_model: int, max_tokens: int | None
+) -> ContinuedRecipe:
+    """Choose the schedule of a run that goes on with a checkpoint: three passes at a low learning rate.
+
+    Args:
+        recipe: as read.
+        num_tokens: of the training text.
+        device: "cpu" or "cuda".
+        d_model: width of the model.
+        max_tokens: longest text that it has positions for; None if there is no limit.
+
+    Returns:
+        The recipe with every choice in it.
+    """
+    longest = _CONTINUED_CONTEXT["cpu" if device == "cpu" else "cuda"]
+    recipe = recipe.filled(
+        {"model": {"context": longest if max_tokens is None else min(longest, max_tokens)}}
+    )
+    total = min(_FEWEST_PASSES * num_tokens, _limits(device).total_tokens)
+    peak = 0.004 * math.sqrt(128 / d_model) / _GENTLER
+    return _fit_schedule(recipe, num_tokens, total, peak, device)
+
+
+_OfText = TypeVar("_OfText", LanguageRecipe, ContinuedRecipe)
+
+
+def _fit_schedule(recipe: _OfText, num_tokens: int, total: float, peak: float, device: str) -> _OfText:
+    """Choose batches, steps, warm-up and learning rate for so many tokens in all."""
+    limits, context, most_epochs = _limits(device), recipe.model.context, recipe.training.max_epochs
     recipe = recipe.filled({"training": {"batch_size": max(_batch_tokens(total, limits) // context, 1)}})
     of_update = recipe.training.batch_size * context * recipe.training.accumulate_batches
     of_epoch = max(math.ceil(num_tokens / of_update), 1)
@@ -154,7 +191,6 @@ def fit_language_training(recipe: LanguageRecipe, num_tokens: int, device: str) 
     steps = steps if most_epochs is None else most_epochs * of_epoch
     recipe = recipe.filled({"training": {"max_steps": steps}})
     steps = recipe.training.max_steps if most_epochs is None else min(recipe.training.max_steps, steps)
-    peak = 0.004 * math.sqrt(128 / recipe.model.d_model)
     schedule = {"warmup_steps": min(max(steps // 20, 1), 1000), "learning_rate": float(f"{peak:.2g}")}
     every = {"every_steps": min(max(steps // 10, 1), 1000)}
     return recipe.filled({"training": schedule, "validation": every})
@@ -162,7 +198,7 @@ def fit_language_training(recipe: LanguageRecipe, num_tokens: int, device: str) 
 
 def choices(before: AnyRecipe, after: AnyRecipe) -> list[str]:
     """What was chosen, as `section.key = value`; of the model the sizes alone."""
-    language = ("num_layers", "context") if isinstance(after, LanguageRecipe) else ()
+    language = ("num_layers", "context") if isinstance(after, TextRecipe) else ()
     told = {
         "tokenizer": ("vocab_size",),
         "model": ("d_model", "d_ff", "num_heads", "norm", *language),
@@ -174,6 +210,8 @@ def choices(before: AnyRecipe, after: AnyRecipe) -> list[str]:
     }
     found = []
     for section, keys in told.items():
+        if not hasattr(before, section):
+            continue
         given = getattr(before, section).model_fields_set
         chosen = getattr(after, section)
         found += [

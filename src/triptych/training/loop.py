@@ -14,7 +14,7 @@ import torch
 
 from triptych.errors import TriptychError
 from triptych.files import remove_leftovers, write_text
-from triptych.models.storage import OwnModel, load_tensors, model_tensors, read_weights
+from triptych.models.storage import OwnModel, load_tensors, read_weights
 from triptych.training.ahead import ahead
 from triptych.training.compiling import compile_blocks
 from triptych.training.interruption import StopRequest
@@ -30,12 +30,13 @@ from triptych.training.sections import OptimisationConfig
 from triptych.training.state import (
     RUN_FILES,
     Counters,
+    Publish,
     average_checkpoints,
     checkpoint_path,
     own_files,
+    publish_weights,
     read_counters,
     read_state,
-    save_or_explain,
     write_state,
 )
 
@@ -72,6 +73,7 @@ class Trainer:
         objective: Objective[Any, Any],
         folder: Path,
         counters: Counters,
+        publish: Publish = publish_weights,
     ) -> None:
         """Prepare a run.
 
@@ -81,13 +83,14 @@ class Trainer:
             objective: what is learned; holds model and text.
             folder: the run folder; must exist when the run begins.
             counters: of a new run, with fingerprints and folder filled in.
+            publish: writes `model.safetensors`.
         """
         self.config = config
         self.validate_every = validate_every
         self.objective = objective
         self.model: OwnModel = objective.model
         self.steps_per_epoch = -(-len(objective.train.plan(0)) // config.accumulate_batches)
-        self.folder = folder
+        self.folder, self._publish = folder, publish
         self.state_folder = folder / "state"
         self.counters = counters
         self.device = next(self.model.parameters()).device
@@ -302,8 +305,8 @@ class Trainer:
         if better:
             (counters.best_by, counters.best_score), counters.best_step = judged, counters.step
             counters.validations_since_best = 0
-            self._write_model(self.state_folder / "best.safetensors")
-            self._write_model(self.folder / "model.safetensors")
+            publish_weights(self.model, self.state_folder / "best.safetensors")
+            self._publish(self.model, self.folder / "model.safetensors")
         else:
             counters.validations_since_best += 1
         mark = f"  (best by {judged.by})" if better else ""
@@ -345,10 +348,7 @@ class Trainer:
         if counters.step not in counters.checkpoints:
             counters.checkpoints.append(counters.step)
         counters.checkpoints = counters.checkpoints[-self.config.average_last :]
-        self._write_model(checkpoint_path(self.state_folder, counters.step))
-
-    def _write_model(self, path: Path) -> None:
-        save_or_explain({name: value.cpu() for name, value in model_tensors(self.model).items()}, path)
+        publish_weights(self.model, checkpoint_path(self.state_folder, counters.step))
 
     def _save(self) -> None:
         if self._saved_step == self.counters.step:
@@ -376,7 +376,7 @@ class Trainer:
         display.say(f"average of the last {len(paths)} checkpoints: {self.objective.describe(figures)}")
         if chosen == "best":
             read_weights(self.model, self.state_folder / "best.safetensors")
-        self._write_model(self.folder / "model.safetensors")
+        self._publish(self.model, self.folder / "model.safetensors")
         self.model.eval()
         return TrainingResult(None, counters, chosen, figures)
 

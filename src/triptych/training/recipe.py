@@ -8,7 +8,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, final, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -17,6 +17,7 @@ from triptych.errors import UsageError
 from triptych.models import PRESETS, LanguageModelConfig, ModelConfig
 from triptych.text import MaskingSpec, TokenizerSpec
 from triptych.training.sections import (
+    ContinuedModelConfig,
     DataConfig,
     DecodingConfig,
     LanguageDataConfig,
@@ -126,7 +127,7 @@ class Recipe(_AnyRecipe):
         return self
 
 
-class LanguageRecipe(_AnyRecipe):
+class TextRecipe(_AnyRecipe):
     """A run that learns the tokens of a text, whole.
 
     Attributes:
@@ -135,8 +136,7 @@ class LanguageRecipe(_AnyRecipe):
 
     task: Literal["language-model", "masked-language-model"]
     data: LanguageDataConfig
-    tokenizer: TokenizerSpec = TokenizerSpec()
-    model: LanguageModelConfig = LanguageModelConfig()
+    model: LanguageModelConfig | ContinuedModelConfig
     training: LanguageTrainingConfig = LanguageTrainingConfig()
     masking: MaskingSpec = MaskingSpec()
     validation: LanguageValidationConfig = LanguageValidationConfig()
@@ -147,7 +147,7 @@ class LanguageRecipe(_AnyRecipe):
         return "decoder" if self.task == "language-model" else "encoder"
 
     @model_validator(mode="after")
-    def _sections_belong_to_the_task(self) -> "LanguageRecipe":
+    def _sections_belong_to_the_task(self) -> "TextRecipe":
         if (
             self.task == "language-model"
             and "masking" in self.model_fields_set
@@ -161,7 +161,31 @@ class LanguageRecipe(_AnyRecipe):
         return self
 
 
-AnyRecipe = Recipe | LanguageRecipe
+@final
+class LanguageRecipe(TextRecipe):
+    """A run whose model begins with fresh weights, and its tokenizer with none."""
+
+    tokenizer: TokenizerSpec = TokenizerSpec()
+    model: LanguageModelConfig = LanguageModelConfig()
+
+
+@final
+class ContinuedRecipe(TextRecipe):
+    """A run that goes on with the model of a checkpoint, whose tokenizer it has."""
+
+    model: ContinuedModelConfig
+
+    @model_validator(mode="after")
+    def _weights_are_given(self) -> "ContinuedRecipe":
+        if self.initial_values != "in_order":
+            raise ValueError(
+                "initial_values is for fresh weights: model.checkpoint has its own, leave it out"
+            )
+        return self
+
+
+AnyRecipe = Recipe | LanguageRecipe | ContinuedRecipe
+_Kind = type[Recipe] | type[LanguageRecipe] | type[ContinuedRecipe]
 
 
 def require_translation(recipe: AnyRecipe, where: Path | str) -> Recipe:
@@ -175,8 +199,14 @@ def require_translation(recipe: AnyRecipe, where: Path | str) -> Recipe:
     return recipe
 
 
-def read_recipe(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
+def read_recipe(path: Path, overrides: Sequence[str] = (), checkpoint: str | None = None) -> AnyRecipe:
     """Read a TOML recipe and apply `a.b=value` overrides.
+
+    Args:
+        path: of the recipe.
+        overrides: keys by their paths, with values.
+        checkpoint: whose model the run goes on with: `model.checkpoint`, in the place of all that the recipe
+            says of the model, its context excepted, and of the tokenizer.
 
     Raises:
         UsageError: the file is missing or not TOML, or a key or value is not valid.
@@ -189,7 +219,23 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
         raise UsageError(f"recipe {path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"recipe {path} is not valid TOML: {error}") from None
+    if checkpoint is not None:
+        tree = _continuing(tree, checkpoint, str(path))
     return resolve(tree, overrides, origin=str(path))
+
+
+def _continuing(tree: dict[str, Any], checkpoint: str, origin: str) -> dict[str, Any]:
+    """The recipe of a run that goes on with a checkpoint.
+
+    Raises:
+        UsageError: it learns to translate.
+    """
+    if _kind_of(tree, origin) is Recipe:
+        raise UsageError(f"{origin}: a run that translates begins with fresh weights: leave out --from")
+    model = tree.get("model")
+    context = {"context": model["context"]} if isinstance(model, dict) and "context" in model else {}
+    kept = {key: value for key, value in tree.items() if key not in ("tokenizer", "initial_values")}
+    return {**kept, "model": {"checkpoint": checkpoint, **context}}
 
 
 def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "the recipe") -> AnyRecipe:
@@ -218,16 +264,17 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
         raise UsageError(f"{origin}: {explain(error, kind)}") from None
 
 
-def _kind_of(tree: dict[str, Any], origin: str) -> type[Recipe] | type[LanguageRecipe]:
+def _kind_of(tree: dict[str, Any], origin: str) -> _Kind:
     """What a recipe of a tree's task is made of.
 
     Raises:
         UsageError: there is no such task.
     """
-    task = tree.get("task", "translation")
-    tasks = {
+    task, model = tree.get("task", "translation"), tree.get("model")
+    continued = isinstance(model, dict) and "checkpoint" in model
+    tasks: dict[str, _Kind] = {
         name: kind
-        for kind in (Recipe, LanguageRecipe)
+        for kind in (Recipe, ContinuedRecipe if continued else LanguageRecipe)
         for name in get_args(kind.model_fields["task"].annotation)
     }
     if not isinstance(task, str) or task not in tasks:

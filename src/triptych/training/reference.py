@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from triptych.files import write_text
 from triptych.models import PRESETS, ModelConfig
 from triptych.training.recipe import LanguageRecipe, Recipe
+from triptych.training.sections import ContinuedModelConfig
 
 BEGIN, END = "<!-- keys: made by `make docs` -->", "<!-- end of keys -->"
 # A section of a kind that has been shown before is not shown again.
@@ -38,7 +39,9 @@ def with_keys(page: str) -> str:
 def keys() -> str:
     """A table for every section of both kinds of recipes: key, type, default, meaning."""
     return "\n".join([*_section(Recipe, ""), "## Every key of a language model's recipe\n",
-                      *_section(LanguageRecipe, "")])  # fmt: skip
+                      *_section(LanguageRecipe, ""),
+                      "## A model that begins as a checkpoint, instead of `[tokenizer]` and `[model]`\n",
+                      *_section(ContinuedModelConfig, "model")])  # fmt: skip
 
 
 def _section(model: type[BaseModel], path: str) -> Iterator[str]:

@@ -204,6 +204,18 @@ class LanguageValidationConfig(Section):
     sample_prompt: str = ""
 
 
+class ContinuedModelConfig(Section):
+    """A model that begins with the weights of a checkpoint.
+
+    Attributes:
+        checkpoint: a folder in Hugging Face's format, or a name on the Hub; its tokenizer cuts the text.
+        context: longest text in tokens that the model is trained on.
+    """
+
+    checkpoint: str = Field(min_length=1)
+    context: int = Field(128, ge=2)
+
+
 class DecodingConfig(Section):
     """How the finished model translates unless told otherwise; the paper's values.
 

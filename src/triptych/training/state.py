@@ -6,7 +6,7 @@ Checkpoints to be averaged lie beside it, named in its counters.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from triptych.errors import DataError, TriptychError
 from triptych.files import write_bytes
-from triptych.models.storage import load_tensors, model_tensors
+from triptych.models.storage import OwnModel, load_tensors, model_tensors
 from triptych.training.optimizers import Optimizer
 
 _LAST = "last.safetensors"
+# Writes a model into a file, as those who use it read it.
+Publish = Callable[[OwnModel, Path], None]
 # Everything that a run writes, by the folder within its own; what has another name is not a run's.
 RUN_FILES = {
     ".": (
@@ -121,6 +123,15 @@ def save_or_explain(tensors: dict[str, Tensor], path: Path, metadata: dict[str, 
             f"{path} could not be saved ({error.strerror}); what was saved before is whole: "
             "free some space, then continue with --resume"
         ) from None
+
+
+def publish_weights(model: OwnModel, path: Path) -> None:
+    """Write a model's weights by our names.
+
+    Raises:
+        TriptychError: see `save_or_explain`.
+    """
+    save_or_explain({name: value.cpu() for name, value in model_tensors(model).items()}, path)
 
 
 def read_counters(folder: Path) -> Counters:
