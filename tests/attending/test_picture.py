@@ -1,0 +1,48 @@
+"""Pictures of one head."""
+
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+
+from attending.viewed import long_page, previous
+from triptych.attending.maps import DenseMap
+from triptych.attending.page import ViewedKind, layers_of
+from triptych.attending.picture import head_png, head_svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def small(tokens: tuple[str, ...] = ("a", " <b>", "\n")) -> ViewedKind:
+    return ViewedKind("decoder", tokens, tokens, layers_of([[DenseMap(previous(3, 3))]]), 2, 2)
+
+
+def test_a_picture_has_every_token_twice_and_a_cell_for_every_weight() -> None:
+    root = ET.fromstring(head_svg(small(), 0, 0, "head 0"))
+    assert [node.text for node in root.iter(f"{SVG}text")] == ["head 0", *("a", "<b>", "↵") * 2]
+    # Row 0 and 1 look at the first token alone, row 2 at the first and the second.
+    assert [node.text for node in root.iter(f"{SVG}title")][1:] == ["1.000", "1.000", "0.250", "0.750"]
+
+
+def test_characters_that_xml_cannot_hold_are_replaced() -> None:
+    assert "�" in "".join(ET.fromstring(head_svg(small(("\x00", "\x1b[", "c")), 0, 0)).itertext())
+
+
+def test_a_long_text_is_drawn_in_groups_of_tokens() -> None:
+    kind = long_page(1, 1, 600).texts[0].kinds[0]
+    root = ET.fromstring(head_svg(kind, 0, 0))
+    assert int(root.attrib["width"]) < 900
+    assert {"0", "560"} < {node.text for node in root.iter(f"{SVG}text")}
+
+
+def test_a_png_has_twice_the_pixels() -> None:
+    pytest.importorskip("vl_convert")
+    width = int(ET.fromstring(head_svg(small(), 0, 0)).attrib["width"])
+    data = head_png(small(), 0, 0)
+    assert data.startswith(b"\x89PNG")
+    assert int(np.frombuffer(data[16:20], ">u4")[0]) == 2 * width
+
+
+def test_a_head_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        head_svg(small(), 0, 5)
