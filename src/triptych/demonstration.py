@@ -11,6 +11,8 @@ import torch
 
 from triptych import recipes, runs
 from triptych.algebra.rewrites import fold
+from triptych.attending import Attention, AttentionBatch, attend
+from triptych.attending.viewing import viewer_data
 from triptych.decoding import Translator, measure_bleu
 from triptych.errors import UsageError
 from triptych.extras import require_extra
@@ -40,6 +42,8 @@ _TEST_SEED = 1
 _NUM_MISTAKES_SHOWN = 10
 # Of the examples, the one whose order crosses over most: the verb comes last, and "halb vier".
 _PICTURED = 1
+# Sentences whose attention the report shows.
+_NUM_VIEWED = 3
 # The layer that the recipe writes with two maps in a row.
 _STACKED_SITE = "encoder.0"
 # About what a batch of sentences looks like to the layer.
@@ -157,7 +161,7 @@ def demo(
     exact = sum(sample.is_exact is True for sample in tried) / len(tried)
     bleu = measure_bleu([sample.hypothesis for sample in tried], [english for _, english in pairs])
     examples = _try(translator, example_pairs())
-    pictures = tuple(_picture(translator, sample.source) for sample in examples[:3])
+    seen = attend(translator, [sample.source for sample in examples[:_NUM_VIEWED]])
     display.say(f"folding {_STACKED_SITE} and translating them again")
     folding = _fold(run, tried)
     report = folder / _REPORT
@@ -167,12 +171,12 @@ def demo(
         bleu=bleu,
         seconds=summary.outcome.counters.seconds,
         samples=examples,
-        picture=pictures[_PICTURED],
+        picture=_picture(seen[_PICTURED], examples[_PICTURED].source),
         folding=folding,
         report=report,
     )
     mistakes = tuple(sample for sample in tried if not sample.is_exact)[:_NUM_MISTAKES_SHOWN]
-    page = _report(result, summary, folder, _points(place), (mistakes, pictures))
+    page = _report(result, summary, folder, _points(place), (mistakes, seen))
     write_report(page, place / _REPORT)
     if place != folder:
         _replace(place, folder)
@@ -296,16 +300,11 @@ def _device(model: EncoderDecoder) -> torch.device:
     return next(model.parameters()).device
 
 
-def _picture(translator: Translator, source: str) -> AttentionPicture:
-    seen = translator.attention(source)
-    return AttentionPicture(
-        title=source,
-        source_tokens=tuple(piece.lstrip("▁") or piece for piece in seen.source_pieces),
-        target_tokens=tuple(piece.lstrip("▁") or piece for piece in seen.target_pieces),
-        weights=seen.cross(-1).float().cpu().numpy(),
-        caption="Cross-attention of the last decoder layer: each row shows where the model looked in the "
-        "German sentence while it wrote that English token.",
-    )
+def _picture(seen: Attention, title: str) -> AttentionPicture:
+    """The cross-attention of the last decoder layer, for the terminal."""
+    cross = seen.of("cross")
+    sides = (tuple(token.lstrip("▁") or token for token in side) for side in (cross.keys, cross.queries))
+    return AttentionPicture(title, *sides, cross[-1].float().cpu().numpy())
 
 
 def _report(
@@ -313,10 +312,10 @@ def _report(
     summary: runs.Summary,
     folder: Path,
     metrics: Sequence[MetricPoint],
-    shown: tuple[tuple[TranslationSample, ...], tuple[AttentionPicture, ...]],
+    shown: tuple[tuple[TranslationSample, ...], AttentionBatch],
 ) -> Report:
     counters = summary.outcome.counters
-    mistakes, pictures = shown
+    mistakes, seen = shown
     return Report(
         title="German to English: numbers, dates, times and money",
         summary=(
@@ -324,8 +323,8 @@ def _report(
             f"and was tried on {result.num_tested:,} sentences that it had never seen: it translated "
             f"{result.exact_match:.1%} of them to the letter.\n\n"
             "German says units before tens (einundzwanzig), the coming hour before the half (halb vier) and "
-            "the verb at the end of a clause. The attention pictures show the model looking ahead and back "
-            "to put these in English order."
+            "the verb at the end of a clause. The cross-attention shows the model looking ahead and back to "
+            "put these in English order."
         ),
         facts=(
             ("Exact match, unseen sentences", f"{result.exact_match:.1%} of {result.num_tested:,}"),
@@ -341,7 +340,7 @@ def _report(
         ),
         metrics=tuple(metrics),
         samples=result.samples,
-        pictures=pictures,
+        viewer=viewer_data(seen.page()),
         tables=(_folding_table(result.folding), *((_table(mistakes),) if mistakes else ())),
         commands=(
             f"echo 'Das Buch hat einundzwanzig Euro gekostet.' | triptych translate {folder}",

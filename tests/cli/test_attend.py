@@ -48,6 +48,24 @@ def test_arrays_and_rows_are_written_and_written_again(
         assert arrays["cross.1"].shape == (2, len(arrays["tokens"]), len(arrays["source_tokens"]))
 
 
+def test_a_page_and_pictures_are_written_and_written_again(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("vl_convert")
+    names = [tmp_path / f"a.{form}" for form in ("html", "svg", "png")]
+    files = [word for path in names for word in (f"--{path.suffix[1:]}", path)]
+    one = ("--kind", "cross", "--layers", "1", "--heads", "0")
+    for _ in range(2):
+        answer = triptych("attend", small_run, "Vier.", *one, *files)
+        assert answer.code == 0, answer.err
+    assert "written: " in answer.out
+    assert '"kind":"cross"' in names[0].read_text(encoding="utf-8")
+    assert "cross layer 1, head 0" in names[1].read_text(encoding="utf-8")
+    refused = triptych("attend", small_run, "Vier.", "--kind", "cross", "--svg", tmp_path / "b.svg")
+    assert (refused.code, (tmp_path / "b.svg").exists()) == (2, False)
+    assert "a picture shows one head, and 4 are chosen" in refused.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

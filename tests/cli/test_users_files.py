@@ -63,7 +63,7 @@ WRITES: dict[str, list[list[str]]] = {
     ],
     "generate": [],
     "fill": [],
-    "attend": [["{run}", "Vier.", f"--{form}", "notes.txt"] for form in ("npz", "csv")],
+    "attend": [["{run}", "Vier.", f"--{form}", "notes.txt"] for form in ("npz", "csv", "html")],
     "inspect": [["{gpt2}", f"--{form}", "notes.txt"] for form in ("html", "csv", "parquet")],
     "rewrite": [["{gpt2}", "--exact", "--no-compare", "--out", name] for name in (".", "notes.txt")],
     "verify": [["."], ["{gpt2}"]],

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from triptych.attending.capture import AttentionKind, LayerCall
 from triptych.attending.maps import DenseMap, HeadMap, RowKeeper
-from triptych.attending.page import AttentionPage, ViewedHead, ViewedKind, ViewedLayer, ViewedText
+from triptych.attending.page import AttentionPage, ViewedHead, ViewedKind, ViewedLayer, ViewedText, join_pages
+from triptych.attending.viewing import notebook_html
 from triptych.attention import QueriesAndKeys, WeightBlock
 from triptych.errors import UsageError
 
@@ -287,13 +288,17 @@ class Attention:
         for done, (stack, layer, heads) in enumerate(chosen):
             progress(f"{stack.kind} layer {layer.number}", done, len(chosen))
             viewed = [
-                ViewedHead(drawn, *notes.get((stack.kind, layer.number, head), HeadNote()))
+                ViewedHead(drawn, *notes.get((stack.kind, layer.number, head), HeadNote()), head)
                 for head, drawn in zip(heads, layer.maps(keep, heads), strict=True)
             ]
-            layers.setdefault(stack.kind, []).append(ViewedLayer(tuple(viewed), f"layer {layer.number}"))
+            layers.setdefault(stack.kind, []).append(ViewedLayer(tuple(viewed), layer.number))
         kinds = tuple(self._viewed(self.of(kind), own) for kind, own in layers.items())
         text = ViewedText(_shown("".join(map(_readable, self.source_tokens or self.tokens))), kinds)
         return AttentionPage(title or self.model, (text,), (("model", self.model),))
+
+    def _repr_html_(self) -> str:
+        """The page, for a notebook."""
+        return notebook_html(self.page())
 
     def _viewed(self, stack: Stack, layers: Sequence[ViewedLayer]) -> ViewedKind:
         produced = self.source_ids is not None and stack.kind != "encoder"
@@ -368,6 +373,14 @@ class AttentionBatch:
     def __getitem__(self, number: int) -> Attention:
         """The attention of one text."""
         return self.texts[number]
+
+    def page(self, title: str | None = None) -> AttentionPage:
+        """What `triptych attend --html` shows of these texts, with this heading."""
+        return join_pages([text.page(title) for text in self.texts])
+
+    def _repr_html_(self) -> str:
+        """The page, for a notebook."""
+        return notebook_html(self.page())
 
     @property
     def tokens(self) -> tuple[tuple[str, ...], ...]:

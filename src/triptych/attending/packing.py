@@ -97,7 +97,11 @@ def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
         "generated_query": kind.first_generated_query,
         "generated_key": kind.first_generated_key,
         "layers": [
-            {"name": layer.name, "heads": [_pack_head(head) for head in layer.heads]} for layer in kind.layers
+            {
+                "number": place if layer.number is None else layer.number,
+                "heads": [_pack_head(place, head) for place, head in enumerate(layer.heads)],
+            }
+            for place, layer in enumerate(kind.layers)
         ],
         "overview": [*small.shape[1:]],
         "bins": [step * bin_width(len(kind.query_tokens)), step * bin_width(len(kind.key_tokens))],
@@ -115,8 +119,9 @@ def _smaller(overview: NDArray[np.float32], step: int) -> NDArray[np.float32]:
     return np.asarray(np.add.reduceat(columns, starts, axis=0) / counts[:, None], np.float32)
 
 
-def _pack_head(head: ViewedHead) -> dict[str, Any]:
-    return {"label": head.label, "facts": [list(fact) for fact in head.facts]}
+def _pack_head(place: int, head: ViewedHead) -> dict[str, Any]:
+    number = place if head.number is None else head.number
+    return {"number": number, "label": head.label, "facts": [list(fact) for fact in head.facts]}
 
 
 def _quantised(weights: NDArray[np.floating]) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """What the page of attention shows, as plain records; whoever has attention weights fills them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 from triptych.attending.maps import HeadMap
@@ -18,11 +18,13 @@ class ViewedHead:
         map: its weights.
         label: a few words beside its number, such as "previous token".
         facts: name and value of what is known of it: figures of behaviour, of its weights.
+        number: of the head in its layer; its place among those given if None.
     """
 
     map: HeadMap
     label: str = ""
     facts: tuple[tuple[str, str], ...] = ()
+    number: int | None = None
 
 
 @final
@@ -32,11 +34,11 @@ class ViewedLayer:
 
     Attributes:
         heads: at least one.
-        name: said of the layer; by default "layer" and its number.
+        number: of the layer; its place among those given if None.
     """
 
     heads: tuple[ViewedHead, ...]
-    name: str = ""
+    number: int | None = None
 
 
 @final
@@ -108,6 +110,11 @@ class AttentionPage:
     texts: tuple[ViewedText, ...]
     facts: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def join_pages(pages: Sequence[AttentionPage]) -> AttentionPage:
+    """One page with the texts of several, at least one; all else is the first one's."""
+    return replace(pages[0], texts=tuple(text for page in pages for text in page.texts))
 
 
 def layers_of(maps: Sequence[Sequence[HeadMap]]) -> tuple[ViewedLayer, ...]:

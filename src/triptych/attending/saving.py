@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from triptych.attending.attention import Attention, Part
 from triptych.attending.maps import TopMap
+from triptych.attending.page import AttentionPage
 from triptych.errors import UsageError
 from triptych.files import write_atomically
 
@@ -34,6 +35,10 @@ class Saved(NamedTuple):
     attention: Attention
     parts: Sequence[Part]
     top: int | None = None
+
+    def page(self) -> AttentionPage:
+        """What a page shows of it."""
+        return self.attention.page(parts=self.parts, keep=self.top)
 
     def require_moderate(self) -> None:
         """The weights are not too many for a file.

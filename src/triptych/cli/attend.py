@@ -1,6 +1,7 @@
 """`triptych attend`."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,8 @@ from rich.console import Console
 import triptych
 from triptych.attending import open_reader
 from triptych.attending.looks import strongest_looks
+from triptych.attending.page import ViewedKind, join_pages
+from triptych.attending.picture import head_png, head_svg, is_picture
 from triptych.attending.saving import (
     Saved,
     is_attention_csv,
@@ -18,6 +21,7 @@ from triptych.attending.saving import (
     write_csv,
     write_npz,
 )
+from triptych.attending.viewing import write_attention_page
 from triptych.cli.options import DeviceOption
 from triptych.cli.outputs import ForceOption, Output, require_free
 from triptych.cli.over import (
@@ -34,7 +38,8 @@ from triptych.cli.over import (
 )
 from triptych.cli.selection import numbers
 from triptych.errors import UsageError
-from triptych.reports import render_table
+from triptych.files import write_bytes, write_text
+from triptych.reports import is_page, render_table
 from triptych.text import read_lines
 
 
@@ -79,6 +84,14 @@ def attend(
     tokens: TokensOption = None,
     worth: WorthOption = None,
     explain: ExplainOption = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with every chosen head, which works offline.")
+    ] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option("--svg", help="Draw one head, chosen with --kind, --layers and --heads, to this file."),
+    ] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="Draw one head as PNG to this file.")] = None,
     force: ForceOption = False,
     device: DeviceOption = "auto",
     as_json: Annotated[
@@ -93,11 +106,14 @@ def attend(
     """
     corpus = OverChoice.of(over, over_targets, documents, context, tokens, worth, explain=explain)
     is_own_csv = is_attention_csv if corpus is None else is_over_csv
-    outputs = (Output(npz, is_attention_npz), Output(csv_file, is_own_csv))
+    outputs = (
+        *(Output(npz, is_attention_npz), Output(csv_file, is_own_csv)),
+        *(Output(html, is_page), Output(svg, is_picture), Output(png, is_picture)),
+    )
     read = [Path(model), *([] if file is None else [file]), *([] if corpus is None else corpus.read())]
     require_free(outputs, [path for path in read if path.exists()], force=force)
     if corpus is not None:
-        of_texts = (text, file, target, kind, layers, heads, top, npz, max_new_tokens or None)
+        of_texts = (text, file, target, kind, layers, heads, top, npz, html, svg, png, max_new_tokens or None)
         if any(option is not None for option in of_texts):
             raise UsageError("--over takes no other text, and no options of one but --csv and --json")
         show_over(corpus, model, device, csv_file, as_json=as_json)
@@ -115,6 +131,12 @@ def attend(
         write_npz(saved, npz)
     if csv_file is not None:
         write_csv(saved, csv_file)
+    if html is not None:
+        write_attention_page(join_pages([one.page() for one in saved]), html)
+    if svg is not None:
+        write_text(svg, head_svg(*_one_head(saved)))
+    if png is not None:
+        write_bytes(png, head_png(*_one_head(saved)))
     if as_json:
         for one in saved:
             for piece in json_pieces(one):
@@ -122,11 +144,28 @@ def attend(
             _print("\n")
         return
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    written = [path for path in (npz, csv_file) if path is not None]
+    written = [path for path in (npz, csv_file, html, svg, png) if path is not None]
     for path in written:
         console.print(f"written: {path}")
     for one in saved if not written else ():
         console.print(render_table(strongest_looks(one.parts)))
+
+
+def _one_head(saved: Sequence[Saved]) -> tuple[ViewedKind, int, int, str]:
+    """The head of a picture: its kind of attention, its place there, and a title.
+
+    Raises:
+        UsageError: several heads or texts are chosen.
+    """
+    heads = [(part, head) for one in saved for part in one.parts for head in part.heads]
+    if len(heads) != 1:
+        raise UsageError(
+            f"a picture shows one head, and {len(heads)} are chosen: give one of each with --kind, --layers "
+            "and --heads, and one text"
+        )
+    ((part, head),) = heads
+    (kind,) = saved[0].page().texts[0].kinds
+    return kind, 0, 0, f"{saved[0].attention.model}, {part.stack.kind} layer {part.layer.number}, head {head}"
 
 
 def _texts(text: str | None, file: Path | None) -> list[str]:

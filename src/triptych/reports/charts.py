@@ -1,14 +1,10 @@
 """Vega-Lite specifications of the charts of a report: plain dictionaries, ready to be embedded."""
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from triptych.reports.records import AttentionPicture, BarChart, MetricPoint
+from triptych.reports.records import BarChart, MetricPoint
 
 Spec = dict[str, Any]
 
@@ -30,9 +26,6 @@ _LOOK: Spec = {
         "legend": {"labelFontSize": 12, **_LABELS},
     },
 }
-# From paper to ink: darker is more attention, and prints in black and white.
-_ATTENTION_COLOURS = ["#f6f7f9", "#c9d8e6", "#7fa3c4", "#3f6c9a", "#1f3a5f", "#0f1f36"]
-
 # Past this many points a mark on each only thickens the line.
 _MAX_MARKED_POINTS = 40
 
@@ -98,16 +91,6 @@ def bar_chart(chart: BarChart) -> Spec | None:
     }
 
 
-def mean_attention_chart(picture: AttentionPicture) -> Spec:
-    """The mean over the heads, large, with a scale."""
-    return _heat_map(picture, picture.mean_over_heads(), cell_pixels=34, is_large=True)
-
-
-def head_attention_chart(picture: AttentionPicture, head: int) -> Spec:
-    """One head, small: 0 ≤ head < num_heads."""
-    return _heat_map(picture, picture.weights[head], cell_pixels=14, is_large=False)
-
-
 def _of(field: str, **how: Any) -> Spec:
     """An encoding of a field, written `name:T` with the first letter of its type."""
     name, _, letter = field.partition(":")
@@ -153,58 +136,6 @@ def _line_chart(rows: list[Spec], title: str, height: int) -> Spec | None:
                 _of("series:N", title="of"),
                 _of("step:Q", format=","),
                 _of("value:Q", title=title, format=".4~g"),
-            ],
-        },
-        **_LOOK,
-    }
-
-
-def _heat_map(
-    picture: AttentionPicture, weights: NDArray[np.floating], *, cell_pixels: int, is_large: bool
-) -> Spec:
-    """Draw weights `[tgt_len, src_len]`: a row for each target token, a column for each source token.
-
-    The axes run over positions and only their labels show tokens; tokens as the axes' values would be
-    sorted, and two equal ones would fall into one column.
-    """
-    # A JSON list of strings is also a Vega expression, whatever the tokens hold.
-    source, target = (json.dumps(list(of)) for of in (picture.source_tokens, picture.target_tokens))
-    axis = {
-        "title": None,
-        "labelFontSize": 13 if is_large else 9,
-        "labelLimit": 160 if is_large else 70,
-        "labelOverlap": False,
-        "domain": False,
-        "ticks": False,
-        "labelPadding": 5 if is_large else 3,
-    }
-    across = {"orient": "top", "labelAngle": -50, "labelExpr": f"{source}[datum.value]", **axis}
-    return {
-        "data": {
-            "values": [
-                {"s": s, "t": t, "w": round(min(float(weight), 1.0), 4)}
-                for (t, s), weight in np.ndenumerate(weights)
-            ]
-        },
-        "width": {"step": cell_pixels},
-        "height": {"step": cell_pixels},
-        "transform": [
-            {"calculate": f"{source}[datum.s]", "as": "source"},
-            {"calculate": f"{target}[datum.t]", "as": "target"},
-        ],
-        "mark": {"type": "rect", "stroke": "#ffffff", "strokeWidth": 1 if is_large else 0.5},
-        "encoding": {
-            "x": _of("s:O", axis=across),
-            "y": _of("t:O", axis={"labelExpr": f"{target}[datum.value]", **axis}),
-            "color": _of(
-                "w:Q",
-                scale={"domain": [0, 1], "range": _ATTENTION_COLOURS, "clamp": True},
-                legend={"title": "weight", "gradientLength": 120, "tickCount": 3} if is_large else None,
-            ),
-            "tooltip": [
-                _of("target:N", title="writing"),
-                _of("source:N", title="looks at"),
-                _of("w:Q", title="weight", format=".3f"),
             ],
         },
         **_LOOK,

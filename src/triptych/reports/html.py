@@ -16,12 +16,10 @@ from triptych.files import write_text
 from triptych.reports.charts import (
     bar_chart,
     bleu_chart,
-    head_attention_chart,
     learning_rate_chart,
     loss_chart,
-    mean_attention_chart,
 )
-from triptych.reports.records import AttentionPicture, Report
+from triptych.reports.records import Report
 
 # In the head of every page, so that one is known again.
 GENERATOR = '<meta name="generator" content="triptych">'
@@ -63,9 +61,8 @@ def render_report(report: Report) -> str:
     loss = loss_chart(report.metrics)
     others = [spec for spec in (bleu_chart(report.metrics), learning_rate_chart(report.metrics)) if spec]
     bars = [(chart, spec) for chart in report.charts if (spec := bar_chart(chart))]
-    pictures = [(picture, *_pictured(picture)) for picture in report.pictures]
     # The drawing library is most of the file and a second of work: a page without a chart goes without.
-    drawn = loss or others or bars or any(mean for _, mean, _ in pictures)
+    drawn = loss or others or bars
     if drawn:
         require_charts()
     script = Markup(_drawing_script()) if drawn else ""
@@ -76,17 +73,8 @@ def render_report(report: Report) -> str:
         loss=loss,
         others=others,
         bars=bars,
-        pictures=pictures,
         script=script,
     )
-
-
-def _pictured(picture: AttentionPicture) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """The chart of the mean, None without tokens, and those of the heads if there are several."""
-    if 0 in picture.weights.shape:
-        return None, []
-    several = range(picture.num_heads if picture.num_heads > 1 else 0)
-    return mean_attention_chart(picture), [head_attention_chart(picture, head) for head in several]
 
 
 def render(template: str, **context: Any) -> str:

@@ -1,7 +1,8 @@
 """What a report shows, as plain records."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,4 +151,5 @@ class Report:
     """Command lines to go on with, one each."""
     metrics: tuple[MetricPoint, ...] = ()
     samples: tuple[TranslationSample, ...] = ()
-    pictures: tuple[AttentionPicture, ...] = ()
+    viewer: Mapping[str, Any] | None = None
+    """Attention: the data of `viewer.html`, which `attending/viewing.py` makes."""

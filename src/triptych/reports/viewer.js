@@ -129,19 +129,24 @@ class Viewer {
 
   // "decoder.2.5", "1.cross.0.mean" (text 1), "decoder.2.5.17" (token 17)
   address({ text, kind, layer, head }, focus = null) {
-    const name = this.data.texts[text].kinds[kind].kind;
-    const parts = [...(text ? [text] : []), name, layer, head === MEAN ? "mean" : head];
+    const of = this.data.texts[text].kinds[kind];
+    const { number, heads } = of.layers[layer];
+    const parts = [...(text ? [text] : []), of.kind, number, head === MEAN ? "mean" : heads[head].number];
     return [...parts, ...(focus === null ? [] : [focus])].join(".");
   }
   fromHash() {
     const found = location.hash.match(/^#(?:(\d+)\.)?([a-z]+)\.(\d+)\.(\d+|mean)(?:\.(\d+))?$/);
     if (!found) return null;
-    const [text, layer] = [Number(found[1] ?? 0), Number(found[3])];
-    const head = found[4] === "mean" ? MEAN : Number(found[4]);
+    const text = Number(found[1] ?? 0);
     const kinds = this.data.texts[text]?.kinds ?? [];
     const kind = kinds.findIndex((of) => of.kind === found[2]);
-    if (!(head < kinds[kind]?.layers[layer]?.heads.length)) return null;
-    return { text, kind, layer, head, focus: found[5] === undefined ? null : Number(found[5]) };
+    const layers = kinds[kind]?.layers ?? [];
+    const layer = layers.findIndex((of) => of.number === Number(found[3]));
+    if (layer < 0) return null;
+    const head = layers[layer].heads.findIndex((of) => of.number === Number(found[4]));
+    if (head < 0 && found[4] !== "mean") return null;
+    const focus = found[5] === undefined || !(found[5] < kinds[kind].queries.length) ? null : Number(found[5]);
+    return { text, kind, layer, head, focus };
   }
 
   readColours() {
@@ -182,7 +187,7 @@ class Viewer {
     const { queries, keys } = this.kind;
     const sizes = this.isOneSided ? many(queries.length, "token") : `${many(queries.length, "token")} looking at ${keys.length.toLocaleString("en")}`;
     this.part("about").textContent = [...this.text.notes, `${many(this.kind.layers.length, "layer")}, ${sizes}.`].join(" ");
-    this.part("layer").replaceChildren(...this.kind.layers.map((layer, l) => make("option", { value: l }, layer.name || l)));
+    this.part("layer").replaceChildren(...this.kind.layers.map((layer, l) => make("option", { value: l }, layer.number)));
     this.root.querySelector(".generated-note").hidden = this.kind.generated_query === null && this.kind.generated_key === null;
   }
 
@@ -191,20 +196,21 @@ class Viewer {
     const most = Math.max(...this.kind.layers.map((layer) => layer.heads.length));
     const cell = most > 24 ? 24 : most > 16 ? 36 : most > 8 ? 52 : 72;
     const columns = [...(most > 1 ? [MEAN] : []), ...Array(most).keys()];
-    const heading = columns.map((head) => make("th", { scope: "col" }, head === MEAN ? "mean" : String(head)));
+    const widest = this.kind.layers.find((layer) => layer.heads.length === most);
+    const heading = columns.map((head) => make("th", { scope: "col" }, head === MEAN ? "mean" : widest.heads[head].number));
     let first = 0;
     const rows = this.kind.layers.map((layer, l) => {
       const cells = columns.map((head) => {
         if (head >= layer.heads.length) return make("td");
         const places = head === MEAN ? layer.heads.map((_, h) => first + h) : [first + head];
         const { label } = head === MEAN ? { label: "" } : layer.heads[head];
-        const said = `layer ${layer.name || l}, ${head === MEAN ? "mean" : `head ${head}`}${label ? `: ${label}` : ""}`;
+        const said = `layer ${layer.number}, ${head === MEAN ? "mean" : `head ${layer.heads[head].number}`}${label ? `: ${label}` : ""}`;
         const link = make("a", { href: `#${this.address({ ...this.at, layer: l, head })}`, title: said, "aria-label": said, tabindex: "-1", "data-at": `${l} ${head}` }, this.picture(places));
         if (label) link.append(make("span", { class: "label" }, label));
         return make("td", {}, link);
       });
       first += layer.heads.length;
-      return make("tr", {}, make("th", { scope: "row" }, layer.name || `layer ${l}`), ...cells);
+      return make("tr", {}, make("th", { scope: "row" }, `layer ${layer.number}`), ...cells);
     });
     const table = make("table", {}, make("thead", {}, make("tr", {}, make("th"), ...heading)), make("tbody", {}, ...rows));
     table.style.setProperty("--cell", `${cell}px`);
@@ -276,14 +282,14 @@ class Viewer {
     this.map = map;
     const { at, layer } = this;
     const about = at.head === MEAN ? null : layer.heads[at.head];
-    const number = at.head === MEAN ? `mean of ${layer.heads.length} heads` : `head ${at.head}`;
-    this.part("name").textContent = `${this.text.kinds.length > 1 ? `${this.kind.kind}, ` : ""}layer ${layer.name || at.layer}, ${number}${about?.label ? `: ${about.label}` : ""}`;
+    const number = at.head === MEAN ? `mean of ${layer.heads.length} heads` : `head ${about.number}`;
+    this.part("name").textContent = `${this.text.kinds.length > 1 ? `${this.kind.kind}, ` : ""}layer ${layer.number}, ${number}${about?.label ? `: ${about.label}` : ""}`;
     const facts = (about?.facts ?? []).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
     this.part("facts").replaceChildren(...facts);
     this.part("facts").hidden = !facts.length;
     const options = [...(layer.heads.length > 1 ? [MEAN] : []), ...layer.heads.keys()];
     this.part("head").replaceChildren(...options.map((head) => make("option", { value: head },
-      head === MEAN ? "mean" : `${head}${layer.heads[head].label ? ` (${layer.heads[head].label})` : ""}`)));
+      head === MEAN ? "mean" : `${layer.heads[head].number}${layer.heads[head].label ? ` (${layer.heads[head].label})` : ""}`)));
     this.part("head").value = at.head;
     this.part("layer").value = at.layer;
     const left = map instanceof Sparse && map.numQueries ? sum([...map.left]) / map.numQueries : 0;
