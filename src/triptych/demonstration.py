@@ -303,8 +303,10 @@ def _device(model: EncoderDecoder) -> torch.device:
 def _picture(seen: Attention, title: str) -> AttentionPicture:
     """The cross-attention of the last decoder layer, for the terminal."""
     cross = seen.of("cross")
-    sides = (tuple(token.lstrip("▁") or token for token in side) for side in (cross.keys, cross.queries))
-    return AttentionPicture(title, *sides, cross[-1].float().cpu().numpy())
+    source, target = (
+        tuple(token.lstrip("▁") or token for token in side) for side in (cross.keys, cross.queries)
+    )
+    return AttentionPicture(title, source, target, cross[-1].float().cpu().numpy())
 
 
 def _report(
