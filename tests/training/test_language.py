@@ -68,7 +68,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("task", ["language-model", "masked-language-model"])
-@pytest.mark.parametrize("stop_at", [pytest.param(2, marks=pytest.mark.slow), 4, 7])
+@pytest.mark.parametrize("stop_at", [2, 4, 7])
 def test_a_run_stopped_by_a_signal_and_resumed_is_bit_identical(
     task: str, stop_at: int, finished: dict[str, Path], tmp_path: Path
 ) -> None:
