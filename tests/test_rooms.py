@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"attention", "models", "text"},  # attention: learned positions are tables
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
     "runs": {"checkpoints", "decoding", "models", "storage", "text", "training"},
-    "rewriting": {"algebra", "attention", "checkpoints", "models", "runs", "storage", "text"},
+    # attending: which heads the loss misses least
+    "rewriting": {"algebra", "attending", "attention", "checkpoints", "models", "runs", "storage", "text"},
     "converting": {"algebra", "attention", "checkpoints", "decoding", "models", "rewriting", "runs", "text"},
     # a model by the library that is to run it
     "engines": {"checkpoints", "converting", "decoding", "models", "runs"},

@@ -29,6 +29,7 @@ from triptych.algebra.rewrites import (
     Truncate,
     require_order,
 )
+from triptych.attending.over import attend_over
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.writing import write_layer
 from triptych.errors import DataError, TriptychError, UsageError
@@ -310,6 +311,23 @@ def test_every_step_sees_what_the_layers_do_on_the_text_after_the_steps_before_i
         assert kept is not None
         assert len(kept) == 3
         torch.testing.assert_close(second.mixed, first.mixed[list(kept)])
+
+
+def test_heads_go_in_the_order_of_the_loss_without_them(tmp_path: Path) -> None:
+    folder, text = small_gpt2(tmp_path / "source"), tmp_path / "text.txt"
+    with_tokenizer(folder)
+    text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
+    source = open_checkpoint(folder)
+    prepared = prepare(source, folder, recipe(PruneHeads(number=1, by_loss=True), calibration=text))
+    worth = attend_over(folder, [text.read_text()], worth="zero").worth
+    assert worth is not None
+    for site in source.sites:
+        order = worth.of(site.stack, site.layer)
+        kept = prepared.through(source, source.read(site)).kept
+        assert kept == tuple(head for head in range(4) if order[head] != min(order))
+    twice = recipe(PruneHeads(number=1), PruneHeads(number=1, by_loss=True), calibration=text)
+    with pytest.raises(UsageError, match="put the step that looks at the loss first"):
+        prepare(source, folder, twice)
 
 
 def test_the_mean_of_a_value_bias_that_went_before_is_not_seen_by_a_later_step(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import Layer, Rewrite, RewriteRefusedError
+from triptych.algebra.rewrites import Layer, LayerRewrite, Rewrite, RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family
@@ -25,6 +25,7 @@ from triptych.rewriting.certificate import (
     StepRecord,
 )
 from triptych.rewriting.formats import Format, format_of
+from triptych.rewriting.head_losses import measure_head_losses
 from triptych.rewriting.layers import RewrittenLayer, rewrite_layer, rewritten_parts
 from triptych.rewriting.other_norms import OtherNorms
 from triptych.rewriting.recipe import RewriteRecipe
@@ -98,16 +99,40 @@ def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Pre
         if step.needs_text and recipe.calibration is not None:
             # As the layers are when it is this step's turn, so a pass for each such step.
             sites = [site for site in source.sites if step.layers is None or site.layer in step.layers]
-            through = partial(_before, source, prepared, number)
-            found = gather_moments(source, folder, sites, through, recipe.calibration)
-            moments = {
-                site.name: {**prepared.moments.get(site.name, {}), number: found[site.name]} for site in sites
-            }
-            prepared = replace(prepared, moments={**prepared.moments, **moments})
+            if step.needs_losses:
+                _require_all_heads(source, prepared, number, sites)
+                step = step.with_losses(measure_head_losses(source, folder, sites, recipe.calibration))
+            else:
+                through = partial(_before, source, prepared, number)
+                found = gather_moments(source, folder, sites, through, recipe.calibration)
+                moments = {
+                    site.name: {**prepared.moments.get(site.name, {}), number: found[site.name]}
+                    for site in sites
+                }
+                prepared = replace(prepared, moments={**prepared.moments, **moments})
         ready = step.prepare(_layers(source, prepared, number, step), skip_refused=recipe.skip_refused)
         steps = (*prepared.steps[:number], ready, *prepared.steps[number + 1 :])
         prepared = replace(prepared, steps=steps)
     return prepared
+
+
+def _require_all_heads(
+    source: AttentionSource, prepared: Prepared, number: int, sites: Sequence[Site]
+) -> None:
+    """Check that the steps before one leave heads where the original model has them.
+
+    Raises:
+        UsageError: they do not.
+    """
+    selects = any(isinstance(step, LayerRewrite) and step.selects for step in prepared.steps[:number])
+    for site in sites if selects else ():
+        read = source.read(site)
+        kept = prepared.through(source, read, number).kept
+        if kept is not None and list(kept) != list(range(read.weights.num_heads)):
+            raise UsageError(
+                f"{site.name}: heads are gone or in another order, and the loss is that of the original "
+                "model: put the step that looks at the loss first"
+            )
 
 
 def _before(source: AttentionSource, prepared: Prepared, number: int, read: AttentionLayer) -> RewrittenLayer:

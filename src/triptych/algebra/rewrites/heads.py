@@ -49,16 +49,29 @@ class PruneHeads(LayerRewrite):
     heads: tuple[int, ...] | None = Field(None, description="which, by number; dead ones by default")
     number: int | None = Field(None, ge=1, description="how many of each layer, those that do least")
     on_text: bool = Field(False, description="measure what heads do on the text")
+    by_loss: bool = Field(
+        False, description="those do least whose absence raises the model's loss on the text least"
+    )
+    losses: dict[str, tuple[float, ...]] = Field(default_factory=dict, exclude=True)
 
     @model_validator(mode="after")
     def _one_way(self) -> "PruneHeads":
         if self.heads is not None and self.number is not None:
             raise ValueError("heads and number contradict each other: give one of them")
+        if self.by_loss and (self.number is None or self.on_text):
+            raise ValueError("by_loss goes with number, and without on_text")
         return self
 
     @property
     def needs_text(self) -> bool:
-        return self.on_text
+        return self.on_text or self.by_loss
+
+    @property
+    def needs_losses(self) -> bool:
+        return self.by_loss
+
+    def with_losses(self, losses: Mapping[str, tuple[float, ...]]) -> "PruneHeads":
+        return self.model_copy(update={"losses": dict(losses)})
 
     def apply(self, layer: Layer) -> Rewritten:
         return self.select(layer.weights, self.look(layer)).done
@@ -69,6 +82,8 @@ class PruneHeads(LayerRewrite):
         importance = does.whole
         if self.number is not None and self.on_text:
             importance = measure_importance(layer.weights, layer.moments)
+        if self.by_loss:
+            importance = importance.new_tensor(self._losses_of(layer))
         return (*does, importance)
 
     def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
@@ -78,6 +93,13 @@ class PruneHeads(LayerRewrite):
         # Where distances have maps of their own, heads that are left stay in their places.
         done = prune_heads(whole, gone, bounded=bounded, does=Move(form, bias), distances_follow=True)
         return Selected(done, tuple(head for head in range(whole.num_heads) if head not in gone))
+
+    def _losses_of(self, layer: Layer) -> tuple[float, ...]:
+        """Of the heads of a layer, or of the part of it that is given."""
+        found = self.losses.get(layer.name, ())[layer.first_head :][: layer.weights.num_heads]
+        if len(found) < layer.weights.num_heads:
+            raise RewriteRefusedError(self.name, "the loss without each of these heads is not known")
+        return found
 
     def _chosen(self, heads: int, does: Tensor) -> list[int]:
         if self.heads is not None:

@@ -1,7 +1,7 @@
 """What every rewrite is: a record of its options that can be applied to a layer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -94,6 +94,15 @@ class Rewrite(BaseModel, ABC):
     def needs_text(self) -> bool:
         """Whether it looks at what layers do on a text."""
         return False
+
+    @property
+    def needs_losses(self) -> bool:
+        """Whether it looks at the loss of the model on a text without each head."""
+        return False
+
+    def with_losses(self, losses: Mapping[str, tuple[float, ...]]) -> "Rewrite":
+        """The rewrite that knows by which the loss rises without each head, by name of the layer."""
+        return self
 
     def prepare(self, layers: Iterable[Layer], *, skip_refused: bool = False) -> "Rewrite":
         """The rewrite with what only all layers together can tell.
