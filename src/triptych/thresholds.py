@@ -37,8 +37,8 @@ FEW_QUERIES = 16
 PACKED_ROWS = 32
 # Packed weights are a copy. They are made of models whose weights take at most this share of the memory.
 SHARE_PACKED = 0.125
-# In bfloat16 a step reads the cache up to a multiple of so many tokens: oneDNN takes about 0.5 ms to prepare
-# itself for another length.
+# In bfloat16 the cache of a text makes room for so many tokens at a time, and a step reads it whole: oneDNN
+# takes about 0.5 ms to prepare itself for another length, and copies what is a part of a tensor.
 EVEN_SLOTS = 64
 # Finished sentences are taken out of the batch when they are this share of it: each time, the caches of the
 # others are copied.

@@ -78,18 +78,21 @@ def test_what_was_appended_comes_back_in_order(columns: bool) -> None:
             assert_same(one, other[:, :, : start + 7], kind="exact")
 
 
-def test_keys_in_columns_are_read_with_zeros_after_them_and_keep_them_when_rows_are_chosen() -> None:
-    cache, keys, values = LayerCache(5, columns=True), torch.randn(2, 3, 9, 4), torch.randn(2, 3, 9, 4)
-    cache.append((keys[:, :, :8], values[:, :, :8]))
-    cache.append((keys[:, :, 8:], values[:, :, 8:]))
+@pytest.mark.parametrize("columns", [False, True])
+def test_room_that_is_left_holds_zeros_when_tokens_come_and_rows_are_chosen(columns: bool) -> None:
+    cache, keys, values = (
+        LayerCache(columns=columns, even=8),
+        torch.randn(2, 3, 17, 4),
+        torch.randn(2, 3, 17, 5),
+    )
+    for start, end in ((0, 7), (7, 8), (8, 9), (9, 17)):
+        cache.append((keys[:, :, start:end], values[:, :, start:end]))
     cache.select(torch.tensor([1, 1, 0]))
-    assert cache.entries[0].mT.stride(-1) == 1
-    for held, one in zip(cache.padded(32), (keys, values), strict=True):
-        assert_same(held[:, :, :9], one[[1, 1, 0]], kind="exact")
-        assert held.shape[2] == 32
-        assert not held[:, :, 9:].any()
-    with pytest.raises(ValueError, match="columns"):
-        LayerCache().padded(32)
+    assert [held.stride(2 if columns else 3) for held in cache.entries] == [1, 1]
+    for held, one in zip(cache.whole, (keys, values), strict=True):
+        assert held.shape[2] == 24
+        assert_same(held[:, :, :17], one[[1, 1, 0]], kind="exact")
+        assert not held[:, :, 17:].any()
 
 
 def test_appending_does_not_write_into_the_callers_tensors() -> None:

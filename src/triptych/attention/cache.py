@@ -5,7 +5,7 @@ tuple of tensors `[batch, heads, tokens, width]`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import final
 
 from torch import Tensor
@@ -40,21 +40,22 @@ class LayerCache(AttentionCache):
     Room is doubled when it runs out, so that appending a token costs O(1) copies of it.
 
     Attributes:
-        columns: see `__init__`.
+        columns: see `__init__`; likewise `even`.
     """
 
-    def __init__(self, room: int = 0, columns: bool = False) -> None:
+    def __init__(self, room: int = 0, *, columns: bool = False, even: int | None = None) -> None:
         """Start empty.
 
         Args:
             room: tokens to make room for at the first `append`.
-            columns: whether the first entry, the keys, lies in memory with a column for each token, as its
-                product with one query reads it fastest. Shapes are the same, and `padded` may be asked for.
+            columns: whether tokens are columns in memory and not rows, as products with few queries read
+                them fastest. Shapes are the same.
+            even: make room for so many tokens at a time, and no other room, for `whole`.
         """
         self._stores: tuple[Tensor, ...] = ()
         self._length = 0
         self._room = room
-        self.columns = columns
+        self.columns, self.even = columns, even
 
     @property
     def length(self) -> int:
@@ -67,45 +68,48 @@ class LayerCache(AttentionCache):
             return self._stores
         return tuple([store.narrow(2, 0, length) for store in self._stores])
 
-    def padded(self, multiple: int) -> tuple[Tensor, ...]:
-        """The entries, with zeros after them up to a multiple of so many tokens.
-
-        Raises:
-            ValueError: the cache has no columns.
-        """
-        if not self.columns:
-            raise ValueError("only a cache of columns can be read past its tokens")
-        length = -(-self._length // multiple) * multiple
-        if length > self._stores[0].shape[2]:
-            self._stores = self._with_room(self._stores, self._length, length)
-        return tuple([store.narrow(2, 0, length) for store in self._stores])
+    @property
+    def whole(self) -> tuple[Tensor, ...]:
+        """The entries, and after them zeros in the room that is left."""
+        return self._stores
 
     def append(self, entries: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         start, added = self._length, entries[0].shape[2]
-        if not self._stores and added >= self._room and not self.columns:
-            self._stores = entries
-        else:
-            if not self._stores:
-                self._stores = self._with_room(entries, 0, max(self._room, added))
-            elif start + added > self._stores[0].shape[2]:
-                self._stores = self._with_room(self._stores, start, max(2 * start, start + added, 16))
-            for store, entry in zip(self._stores, entries, strict=True):
-                store.narrow(2, start, added).copy_(entry)
         self._length = start + added
+        if not self._stores:
+            room = self._room_for(added if self.even else max(self._room, added))
+            if room == added and not self.columns:
+                self._stores = entries
+            else:
+                self._stores = tuple(self._held(entry, added, room) for entry in entries)
+            return entries
+        if start + added > self._stores[0].shape[2]:
+            enough = start + added
+            room = self._room_for(enough if self.even else max(2 * start, enough, 16))
+            self._stores = tuple(self._held(store, start, room) for store in self._stores)
+        for store, entry in zip(self._stores, entries, strict=True):
+            store.narrow(2, start, added).copy_(entry)
         return self.entries
 
     def select(self, rows: Tensor) -> None:
-        if self._stores:
-            room = self._stores[0].shape[2]
-            held = [entry.index_select(0, rows) for entry in self.entries]
-            self._stores = self._with_room(held, self._length, room)
-
-    def _with_room(self, held: Sequence[Tensor], length: int, room: int) -> tuple[Tensor, ...]:
-        """The first `length` tokens of every entry, in tensors with room for more."""
-        return tuple(
-            _with_room(entry, length, room, columns=self.columns and number == 0)
-            for number, entry in enumerate(held)
+        self._stores = tuple(
+            self._held(held.index_select(0, rows), self._length, store.shape[2])
+            for held, store in zip(self.entries, self._stores, strict=True)
         )
+
+    def _room_for(self, tokens: int) -> int:
+        return tokens if self.even is None else -(-tokens // self.even) * self.even
+
+    def _held(self, entry: Tensor, length: int, room: int) -> Tensor:
+        """The first `length` tokens of an entry, in a tensor with room for more."""
+        if length == room == entry.shape[2] and not self.columns:
+            return entry
+        batch, heads, _, width = entry.shape
+        shape = (width, room) if self.columns else (room, width)
+        grown = entry.new_zeros(batch, heads, *shape)
+        grown = grown.mT if self.columns else grown
+        grown[:, :, :length] = entry[:, :, :length]
+        return grown
 
 
 @final
@@ -134,16 +138,3 @@ class DecoderCache:
         if sentences is not None:
             for cache in self.memory:
                 cache.select(sentences)
-
-
-def _with_room(held: Tensor, length: int, room: int, *, columns: bool) -> Tensor:
-    """The first `length` tokens of a tensor, in one with room for more."""
-    if length == room == held.shape[2] and not columns:
-        return held
-    batch, heads, _, width = held.shape
-    if columns:
-        grown = held.new_zeros(batch, heads, width, room).mT
-    else:
-        grown = held.new_zeros(batch, heads, room, width)
-    grown[:, :, :length] = held[:, :, :length]
-    return grown

@@ -105,7 +105,7 @@ class TextEngine:
         maps = Maps.of(precision, dtype, packed=_has_room_for_another(model))
         self._model, self._head = _prepared(model, maps)
         self._adds_masks = not any(isinstance(module, MultiHeadAttention) for module in self._model.modules())
-        self._numbers = torch.empty(0, dtype=maps.dtype, device=self.device)
+        self._dtype = maps.dtype
 
     @torch.inference_mode()
     def read(
@@ -120,11 +120,16 @@ class TextEngine:
         longest = max(map(len, texts))
         padding = torch.tensor([longest - len(ids) for ids in texts], device=self.device)
         opened = OpenTexts(
-            DecoderCache(self._num_layers, lambda: LayerCache(longest + room, columns=True)),
+            DecoderCache(self._num_layers, lambda: self._new_cache(longest + room)),
             padding if bool(padding.any()) else None,
         )
         ids = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in texts], device=self.device)
         return opened, self._logits(ids, opened)
+
+    def _new_cache(self, room: int) -> LayerCache:
+        on_cpu = self.device.type == "cpu"
+        even = thresholds.EVEN_SLOTS if on_cpu and self._dtype == torch.bfloat16 else None
+        return LayerCache(room, columns=on_cpu, even=even)
 
     @torch.inference_mode()
     def step(self, tokens: Int[Tensor, " rows"], opened: OpenTexts) -> Float[Tensor, "rows vocab"]:
@@ -136,7 +141,7 @@ class TextEngine:
         slots = opened.length + queries
         mask = opened.mask(slots, queries)
         if mask is not None and queries == 1 and self._adds_masks:  # once, and not in every layer
-            mask = numbers_of(mask, self._numbers)
+            mask = numbers_of(mask, torch.empty(0, dtype=self._dtype, device=self.device))
         hidden = self._model.hidden(
             ids,
             mask=mask,
