@@ -1,4 +1,4 @@
-"""The products of matrices alone, of reading prompts and of every step: what no engine can be faster than."""
+"""The products of matrices alone, of reading prompts and of every step: what engines add to."""
 
 from collections.abc import Sequence
 from typing import final
@@ -10,18 +10,23 @@ from benchmarks.workers import generation
 from benchmarks.workers.generation import Engine
 from benchmarks.workers.protocol import Options, serve
 from triptych.checkpoints.models import load_language_model
+from triptych.decoding.maps import Maps
 
 
 @final
 class Products(Engine):
-    """Every matrix of the checkpoint, once for each token; the output table for the last token alone."""
+    """Every matrix, packed, once for each token; the output table for the last token alone."""
 
     def __init__(self, options: Options) -> None:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options["precision"]]
         model = load_language_model(options["checkpoint"], dtype=dtype).model
         assert model.head is not None
-        self.table = model.head.output.weight.detach()
-        self.maps = [p.detach().clone() for b in model.blocks for p in b.parameters() if p.ndim == 2]
+        self.dtype, packing = dtype, Maps.of("fp32", dtype, packed=True)
+        weights = [p.detach() for b in model.blocks for p in b.parameters() if p.ndim == 2]
+        *self.maps, self.table = (
+            (packing.linear(weight, None), weight.shape[1])
+            for weight in [*weights, model.head.output.weight.detach()]
+        )
         self.inputs: dict[tuple[int, int], Tensor] = {}
 
     @torch.inference_mode()
@@ -33,15 +38,15 @@ class Products(Engine):
         return [[] for _ in prompts]
 
     def _pass(self, tokens: int, last: int) -> None:
-        for weight in self.maps:
-            torch.nn.functional.linear(self._input(tokens, weight), weight)
-        torch.nn.functional.linear(self._input(last, self.table), self.table)
+        for product, width in self.maps:
+            product(self._input(tokens, width))
+        product, width = self.table
+        product(self._input(last, width))
 
-    def _input(self, tokens: int, weight: Tensor) -> Tensor:
-        place = tokens, weight.shape[1]
-        if place not in self.inputs:
-            self.inputs[place] = torch.randn(place).to(weight.dtype)
-        return self.inputs[place]
+    def _input(self, tokens: int, width: int) -> Tensor:
+        if (tokens, width) not in self.inputs:
+            self.inputs[tokens, width] = torch.randn(tokens, width).to(self.dtype)
+        return self.inputs[tokens, width]
 
 
 if __name__ == "__main__":
