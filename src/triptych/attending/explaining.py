@@ -222,7 +222,11 @@ def explain_call(
             for name, part in taken.parts.items()
         },
         nats={name: divergence(real, pattern).sum(dim=-1) for name, pattern in tried.items()},
-        hits={name: (pattern.argmax(dim=-1) == best).double().sum(dim=-1) for name, pattern in tried.items()},
+        hits={
+            name: (pattern.argmax(dim=-1) == best).double().sum(dim=-1)
+            for name, pattern in tried.items()
+            if name != "even"  # which has no largest weight
+        },
         count=int(rows.sum()),
     )
 
