@@ -13,7 +13,7 @@ from triptych.algebra.semantics import Semantics
 from triptych.attention.written_out import piece_of, scores_of, weights_of
 
 # Of the weights that are computed at a time.
-BLOCK_BYTES = 1 << 26
+BLOCK_BYTES = 1 << 24
 
 
 class WeightBlock(NamedTuple):
