@@ -38,6 +38,7 @@ from benchmarks.tables import (
     stream,
     training,
     training_lm,
+    viewers,
 )
 
 TABLES = {
@@ -57,6 +58,7 @@ TABLES = {
     "ablations": ablations.measure,
     "busy": busy.measure,
     "gpu": gpu.measure,
+    "viewers": viewers.measure,
 }
 
 
