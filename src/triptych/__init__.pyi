@@ -60,5 +60,7 @@ from triptych.runs import evaluate_text as evaluate_text
 from triptych.runs import fill as fill
 from triptych.runs import resume as resume
 from triptych.runs import train as train
+from triptych.studies import compare_study as compare_study
+from triptych.studies import read_study as read_study
 from triptych.training import Recipe as Recipe
 from triptych.training import read_recipe as read_recipe

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from command import Answer, Command
+from studying import place, stand_in  # noqa: F401 - fixtures
 from triptych import runs
 from triptych.cli.main import run as run_command
 from triptych.training import resolve

@@ -46,6 +46,7 @@ VERBS = {
     "rewrite": ("rewrite_checkpoint",),
     "verify": ("verify",),
     "convert": ("convert",),
+    "compare": ("compare_study",),
     "cost": ("cost", "measure_times"),
 }
 

@@ -4,7 +4,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from triptych.reports.records import BarChart, MetricPoint
+from triptych.reports.records import (
+    BarChart,
+    CurveChart,
+    CurvePoint,
+    Dot,
+    MetricPoint,
+    ScatterChart,
+)
 
 Spec = dict[str, Any]
 
@@ -44,6 +51,11 @@ def bleu_chart(metrics: Sequence[MetricPoint]) -> Spec | None:
 def learning_rate_chart(metrics: Sequence[MetricPoint]) -> Spec | None:
     """Learning rate against the step; None when it was not recorded."""
     return _line_chart(_rows(metrics, "learning_rate", "learning rate"), "learning rate", height=150)
+
+
+def plot(chart: CurveChart | ScatterChart) -> Spec | None:
+    """Curves with bands, or points with intervals; None if there is nothing to draw."""
+    return _curves(chart) if isinstance(chart, CurveChart) else _scatter(chart)
 
 
 def bar_chart(chart: BarChart) -> Spec | None:
@@ -140,3 +152,86 @@ def _line_chart(rows: list[Spec], title: str, height: int) -> Spec | None:
         },
         **_LOOK,
     }
+
+
+# Told apart without colour vision (Okabe and Ito 2008); after these they repeat.
+_MANY = ["#1f3a5f", "#c8642d", "#009e73", "#56b4e9", "#cc79a7", "#e69f00", "#000000", "#8c6bb1"]
+
+
+def _curves(chart: CurveChart) -> Spec | None:
+    rows = [
+        {"name": name, "x": point.x, **_height(point)}
+        for name, points in chart.lines
+        for point in points
+        if math.isfinite(point.mean)
+    ]
+    if not rows:
+        return None
+    colour = _by_name([name for name, _ in chart.lines])
+    x = _of("x:Q", title=chart.x_title, scale={"nice": False, "zero": False}, axis={"grid": False})
+    y = {"title": chart.y_title, "scale": {"zero": False}}
+    band = {"y": _of("low:Q", **y), "y2": {"field": "high"}}
+    line = {"y": _of("mean:Q", **y), "tooltip": _told(chart.x_title, chart.y_title)}
+    return {
+        "data": {"values": rows},
+        "width": "container",
+        "height": 260,
+        "encoding": {"x": x, "color": colour},
+        "layer": [
+            {"mark": {"type": "area", "opacity": 0.18}, "encoding": band},
+            {"mark": {"type": "line", "strokeWidth": 2, "point": {"size": 24}}, "encoding": line},
+        ],
+        **_LOOK,
+    }
+
+
+def _scatter(chart: ScatterChart) -> Spec | None:
+    rows = [
+        {"name": dot.name, "x": dot.x, **_height(dot)}
+        for dot in chart.dots
+        if math.isfinite(dot.mean) and math.isfinite(dot.x)
+    ]
+    if not rows:
+        return None
+    x = _of("x:Q", title=chart.x_title, scale={"zero": False, "padding": 30})
+    y = {"title": chart.y_title, "scale": {"zero": False, "padding": 10}}
+    label = {"text": {"field": "name"}, "y": _of("mean:Q", **y)}
+    dot = {"y": _of("mean:Q", **y), "tooltip": _told(chart.x_title, chart.y_title)}
+    return {
+        "data": {"values": rows},
+        "width": "container",
+        "height": 240,
+        "encoding": {"x": x, "color": _by_name([dot.name for dot in chart.dots], legend=False)},
+        "layer": [
+            {"mark": "rule", "encoding": {"y": _of("low:Q", **y), "y2": {"field": "high"}}},
+            {"mark": {"type": "circle", "size": 60}, "encoding": dot},
+            {"mark": {"type": "text", "align": "left", "dx": 6, "dy": -6, "fontSize": 11}, "encoding": label},
+        ],
+        **_LOOK,
+    }
+
+
+def _height(point: CurvePoint | Dot) -> Spec:
+    """Where there is no interval it is the mean alone: JSON has no NaN."""
+    return {
+        "mean": point.mean,
+        "low": point.low if math.isfinite(point.low) else point.mean,
+        "high": point.high if math.isfinite(point.high) else point.mean,
+    }
+
+
+def _by_name(names: Sequence[str], *, legend: bool = True) -> Spec:
+    domain = list(dict.fromkeys(names))
+    colours = [_MANY[i % len(_MANY)] for i in range(len(domain))]
+    shown = {"title": None, "orient": "top", "columns": 4} if legend and len(domain) > 1 else None
+    return _of("name:N", scale={"domain": domain, "range": colours}, legend=shown)
+
+
+def _told(x_title: str, y_title: str) -> list[Spec]:
+    return [
+        _of("name:N", title="of"),
+        _of("x:Q", title=x_title, format=".4~g"),
+        _of("mean:Q", title=y_title, format=".5~g"),
+        _of("low:Q", title="95 % from", format=".5~g"),
+        _of("high:Q", title="to", format=".5~g"),
+    ]

@@ -18,6 +18,7 @@ from triptych.reports.charts import (
     bleu_chart,
     learning_rate_chart,
     loss_chart,
+    plot,
 )
 from triptych.reports.records import Report
 
@@ -61,8 +62,9 @@ def render_report(report: Report) -> str:
     loss = loss_chart(report.metrics)
     others = [spec for spec in (bleu_chart(report.metrics), learning_rate_chart(report.metrics)) if spec]
     bars = [(chart, spec) for chart in report.charts if (spec := bar_chart(chart))]
+    plots = [(chart, spec) for chart in report.plots if (spec := plot(chart))]
     # The drawing library is most of the file and a second of work: a page without a chart goes without.
-    drawn = loss or others or bars
+    drawn = loss or others or bars or plots
     if drawn:
         require_charts()
     script = Markup(_drawing_script()) if drawn else ""
@@ -72,7 +74,7 @@ def render_report(report: Report) -> str:
         report=report,
         loss=loss,
         others=others,
-        bars=bars,
+        bars=[*bars, *plots],
         script=script,
     )
 

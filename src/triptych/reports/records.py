@@ -137,6 +137,50 @@ class BarChart:
 
 
 @dataclass(frozen=True)
+class CurvePoint:
+    """A mean at a place, with its interval; NaN where there is none."""
+
+    x: float
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class CurveChart:
+    """Lines with bands over one axis."""
+
+    title: str
+    x_title: str
+    y_title: str
+    lines: tuple[tuple[str, tuple[CurvePoint, ...]], ...]
+    """Name of each line, and its points from left to right."""
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A point of a scatter chart, with the interval of its height; NaN where there is none."""
+
+    name: str
+    x: float
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class ScatterChart:
+    """Named points, each with the interval of its height."""
+
+    title: str
+    x_title: str
+    y_title: str
+    dots: tuple[Dot, ...]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
 class Report:
     """One page: a training run, or things of one kind side by side; every part but the title may be empty."""
 
@@ -146,6 +190,7 @@ class Report:
     facts: tuple[tuple[str, str], ...] = ()
     """Name and value: size, time, scores."""
     charts: tuple[BarChart, ...] = ()
+    plots: tuple[CurveChart | ScatterChart, ...] = ()
     tables: tuple[Table, ...] = ()
     commands: tuple[str, ...] = ()
     """Command lines to go on with, one each."""

@@ -1,1 +1,17 @@
-"""Studies: variants of a recipe compared."""
+"""Studies: variants of a recipe trained over several seeds, and compared with what chance alone gives."""
+
+from triptych.studies.comparing import Outcome, Variant, compare_study
+from triptych.studies.pages import write_study_page
+from triptych.studies.running import Progress, StudyStoppedError
+from triptych.studies.study import Study, read_study
+
+__all__ = [
+    "Outcome",
+    "Progress",
+    "Study",
+    "StudyStoppedError",
+    "Variant",
+    "compare_study",
+    "read_study",
+    "write_study_page",
+]

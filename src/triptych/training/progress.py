@@ -122,6 +122,22 @@ class LineDisplay(Display):
         print(message, file=sys.stderr, flush=True)
 
 
+@final
+class SilentDisplay(Display):
+    """Nothing."""
+
+    def __enter__(self) -> "SilentDisplay":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def update(self, moment: Moment) -> None: ...
+
+    def say(self, message: str) -> None: ...
+
+
 def _figures(moment: Moment) -> str:
     share = "" if moment.peak_share is None else f"  {moment.peak_share:.0%} of peak"
     return (

@@ -1,0 +1,80 @@
+"""`triptych compare`."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+import triptych
+from triptych.files import write_text
+from triptych.reports.terminal import render_table
+from triptych.studies import Progress, read_study, tables, write_study_page
+
+
+def compare(
+    study: Annotated[Path, typer.Argument(help="A study: a TOML file.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder for the runs and results. Default: studies/NAME."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Train variants of a recipe over several seeds and compare them.
+
+    Writes runs.csv, README.md and report.html into the folder. A study that was stopped goes on when the same
+    command is given again; runs that are done are not made again.
+    """
+    read = read_study(study)
+    folder = out or Path("studies") / read.name
+    errors = Console(stderr=True, highlight=False, markup=False)
+    with Live(console=errors, auto_refresh=False, transient=True) as live:
+
+        def tell(stage: str, progress: Progress) -> None:
+            if errors.is_terminal:
+                live.update(Text(_state(stage, progress)), refresh=True)
+
+        outcome = triptych.compare_study(
+            read, folder, origin=study.parent, tell=tell, say=lambda line: errors.print(line)
+        )
+    write_text(folder / "runs.csv", tables.runs_csv(outcome))
+    write_text(folder / "README.md", tables.markdown(outcome))
+    write_study_page(outcome, folder / "report.html")
+    if as_json:
+        print(json.dumps(tables.figures(outcome), indent=2))
+    else:
+        _print(outcome, folder)
+    for name, what in outcome.failed.items():
+        errors.print(f"failed: {name}: {what}")
+    if outcome.failed:
+        raise typer.Exit(1)
+
+
+def _state(stage: str, progress: Progress) -> str:
+    left = progress.seconds_left
+    lines = [
+        f"{stage}: {len(progress.done)} of {progress.total} done, {len(progress.failed)} failed"
+        + ("" if left is None else f", about {left / 60:.0f} min left"),
+        *(f"  {name}: {share:.0%}" for name, share in progress.running.items()),
+    ]
+    return os.linesep.join(lines)
+
+
+def _print(outcome: "triptych.studies.Outcome", folder: Path) -> None:
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 200
+    for table in tables.tables(outcome):
+        console.print(table.title)
+        console.print(render_table(table))
+        if table.caption:
+            console.print(table.caption, soft_wrap=True)
+        console.print()
+    for line in tables.conclusions(outcome):
+        console.print(line, soft_wrap=True)
+    print(f"{folder}: runs.csv, README.md, report.html", file=sys.stderr)

@@ -1,0 +1,34 @@
+"""`python -m triptych.cli.job FILE`: one run of a study. `triptych compare` starts it; people do not."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from triptych.cli.process import prepare_training
+from triptych.errors import TriptychError
+from triptych.studies.job import Job, work
+
+
+def main() -> int:
+    """Do the job that the file of the command line describes; the exit code."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    prepare_training()
+    try:
+        return work(Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    except TriptychError as error:
+        print(f"triptych: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _end_with(parent: int) -> None:
+    """Save and end when the study is gone: killed, it cannot tell, and the next one goes on with this run."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

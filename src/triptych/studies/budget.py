@@ -1,0 +1,188 @@
+"""What a recipe costs, counted without training it, and the width that makes two cost the same."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from triptych.algebra.cost import cached_numbers
+from triptych.errors import UsageError
+from triptych.models import EncoderDecoder, LanguageModel
+from triptych.models.blocks import Block
+from triptych.training.recipe import AnyRecipe, Recipe, value_at, with_values
+
+Quantity = Literal["parameters", "flops", "cache"]
+
+# Tokens of the sequences whose operations are counted; of translation on either side.
+_LENGTH = 32
+_LARGEST_WIDTH = 1 << 20
+# From one value that goes with the rest of a recipe to the next: an even width for each of so many heads.
+_FARTHEST = 130
+
+
+@final
+@dataclass(frozen=True)
+class Vocabulary:
+    """Sizes of the vocabularies; both are one number for a language model."""
+
+    source: int
+    target: int
+
+
+@final
+@dataclass(frozen=True)
+class Solved:
+    """A recipe that was brought to a budget.
+
+    Attributes:
+        recipe: with the free key adjusted.
+        key: that was adjusted; None if nothing was.
+        value: that it got.
+        amount: of what is held, with it.
+        missed: `amount` over the budget, minus 1.
+    """
+
+    recipe: AnyRecipe
+    key: str | None
+    value: int | None
+    amount: float
+    missed: float
+
+    def describe(self, what: str) -> str:
+        """In words."""
+        chosen = "" if self.key is None else f"{self.key} = {self.value:,}: "
+        return f"{chosen}{in_words(what, self.amount)} ({self.missed:+.2%})"
+
+
+def amount(recipe: AnyRecipe, vocabulary: Vocabulary, what: Quantity) -> float:
+    """How much of something a recipe's model has or its training takes.
+
+    Args:
+        recipe: with every size chosen.
+        vocabulary: of its tokenizers.
+        what: "parameters"; "flops", floating-point operations of the matrix products of training (forward
+            three times) on the tokens of max_steps; "cache", bytes in float32 kept of a token of the target
+            while decoding.
+    """
+    with torch.device("meta"):
+        model = _model(recipe, vocabulary)
+    if what == "parameters":
+        return float(sum(parameter.numel() for parameter in model.parameters()))
+    if what == "cache":
+        return float(cache_bytes(model))
+    return 3.0 * _forward_flops(model) * _tokens(recipe)
+
+
+def cache_bytes(model: EncoderDecoder | LanguageModel) -> int:
+    """Bytes in float32 kept of a token while decoding, over all self-attention layers of the decoder."""
+    blocks = model.decoder if isinstance(model, EncoderDecoder) else model.blocks
+    layers = [block.self_attention for block in blocks if isinstance(block, Block)]
+    return sum(4 * cached_numbers(layer.weights()) for layer in layers)
+
+
+def _model(recipe: AnyRecipe, vocabulary: Vocabulary) -> EncoderDecoder | LanguageModel:
+    if isinstance(recipe, Recipe):
+        return EncoderDecoder.of(recipe.model, vocabulary.source, vocabulary.target, 0)
+    return LanguageModel.of(recipe.model, recipe.kind, vocabulary.target)
+
+
+def _forward_flops(model: EncoderDecoder | LanguageModel) -> float:
+    """Of the matrix products of one pass, a token of the target."""
+    ids = torch.zeros(1, _LENGTH, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        if isinstance(model, EncoderDecoder):
+            model(ids, ids)
+        else:
+            model(ids)
+    return float(counter.get_total_flops()) / _LENGTH
+
+
+def _tokens(recipe: AnyRecipe) -> int:
+    training = recipe.training
+    if isinstance(recipe, Recipe):
+        a_batch = recipe.training.batch_tokens
+    else:
+        a_batch = recipe.training.batch_size * recipe.model.context
+    return training.max_steps * training.accumulate_batches * a_batch
+
+
+def solve(
+    recipe: AnyRecipe, key: str, budget: float, measure: Callable[[AnyRecipe], float], tolerance: float
+) -> Solved:
+    """The whole number of a key with which a recipe comes closest to a budget.
+
+    Args:
+        recipe: of the variant.
+        key: of the recipe, an integer on which what is measured grows.
+        budget: what the baseline has.
+        measure: what a recipe has.
+        tolerance: the most that it may miss, as a share of the budget.
+
+    Raises:
+        UsageError: the key is no whole number of the recipe, nothing changes with it, or no value comes
+            close enough.
+    """
+    found = value_at(recipe, key)
+    if isinstance(found, bool) or not isinstance(found, int | None):
+        raise UsageError(f"budget.free {key}: it is {found!r}: a whole number is needed")
+    measured: dict[int, float | None] = {}
+
+    def of(value: int) -> float | None:
+        if value not in measured:
+            try:
+                measured[value] = measure(with_values(recipe, {key: value}))
+            except UsageError:
+                measured[value] = None  # not every width goes with every number of heads
+        return measured[value]
+
+    low, high = _bracket(of, budget)
+    while high - low > 1:
+        middle = (low + high) // 2
+        here = _near(of, middle, low, high)
+        if here is None:
+            break
+        if of(here) <= budget:  # type: ignore[operator]
+            low = here
+        else:
+            high = here
+    valid = {value: had for value, had in measured.items() if had is not None}
+    if not valid:
+        raise UsageError(f"budget.free {key}: no whole number of it makes a recipe")
+    best = min(valid, key=lambda value: (abs(valid[value] - budget), value))
+    missed = valid[best] / budget - 1
+    if abs(missed) > tolerance:
+        raise UsageError(
+            f"the budget of {budget:,.0f} cannot be met by {key}: the closest is {best:,} with "
+            f"{valid[best]:,.0f} ({missed:+.1%}); choose another key, or raise budget.tolerance"
+        )
+    return Solved(with_values(recipe, {key: best}), key, best, valid[best], missed)
+
+
+def _bracket(of: Callable[[int], float | None], budget: float) -> tuple[int, int]:
+    """Two values, the lower of which has at most the budget (or is 0) and the other more, if there is one."""
+    low, high = 0, 1
+    while high < _LARGEST_WIDTH:
+        valid = _near(of, high, low, 2 * high)
+        if valid is not None:
+            if of(valid) > budget:  # type: ignore[operator]
+                return low, valid
+            low = valid
+        high *= 2
+    return low, high
+
+
+def _near(of: Callable[[int], float | None], middle: int, low: int, high: int) -> int | None:
+    """The valid value strictly between two others that is closest to the middle; None if there is none."""
+    for away in range(min(high - low, _FARTHEST)):
+        for value in dict.fromkeys((middle - away, middle + away)):
+            if low < value < high and of(value) is not None:
+                return value
+    return None
+
+
+def in_words(what: str, number: float) -> str:
+    """An amount for people."""
+    unit = {"flops": " FLOPs", "cache": " bytes a token", "seconds": " s", "parameters": " parameters"}[what]
+    return f"{number:.3g}{unit}" if what in ("flops", "seconds") else f"{number:,.0f}{unit}"

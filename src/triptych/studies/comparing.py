@@ -1,0 +1,321 @@
+"""`compare`: make the runs of a study, or go on with them, and collect what came of them."""
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import final
+
+import torch
+
+from triptych.errors import TriptychError, UsageError
+from triptych.extras import require_extra
+from triptych.files import write_text
+from triptych.runs.language import prepare_language
+from triptych.runs.translation import prepare_translation
+from triptych.studies.budget import Solved, Vocabulary, amount, solve
+from triptych.studies.job import Job, Result
+from triptych.studies.running import Planned, Progress, run_all
+from triptych.studies.study import Study, recipes_of
+from triptych.training.metrics import read_metrics
+from triptych.training.progress import SilentDisplay
+from triptych.training.recipe import AnyRecipe, Recipe, with_values
+
+# The baseline once more, with other initial values and dropout, on the same text in the same order.
+NOISE = "(baseline again)"
+_OTHER_SEED = 1_000_000
+# Updates whose time is measured where seconds are held equal; the first half warms up.
+_TIMED_STEPS = 40
+
+Tell = Callable[[str, Progress], None]
+Say = Callable[[str], None]
+
+
+@final
+@dataclass(frozen=True)
+class Variant:
+    """A variant with everything chosen but its seed.
+
+    Attributes:
+        name: of the variant.
+        recipe: held to the budget, at its learning rate.
+        solved: how it was held to the budget; None if nothing was.
+        swept: validation loss by learning rate, where a sweep chose it; NaN where training failed.
+    """
+
+    name: str
+    recipe: AnyRecipe
+    solved: Solved | None = None
+    swept: Mapping[float, float] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a study.
+
+    Attributes:
+        study: what was asked.
+        folder: where its runs are.
+        variants: by name, in order; the baseline too.
+        results: by variant and seed; `NOISE` is the baseline again.
+        failed: by the name of the run, what went wrong.
+        sweep_seconds: of training while learning rates were chosen.
+    """
+
+    study: Study
+    folder: Path
+    variants: dict[str, Variant]
+    results: dict[str, dict[int, Result]]
+    failed: dict[str, str]
+    sweep_seconds: float
+
+    def values(self, metric: str) -> dict[str, dict[int, float]]:
+        """A figure by variant and seed, of the runs that have it."""
+        found = {
+            name: {seed: float(one.figures[metric]) for seed, one in results.items() if metric in one.figures}
+            for name, results in self.results.items()
+        }
+        return {name: values for name, values in found.items() if values}
+
+    def run_folder(self, variant: str, seed: int) -> Path:
+        """The run folder of a variant and a seed."""
+        return self.folder / "runs" / _run_name(variant, seed)
+
+
+def compare_study(
+    study: Study,
+    folder: Path,
+    *,
+    origin: Path = Path(),
+    tell: Tell = lambda stage, progress: None,
+    say: Say = lambda line: None,
+) -> Outcome:
+    """Make the runs of a study that have not been made, and collect all of them.
+
+    Args:
+        study: the study; relative paths of its recipes are relative to the current folder.
+        folder: for its runs and results; a study that was stopped goes on here.
+        origin: the folder that `study.base` is relative to.
+        tell: is told how far the runs of a stage are.
+        say: is told what was chosen.
+
+    Raises:
+        UsageError: the folder is another study's, a recipe is not valid, the budget cannot be met, or a
+            library is missing.
+        StudyStoppedError: a signal came; the same call goes on.
+    """
+    require_extra("studies", "scipy", what="a study")
+    base, made = recipes_of(study, origin)
+    _check_test(study)
+    vocabulary, filled = _prepared(base)
+    choices = filled.model_dump(mode="json", exclude_unset=True)
+    made = {name: recipe.filled(choices) for name, recipe in made.items()}
+    held = _held(study, made, vocabulary)  # most mistakes show here, before a folder is made
+    _claim(folder, study)
+    runner = _Runner(study, folder, tell)
+    variants = [_swept(runner, one, say) for one in _timed(runner, study, held)]
+    for one in variants:
+        if one.solved is not None:
+            say(f"{one.name}: {one.solved.describe(study.budget.hold)}")
+    planned = {
+        (name, seed): runner.planned("runs", recipe, _run_name(name, seed))
+        for name, seed, recipe in _seeded(study, variants)
+    }
+    found, failed = runner.run("runs", list(planned.values()))
+    results: dict[str, dict[int, Result]] = {}
+    for (name, seed), run in planned.items():
+        if run.name in found:
+            results.setdefault(name, {})[seed] = found[run.name]
+    return Outcome(study, folder, {one.name: one for one in variants}, results, failed, runner.sweep_seconds)
+
+
+def _check_test(study: Study) -> None:
+    for path in () if study.test is None else (study.test.source, study.test.target):
+        if not path.is_file():
+            raise UsageError(f"study {study.name}: [test] names {path}, which does not exist")
+
+
+def _claim(folder: Path, study: Study) -> None:
+    """Make the folder, or check that it is this study's."""
+    place = folder / "study.json"
+    if place.exists():
+        # More seeds, other metrics or workers need no run to be made again.
+        free = {"name", "seeds", "metrics", "jobs", "noise"}
+        then = Study.model_validate_json(place.read_text(encoding="utf-8"))
+        if then.model_dump(exclude=free) != study.model_dump(exclude=free):
+            raise UsageError(
+                f"{folder} holds another study, or this one before it was changed: name another folder"
+            )
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is taken, and holds no study: name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(place, study.model_dump_json(indent=2) + "\n")
+
+
+def _prepared(recipe: AnyRecipe) -> tuple[Vocabulary, AnyRecipe]:
+    """The vocabulary that all variants share, and the base with what it leaves out chosen for its text."""
+    display = SilentDisplay()
+    if isinstance(recipe, Recipe):
+        prepared = prepare_translation(recipe, Path.cwd(), display)
+    else:
+        prepared = prepare_language(recipe, Path.cwd(), display)
+    with torch.random.fork_rng(devices=[]):
+        model = prepared.objective().model
+    if isinstance(recipe, Recipe):
+        return Vocabulary(model.src_vocab_size, model.tgt_vocab_size), prepared.recipe
+    return Vocabulary(model.vocab_size, model.vocab_size), prepared.recipe
+
+
+def _held(study: Study, made: Mapping[str, AnyRecipe], vocabulary: Vocabulary) -> list[Variant]:
+    """The variants, each with the free width that gives it the baseline's budget."""
+    budget = study.budget
+    what = budget.hold
+    if what == "none" or what == "seconds":
+        return [Variant(name, recipe) for name, recipe in made.items()]
+    target = amount(made[study.baseline_name], vocabulary, what)
+    held = []
+    for name, recipe in made.items():
+        key = budget.free_of.get(name, budget.free)
+        if name == study.baseline_name or key is None:
+            held.append(Variant(name, recipe, Solved(recipe, None, None, target, 0.0)))
+            continue
+        try:
+            solved = solve(recipe, key, target, lambda one: amount(one, vocabulary, what), budget.tolerance)
+        except UsageError as error:
+            raise UsageError(f"variant {name}: {error}") from None
+        held.append(Variant(name, solved.recipe, solved))
+    return held
+
+
+def _timed(runner: "_Runner", study: Study, variants: Sequence[Variant]) -> list[Variant]:
+    """Where seconds are held equal: the variants with as many steps as fit the baseline's time."""
+    if study.budget.hold != "seconds":
+        return list(variants)
+    planned = {
+        one.name: runner.planned("timing", _seed(with_values(one.recipe, _TIMING), 1), one.name)
+        for one in variants
+    }
+    # One at a time: runs side by side slow each other.
+    runner.run("timing", list(planned.values()), workers=1, must=True)
+    rates = {name: _steps_a_second(one) for name, one in planned.items()}
+    baseline = next(one for one in variants if one.name == study.baseline_name).recipe
+    seconds = baseline.training.max_steps / rates[study.baseline_name]
+    held = []
+    for one in variants:
+        steps = max(round(seconds * rates[one.name]), 1)
+        recipe = with_values(one.recipe, {"training.max_steps": steps})
+        took = steps / rates[one.name]
+        held.append(
+            replace(
+                one,
+                recipe=recipe,
+                solved=Solved(recipe, "training.max_steps", steps, took, took / seconds - 1),
+            )
+        )
+    return held
+
+
+_TIMING = {
+    "training.max_steps": _TIMED_STEPS,
+    "training.log_every_steps": 1,
+    "validation.every_steps": _TIMED_STEPS,
+}
+
+
+def _steps_a_second(planned: Planned) -> float:
+    """Of the second half of a run, by the median step."""
+    records = [r for r in read_metrics(planned.job.folder / "metrics.jsonl") if "tokens_per_second" in r]
+    tokens = [after - earlier for earlier, after in pairwise([0, *(r["tokens"] for r in records)])]
+    seconds = [n / r["tokens_per_second"] for n, r in zip(tokens, records, strict=True)]
+    return 1 / float(statistics.median(seconds[len(seconds) // 2 :]))
+
+
+def _swept(runner: "_Runner", variant: Variant, say: Say) -> Variant:
+    """The variant at the learning rate with the lowest validation loss, if several are tried."""
+    sweep = runner.study.sweep
+    if not sweep.learning_rates:
+        return variant
+    steps = max(round(variant.recipe.training.max_steps * sweep.steps_share), 1)
+    planned = {}
+    for rate in sweep.learning_rates:
+        tried = with_values(variant.recipe, {"training.learning_rate": rate, "training.max_steps": steps})
+        planned[rate] = runner.planned("sweep", _seed(tried, sweep.seed), f"{variant.name}-{rate:g}")
+    found, _ = runner.run("sweep", list(planned.values()))
+    runner.sweep_seconds += sum(result.seconds for result in found.values())
+    losses = {
+        rate: found[one.name].figures["loss"] if one.name in found else math.nan
+        for rate, one in planned.items()
+    }
+    finite = {rate: loss for rate, loss in losses.items() if math.isfinite(loss)}
+    if not finite:
+        raise TriptychError(f"variant {variant.name}: training failed at every learning rate of the sweep")
+    best = min(finite, key=lambda rate: finite[rate])
+    at_end = len(losses) > 1 and best in (min(losses), max(losses))
+    say(f"{variant.name}: learning rate {best:g}" + (", at an end of the sweep: widen it" if at_end else ""))
+    recipe = with_values(variant.recipe, {"training.learning_rate": best})
+    return replace(variant, recipe=recipe, swept=losses)
+
+
+def _seeded(study: Study, variants: Sequence[Variant]) -> Iterator[tuple[str, int, AnyRecipe]]:
+    """Every run, the baseline's first; all variants of a seed one after the other."""
+    for seed in study.seed_list:
+        for one in variants:
+            yield one.name, seed, _seed(one.recipe, seed)
+            if study.noise and one.name == study.baseline_name:
+                yield NOISE, seed, with_values(_seed(one.recipe, seed), {"seed": seed + _OTHER_SEED})
+
+
+def _seed(recipe: AnyRecipe, seed: int) -> AnyRecipe:
+    return with_values(recipe, {"seed": seed, "data_seed": seed, "initial_values": "by_name"})
+
+
+def _run_name(variant: str, seed: int) -> str:
+    return f"{'baseline-again' if variant == NOISE else variant}-seed-{seed}"
+
+
+@final
+class _Runner:
+    """Makes runs of a study, in the folder of their stage."""
+
+    def __init__(self, study: Study, folder: Path, tell: Tell) -> None:
+        self.study, self.folder, self.tell = study, folder, tell
+        self.sweep_seconds = 0.0
+
+    def planned(self, stage: str, recipe: AnyRecipe, name: str) -> Planned:
+        """A run, whose recipe is kept."""
+        place = self.folder / stage
+        place.mkdir(exist_ok=True)
+        threads = self.study.jobs.threads
+        recipe = with_values(recipe, {"name": name, "training.threads": threads})
+        file = place / f"{name}.toml"
+        write_text(file, recipe.to_toml())
+        job = Job(
+            recipe=file,
+            folder=place / name,
+            result=place / f"{name}.result.json",
+            test=self.study.test if stage == "runs" else None,
+            heads=stage == "runs",
+        )
+        return Planned(name, job, recipe.training.max_steps, threads)
+
+    def run(
+        self, stage: str, planned: Sequence[Planned], workers: int | None = None, *, must: bool = False
+    ) -> tuple[dict[str, Result], dict[str, str]]:
+        """Make them; with `must`, one that fails is an error."""
+        most = workers or self.study.jobs.workers or self._room()
+        found, failed = run_all(planned, self.folder / stage, most, lambda made: self.tell(stage, made))
+        if must and failed:
+            name, what = next(iter(failed.items()))
+            raise TriptychError(f"{stage} of {name} failed: {what}")
+        return found, failed
+
+    def _room(self) -> int:
+        """Processes that the processors and GPUs have room for."""
+        if torch.cuda.is_available():
+            return torch.cuda.device_count()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(cores // self.study.jobs.threads, 1)

@@ -1,0 +1,172 @@
+"""One run of a study, which has a process of its own (`cli/job.py`).
+
+The process trains, or goes on where it was stopped, measures, and writes its result last: a result that is
+there is whole.
+"""
+
+import json
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from pydantic import BaseModel, ConfigDict
+
+from triptych.errors import DataError
+from triptych.files import write_text
+from triptych.inspection.checkpoint import inspect
+from triptych.models import EncoderDecoder
+from triptych.models.storage import read_own_model
+from triptych.runs.evaluation import evaluate
+from triptych.runs.training import resume, train
+from triptych.studies.budget import cache_bytes
+from triptych.studies.study import TestConfig
+from triptych.training.metrics import read_metrics
+from triptych.training.recipe import read_recipe
+
+
+@final
+class Job(BaseModel):
+    """What a process is told.
+
+    Attributes:
+        recipe: file of the recipe, with every choice made.
+        folder: of the run.
+        result: the file that is written at the end.
+        test: what is translated; None for nothing.
+        heads: whether the heads of the trained model are measured.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recipe: Path
+    folder: Path
+    result: Path
+    test: TestConfig | None = None
+    heads: bool = True
+
+
+@final
+@dataclass(frozen=True)
+class Result:
+    """What came of a run.
+
+    Attributes:
+        figures: by metric.
+        heads: means over the heads of measures of `inspect`, by the measure's name.
+        seconds: of training.
+        steps: updates made.
+        tokens: target tokens learned from.
+    """
+
+    figures: dict[str, float]
+    heads: dict[str, float]
+    seconds: float
+    steps: int
+    tokens: int
+
+
+def read_result(path: Path) -> Result | None:
+    """A result; None if the run has not come to its end.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return Result(**record)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({error}): remove it, and the run is measured again") from None
+
+
+def work(job: Job) -> int:
+    """Train and measure.
+
+    Returns:
+        The exit code: 0, or 128 and the number of the signal that interrupted it.
+    """
+    if (job.folder / "recipe.toml").exists():
+        summary = resume(job.folder)
+    else:
+        summary = train(read_recipe(job.recipe), job.folder)
+    if summary.outcome.signal_number is not None:
+        return 128 + summary.outcome.signal_number
+    record = {
+        "figures": _figures(job, summary.num_parameters, summary.figures()),
+        "heads": _heads(job.folder) if job.heads else {},
+        "seconds": summary.outcome.counters.seconds,
+        "steps": summary.outcome.counters.step,
+        "tokens": summary.outcome.counters.tokens,
+    }
+    write_text(job.result, json.dumps(record, indent=2) + "\n")
+    return 0
+
+
+def _figures(job: Job, num_parameters: int, summary: Mapping[str, Any]) -> dict[str, float]:
+    figures = {
+        **_validation(job.folder),
+        "tokens_per_second": summary["tokens_per_second"],
+        "memory": _peak_memory(),
+        "parameters": num_parameters,
+    }
+    model = read_own_model(job.folder)
+    if isinstance(model, EncoderDecoder) or model.causal:
+        figures["cache_bytes"] = cache_bytes(model)
+    if job.test is not None:
+        figures |= _translations(job.folder, job.test)
+    return figures
+
+
+def _validation(folder: Path) -> dict[str, float]:
+    """Of the model that the run chose: the best validation, or the average of the last ones."""
+    records = read_metrics(folder / "metrics.jsonl")
+    (last,) = [r for r in records if "average_valid_loss" in r][-1:]
+    validations = [r for r in records if "valid_loss" in r]
+    found = {name.removeprefix("average_"): v for name, v in last.items() if name.startswith("average_")}
+    best = min(validations, key=lambda r: r["valid_loss"], default=found)
+    chosen = best if best["valid_loss"] < found["valid_loss"] else found
+    names = {"loss": "valid_loss", "bits_per_byte": "valid_bits_per_byte"}
+    return {name: chosen[key] for name, key in names.items() if key in chosen}
+
+
+def _translations(folder: Path, test: TestConfig) -> dict[str, float]:
+    sources, references = (
+        path.read_text(encoding="utf-8").splitlines()[: test.max_sentences]
+        for path in (test.source, test.target)
+    )
+    found = evaluate(folder, sources, references)
+    exact = sum(a == b for a, b in zip(found.translations, references, strict=True)) / len(references)
+    scores = {score.name: score.value for score in found.scores}
+    return {"bleu": scores["BLEU"], "chrf": scores["chrF2"], "exact_match": exact}
+
+
+# Measures that tell what became of the heads.
+HEAD_MEASURES = (
+    "qk_effective_rank",
+    "ov_effective_rank",
+    "qk_symmetric_share",
+    "qk_times_chance",
+    "kv_times_chance",
+    "qv_times_chance",
+)
+
+
+def _heads(folder: Path) -> dict[str, float]:
+    """Means over all heads; a measure that some head does not have is left out."""
+    rows = inspect(folder).rows()
+    figures = {name: [row[name] for row in rows] for name in HEAD_MEASURES}
+    return {
+        name: sum(values) / len(values)
+        for name, values in figures.items()
+        if values and all(isinstance(value, int | float) for value in values)
+    }
+
+
+def _peak_memory() -> int:
+    """Bytes of memory that this process has held at once."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

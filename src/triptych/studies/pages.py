@@ -1,0 +1,126 @@
+"""The page of a study: curves, quality against cost, tables."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from triptych.errors import TriptychError
+from triptych.reports import CurveChart, CurvePoint, Dot, Report, ScatterChart, write_report
+from triptych.studies.budget import in_words
+from triptych.studies.comparing import Outcome
+from triptych.studies.statistics import estimate
+from triptych.studies.study import OF_COST
+from triptych.studies.tables import conclusions, tables
+from triptych.training.metrics import read_metrics
+
+_COSTS = {
+    "parameters": "parameters",
+    "cache_bytes": "cache (bytes a token)",
+    "tokens_per_second": "training (target tokens a second)",
+    "memory": "peak memory of training (bytes)",
+}
+
+
+def write_study_page(outcome: Outcome, path: Path) -> None:
+    """Write the report of a study as one self-contained HTML file."""
+    study = outcome.study
+    report = Report(
+        title=study.name,
+        summary="\n\n".join(conclusions(outcome)),
+        facts=tuple(_facts(outcome)),
+        plots=(*_curves(outcome), *_scatters(outcome)),
+        tables=tuple(tables(outcome)),
+    )
+    write_report(report, path)
+
+
+def _facts(outcome: Outcome) -> list[tuple[str, str]]:
+    study = outcome.study
+    runs = [one for results in outcome.results.values() for one in results.values()]
+    found = [
+        ("base", study.base),
+        ("baseline", study.baseline_name),
+        ("runs", f"{len(runs)}" + (f", {len(outcome.failed)} failed" if outcome.failed else "")),
+        ("training", f"{sum(one.seconds for one in runs) / 60:.1f} min in all"),
+    ]
+    if study.budget.hold != "none":
+        solved = outcome.variants[study.baseline_name].solved
+        held = "" if solved is None else f": {in_words(study.budget.hold, solved.amount)}"
+        found.append(("held equal", f"{study.budget.hold}{held}"))
+    if outcome.sweep_seconds:
+        found.append(("choosing learning rates", f"{outcome.sweep_seconds / 60:.1f} min"))
+    return found
+
+
+def _curves(outcome: Outcome) -> list[CurveChart]:
+    """Validation loss against updates, tokens and seconds, a line a variant with the interval over seeds."""
+    histories = {
+        name: [_history(outcome.run_folder(name, seed)) for seed in results]
+        for name, results in outcome.results.items()
+    }
+    charts = []
+    for key, title in (("step", "updates"), ("tokens", "target tokens"), ("seconds", "seconds of training")):
+        lines = tuple((name, _line(each, key)) for name, each in histories.items())
+        if any(points for _, points in lines):
+            charts.append(
+                CurveChart(f"Validation loss against {title}", title, "validation loss (nats a token)", lines)
+            )
+    return charts
+
+
+def _history(folder: Path) -> list[dict[str, float]]:
+    """Every validation, with the tokens and seconds before it."""
+    try:
+        records = read_metrics(folder / "metrics.jsonl")
+    except (OSError, TriptychError):
+        return []
+    found, tokens, seconds = [], 0.0, 0.0
+    for record in records:
+        tokens, seconds = record.get("tokens", tokens), record.get("seconds", seconds)
+        if "valid_loss" in record:
+            place = {
+                "step": record["step"],
+                "tokens": tokens,
+                "seconds": seconds,
+                "loss": record["valid_loss"],
+            }
+            found.append({name: float(value) for name, value in place.items()})
+    return found
+
+
+def _line(histories: list[list[dict[str, float]]], key: str) -> tuple[CurvePoint, ...]:
+    """Means over seeds of validations at the same update; their place is the mean of their places."""
+    by_step: dict[float, list[dict[str, float]]] = {}
+    for history in histories:
+        for one in history:
+            by_step.setdefault(one["step"], []).append(one)
+    points = []
+    for _, each in sorted(by_step.items()):
+        found = estimate([one["loss"] for one in each])
+        x = sum(one[key] for one in each) / len(each)
+        points.append(CurvePoint(x, found.mean, found.low, found.high))
+    return tuple(points)
+
+
+def _scatters(outcome: Outcome) -> list[ScatterChart]:
+    """The metric that decides against each cost that is not the same for all."""
+    metric = outcome.study.metrics[0]
+    quality = outcome.values(metric)
+    assert metric not in OF_COST
+    charts = []
+    for cost, title in _COSTS.items():
+        amounts = {name: _median(values) for name, values in outcome.values(cost).items()}
+        dots = []
+        for name in outcome.variants:
+            if name in quality and name in amounts:
+                found = estimate(list(quality[name].values()))
+                dots.append(Dot(name, amounts[name], found.mean, found.low, found.high))
+        if len({dot.x for dot in dots}) > 1:
+            words = metric.replace("_", " ")
+            charts.append(ScatterChart(f"{words} against {title}", title, words, tuple(dots)))
+    return charts
+
+
+def _median(values: Mapping[int, float]) -> float:
+    ordered = sorted(values.values())
+    return ordered[len(ordered) // 2] if ordered else math.nan

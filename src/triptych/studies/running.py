@@ -1,0 +1,196 @@
+"""Runs of a study side by side, each in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+from triptych.errors import TriptychError
+from triptych.files import write_text
+from triptych.studies.job import Job, Result, read_result
+from triptych.training.interruption import StopRequest
+from triptych.training.metrics import read_metrics
+
+# The process that does a job; it gets the job's file.
+_COMMAND = (sys.executable, "-m", "triptych.cli.job")
+_LOOK_EVERY = 0.2  # seconds
+
+
+@final
+@dataclass(frozen=True)
+class Planned:
+    """A run that is to be made.
+
+    Attributes:
+        name: of the run: variant and seed, for people; also the name of its files.
+        job: what its process is told.
+        steps: updates that it makes.
+        threads: CPU threads that it gets.
+    """
+
+    name: str
+    job: Job
+    steps: int
+    threads: int
+
+
+@final
+@dataclass
+class Progress:
+    """How far the runs of a study are.
+
+    Attributes:
+        total: runs in all.
+        done: names of those with a result, those of an earlier call too.
+        failed: by name, what went wrong.
+        running: by name, the share of its steps that a run has made.
+        seconds_left: an estimate; None before the first steps.
+    """
+
+    total: int
+    done: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    running: dict[str, float] = field(default_factory=dict)
+    seconds_left: float | None = None
+
+
+@final
+class StudyStoppedError(TriptychError):
+    """A signal stopped a study; what its runs have learned is saved."""
+
+    def __init__(self, signal_number: int, folder: Path) -> None:
+        super().__init__(f"stopped; everything is saved: the same command goes on in {folder}")
+        self.exit_code = 128 + signal_number
+
+
+def run_all(
+    planned: Sequence[Planned], folder: Path, workers: int, tell: Callable[[Progress], None]
+) -> tuple[dict[str, Result], dict[str, str]]:
+    """Make all runs that have no result yet.
+
+    Args:
+        planned: the runs; each has a name of its own.
+        folder: of the study, for the files of the jobs and what the processes print.
+        workers: processes at a time.
+        tell: is told how far they are, several times a second.
+
+    Returns:
+        The results by name, and of runs that failed what went wrong.
+
+    Raises:
+        StudyStoppedError: a signal came; runs that were in progress have saved their state.
+    """
+    progress = Progress(len(planned))
+    results: dict[str, Result] = {}
+    waiting: list[Planned] = []
+    for one in planned:
+        found = read_result(one.job.result)
+        if found is None:
+            waiting.append(one)
+        else:
+            results[one.name] = found
+            progress.done.append(one.name)
+    running: list[_Process] = []
+    clock = _Clock(sum(one.steps for one in waiting))
+    with StopRequest() as stop:
+        try:
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    running.append(_Process(waiting.pop(0), folder))
+                time.sleep(_LOOK_EVERY)
+                if stop.signal_number is not None:
+                    raise StudyStoppedError(stop.signal_number, folder)
+                for process in [one for one in running if one.has_ended()]:
+                    running.remove(process)
+                    clock.finished += process.planned.steps
+                    _collect(process, results, progress)
+                progress.running = {one.planned.name: one.share_done() for one in running}
+                now = sum((one.share_done() * one.planned.steps for one in running), 0.0)
+                progress.seconds_left = clock.seconds_left(now)
+                tell(progress)
+        finally:
+            _stop(running)
+    return results, progress.failed
+
+
+def _collect(process: "_Process", results: dict[str, Result], progress: Progress) -> None:
+    planned = process.planned
+    found = read_result(planned.job.result) if process.popen.returncode == 0 else None
+    if found is None:
+        progress.failed[planned.name] = process.complaint()
+    else:
+        results[planned.name] = found
+        progress.done.append(planned.name)
+
+
+def _stop(running: Sequence["_Process"]) -> None:
+    """Let processes save and end."""
+    for process in running:
+        process.popen.send_signal(signal.SIGTERM)
+    for process in running:
+        process.popen.wait()
+
+
+@final
+@dataclass
+class _Clock:
+    """Time left, by the steps that have been made since the beginning."""
+
+    steps: int
+    finished: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+    def seconds_left(self, in_progress: float) -> float | None:
+        made = self.finished + in_progress
+        if made <= 0:
+            return None
+        return (time.monotonic() - self.started) / made * max(self.steps - made, 0.0)
+
+
+@final
+class _Process:
+    """A process that does a job; what it prints goes to a file."""
+
+    def __init__(self, planned: Planned, folder: Path) -> None:
+        self.planned = planned
+        place = folder / "jobs"
+        place.mkdir(exist_ok=True)
+        job_file = place / f"{planned.name}.json"
+        write_text(job_file, planned.job.model_dump_json(indent=2) + "\n")
+        self.log = place / f"{planned.name}.log"
+        # One thread a core and no more, also in libraries that do not ask torch.
+        environment = {**os.environ, "OMP_NUM_THREADS": str(planned.threads)}
+        planned.job.folder.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self.popen = subprocess.Popen(
+                [*_COMMAND, str(job_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches us, and we tell them
+            )
+
+    def has_ended(self) -> bool:
+        return self.popen.poll() is not None
+
+    def share_done(self) -> float:
+        try:
+            records = read_metrics(self.planned.job.folder / "metrics.jsonl")
+        except (OSError, TriptychError):
+            return 0.0
+        last = max((int(record["step"]) for record in records), default=0)
+        return min(last / self.planned.steps, 1.0)
+
+    def complaint(self) -> str:
+        """What the process said at its end."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = lines[-1].removeprefix("triptych: ") if lines else "it printed nothing"
+        code = self.popen.returncode
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return f"{how}: {last} (all of it in {self.log})"

@@ -1,0 +1,277 @@
+"""Studies: a recipe, its variants, what is held equal, and over how many seeds.
+
+A study is TOML:
+
+    name = "sharing"
+    base = "shakespeare-char-cpu"       # a recipe: a file, or one that comes with the package
+    seeds = 5                           # or a list of them
+    metrics = ["loss"]                  # the first decides
+
+    [set]                               # changes of the base that all variants have
+    training.max_steps = 500
+
+    [budget]
+    hold = "parameters"
+    free = "model.d_ff"                 # what is adjusted until a variant holds the baseline's budget
+
+    [variants.factored]                 # the first is the baseline
+
+    [variants.shared]
+    model.attention.projections = "shared"
+"""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from triptych import recipes
+from triptych.errors import UsageError
+from triptych.training.recipe import AnyRecipe, explain, merge, resolve
+
+Metric = Literal[
+    "loss",
+    "bits_per_byte",
+    "bleu",
+    "chrf",
+    "exact_match",
+    "tokens_per_second",
+    "memory",
+    "parameters",
+    "cache_bytes",
+]
+# Better is higher of these; of all others, lower.
+HIGHER_IS_BETTER = {"bleu", "chrf", "exact_match", "tokens_per_second"}
+# These need translations of a test text.
+OF_TRANSLATIONS = {"bleu", "chrf", "exact_match"}
+# These are no random figures: a seed does not change them, or only the machine does.
+OF_COST = {"tokens_per_second", "memory", "parameters", "cache_bytes"}
+
+# A name of a variant is that of a folder.
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+# With fewer there is no interval worth its name.
+LEAST_SEEDS = 3
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class BudgetConfig(_Section):
+    """What all variants have as much of as the baseline.
+
+    Attributes:
+        hold: "parameters" of the model; "flops" of training; "seconds" of training on this machine;
+            "cache", bytes kept of a token while decoding; or "none".
+        free: the key of the recipe, an integer, that is adjusted until they have.
+        free_of: by variant, another key.
+        tolerance: a variant that misses the budget by more than this share of it is an error.
+    """
+
+    hold: Literal["parameters", "flops", "seconds", "cache", "none"] = "none"
+    free: str | None = None
+    free_of: dict[str, str] = {}
+    tolerance: float = Field(0.02, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _something_is_free(self) -> "BudgetConfig":
+        if self.hold == "none" and (self.free or self.free_of):
+            raise ValueError("free is given, but hold = 'none': say what is held")
+        if self.hold == "seconds" and (self.free not in (None, "training.max_steps") or self.free_of):
+            raise ValueError("hold = 'seconds' adjusts training.max_steps: leave free out")
+        if self.hold not in ("none", "seconds") and not self.free:
+            raise ValueError(f"hold = '{self.hold}' needs free: the key of the recipe that is adjusted")
+        return self
+
+
+class SweepConfig(_Section):
+    """How the learning rate of each variant is chosen.
+
+    Attributes:
+        learning_rates: those that are tried; the variant's own if there are none.
+        steps_share: share of the steps that each of them trains.
+        seed: of these runs, and of no other.
+    """
+
+    learning_rates: tuple[float, ...] = ()
+    steps_share: float = Field(0.5, gt=0, le=1)
+    seed: int = Field(1_000_003, ge=0, lt=2**63)
+
+    @field_validator("learning_rates")
+    @classmethod
+    def _are_rates(cls, rates: tuple[float, ...]) -> tuple[float, ...]:
+        if any(rate <= 0 for rate in rates) or len(set(rates)) < len(rates):
+            raise ValueError("learning rates are positive, each given once")
+        return rates
+
+
+class JobsConfig(_Section):
+    """How runs share the machine.
+
+    Attributes:
+        threads: CPU threads of each run.
+        workers: runs at a time; as many as the cores and GPUs have room for if None.
+    """
+
+    threads: int = Field(1, ge=1)
+    workers: int | None = Field(None, ge=1)
+
+
+class TestConfig(_Section):
+    """A text to translate, for BLEU, chrF and exact matches.
+
+    Attributes:
+        source: a file with a sentence a line.
+        target: their translations.
+        max_sentences: how many of them, from the start; all if None.
+    """
+
+    __test__ = False  # no test of ours
+
+    source: Path
+    target: Path
+    max_sentences: int | None = Field(None, ge=1)
+
+
+class Study(_Section):
+    """A study, as its file has it.
+
+    Attributes:
+        name: of the study; its folder is `studies/NAME` unless another is given.
+        base: a recipe, by file (relative to the study's) or by the name of one that comes with the package.
+        seeds: how many seeds, from 1, or which.
+        metrics: what is compared; the first decides.
+        baseline: the variant that the others are compared with; the first if None.
+        noise: whether the baseline is also trained with other initial values and dropout on the same
+            text, to show how far two runs of one recipe lie apart.
+        set: changes of the base that every variant has.
+        variants: by name, the keys of the recipe that differ.
+        budget: what is held equal.
+        sweep: how learning rates are chosen.
+        jobs: how runs share the machine.
+        test: what is translated for BLEU, chrF and exact matches.
+    """
+
+    name: str = Field(pattern=_NAME)
+    base: str
+    seeds: int | tuple[int, ...] = 5
+    metrics: tuple[Metric, ...] = ("loss",)
+    baseline: str | None = None
+    noise: bool = True
+    set: dict[str, Any] = {}
+    variants: dict[str, dict[str, Any]]
+    budget: BudgetConfig = BudgetConfig()
+    sweep: SweepConfig = SweepConfig()
+    jobs: JobsConfig = JobsConfig()
+    test: TestConfig | None = None
+
+    @field_validator("seeds")
+    @classmethod
+    def _are_enough(cls, seeds: int | tuple[int, ...]) -> int | tuple[int, ...]:
+        count = seeds if isinstance(seeds, int) else len(set(seeds))
+        if count < LEAST_SEEDS:
+            raise ValueError(f"{count} seeds are too few for an interval: give {LEAST_SEEDS} or more")
+        return seeds
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Study":
+        if len(self.variants) < 2:
+            raise ValueError("a study compares two variants or more")
+        for name in self.variants:
+            if not _is_name(name):
+                raise ValueError(f"variants.{name}: a variant names a folder: letters, digits, . _ - only")
+        if self.baseline is not None and self.baseline not in self.variants:
+            raise ValueError(f"baseline is {self.baseline!r}, which is none of {', '.join(self.variants)}")
+        if unknown := self.budget.free_of.keys() - self.variants.keys():
+            raise ValueError(f"budget.free_of names {sorted(unknown)[0]!r}, which is no variant")
+        if not self.metrics or len(set(self.metrics)) < len(self.metrics):
+            raise ValueError("metrics: name one or more, each once")
+        if self.metrics[0] in OF_COST:
+            raise ValueError(f"metrics: {self.metrics[0]} cannot decide: put a figure of quality first")
+        if (wanted := sorted(OF_TRANSLATIONS & set(self.metrics))) and self.test is None:
+            raise ValueError(f"metrics: {wanted[0]} needs [test] with source and target")
+        return self
+
+    @property
+    def seed_list(self) -> tuple[int, ...]:
+        """The seeds of the runs."""
+        if isinstance(self.seeds, int):
+            return tuple(range(1, self.seeds + 1))
+        return tuple(dict.fromkeys(self.seeds))
+
+    @property
+    def baseline_name(self) -> str:
+        return self.baseline or next(iter(self.variants))
+
+
+def _is_name(text: str) -> bool:
+    return text[:1].isalnum() and all(c.isascii() and (c.isalnum() or c in "._-") for c in text)
+
+
+def read_study(path: Path) -> Study:
+    """Read a study.
+
+    Raises:
+        UsageError: the file is missing or not TOML, or a key or value is not valid.
+    """
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"there is no study {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"study {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"study {path} is not valid TOML: {error}") from None
+    try:
+        return Study.model_validate(tree)
+    except ValidationError as error:
+        raise UsageError(f"study {path}: {explain(error, Study)}") from None
+
+
+def recipes_of(study: Study, folder: Path) -> tuple[AnyRecipe, dict[str, AnyRecipe]]:
+    """The base, and every variant, before budget, seeds and learning rate are known.
+
+    Args:
+        study: the study.
+        folder: that of its file, which `base` is relative to.
+
+    Raises:
+        UsageError: there is no such base, a key or value is not valid, two variants are equal, or a metric
+            is not one of the task.
+    """
+    base = _base_tree(study, folder)
+    made = {
+        name: resolve(merge(base, changes), origin=f"variant {name}")
+        for name, changes in study.variants.items()
+    }
+    for name, recipe in made.items():
+        for other in made:
+            if other == name:
+                break
+            if made[other] == recipe:
+                raise UsageError(f"variants {other} and {name} are equal: leave one of them out")
+    _check_task(study, made)
+    return resolve(base, origin=f"base {study.base}"), made
+
+
+def _base_tree(study: Study, folder: Path) -> dict[str, Any]:
+    near = folder / study.base
+    path = near if near.is_file() else recipes.find(study.base)
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"recipe {path} cannot be read: {error}") from None
+    return merge(tree, study.set)
+
+
+def _check_task(study: Study, made: Mapping[str, AnyRecipe]) -> None:
+    tasks = {recipe.task for recipe in made.values()}
+    if len(tasks) > 1:
+        raise UsageError(f"study {study.name}: variants of different tasks ({', '.join(sorted(tasks))})")
+    (task,) = tasks
+    if task != "translation" and (found := sorted(OF_TRANSLATIONS & set(study.metrics))):
+        raise UsageError(f"study {study.name}: metric {found[0]} is of translation, not of a {task}")
+    if task == "masked-language-model" and "cache_bytes" in study.metrics:
+        raise UsageError(f"study {study.name}: metric cache_bytes: an encoder keeps no cache")

@@ -1,0 +1,131 @@
+"""A study from its file to its report, where a stand-in makes the runs."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from studying import STUDY
+from triptych.errors import UsageError
+from triptych.studies import Outcome, StudyStoppedError, compare_study, read_study, write_study_page
+from triptych.studies.comparing import NOISE
+from triptych.studies.tables import conclusions, figures, markdown, runs_csv
+
+
+def made(place: Path, out: str = "out") -> Outcome:
+    return compare_study(read_study(place / "study.toml"), place / out, origin=place)
+
+
+def change(place: Path, old: str, new: str) -> None:
+    text = (place / "study.toml").read_text()
+    assert old in text
+    (place / "study.toml").write_text(text.replace(old, new))
+
+
+def test_a_planted_difference_is_found_and_the_report_says_so(place: Path, stand_in: Path) -> None:
+    outcome = made(place)
+    assert outcome.results.keys() == {"factored", NOISE, "shared"}
+    assert {seed for runs in outcome.results.values() for seed in runs} == {1, 2, 3}
+    (line,) = conclusions(outcome)
+    assert line.startswith("shared: better by -0.5000")
+    record = json.loads(json.dumps(figures(outcome), allow_nan=False))
+    assert record["metrics"]["loss"]["differences"]["shared"]["is_seen"] is True
+    assert "| shared |" in markdown(outcome)
+    assert runs_csv(outcome).count("\n") == 1 + 9
+    pytest.importorskip("vl_convert")
+    write_study_page(outcome, place / "page.html")
+    page = (place / "page.html").read_text()
+    assert "Validation loss against seconds of training" in page
+    assert "http" not in page.split('<script type="module">')[0].replace("http://www.w3.org", "")
+
+
+def test_recipes_of_a_seed_differ_in_nothing_but_the_variant(place: Path, stand_in: Path) -> None:
+    made(place)
+    lines = {
+        name: set((place / f"out/runs/{name}-seed-2.toml").read_text().splitlines())
+        for name in ("factored", "shared", "baseline-again")
+    }
+    assert {line.split(" =")[0] for line in lines["factored"] ^ lines["shared"]} == {
+        "name",
+        "projections",
+        "d_ff",
+    }
+    assert {line.split(" =")[0] for line in lines["factored"] ^ lines["baseline-again"]} == {"name", "seed"}
+    assert {"seed = 2", "data_seed = 2", 'initial_values = "by_name"'} <= lines["factored"]
+
+
+def test_runs_that_are_done_are_not_made_again_and_more_seeds_are(place: Path, stand_in: Path) -> None:
+    first = made(place)
+    change(place, "seeds = 3", "seeds = 4")
+    second = made(place)
+    calls = [path.read_text() for path in sorted(place.glob("out/runs/*/calls"))]
+    assert calls == ["1"] * 12
+    for name, results in first.results.items():
+        for seed, result in results.items():
+            assert second.results[name][seed] == result
+
+
+def test_a_run_that_fails_is_reported_and_costs_no_other(place: Path, stand_in: Path) -> None:
+    change(
+        place,
+        'projections = "shared"',
+        'projections = "shared"\n[variants.bad]\ntraining.learning_rate = 13.0',
+    )
+    outcome = made(place)
+    assert len(outcome.failed) == 3
+    assert "exit code 1: the loss is nan" in outcome.failed["bad-seed-1"]
+    assert outcome.results["shared"].keys() == {1, 2, 3}
+
+
+def test_the_sweep_takes_the_rate_with_the_lowest_loss_and_is_paid_for(place: Path, stand_in: Path) -> None:
+    change(place, "[variants.factored]", "[sweep]\nlearning_rates = [0.004, 0.02, 13.0]\n[variants.factored]")
+    outcome = made(place)
+    assert {one.recipe.training.learning_rate for one in outcome.variants.values()} == {0.004}
+    assert outcome.sweep_seconds == pytest.approx(4 * 0.4)
+    assert {one.recipe.seed for one in outcome.variants.values()} == {1}
+    assert "seed = 1000003" in (place / "out/sweep/shared-0.02.toml").read_text()
+
+
+def test_a_folder_of_another_study_is_refused(place: Path, stand_in: Path) -> None:
+    made(place)
+    change(place, 'projections = "shared"', 'projections = "key_value"')
+    with pytest.raises(UsageError, match="holds another study"):
+        made(place)
+    (place / "mine").mkdir()
+    (place / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(UsageError, match="is taken"):
+        made(place, "mine")
+
+
+def test_a_study_that_is_stopped_lets_its_runs_save_and_ends_in_the_same_table(
+    place: Path, stand_in: Path
+) -> None:
+    expected = figures(made(place, "undisturbed"))
+    (place / "hold").write_text("")
+
+    def stop() -> None:
+        deadline = time.monotonic() + 60
+        while not list(place.glob("out/runs/*/begun")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
+    with pytest.raises(StudyStoppedError, match="the same command goes on") as caught:
+        made(place)
+    thread.join()
+    assert caught.value.exit_code == 128 + signal.SIGTERM
+    assert len(list(place.glob("out/runs/*/saved"))) == len(list(place.glob("out/runs/*/begun")))
+    (place / "hold").unlink()
+    assert figures(made(place)) == expected
+
+
+def test_a_missing_test_text_is_said_before_anything_is_made(place: Path, stand_in: Path) -> None:
+    (place / "study.toml").write_text(STUDY + '[test]\nsource = "gone.en"\ntarget = "gone.de"\n')
+    with pytest.raises(UsageError, match=r"gone\.en, which does not exist"):
+        made(place)
+    assert not (place / "out").exists()
