@@ -84,7 +84,7 @@ def train(recipe: AnyRecipe, folder: Path, display: Display | None = None, *, fo
     """
     require_place(folder, force=force)
     base, display = Path.cwd(), display or LineDisplay()
-    prepared = _prepared(recipe, base, display)
+    prepared = prepare(recipe, base, display)
     with _threads_and_seed(prepared.recipe):
         trainer = _trainer(prepared, folder, base)
 
@@ -144,7 +144,14 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
         return _run(prepared.recipe, trainer, display)
 
 
-def _prepared(recipe: AnyRecipe, base: Path, display: Display) -> Prepared:
+def prepare(recipe: AnyRecipe, base: Path, display: Display) -> Prepared:
+    """Read what a new run needs, and choose what its recipe leaves out; nothing is written.
+
+    Args:
+        recipe: as given.
+        base: folder that relative paths of the recipe are relative to.
+        display: is told of what is read and chosen.
+    """
     match recipe:
         case Recipe():
             return prepare_translation(recipe, base, display)
@@ -177,7 +184,7 @@ def _threads_and_seed(recipe: AnyRecipe) -> Iterator[None]:
 def _trainer(prepared: Prepared, folder: Path, base: Path) -> Trainer:
     counters = Counters(fingerprints=prepared.fingerprints(), started_in=str(base))
     recipe = prepared.recipe
-    if recipe.initial_values == "by_name":
+    if recipe.initial_values == "by_name" and not isinstance(recipe, ContinuedRecipe):
         with Draws() as draws:
             objective = prepared.objective()
         draws.again_by_name(objective.model, recipe.seed)

@@ -11,7 +11,7 @@ from triptych.algebra.cost import cached_numbers
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import Block
-from triptych.training.recipe import AnyRecipe, Recipe, value_at, with_values
+from triptych.training.recipe import AnyRecipe, ContinuedRecipe, Recipe, value_at, with_values
 
 Quantity = Literal["parameters", "flops", "cache"]
 
@@ -85,6 +85,8 @@ def cache_bytes(model: EncoderDecoder | LanguageModel) -> int:
 def _model(recipe: AnyRecipe, vocabulary: Vocabulary) -> EncoderDecoder | LanguageModel:
     if isinstance(recipe, Recipe):
         return EncoderDecoder.of(recipe.model, vocabulary.source, vocabulary.target, 0)
+    if isinstance(recipe, ContinuedRecipe):
+        raise UsageError("a model that goes on from a checkpoint has its sizes: hold seconds, or nothing")
     return LanguageModel.of(recipe.model, recipe.kind, vocabulary.target)
 
 

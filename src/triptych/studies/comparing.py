@@ -14,8 +14,7 @@ import torch
 from triptych.errors import TriptychError, UsageError
 from triptych.extras import require_extra
 from triptych.files import write_text
-from triptych.runs.language import prepare_language
-from triptych.runs.translation import prepare_translation
+from triptych.runs.training import prepare
 from triptych.studies.budget import Solved, Vocabulary, amount, solve
 from triptych.studies.job import Job, Result
 from triptych.studies.running import Planned, Progress, run_all
@@ -158,11 +157,7 @@ def _claim(folder: Path, study: Study) -> None:
 
 def _prepared(recipe: AnyRecipe) -> tuple[Vocabulary, AnyRecipe]:
     """The vocabulary that all variants share, and the base with what it leaves out chosen for its text."""
-    display = SilentDisplay()
-    if isinstance(recipe, Recipe):
-        prepared = prepare_translation(recipe, Path.cwd(), display)
-    else:
-        prepared = prepare_language(recipe, Path.cwd(), display)
+    prepared = prepare(recipe, Path.cwd(), SilentDisplay())
     with torch.random.fork_rng(devices=[]):
         model = prepared.objective().model
     if isinstance(recipe, Recipe):
