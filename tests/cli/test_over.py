@@ -24,3 +24,14 @@ def test_the_command_prints_tables_or_one_json_object(
         answer = triptych("attend", small_run, *wrong)
         assert answer.code == 2
         assert "--over" in answer.err
+
+
+def test_a_text_that_cannot_be_measured_is_one_line(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    for text, more in ((tmp_path / "none.txt", []), (tmp_path, []), (empty, []), (empty, ["--context", "9"])):
+        answer = triptych("attend", small_run, "--over", text, *more)
+        assert answer.code in (1, 2), answer.out
+        assert len(answer.err.splitlines()) == 1, answer.err
