@@ -285,7 +285,11 @@ class _Runner:
         place = self.folder / stage
         place.mkdir(exist_ok=True)
         threads = self.study.jobs.threads
-        recipe = with_values(recipe, {"name": name, "training.threads": threads})
+        # A line of metrics at every validation, so that curves know their tokens and seconds.
+        log_every = min(recipe.training.log_every_steps, recipe.validation.every_steps)
+        recipe = with_values(
+            recipe, {"name": name, "training.threads": threads, "training.log_every_steps": log_every}
+        )
         file = place / f"{name}.toml"
         write_text(file, recipe.to_toml())
         job = Job(

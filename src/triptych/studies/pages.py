@@ -45,8 +45,8 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
     ]
     if study.budget.hold != "none":
         solved = outcome.variants[study.baseline_name].solved
-        held = "" if solved is None else f": {in_words(study.budget.hold, solved.amount)}"
-        found.append(("held equal", f"{study.budget.hold}{held}"))
+        held = study.budget.hold if solved is None else in_words(study.budget.hold, solved.amount)
+        found.append(("held equal", held))
     if outcome.sweep_seconds:
         found.append(("choosing learning rates", f"{outcome.sweep_seconds / 60:.1f} min"))
     return found
