@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -338,6 +339,12 @@ def test_a_tied_map_that_is_in_the_file_as_well_must_be_the_table(gpt2: Path) ->
     assert load_language_model(gpt2).model.head.output.weight.shape == (40, 24)  # type: ignore[union-attr]
 
 
+def test_fields_that_change_no_model_may_stand_in_a_configuration(gpt2: Path) -> None:
+    fields = {"transformers.js_config": {"dtype": "q4"}, "is_llama_config": True, "pooler_type": "first"}
+    changed(gpt2, {}, {**fields, "license": "mit", "n_special": 0, "max_sequence_length": 2048})
+    assert load_language_model(gpt2).model.max_tokens == 64
+
+
 def test_no_dtype_of_whole_numbers(gpt2: Path) -> None:
     with pytest.raises(UsageError, match="int8 cannot be run in: give float32"):
         load_language_model(gpt2, dtype=torch.int8)
@@ -372,3 +379,19 @@ def test_large_maps_are_not_copied_from_the_file(tmp_path: Path) -> None:
     assert len(large) == 2 * 7 + 2
     for name, place in large.items():
         assert any(place in part for part in mapped), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak")
+def test_loading_takes_the_files_size_and_little_more(tmp_path: Path) -> None:
+    made("gpt2", tmp_path, {"vocab_size": 20_000, "n_embd": 240, "n_layer": 4})
+    code = """
+import resource, sys
+from triptych.checkpoints.models import load_language_model
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+load_language_model(sys.argv[1])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=True)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert int(done.stdout) * 1024 < size + 30_000_000

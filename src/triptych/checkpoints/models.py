@@ -8,6 +8,7 @@ from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -92,7 +93,7 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Lang
     found = model_map(checkpoint)
     dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
     attention = [read_attention(checkpoint, site, dtype) for site in found.sites]
-    with torch.device("meta"):
+    with torch.device("meta"), _Undrawn():
         model = LanguageModel(found.architecture, attention)
     for name, tensor in found.tensors.read(_taking(checkpoint.tensors, dtype)).items():
         _hold(model, name, tensor)
@@ -125,7 +126,7 @@ def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = Non
         [read_attention(checkpoint, site, dtype) for site in sites]
         for sites in (found.encoder, found.decoder, found.cross)
     )
-    with torch.device("meta"):
+    with torch.device("meta"), _Undrawn():
         model = EncoderDecoder(found.architecture, encoder, zip(decoder, cross, strict=True), found.pad_id)
     for name, tensor in found.tensors.read(_taking(checkpoint.tensors, dtype)).items():
         _hold(model, name, tensor)
@@ -145,6 +146,17 @@ def read_attention(checkpoint: Checkpoint, site: Site, dtype: torch.dtype) -> Mu
         return MultiHeadAttention.from_weights(weights, dropout=0.0, adopted=True)
     except ValueError as error:
         raise DataError(f"{checkpoint.name}: {checkpoint.family.name} cannot be run: {error}") from None
+
+
+@final
+class _Undrawn(TorchFunctionMode):
+    """Draws no initial numbers: on the "meta" device that would import 800 modules of torch, 70 MB."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return given["tensor"] if "tensor" in given else args[0]
+        return func(*args, **given)
 
 
 def _taking(tensors: Tensors, dtype: torch.dtype) -> Any:

@@ -15,11 +15,12 @@ from triptych.checkpoints import model_type
 from triptych.converting.checks import ConversionCheck, Written
 from triptych.converting.ctranslate2 import Quantization, write_ctranslate2
 from triptych.converting.hugging_face import write_hf
+from triptych.converting.language_models import write_language_model
 from triptych.converting.onnx import write_onnx
 from triptych.errors import DataError, UsageError
 from triptych.files import write_folder
 from triptych.models import read_model
-from triptych.runs import Run
+from triptych.runs import Run, holds_language_model
 from triptych.text import TokenizerPair
 
 TargetFormat = Literal["hf", "ctranslate2", "onnx", "triptych"]
@@ -59,7 +60,8 @@ def convert(
     """Write a model in another format.
 
     Args:
-        source: a run, or the folder of one or of a Marian checkpoint.
+        source: a run, or the folder of one or of a Marian checkpoint. For a language model, the folder of its
+            run, and "hf".
         target: a folder that does not exist yet.
         to: the format: of `transformers` ("hf"), CTranslate2 or ONNX; "triptych", for a Marian checkpoint,
             makes a folder of ours, which `translate` and `evaluate` take.
@@ -73,6 +75,8 @@ def convert(
     """
     if quantization != "float32" and to != "ctranslate2":
         raise UsageError(f"--quantization {quantization} goes with --to ctranslate2, not with --to {to}")
+    if not isinstance(source, Run) and holds_language_model(Path(source)):
+        return _convert_language_model(Path(source), target, to)
     run = source if isinstance(source, Run) else Run.open(Path(source), "cpu")
     if to == "triptych" and model_type(run.folder) is None:
         raise UsageError(f"{run.folder} is a run already: give a folder in Hugging Face's format")
@@ -82,13 +86,35 @@ def convert(
         "onnx": lambda folder: write_onnx(run, folder),
         "triptych": lambda folder: _write_ours(run, folder),
     }
+    written = _written(target, writers[to])
+    return Conversion(str(run.folder), str(target), "run" if to == "triptych" else to, *written)
+
+
+def _convert_language_model(run: Path, target: Path, to: TargetFormat) -> Conversion:
+    """Write the model of a run that learned the tokens of a text.
+
+    Raises:
+        UsageError, DataError: see `convert`.
+    """
+    if to != "hf":
+        raise UsageError(f"{run} is a run of a language model, which is converted --to hf alone")
+    written = _written(target, lambda folder: write_language_model(run, folder))
+    return Conversion(str(run), str(target), to, *written)
+
+
+def _written(target: Path, write: Callable[[Path], Written]) -> Written:
+    """Make a folder; what its writer tells of it.
+
+    Raises:
+        UsageError: there is something of that name, or no place for it.
+    """
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target} exists: choose another name for the output, nothing is overwritten")
     if not target.absolute().parent.is_dir():
         raise UsageError(f"the folder of {target} does not exist: make it first")
     written: list[Written] = []
-    write_folder(target, lambda folder: written.append(writers[to](folder)))
-    return Conversion(str(run.folder), str(target), "run" if to == "triptych" else to, *written[0])
+    write_folder(target, lambda folder: written.append(write(folder)))
+    return written[0]
 
 
 def _write_ours(run: Run, folder: Path) -> Written:

@@ -8,29 +8,24 @@ Source: `specs/transformer_spec.py` of github.com/OpenNMT/CTranslate2, version 4
 """
 
 import copy
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 
-from triptych.algebra import rewrites
 from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.rewrites import RewriteRefusedError
-from triptych.algebra.semantics import Semantics
-from triptych.algebra.weights import AttentionWeights, standard_scale
+from triptych.algebra.weights import AttentionWeights
 from triptych.converting.checks import ConversionCheck, compare_logits
+from triptych.converting.plain_layers import HeadSizes, head_sizes, padded_maps, plain_layer, rotary_base
 from triptych.errors import UsageError
 from triptych.extras import require_extra
 from triptych.models import LanguageModel
 from triptych.models.architecture import FeedForwardConfig, NormConfig, SublayerConfig
 from triptych.models.blocks import Block, OffsetNorm
 from triptych.models.feed_forward import FeedForward
-from triptych.rewriting.models import rewrite
 
 _TOLERANCE = 1e-4
 _ACTIVATIONS = {
@@ -141,8 +136,8 @@ def _spec(model: LanguageModel) -> Any:
     _require_fit(model)
     made, norm = model.architecture, _norm_of(model)
     blocks = [block for block in model.blocks if isinstance(block, Block)]
-    plain = [_plain(block, number) for number, block in enumerate(blocks)]
-    sizes = _sizes(plain)
+    plain = [plain_layer(block, number, _refused) for number, block in enumerate(blocks)]
+    sizes = head_sizes(plain, _refused)
     rotary, *others = (_rotary(weights.semantics.rotary, sizes.width) for weights in plain)
     if any(other != rotary for other in others):
         raise _refused("its layers have different rotary positions")
@@ -186,61 +181,6 @@ def _spec(model: LanguageModel) -> Any:
     return spec
 
 
-@final
-@dataclass(frozen=True)
-class _Sizes:
-    """Of every layer's heads in the format.
-
-    Attributes:
-        num_heads: query heads.
-        num_kv_heads: key and value heads.
-        width: channels of every head.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    width: int
-
-
-def _sizes(layers: list[AttentionWeights]) -> _Sizes:
-    heads = {weights.num_heads for weights in layers}
-    if len(heads) > 1:
-        raise _refused(f"its layers have {' and '.join(map(str, sorted(heads)))} heads")
-    groups = (max(weights.num_key_heads, weights.num_value_heads) for weights in layers)
-    width = max(weights.multiplied(side).d_out for weights in layers for side in ("q", "v"))
-    return _Sizes(heads.pop(), math.lcm(*groups), width)
-
-
-def _plain(block: Block, number: int) -> AttentionWeights:
-    """The maps of a block with one link a side and a map for each."""
-    weights = block.self_attention.weights("causal")
-    for part in _unfit_parts(weights):
-        raise _refused(f"the attention of block {number} has {part}")
-    try:
-        weights = rewrite(weights, rewrites.expand).result
-        if not weights.k:
-            weights = rewrite(weights, rewrites.factor).result
-    except RewriteRefusedError as error:
-        raise _refused(str(error.at(f"block {number}"))) from None
-    return weights
-
-
-def _unfit_parts(weights: AttentionWeights) -> Iterator[str]:
-    found: Semantics = weights.semantics
-    parts = {
-        "norms of queries and keys": found.q_norm or found.k_norm,
-        "clipped queries and keys": found.clip,
-        "a temperature of its queries": found.temperature,
-        "a bias of its scores": found.bias,
-        "a soft cap of its scores": found.soft_cap,
-        "a window": found.window,
-        "chunks": found.chunk,
-        "sinks": None if found.sinks is None else "sinks",
-        "norms between its maps": weights.norms_within,
-    }
-    return (name for name, part in parts.items() if part)
-
-
 def _rotary(rotary: RotaryEmbedding | None, width: int) -> dict[str, Any]:
     """Arguments of the spec for rotary positions; none without them.
 
@@ -249,38 +189,23 @@ def _rotary(rotary: RotaryEmbedding | None, width: int) -> dict[str, Any]:
     """
     if rotary is None:
         return {}
-    frequencies = rotary.frequencies.double()
-    count = len(frequencies)
-    if rotary.start or rotary.factor != 1.0 or rotary.places is not None:
-        raise _refused("rotary positions of other channels than the first, or with a factor")
-    base = float(frequencies[1]) ** -count if count > 1 else 10_000.0
-    powers = base ** (-torch.arange(count, dtype=torch.float64) / count)
-    if not torch.allclose(frequencies.cpu(), powers, rtol=1e-6, atol=0.0):
-        raise _refused("rotary positions whose frequencies are scaled")
+    count = len(rotary.frequencies)
     return {
         "rotary_dim": 0 if 2 * count == width else 2 * count,
         "rotary_interleave": rotary.pairing == "interleaved",
-        "rotary_base": base,
+        "rotary_base": rotary_base(rotary, _refused),
     }
 
 
-def _set_attention(spec: Any, weights: AttentionWeights, sizes: _Sizes) -> None:
-    scaled = weights.with_scale(standard_scale(sizes.width))
-    maps, biases = [], []
-    for side, heads in (("q", sizes.num_heads), ("k", sizes.num_kv_heads), ("v", sizes.num_kv_heads)):
-        link = scaled.multiplied(side).of_heads(heads)  # type: ignore[arg-type]
-        missing = sizes.width - link.d_out
-        bias = link.weight.new_zeros(heads, link.d_out) if link.bias is None else link.bias
-        maps.append(nn.functional.pad(link.weight, (0, missing)).mT.flatten(0, 1))
-        biases.append(nn.functional.pad(bias, (0, missing)).flatten())
-    W_O = scaled.W_O
-    padded = nn.functional.pad(W_O, (0, 0, 0, sizes.width - W_O.shape[1]))
-    spec.linear[0].weight = _array(torch.cat(maps))
-    spec.linear[1].weight = _array(padded.flatten(0, 1).T)
+def _set_attention(spec: Any, weights: AttentionWeights, sizes: HeadSizes) -> None:
+    maps = padded_maps(weights, sizes)
+    spec.linear[0].weight = _array(torch.cat([maps.weights[side] for side in ("q", "k", "v")]))
+    spec.linear[1].weight = _array(maps.weights["o"])
+    biases = [maps.biases[side] for side in ("q", "k", "v")]
     if any(bool(bias.any()) for bias in biases):
         spec.linear[0].bias = _array(torch.cat(biases))
-    if scaled.o_bias is not None:
-        spec.linear[1].bias = _array(scaled.o_bias)
+    if weights.o_bias is not None:
+        spec.linear[1].bias = _array(weights.o_bias)
 
 
 def _set_linear(spec: Any, linear: nn.Linear) -> None:

@@ -1,8 +1,5 @@
 """A model of ours as a folder of Hugging Face's."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from triptych.converting.checks import (
     compare_logits,
     compare_tokenizers,
     logits_of,
+    quiet_transformers,
     random_pairs,
 )
 from triptych.converting.plain_heads import plain_model
@@ -78,7 +76,7 @@ def _check_with_transformers(run: Run, folder: Path) -> list[ConversionCheck]:
     if not is_installed("transformers"):
         note = "transformers is not installed: pip install 'triptych[convert]'"
         return [ConversionCheck(_LOGITS, False, note=note), ConversionCheck(_IDS, False, note=note)]
-    with _quiet_transformers():
+    with quiet_transformers():
         return [_check_logits(run, folder), *_check_ids(run, folder)]
 
 
@@ -132,24 +130,6 @@ def _check_ids(run: Run, folder: Path) -> list[ConversionCheck]:
         )
     )
     return checks
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silence progress bars and irrelevant warnings of `transformers`."""
-    from transformers.utils import logging
-
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _readme(run: Run, architecture: str) -> str:

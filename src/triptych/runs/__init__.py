@@ -1,5 +1,6 @@
 """Runs: a recipe becomes a folder, a folder becomes a translator or a model that continues text."""
 
+from triptych.runs.continuing import copy_checkpoint, goes_on, holds_language_model
 from triptych.runs.evaluation import Evaluation, evaluate
 from triptych.runs.folder import Run, holds_run
 from triptych.runs.generation import (
@@ -16,9 +17,12 @@ __all__ = [
     "OpenedModel",
     "Run",
     "Summary",
+    "copy_checkpoint",
     "evaluate",
     "evaluate_text",
     "fill",
+    "goes_on",
+    "holds_language_model",
     "holds_run",
     "open_language_model",
     "open_text_model",

@@ -16,11 +16,13 @@ from torch import Tensor
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.model_writing import changed_tensors, tie_shared, why_not_written
 from triptych.checkpoints.models import LoadedModel, load_language_model
+from triptych.checkpoints.own import is_own
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.files import write_text
 from triptych.models import LanguageModel
 from triptych.models.device import find_device
 from triptych.models.storage import OwnModel, write_weights
+from triptych.runs.folder import holds_run, settings
 from triptych.runs.language import TextOfRun, fingerprints_of, tokens_of_text
 from triptych.runs.preparing import Prepared
 from triptych.storage.copying import CERTIFICATE, CONFIG, names_beside
@@ -91,6 +93,24 @@ def take_up_continued(recipe: ContinuedRecipe, folder: Path, base: Path, display
 
     shards = text.shards(tokenizer, display)
     return _prepared(recipe, text, tokenizer, shards, loaded, _checkpoint(folder), begin, config)
+
+
+def goes_on(folder: Path) -> bool:
+    """Whether a folder is that of a run that goes on with a checkpoint."""
+    return holds_run(folder) and not is_own(settings(folder))
+
+
+def holds_language_model(folder: Path) -> bool:
+    """Whether a folder is that of a run which learned the tokens of a text."""
+    record = settings(folder)
+    return goes_on(folder) or (is_own(record) and record.get("model_type") == "triptych")
+
+
+def copy_checkpoint(folder: Path, target: Path) -> None:
+    """Copy from a run's folder what is the checkpoint: weights, configuration, tokenizer."""
+    _copy_beside(folder, target)
+    for name in (CONFIG, SAFETENSORS):
+        shutil.copyfile(folder / name, target / name)
 
 
 def _prepared(

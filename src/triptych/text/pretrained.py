@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tokenizers import AddedToken
 
 from triptych.errors import DataError, UsageError
+from triptych.files import write_text
 from triptych.text.byte_level import BYTE_OF
 from triptych.text.chat import render_chat
 from triptych.text.sentencepiece import SPACE_MARK
@@ -147,6 +148,21 @@ class PretrainedTokenizer(Tokenizer):
     def to_json(self) -> str:
         """The tokenizer in a format of its own."""
         return self._record.model_dump_json()
+
+    def save_files(self, folder: Path) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json` in Hugging Face's format; the folder exists."""
+        record = self._record
+        settings: dict[str, object] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **record.tokens,
+            "clean_up_tokenization_spaces": record.joins_punctuation,
+        }
+        if "default" in record.chat_templates:
+            settings["chat_template"] = record.chat_templates["default"]
+        write_text(folder / "tokenizer.json", record.inner)
+        write_text(
+            folder / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+        )
 
     @classmethod
     def from_json(cls, text: str, origin: str) -> "PretrainedTokenizer":
