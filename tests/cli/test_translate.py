@@ -269,6 +269,20 @@ def test_another_engine_takes_the_same_options(
         assert other["candidates"][0]["score"] == pytest.approx(one["candidates"][0]["score"], abs=1e-4)
 
 
+def test_a_page_shows_the_attention_of_the_lines_that_are_translated(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    arguments = ("translate", small_run, "--attention-html", page)
+    plain = triptych("translate", small_run, stdin=b"Vier.\n\nHeute ist Montag.\n")
+    for _ in range(2):
+        assert triptych(*arguments, stdin=b"Vier.\n\nHeute ist Montag.\n").out == plain.out
+    text = page.read_text(encoding="utf-8")
+    assert '"kind":"cross"' in text
+    assert text.count('"kind":"encoder"') == 2
+    assert triptych(*arguments, stdin=b"\n").code == 2
+
+
 def test_another_engine_has_no_attention_and_no_certain_end(triptych: Command, small_run: Path) -> None:
     engine = ("translate", small_run, "--engine", "ctranslate2")
     answer = triptych(*engine, "--json", "--attention", "cross:0:0", stdin=b"Vier.\n")

@@ -294,7 +294,8 @@ class Attention:
             layers.setdefault(stack.kind, []).append(ViewedLayer(tuple(viewed), layer.number))
         kinds = tuple(self._viewed(self.of(kind), own) for kind, own in layers.items())
         text = ViewedText(_shown("".join(map(_readable, self.source_tokens or self.tokens))), kinds)
-        return AttentionPage(title or self.model, (text,), (("model", self.model),))
+        facts = () if title is None else (("model", self.model),)
+        return AttentionPage(title or self.model, (text,), facts)
 
     def _repr_html_(self) -> str:
         """The page, for a notebook."""

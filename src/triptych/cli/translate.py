@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 
 import triptych
+from triptych.attending import reader_of
+from triptych.attending.viewing import write_attention_page
 from triptych.cli.options import (
     AlphaOption,
     BeamOption,
@@ -28,10 +30,13 @@ from triptych.decoding.ahead import Ahead
 from triptych.errors import UsageError
 from triptych.files import write_atomically
 from triptych.models import ModelConfig
+from triptych.reports import is_page
 from triptych.text import iterate_file, iterate_lines
 
 # Lines translated together: few at first, so that there is soon something to read.
 _FIRST_LINES, _LINES_AT_A_TIME = 16, 512
+# Lines whose attention a page shows.
+_MOST_VIEWED = 20
 _SITES = ("encoder", "decoder", "cross")
 
 
@@ -71,15 +76,23 @@ def translate(
             "numbers from 0, or 'all'). May be repeated.",
         ),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--attention-html", help=f"Write a page with the attention of the first {_MOST_VIEWED} lines."
+        ),
+    ] = None,
 ) -> None:
     """Translate text line by line, in the order of the input.
 
     An empty line gives an empty line, and with --n-best one empty translation. A line longer than the
     model's limit is translated in pieces, and standard error says so.
     """
-    if attention and engine != "triptych":
+    if (attention or html) and engine != "triptych":
         raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
-    require_free([Output(out, unmarked)], (run, *([] if file is None else [file])), force=force)
+    require_free(
+        [Output(out, unmarked), Output(html, is_page)], (run, *([] if file is None else [file])), force=force
+    )
     translator = triptych.load(
         run,
         device,
@@ -99,6 +112,8 @@ def translate(
     render = _json_renderer(translator, wanted) if as_json else _text_renderer(num_best)
     lines = _standard_input() if file is None else iterate_file(file)
 
+    viewed: list[str] = []
+
     def rendered() -> Iterator[str]:
         """The text of each line's translation, its line ends included."""
         for number, translation in enumerate(translator.translate_stream(_as_they_come(lines)), start=1):
@@ -108,6 +123,8 @@ def translate(
                     f"translated in {translation.num_pieces} pieces",
                     file=sys.stderr,
                 )
+            if html and translation.num_pieces == 1 and len(viewed) < _MOST_VIEWED:
+                viewed.append(translation.source)
             yield "".join(f"{line}\n" for line in render(translation, number))
 
     with translator:
@@ -117,6 +134,8 @@ def translate(
                 sys.stdout.buffer.flush()
         else:
             write_atomically(out, lambda temporary: _write_file(temporary, rendered()))
+        if html is not None:
+            _write_page(translator, str(run), viewed, html)
 
 
 @dataclass(frozen=True)
@@ -141,6 +160,12 @@ def _parse_selection(text: str, config: ModelConfig) -> _Selection:
     chosen = sites if layer is None else [sites[layer]]
     num_heads = min(site.num_heads or config.num_heads for site in chosen)
     return _Selection(parts[0], layer, parse_index(parts[2], num_heads, "head", text))
+
+
+def _write_page(translator: Translator, name: str, sources: list[str], path: Path) -> None:
+    if not sources:
+        raise UsageError("--attention-html: no line can be shown: each is empty, or is translated in pieces")
+    write_attention_page(triptych.attend(reader_of(name, translator), sources).page(), path)
 
 
 def _standard_input() -> Iterator[str]:

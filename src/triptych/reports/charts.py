@@ -94,6 +94,7 @@ def bar_chart(chart: BarChart) -> Spec | None:
     return {
         "data": {"values": rows},
         "width": "container",
+        "autosize": {"type": "fit-x", "contains": "padding"},  # the height is that of the bars
         "height": {"step": 15 if together else 22},
         "layer": [
             {"mark": {"type": "bar", "color": _INK}, "encoding": {**shared, **colour}},

@@ -1,6 +1,6 @@
 // The viewer of attention: every <section class="attention"> of the page, each with data of its own.
 const WINDOW = 48; // rows and columns of the matrix at once
-const LISTED = 12; // weights in the list beside the text
+const LISTED = 12; // weights in the list beside the text, at most
 const MEAN = -1; // the mean of a layer's heads, in the place of a head
 
 const make = (tag, attributes = {}, ...children) => {
@@ -253,7 +253,8 @@ class Viewer {
       const name = { both: "", query: "looks", key: "is looked at" }[side];
       return { side, flow, spans: [...flow.children].filter((node) => node.dataset.i), name, shaded: [] };
     });
-    this.part("looks").style.setProperty("--rows", clamp(Math.max(this.kind.queries.length, this.kind.keys.length), 2, LISTED + 2));
+    this.listed = clamp(Math.ceil(Math.max(this.kind.queries.length, this.kind.keys.length) / 3), 4, LISTED);
+    this.part("looks").style.setProperty("--rows", this.listed + 2);
     this.part("texts").replaceChildren(...this.flows.map(({ flow, name }) => make("div", {}, ...(name ? [make("p", { class: "flow-name" }, name)] : []), flow)));
     this.search(this.part("find").value, false);
   }
@@ -377,11 +378,11 @@ class Viewer {
       return;
     }
     const token = shortly(this.tokens(this.side)[this.focus]);
-    const largest = [...entries].sort((a, b) => b[1] - a[1]).slice(0, LISTED);
+    const largest = [...entries].sort((a, b) => b[1] - a[1]).slice(0, this.listed);
     const rows = largest.map(([index, weight]) => make("tr", {}, make("td", {}, String(index)), make("td", {}, shortly(this.tokens(other)[index])), make("td", {}, shown(weight))));
     const rest = sum(entries.map(([, weight]) => weight)) - sum(largest.map(([, weight]) => weight));
     const said = (name, weight) => make("tr", {}, make("td"), make("td", {}, name), make("td", {}, shown(Math.max(0, weight))));
-    if (entries.length > LISTED) rows.push(said(`${(entries.length - LISTED).toLocaleString("en")} others`, rest));
+    if (entries.length > this.listed) rows.push(said(`${(entries.length - this.listed).toLocaleString("en")} others`, rest));
     if (this.side === "query" && this.map instanceof Sparse) rows.push(said("left out", this.map.leftOut(this.focus)));
     const heading = this.side === "query" ? `“${token}” (${this.focus}) looks at` : `looking at “${token}” (${this.focus})`;
     place.replaceChildren(make("h3", {}, heading), make("table", {}, make("tbody", {}, ...rows)));
