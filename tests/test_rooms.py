@@ -20,6 +20,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
+    "launch": {"errors"},
     "extras": {"errors"},
     "progress": set(),
     "threads": set(),
@@ -54,8 +55,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "training",
     },
 }
-FOUNDATION = {"errors", "extras", "files", "progress", "threads", "thresholds"}
-ABOVE_ALL = {"cli", "triptych"}  # the command and the face of the package
+FOUNDATION = {"errors", "extras", "files", "launch", "progress", "threads", "thresholds"}
+ABOVE_ALL = {"__main__", "cli", "triptych"}  # the command and the face of the package
 OPTIONAL = {
     "ctranslate2",
     "datasets",

@@ -29,7 +29,7 @@ _SHUFFLED_WITH = 0
 def _no_twin(learner: TrainerLearner) -> None:
     """Autocast instead: every weight is rounded anew at every use, what norms and sums give is float32."""
     trainer = learner.trainer
-    trainer._twin = None
+    trainer.computing._twin = None
     loss = trainer._loss
 
     def under_autocast(batch: Batch, label_smoothing: float) -> Loss:
@@ -62,7 +62,7 @@ def _plain_adam(learner: TrainerLearner) -> None:
 
 
 def _compiled(learner: TrainerLearner) -> None:
-    compile_blocks(learner.trainer._computing)
+    compile_blocks(learner.trainer.computing.model)
 
 
 # What takes a lever away from a learner; those of the process and of the text are handled elsewhere.

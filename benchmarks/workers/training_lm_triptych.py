@@ -65,7 +65,7 @@ class TrainerLearner(Learner):
             folder=Path(self.folder.name),
             counters=Counters(),
         )
-        self.trainer._set_mode(training=True)
+        self.trainer.computing.set_mode(training=True)
 
     def step(self, ids: Tensor, targets: Tensor) -> float:
         """The Trainer's."""

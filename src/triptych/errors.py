@@ -31,6 +31,14 @@ class DataError(TriptychError):
     """The content of an input file is not what it should be."""
 
 
+class ElsewhereError(TriptychError):
+    """Another process has failed, and says why; this one ends with the same exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class ConfigurationWarning(UserWarning):
     """A field of a checkpoint's configuration that is set and not followed, as `transformers` does not."""
 

@@ -138,13 +138,19 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 
 @contextmanager
-def hold_folder(folder: Path) -> Iterator[None]:
+def hold_folder(folder: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold a folder inside the block; others that want to hold it wait until block or process ends.
 
+    Args:
+        folder: to hold.
+        wait: for a process that holds it.
+
     Raises:
-        OSError: there is no such folder.
+        BlockingIOError: another process holds it, and it is not to be waited for.
     """
-    handle = _hold(folder, wait=True)
+    handle = _hold(folder, wait=wait)
+    if handle is None and not wait and folder.is_dir():
+        raise BlockingIOError(errno.EAGAIN, "another process uses it", str(folder))
     try:
         yield
     finally:

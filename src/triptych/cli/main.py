@@ -10,6 +10,7 @@ import typer
 from triptych.cli.process import limit_spinning
 from triptych.cli.verbose import print_error, warnings_as_lines
 from triptych.errors import TriptychError
+from triptych.launch import speaks
 
 # Each is a function of the module of its name, in this room. The summaries are the first lines of their
 # docstrings: `triptych --help` prints them and imports none of the modules.
@@ -80,7 +81,8 @@ def run() -> None:
         with warnings_as_lines():
             application(sys.argv[1:])()
     except TriptychError as error:
-        print_error(error)
+        if speaks(error):
+            print_error(error)
         sys.exit(error.exit_code)
     except OSError as error:
         # typer itself ends quietly when whoever read our output has seen enough.

@@ -11,6 +11,7 @@ import triptych
 from triptych import recipes
 from triptych.cli.process import prepare_training
 from triptych.errors import UsageError
+from triptych.launch import speaks
 from triptych.training import read_recipe
 from triptych.training.progress import display_for
 
@@ -72,6 +73,8 @@ def train(
         folder = out or Path("runs") / resolved.name
         summary = triptych.train(resolved, folder, display, force=force)
     outcome = summary.outcome
+    if not speaks():
+        raise typer.Exit(0 if outcome.signal_number is None else 128 + outcome.signal_number)
     if outcome.signal_number is not None:
         display.say(
             f"stopped after step {outcome.counters.step:,}, saved. "

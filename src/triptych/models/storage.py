@@ -196,10 +196,15 @@ def read_weights(model: nn.Module, path: Path) -> None:
     Raises:
         DataError: the file is missing or damaged, or its names or shapes are not the model's.
     """
-    load_tensors(model, _loaded(path), str(path))
+    load_tensors(model, read_tensors(path), str(path))
 
 
-def _loaded(path: Path) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        DataError: it is missing or damaged.
+    """
     try:
         return load_file(path)
     except FileNotFoundError:
@@ -208,8 +213,19 @@ def _loaded(path: Path) -> dict[str, torch.Tensor]:
         raise DataError(f"{path} cannot be read as safetensors ({error}): copy or train it again") from None
 
 
-def load_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], origin: str) -> None:
+def load_tensors(
+    model: nn.Module,
+    tensors: dict[str, torch.Tensor],
+    origin: str,
+    place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda parameter, whole: whole,
+) -> None:
     """Copy named tensors into a model, every one of them and nothing else.
+
+    Args:
+        model: whose parameters are changed.
+        tensors: by name, whole.
+        origin: says where the tensors came from.
+        place: what of a whole tensor a parameter takes; for models in shards.
 
     Raises:
         DataError: names or shapes that differ; `origin` says where the tensors came from.
@@ -224,7 +240,7 @@ def load_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], origin: str
             )
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+            parameter.copy_(place(parameter, tensors[name]))
 
 
 def read_model(folder: Path) -> EncoderDecoder:
@@ -252,7 +268,7 @@ def read_own_model(folder: Path) -> OwnModel:
     except (SafetensorError, OSError):
         held = None
         if (folder / "config.json").exists():
-            _loaded(path)  # which says what is wrong with it
+            read_tensors(path)  # which says what is wrong with it
     model = read_config(folder, held)
     read_weights(model, folder / _WEIGHTS)
     return model.eval()

@@ -1,8 +1,9 @@
 """From a recipe to a trained model: `train` starts a run, `resume` goes on with one."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 
 from triptych.errors import UsageError
-from triptych.files import write_folder, write_text
+from triptych.files import hold_folder, write_folder, write_text
+from triptych.launch import num_restarts
 from triptych.models.device import find_device
 from triptych.models.initial import Draws
+from triptych.models.storage import OwnModel
 from triptych.runs.card import write_card
 from triptych.runs.continuing import prepare_continued, take_up_continued
 from triptych.runs.folder import RECIPE, SUMMARY, holds_run, require_place
@@ -30,9 +33,20 @@ from triptych.training import (
     TrainingResult,
     read_recipe,
 )
+from triptych.training.objectives import Objective
+from triptych.training.parallel import World, choose_parallel, code_digests, launched
 from triptych.training.plan import describe_plan
-from triptych.training.progress import Display, LineDisplay
-from triptych.training.state import Counters, own_files, read_counters
+from triptych.training.progress import Display, LineDisplay, LoggedDisplay, SilentDisplay
+from triptych.training.state import Counters, find_state, own_files, read_counters
+
+# Of a resumed run: where it ends, and how processes share the work.
+_MAY_CHANGE = {
+    "training.early_stopping",
+    "training.max_epochs",
+    "training.max_steps",
+    "training.parallel",
+    "training.timeout_minutes",
+}
 
 
 @dataclass(frozen=True)
@@ -82,26 +96,37 @@ def train(recipe: AnyRecipe, folder: Path, display: Display | None = None, *, fo
         TriptychError: a folder that is taken, input that is not as it should be, a loss no longer finite, a
             full disk.
     """
-    require_place(folder, force=force)
-    base, display = Path.cwd(), display or LineDisplay()
-    prepared = prepare(recipe, base, display)
-    with _threads_and_seed(prepared.recipe):
-        trainer = _trainer(prepared, folder, base)
+    shown = display or LineDisplay()
+    with launched(recipe.training.device, recipe.training.timeout_minutes) as world:
+        if world.size > 1 and num_restarts() and world.on_first(lambda: (folder / RECIPE).exists()):
+            # torchrun starts the processes of a run that failed with the arguments of the first time.
+            return _go_on(folder, (), shown, world)
+        base = Path.cwd()
+        prepared: list[Prepared] = []
 
-        def fill(place: Path) -> None:
-            prepared.begin(trainer.model, place)
-            # The recipe comes last: a folder that has one is a run that can be resumed.
-            write_text(place / RECIPE, prepared.recipe.to_toml())
+        def begin() -> None:
+            require_place(folder, force=force)
+            prepared.append(prepare(recipe, base, shown))
+            if world.size > 1:
+                with _threads_and_seed(prepared[0].recipe):
+                    _make_folder(folder, prepared[0], prepared[0].objective().model)
 
-        # No run folder is made, and nothing replaced, before all that can be checked has been.
-        if folder.exists():
-            for path in own_files(folder):
-                path.unlink()
-            fill(folder)
-        else:
-            folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-            write_folder(folder, fill)
-        return _run(prepared.recipe, trainer, display)
+        world.on_first(begin, patiently=True)
+
+        def take_up() -> Prepared:
+            if prepared:
+                return prepared[0]
+            return _taken_up(read_recipe(folder / RECIPE), folder, base, SilentDisplay())
+
+        own = world.on_all(take_up)
+        shown = _logged(shown, folder, world)
+        with _threads_and_seed(own.recipe):
+            trainer = _trainer(own, folder, base, world, shown)
+            if world.size == 1:
+                # No run folder is made, and nothing replaced, before all that can be checked has been.
+                _make_folder(folder, own, trainer.model)
+            with _held(folder, world):
+                return _run(own.recipe, trainer, shown)
 
 
 def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None = None) -> Summary:
@@ -109,39 +134,101 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
 
     Args:
         folder: the run folder.
-        overrides: only where training ends may change: `training.max_steps`, `training.max_epochs`,
-            `training.early_stopping`.
+        overrides: `training.max_steps`, `max_epochs`, `early_stopping`, `parallel` and `timeout_minutes` may
+            change, nothing else.
         display: shows how it goes; lines on standard error if None.
 
     Raises:
         TriptychError: no run there, changed text, a damaged state; and all that `train` raises.
     """
+    recipe = _recipe_of(folder, overrides)
+    with launched(recipe.training.device, recipe.training.timeout_minutes) as world:
+        return _go_on(folder, overrides, display or LineDisplay(), world)
+
+
+def _go_on(folder: Path, overrides: Sequence[str], display: Display, world: World) -> Summary:
+    recipe = world.on_all(lambda: _recipe_of(folder, overrides))
+    display = _logged(display, folder, world)
+    with _held(folder, world):
+        has_state = world.on_first(lambda: find_state(folder / "state") is not None)
+        base = world.on_all(
+            lambda: Path(read_counters(folder / "state").started_in) if has_state else Path.cwd()
+        )
+        prepared = world.on_all(lambda: _taken_up(recipe, folder, base, display))
+        with _threads_and_seed(recipe):
+            trainer = _trainer(prepared, folder, base, world, display)
+            if has_state:
+                trainer.resume()
+                display.say(f"resuming {folder} after step {trainer.counters.step:,}")
+            if overrides:
+                world.on_first(lambda: write_text(folder / RECIPE, recipe.to_toml()))
+            return _run(prepared.recipe, trainer, display)
+
+
+def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
+    """The recipe of a run that can be resumed.
+
+    Raises:
+        UsageError: it cannot, or the overrides change what may not change.
+    """
     if not (folder / RECIPE).exists():
         raise UsageError(f"{folder} has no run to resume: there is no {RECIPE}")
     if (folder / CERTIFICATE).exists():
         raise UsageError(f"{folder} was rewritten: resume the original run instead")
-    allowed = {"training.max_steps", "training.max_epochs", "training.early_stopping"}
     for override in overrides:
-        if override.partition("=")[0].strip() not in allowed:
+        if override.partition("=")[0].strip() not in _MAY_CHANGE:
             raise UsageError(
                 f"--set {override}: a resumed run keeps its recipe; "
-                f"only {', '.join(sorted(allowed))} may change"
+                f"only {', '.join(sorted(_MAY_CHANGE))} may change"
             )
     recipe = read_recipe(folder / RECIPE, overrides)
-    display = display or LineDisplay()
     if not holds_run(folder):
         raise UsageError(f"{folder} has no run to resume: there is no config.json of one")
-    has_state = (folder / "state" / "last.safetensors").exists()
-    base = Path(read_counters(folder / "state").started_in) if has_state else Path.cwd()
-    prepared = _taken_up(recipe, folder, base, display)
-    with _threads_and_seed(recipe):
-        trainer = _trainer(prepared, folder, base)
-        if has_state:
-            trainer.resume()
-            display.say(f"resuming {folder} after step {trainer.counters.step:,}")
-        if overrides:
-            write_text(folder / RECIPE, recipe.to_toml())
-        return _run(prepared.recipe, trainer, display)
+    return recipe
+
+
+def _make_folder(folder: Path, prepared: Prepared, model: OwnModel) -> None:
+    def fill(place: Path) -> None:
+        prepared.begin(model, place)
+        # The recipe comes last: a folder that has one is a run that can be resumed.
+        write_text(place / RECIPE, prepared.recipe.to_toml())
+
+    if folder.exists():
+        for path in own_files(folder):
+            path.unlink()
+        fill(folder)
+    else:
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        write_folder(folder, fill)
+
+
+def _logged(display: Display, folder: Path, world: World) -> Display:
+    """The display of the first process; each of several processes has a log too."""
+    if world.size == 1:
+        return display
+    shown = display if world.is_first else SilentDisplay()
+    return LoggedDisplay(folder / "logs" / f"rank-{world.rank}.log", shown)
+
+
+@contextmanager
+def _held(folder: Path, world: World) -> Iterator[None]:
+    """No other launch trains in the same folder inside the block.
+
+    Raises:
+        UsageError: one does.
+    """
+    with ExitStack() as held:
+
+        def hold() -> None:
+            try:
+                held.enter_context(hold_folder(folder, wait=False))
+            except BlockingIOError:
+                raise UsageError(
+                    f"{folder}: another process is training in this folder; wait for it or stop it"
+                ) from None
+
+        world.on_first(hold)
+        yield
 
 
 def prepare(recipe: AnyRecipe, base: Path, display: Display) -> Prepared:
@@ -181,18 +268,30 @@ def _threads_and_seed(recipe: AnyRecipe) -> Iterator[None]:
         yield
 
 
-def _trainer(prepared: Prepared, folder: Path, base: Path) -> Trainer:
-    counters = Counters(fingerprints=prepared.fingerprints(), started_in=str(base))
+def _trainer(prepared: Prepared, folder: Path, base: Path, world: World, display: Display) -> Trainer:
     recipe = prepared.recipe
-    if recipe.initial_values == "by_name" and not isinstance(recipe, ContinuedRecipe):
-        with Draws() as draws:
-            objective = prepared.objective()
-        draws.again_by_name(objective.model, recipe.seed)
-        torch.manual_seed(recipe.seed)  # dropout begins alike, too
-    else:
-        objective = prepared.objective()
+    fingerprints = world.on_all(prepared.fingerprints)
+    if world.size > 1:
+        digest = hashlib.sha256(recipe.to_toml().encode()).hexdigest()
+        world.require_same({**fingerprints, "the recipe": digest, **code_digests()})
+    objective = world.on_all(lambda: _objective(prepared))
+    parallel, why = choose_parallel(recipe.training, objective.model, world)
+    if why:
+        display.say(why)
+    counters = Counters(fingerprints=fingerprints, started_in=str(base))
     every = recipe.validation.every_steps
-    return Trainer(recipe.training, every, objective, folder, counters, prepared.publish)
+    return Trainer(recipe.training, every, objective, folder, counters, prepared.publish, world, parallel)
+
+
+def _objective(prepared: Prepared) -> Objective[Any, Any]:
+    recipe = prepared.recipe
+    if isinstance(recipe, ContinuedRecipe) or recipe.initial_values != "by_name":
+        return prepared.objective()
+    with Draws() as draws:
+        objective = prepared.objective()
+    draws.again_by_name(objective.model, recipe.seed)
+    torch.manual_seed(recipe.seed)  # dropout begins alike, too
+    return objective
 
 
 def _run(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summary:
@@ -206,6 +305,10 @@ def _run(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summary:
         display.say(plan)
     summary = Summary(trainer.run(display), num_parameters, waste, recipe.task)
     if summary.outcome.signal_number is None:
-        write_card(trainer.folder, recipe, summary.outcome, num_parameters, display)
-        write_text(trainer.folder / SUMMARY, json.dumps(summary.figures(), indent=2) + "\n")
+
+        def write() -> None:
+            write_card(trainer.folder, recipe, summary.outcome, num_parameters, display)
+            write_text(trainer.folder / SUMMARY, json.dumps(summary.figures(), indent=2) + "\n")
+
+        trainer.world.on_first(write)
     return summary

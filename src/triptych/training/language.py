@@ -42,6 +42,10 @@ class TokensOfText(Objective[LanguageModel, LanguageBatch]):
     def d_model(self) -> int:
         return self.model.architecture.d_model
 
+    @property
+    def uses_whole_model(self) -> bool:
+        return self._sample is not None
+
     def blocks(self, model: LanguageModel) -> Iterator[nn.Module]:
         yield from model.blocks
 
@@ -71,7 +75,8 @@ class TokensOfText(Objective[LanguageModel, LanguageBatch]):
         del batch
         return ()
 
-    def figures(self, loss: float) -> dict[str, float]:
+    def figures(self, loss: float, model: LanguageModel) -> dict[str, float]:
+        del model
         return {
             "valid_loss": loss,
             "valid_perplexity": math.exp(min(loss, 50)),
@@ -81,5 +86,5 @@ class TokensOfText(Objective[LanguageModel, LanguageBatch]):
     def describe(self, figures: Mapping[str, float]) -> str:
         return f"{super().describe(figures)}  {figures['valid_bits_per_byte']:.4f} bits per byte"
 
-    def sample(self) -> str | None:
-        return None if self._sample is None else self._sample(self.model)
+    def sample(self, model: LanguageModel) -> str | None:
+        return None if self._sample is None else self._sample(model)

@@ -3,27 +3,30 @@
 import json
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
+import numpy as np
 import torch
+from jaxtyping import Int64
 
 from triptych.errors import TriptychError
 from triptych.files import remove_leftovers, write_text
-from triptych.models.storage import OwnModel, load_tensors, read_weights
+from triptych.models.storage import OwnModel, model_tensors, read_tensors
 from triptych.training.ahead import ahead
 from triptych.training.compiling import compile_blocks
 from triptych.training.interruption import StopRequest
 from triptych.training.judging import Score
 from triptych.training.metrics import MetricsLog
-from triptych.training.objectives import Objective, TrainingBatch
+from triptych.training.objectives import Batches, Objective, TrainingBatch
 from triptych.training.optimizers import Optimizer
+from triptych.training.parallel import Alone, Computing, Kind, NotCounted, OneProcess, World, rows_of_rank
 from triptych.training.peak import count_operations, measure_peak
-from triptych.training.precision import NarrowTwin
 from triptych.training.progress import Display, Moment
 from triptych.training.schedule import learning_rate
 from triptych.training.sections import OptimisationConfig
@@ -33,12 +36,21 @@ from triptych.training.state import (
     Publish,
     average_checkpoints,
     checkpoint_path,
+    find_state,
     own_files,
     publish_weights,
     read_counters,
     read_state,
     write_state,
 )
+
+if TYPE_CHECKING:
+    from triptych.training.parallel.saving import ShardedStates
+
+T = TypeVar("T")
+
+# Imported by runs of several processes alone: FSDP takes torch a second to import.
+_SPREADING, _SAVING = "triptych.training.parallel.spreading", "triptych.training.parallel.saving"
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,8 @@ class Trainer:
         folder: Path,
         counters: Counters,
         publish: Publish = publish_weights,
+        world: World | None = None,
+        parallel: Kind | None = None,
     ) -> None:
         """Prepare a run.
 
@@ -84,6 +98,8 @@ class Trainer:
             folder: the run folder; must exist when the run begins.
             counters: of a new run, with fingerprints and folder filled in.
             publish: writes `model.safetensors`.
+            world: the processes that train together; this one alone if None.
+            parallel: how the model lies on them; None for one process.
         """
         self.config = config
         self.validate_every = validate_every
@@ -94,11 +110,11 @@ class Trainer:
         self.state_folder = folder / "state"
         self.counters = counters
         self.device = next(self.model.parameters()).device
+        self.world = world or Alone()
+        self.computing = _computing(objective, config, self.world, parallel)
         self.optimizer = Optimizer(config, self.model)
         self.metrics = MetricsLog(folder)
-        self._twin = NarrowTwin(self.model) if config.precision == "bf16" else None
-        if config.compile:
-            compile_blocks(list(objective.blocks(self._computing)), self.device)
+        self._states: ShardedStates | None = None  # of several processes, once the run begins
         self._saved_step = -1
         self._last_figures: dict[str, float] | None = None
         # Of a target token, and of this machine a second; known once a plan has been made.
@@ -117,10 +133,19 @@ class Trainer:
                 f"{self.folder}: changed since the run began: {', '.join(changed)}; "
                 "put back what was there or start a new run"
             )
-        self.counters = read_state(self.state_folder, self.model, self.optimizer)
+        self.counters = self.world.on_all(self._read_state)
         validated = self.counters.step in self.counters.checkpoints
-        self.metrics.forget_after(self.counters.step, validated=validated)
+        self.world.on_first(lambda: self.metrics.forget_after(self.counters.step, validated=validated))
         self._saved_step = self.counters.step
+
+    def _read_state(self) -> Counters:
+        counters = read_counters(self.state_folder)
+        path = find_state(self.state_folder)
+        if path is None or path.is_file():
+            return read_state(self.state_folder, self.model, self.optimizer, self.computing.place)
+        read_shards = import_module(_SAVING).read_shards
+        read_shards(path, self.model, self.optimizer, self.world)
+        return counters
 
     @property
     def steps_left(self) -> int:
@@ -134,14 +159,11 @@ class Trainer:
         """
         random = torch.get_rng_state()
         on_gpu = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
-        self._set_mode(training=True)
+        self.computing.set_mode(training=True)
 
         def work() -> None:
-            loss = self.objective.training_loss(self._computing, batch, self.config.max_steps).smoothed
-            loss.backward()  # type: ignore[no-untyped-call]
-            if self._twin is not None:
-                self._twin.hand_over_gradients()
-            loss.item()  # waits for a GPU
+            # The last call waits for a GPU.
+            self.computing.learn(batch, self.config.max_steps, batch.num_target_tokens, last=True).item()
 
         self.operations_per_token = count_operations(work) / batch.num_target_tokens
         started = time.monotonic()
@@ -160,10 +182,11 @@ class Trainer:
         Raises:
             TriptychError: the loss is no longer finite, or the disk is full.
         """
-        self.state_folder.mkdir(exist_ok=True)
-        for within, names in RUN_FILES.items():
-            remove_leftovers(self.folder / within, names)
-        self._set_mode(training=True)
+        self.world.on_first(self._tidy)
+        if self.world.size > 1:
+            make = import_module(_SAVING).ShardedStates
+            self._states = make(self.state_folder, self.world, self.config.keep_states)
+        self.computing.set_mode(training=True)
         with StopRequest() as stop, display, closing(self._updates()) as updates:
             self._save()  # so that there is always something to resume from
             clock = time.monotonic() - self.counters.seconds
@@ -178,18 +201,27 @@ class Trainer:
                 elif self.counters.step % self.config.save_every_steps == 0:
                     self._save()
                 self.counters.seconds = time.monotonic() - clock
-                if stop.signal_number is not None:
+                if signal_number := self.world.largest(stop.signal_number or 0):
                     self._save()
+                    self._finish_saving()
                     self.metrics.close()
-                    return TrainingResult(stop.signal_number, self.counters)
+                    return TrainingResult(signal_number, self.counters)
+                if self._states is not None:
+                    self._states.poll()
             if self.counters.step not in self.counters.checkpoints:
                 self._validate(display)
-            if stop.signal_number is not None:
+            self._finish_saving()
+            if signal_number := self.world.largest(stop.signal_number or 0):
                 self.metrics.close()
-                return TrainingResult(stop.signal_number, self.counters)
+                return TrainingResult(signal_number, self.counters)
             outcome = self._finish(display)
             self.metrics.close()
             return outcome
+
+    def _tidy(self) -> None:
+        self.state_folder.mkdir(exist_ok=True)
+        for within, names in RUN_FILES.items():
+            remove_leftovers(self.folder / within, names)
 
     def _updates(self) -> Generator[Sequence[TrainingBatch], None, None]:
         """The batches of each update from where the counters stand to the end of the run."""
@@ -211,42 +243,34 @@ class Trainer:
             plan = self.objective.train.plan(later)
             for start in range(used, len(plan), self.config.accumulate_batches):
                 chosen = plan[start : start + self.config.accumulate_batches]
-                batches = [self.objective.train.collate(indices) for indices in chosen]
+                batches = [self._part(self.objective.train, indices) for indices in chosen]
                 if self.device.type == "cuda":
                     batches = [batch.pinned() for batch in batches]
                 yield later, start + len(chosen), batches
             used = 0
 
-    @property
-    def _computing(self) -> OwnModel:
-        return self.model if self._twin is None else self._twin.model
-
-    def _set_mode(self, *, training: bool) -> None:
-        self.model.train(training)
-        if self._twin is not None:
-            self._twin.model.train(training)
-            self._twin.follow()
+    def _part(self, text: Batches[Any], indices: Int64[np.ndarray, "batch"]) -> TrainingBatch:
+        """This process's rows of a batch."""
+        own, counted = rows_of_rank(indices, self.world.rank, self.world.size)
+        batch: TrainingBatch = text.collate(own)
+        return batch if counted else NotCounted(batch)
 
     def _update(self, batches: Sequence[TrainingBatch]) -> tuple[float, int]:
         """One step of the optimizer; returns the loss summed over tokens, and the tokens."""
         step = self.counters.step + 1
         rate = learning_rate(step, self.config, self.objective.d_model)
-        tokens = sum(batch.num_target_tokens for batch in batches)
+        tokens = int(self.world.sum([float(sum(batch.num_target_tokens for batch in batches))])[0])
         self.optimizer.zero_grad()
+        self.computing.begin_update(step)
         total = 0.0
-        for batch in batches:
-            loss = self.objective.training_loss(self._computing, batch, step).smoothed
-            (loss / tokens).backward()  # type: ignore[no-untyped-call]
-            if self._twin is not None:
-                self._twin.hand_over_gradients()
-            total += loss.item()
-        limit = self.config.clip_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
+        for number, batch in enumerate(batches, start=1):
+            total += self.computing.learn(batch, step, tokens, last=number == len(batches)).item()
+        total = self.world.sum([total])[0]
+        norm = self.computing.clip(self.config.clip_norm or math.inf)
         if not math.isfinite(total) or not math.isfinite(norm):
-            raise TriptychError(self._diverged(step, rate, total, norm, batches))
+            raise TriptychError(self._diverged(step, rate, total, norm, len(batches)))
         self.optimizer.step(rate)
-        if self._twin is not None:
-            self._twin.follow()
+        self.computing.follow()
         self.counters.step = step
         self.counters.tokens += tokens
         return total, tokens
@@ -260,7 +284,7 @@ class Trainer:
         share = self._peak_share(rate)
         display.update(Moment(counters.step, self._last_step(), counters.epoch + 1, mean, lr, rate, share))
         if counters.step % self.config.log_every_steps == 0:
-            self.metrics.add(
+            self._note(
                 {
                     "step": counters.step,
                     "epoch": counters.epoch + 1,
@@ -276,14 +300,18 @@ class Trainer:
 
     def _measure_peak(self) -> None:
         """Keep the best rate of products so far: next to other work a single one says too little."""
-        dtype = torch.bfloat16 if self._twin is not None else torch.float32
+        dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
         self.peak = max(self.peak or 0.0, measure_peak(self.device, dtype))
+
+    def _note(self, record: Mapping[str, float | int | str]) -> None:
+        if self.world.is_first:
+            self.metrics.add(record)
 
     def _peak_share(self, tokens_per_second: float) -> float | None:
         """The operations of training as a share of what the machine does in matrix products alone."""
         if self.operations_per_token is None or self.peak is None:
             return None
-        return tokens_per_second * self.operations_per_token / self.peak
+        return tokens_per_second * self.operations_per_token / self.peak / self.world.size
 
     def _last_step(self) -> int:
         if self.config.max_epochs is None:
@@ -298,15 +326,15 @@ class Trainer:
         figures = self._last_figures = self._measure()
         if self.peak is not None:
             self._measure_peak()
-        sample = self._sample()
-        self.metrics.add({"step": counters.step, **figures, **({"valid_sample": sample} if sample else {})})
+        sample = self._with_model(self.objective.sample)
+        self._note({"step": counters.step, **figures, **({"valid_sample": sample} if sample else {})})
         judged, best = self.objective.judge(figures), self._best()
         better = best is None or judged.better_than(best)
         if better:
             (counters.best_by, counters.best_score), counters.best_step = judged, counters.step
             counters.validations_since_best = 0
-            publish_weights(self.model, self.state_folder / "best.safetensors")
-            self._publish(self.model, self.folder / "model.safetensors")
+            self._write_model(publish_weights, self.state_folder / "best.safetensors")
+            self._write_model(self._publish, self.folder / "model.safetensors")
         else:
             counters.validations_since_best += 1
         mark = f"  (best by {judged.by})" if better else ""
@@ -318,24 +346,30 @@ class Trainer:
         self._save()
 
     def _measure(self) -> dict[str, float]:
-        self._set_mode(training=False)
+        self.computing.set_mode(training=False)
         try:
             with torch.no_grad():
                 loss = tokens = 0.0
-                for batch in self.objective.validation_batches():
-                    loss += self.objective.loss(self._computing, batch).likelihood.item()
+                for indices in self.objective.valid.plan(0):
+                    batch = self._part(self.objective.valid, indices)
+                    loss += self.computing.judge(batch).likelihood.item()
                     tokens += batch.num_target_tokens
-                figures = self.objective.figures(loss / tokens)
+                loss, tokens = self.world.sum([loss, tokens])
+                figures = self._with_model(lambda model: self.objective.figures(loss / tokens, model))
         finally:
-            self._set_mode(training=True)
+            self.computing.set_mode(training=True)
         return figures
 
-    def _sample(self) -> str | None:
-        self._set_mode(training=False)
+    def _with_model(self, action: Callable[[OwnModel], T]) -> T:
+        """Use the whole model in the first process; the result goes to all."""
+        if not self.objective.uses_whole_model:
+            return self.world.on_first(lambda: action(self.model))
+        self.computing.set_mode(training=False)
         try:
-            return self.objective.sample()
+            with self.computing.whole() as model:
+                return self.world.on_first(lambda: action(model), patiently=True)
         finally:
-            self._set_mode(training=True)
+            self.computing.set_mode(training=True)
 
     def _best(self) -> Score | None:
         counters = self.counters
@@ -348,15 +382,36 @@ class Trainer:
         if counters.step not in counters.checkpoints:
             counters.checkpoints.append(counters.step)
         counters.checkpoints = counters.checkpoints[-self.config.average_last :]
-        publish_weights(self.model, checkpoint_path(self.state_folder, counters.step))
+        self._write_model(publish_weights, checkpoint_path(self.state_folder, counters.step))
+
+    def _write_model(self, publish: Publish, path: Path) -> None:
+        with self.computing.whole() as model:
+            self.world.on_first(lambda: publish(model, path))
 
     def _save(self) -> None:
         if self._saved_step == self.counters.step:
             return
-        write_state(self.state_folder, self.counters, self.model, self.optimizer)
+        tensors = {f"model.{name}": value for name, value in model_tensors(self.model).items()}
+        tensors |= self.optimizer.tensors()
+        steps = list(self.counters.checkpoints)
+
+        def saved() -> None:
+            self._remove_old_checkpoints({*steps, *self.counters.checkpoints})
+
+        if self._states is None:
+            write_state(self.state_folder, self.counters, self.computing.gathered(tensors))
+            saved()
+        else:
+            self._states.save(self.counters, tensors, saved)
         self._saved_step = self.counters.step
-        # Only now that no saved state names them can older checkpoints go.
-        kept = {checkpoint_path(self.state_folder, step) for step in self.counters.checkpoints}
+
+    def _finish_saving(self) -> None:
+        if self._states is not None:
+            self._states.finish()
+
+    def _remove_old_checkpoints(self, steps: set[int]) -> None:
+        """Only when no saved state names them any more can older checkpoints go."""
+        kept = {checkpoint_path(self.state_folder, step) for step in steps}
         for path in own_files(self.folder):
             if path.name.startswith("checkpoint-") and path not in kept:
                 path.unlink()
@@ -365,28 +420,29 @@ class Trainer:
         """Leave the better of the best checkpoint and the average of the last ones in the model."""
         counters = self.counters
         paths = [checkpoint_path(self.state_folder, step) for step in counters.checkpoints]
-        average = average_checkpoints(paths)
-        load_tensors(self.model, average, "the average of the last checkpoints")
+        self.computing.load(average_checkpoints(paths), "the average of the last checkpoints")
         # One checkpoint is its own average, and has just been measured, unless the run was resumed here.
         alone = self._last_figures if len(paths) == 1 else None
         figures = self._measure() if alone is None else alone
         judged, best = self.objective.judge(figures), self._best()
         chosen = "best" if best is not None and best.better_than(judged) else "average"
-        self.metrics.add({"step": counters.step, **{f"average_{k}": v for k, v in figures.items()}})
+        self._note({"step": counters.step, **{f"average_{k}": v for k, v in figures.items()}})
         display.say(f"average of the last {len(paths)} checkpoints: {self.objective.describe(figures)}")
         if chosen == "best":
-            read_weights(self.model, self.state_folder / "best.safetensors")
-        self._publish(self.model, self.folder / "model.safetensors")
+            path = self.state_folder / "best.safetensors"
+            self.computing.load(read_tensors(path), str(path))
+        self._write_model(self._publish, self.folder / "model.safetensors")
         self.model.eval()
         return TrainingResult(None, counters, chosen, figures)
 
-    def _diverged(
-        self, step: int, rate: float, loss: float, norm: float, batches: Sequence[TrainingBatch]
-    ) -> str:
+    def _diverged(self, step: int, rate: float, loss: float, norm: float, num_batches: int) -> str:
+        used, text = self.counters.batch, self.objective.train
+        batches = map(text.collate, text.plan(self.counters.epoch)[used - num_batches : used])
         lines = sorted(line for batch in batches for line in self.objective.lines(batch))
         path = self.state_folder / "diverged.json"
         where = {"epoch": self.counters.epoch + 1, "batch": self.counters.batch, "lines": lines}
-        write_text(path, json.dumps({"step": step, "learning_rate": rate, **where}) + "\n")
+        if self.world.is_first:
+            write_text(path, json.dumps({"step": step, "learning_rate": rate, **where}) + "\n")
         shown = ", ".join(map(str, lines[:20])) + (", …" if len(lines) > 20 else "")
         on = f"a batch of lines {shown} of the training text (all in {path})"
         if not lines:
@@ -397,3 +453,18 @@ class Trainer:
             f"{self._saved_step} is kept. Lower training.learning_rate, lengthen training.warmup_steps or "
             "set training.clip_norm"
         )
+
+
+def _computing(
+    objective: Objective[Any, Any], config: OptimisationConfig, world: World, parallel: Kind | None
+) -> Computing:
+    device = next(objective.model.parameters()).device
+    if parallel is None:
+        alone = OneProcess(objective, config.precision)
+        if config.compile:
+            compile_blocks(list(objective.blocks(alone.model)), device)
+        return alone
+    if config.compile:
+        compile_blocks(list(objective.blocks(objective.model)), device)
+    spread: Callable[..., Computing] = import_module(_SPREADING).spread
+    return spread(objective, parallel, config.precision, world)

@@ -71,6 +71,11 @@ class Objective(ABC, Generic[ModelT, BatchT]):
     def d_model(self) -> int:
         """Width of the model's stream."""
 
+    @property
+    def uses_whole_model(self) -> bool:
+        """Whether `figures` or `sample` call the model."""
+        return False
+
     @abstractmethod
     def blocks(self, model: ModelT) -> Iterator[nn.Module]:
         """The parts of a model that repeat, which are compiled each."""
@@ -95,13 +100,14 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         """Share of padding in the training batches."""
         return 0.0
 
-    def validation_batches(self) -> Iterator[BatchT]:
-        """The batches of a validation, the same every time."""
-        for indices in self.valid.plan(0):
-            yield self.valid.collate(indices)
+    def figures(self, loss: float, model: ModelT) -> dict[str, float]:
+        """The figures of a validation with a loss in nats a token, "valid_loss" among them.
 
-    def figures(self, loss: float) -> dict[str, float]:
-        """The figures of a validation with a loss in nats a token, "valid_loss" among them."""
+        Args:
+            loss: of the validation text.
+            model: whole, for what else is measured.
+        """
+        del model
         return {"valid_loss": loss}
 
     def judge(self, figures: Mapping[str, float]) -> Score:
@@ -113,8 +119,9 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         loss = figures["valid_loss"]
         return f"loss {loss:.4f}  perplexity {math.exp(min(loss, 50)):.2f}"
 
-    def sample(self) -> str | None:
-        """What the model writes now, for a person to look at; None for nothing."""
+    def sample(self, model: ModelT) -> str | None:
+        """What a model writes, for a person to look at; None for nothing."""
+        del model
         return None
 
 
@@ -156,6 +163,10 @@ class Translation(Objective[EncoderDecoder, Batch]):
     def d_model(self) -> int:
         return self.model.config.d_model
 
+    @property
+    def uses_whole_model(self) -> bool:
+        return self.score is not None
+
     def blocks(self, model: EncoderDecoder) -> Iterator[nn.Module]:
         yield from (*model.encoder, *model.decoder)
 
@@ -191,13 +202,13 @@ class Translation(Objective[EncoderDecoder, Batch]):
     def padding_waste(self) -> float:
         return self.train.padding_waste(0)
 
-    def figures(self, loss: float) -> dict[str, float]:
+    def figures(self, loss: float, model: EncoderDecoder) -> dict[str, float]:
         figures = {"valid_loss": loss, "valid_perplexity": math.exp(min(loss, 50))}
         if self.bytes_per_token is not None:
             figures["valid_bits_per_byte"] = loss / self.bytes_per_token / math.log(2)
         if self.score is None:
             return figures
-        bleu = self.score(self.model)
+        bleu = self.score(model)
         return {**figures, "valid_bleu": bleu.value, "valid_bleu_low": bleu.low}
 
     def judge(self, figures: Mapping[str, float]) -> Score:

@@ -1,6 +1,6 @@
 """Optimizers: Adam, AdamW whose decay spares what is no matrix, and Muon for the matrices of the blocks."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import final
 
 import torch
@@ -63,8 +63,26 @@ class Optimizer:
                 held = self._held(parameter)
                 yield from ((f"{word}.{key}.{name}", held[key]) for key in keys if key in held)
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
+    def empty_tensors(self) -> dict[str, Tensor]:
+        """Zeros with the names and layouts of what `tensors` gives after a step."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._named.items():
+            word = "muon" if isinstance(self._part_of[parameter], torch.optim.Muon) else "adam"
+            for key in _KEPT[word]:
+                empty = torch.zeros(()) if key == "step" else torch.zeros_like(parameter.detach())
+                found[f"{word}.{key}.{name}"] = empty
+        return found
+
+    def load(
+        self,
+        tensors: dict[str, Tensor],
+        place: Callable[[Tensor, Tensor], Tensor] = lambda parameter, whole: whole,
+    ) -> None:
         """Take up what `tensors` gave.
+
+        Args:
+            tensors: by name, whole.
+            place: what of a whole tensor goes where a parameter lies.
 
         Raises:
             ValueError: a tensor of another shape than its parameter; the message is its name.
@@ -78,7 +96,8 @@ class Optimizer:
                     if key != "step" and value.shape != parameter.shape:
                         raise ValueError(f"{word}.{key}.{name}")
                     # The fused optimizer wants its count of steps on the device too.
-                    self._part_of[parameter].state[parameter][key] = value.to(parameter.device)
+                    held = value if key == "step" else place(parameter, value)
+                    self._part_of[parameter].state[parameter][key] = held.to(parameter.device)
 
     def _held(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         found: dict[str, Tensor] = self._part_of[parameter].state.get(parameter, {})

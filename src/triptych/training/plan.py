@@ -23,7 +23,8 @@ def describe_plan(trainer: Trainer) -> str:
     if trainer.device.type == "cpu":
         indices = trainer.objective.timed_part(indices, _TIMED_TOKENS)
     batch = text.collate(indices)
-    seconds = passes * text.num_target_tokens * trainer.measure_seconds(batch) / batch.num_target_tokens
+    tokens = batch.num_target_tokens * trainer.world.size
+    seconds = passes * text.num_target_tokens * trainer.measure_seconds(batch) / tokens
     told = f"plan: {steps:,} steps, {passes:.1f} passes over the text, about {_duration(seconds)}"
     if seconds <= _DAY:
         return told

@@ -3,7 +3,10 @@
 import sys
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import final
 
@@ -136,6 +139,43 @@ class SilentDisplay(Display):
     def update(self, moment: Moment) -> None: ...
 
     def say(self, message: str) -> None: ...
+
+
+@final
+class LoggedDisplay(Display):
+    """Shows a run as another display does, and writes it into a file as well, with the time of day."""
+
+    def __init__(self, path: Path, shown: Display, every_seconds: float = 10.0) -> None:
+        self._path, self._shown, self._every = path, shown, every_seconds
+        self._written = 0.0
+        path.parent.mkdir(exist_ok=True)
+
+    def __enter__(self) -> "LoggedDisplay":
+        self._shown.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._write(f"{type(error).__name__}: {error}")
+        self._shown.__exit__(kind, error, trace)
+
+    def update(self, moment: Moment) -> None:
+        self._shown.update(moment)
+        now = time.monotonic()
+        if now - self._written >= self._every or moment.step == moment.max_steps:
+            self._written = now
+            self._write(f"step {moment.step:,}/{moment.max_steps:,}  {_figures(moment)}")
+
+    def say(self, message: str) -> None:
+        self._shown.say(message)
+        self._write(message)
+
+    def _write(self, message: str) -> None:
+        # A log that cannot be written must not end the run.
+        with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {message}\n")
 
 
 def _figures(moment: Moment) -> str:

@@ -63,6 +63,11 @@ class OptimisationConfig(Section):
         log_every_steps: number of updates between lines of `metrics.jsonl`.
         threads: number of CPU threads; torch's default if None.
         device: "auto" uses a GPU if there is one.
+        keep_states: how many of the last states several processes keep; one process keeps one.
+        parallel: how several processes share the work: "ddp" copies the model to each, "fsdp" shards it over
+            all, "hybrid" shards within a machine and copies across, "none" is for one process. If it is left
+            out, "ddp" where the model with its optimizer fits a device, "fsdp" or "hybrid" where it does not.
+        timeout_minutes: how long a process waits for the others before the run ends with an error.
     """
 
     max_steps: int = Field(100_000, ge=1)
@@ -88,6 +93,9 @@ class OptimisationConfig(Section):
     log_every_steps: int = Field(50, ge=1)
     threads: int | None = Field(None, ge=1)
     device: str = "auto"
+    parallel: Literal["none", "ddp", "fsdp", "hybrid"] | None = None
+    keep_states: int = Field(2, ge=1)
+    timeout_minutes: float = Field(10.0, gt=0)
 
     @model_validator(mode="after")
     def _options_are_used(self) -> "OptimisationConfig":

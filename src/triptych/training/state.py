@@ -1,8 +1,9 @@
 """What a run needs to go on exactly where it was.
 
-One file, `state/last.safetensors`, holds weights, optimizer moments and random-number states, and
-in its header the counters; one file can be replaced at once, so a state is never half old, half new.
-Checkpoints to be averaged lie beside it, named in its counters.
+In one process one file, `state/last.safetensors`, holds weights, optimizer moments and random-number states,
+and in its header the counters; one file can be replaced at once, so a state is never half old, half new.
+Several processes write a folder of shards, `state/saved-NNNNNNNN/`, whose marker `complete.json` comes last
+(`parallel/saving.py`). Checkpoints to be averaged lie beside it, named in its counters.
 """
 
 import json
@@ -18,11 +19,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from triptych.errors import DataError, TriptychError
-from triptych.files import write_bytes
+from triptych.files import sync, write_bytes, write_text
 from triptych.models.storage import OwnModel, load_tensors, model_tensors
 from triptych.training.optimizers import Optimizer
 
 _LAST = "last.safetensors"
+_MARKER, _MARKER_FORMAT = "complete.json", 1
 # Writes a model into a file, as those who use it read it.
 Publish = Callable[[OwnModel, Path], None]
 # Everything that a run writes, by the folder within its own; what has another name is not a run's.
@@ -41,9 +43,11 @@ RUN_FILES = {
         _LAST,
         "best.safetensors",
         f"checkpoint-{'[0-9]' * 8}.safetensors",
+        f"saved-{'[0-9]' * 8}/*",
         "diverged.json",
     ),
     "tensorboard": ("events.out.tfevents.*",),
+    "logs": ("rank-*.log",),
 }
 
 
@@ -95,19 +99,21 @@ def own_files(folder: Path) -> list[Path]:
 _COUNTERS = TypeAdapter(Counters)
 
 
-def write_state(folder: Path, counters: Counters, model: nn.Module, optimizer: Optimizer) -> None:
-    """Save the state, whole or not at all.
+def write_state(folder: Path, counters: Counters, tensors: dict[str, Tensor]) -> None:
+    """Save the state, whole or not at all, with that of the generators of random numbers.
+
+    Args:
+        folder: of the run's state.
+        counters: where the run stands.
+        tensors: weights ("model.NAME") and the optimizer's, whole, on the CPU.
 
     Raises:
         TriptychError: it cannot be written (disk full, say); the state before it is still whole.
     """
-    tensors = {f"model.{name}": value for name, value in model_tensors(model).items()}
-    tensors |= optimizer.tensors()
-    tensors["random.cpu"] = torch.get_rng_state()
+    random = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        tensors["random.cuda"] = torch.cuda.get_rng_state()
-    contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    save_or_explain(contiguous, folder / _LAST, {"counters": json.dumps(asdict(counters))})
+        random["random.cuda"] = torch.cuda.get_rng_state()
+    save_or_explain({**tensors, **random}, folder / _LAST, {"counters": json.dumps(asdict(counters))})
 
 
 def save_or_explain(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -140,13 +146,20 @@ def read_counters(folder: Path) -> Counters:
     Raises:
         DataError: there is no state, or it is damaged.
     """
-    path = folder / _LAST
-    if not path.exists():
-        raise DataError(f"{path} is missing: this run saved no state to resume from")
+    path = find_state(folder)
+    if path is None:
+        raise DataError(f"{folder / _LAST} is missing: this run saved no state to resume from")
+    return _counters_of(path)
+
+
+def _counters_of(path: Path) -> Counters:
     try:
-        with safe_open(path, framework="numpy") as file:  # torch would open it twice, and it may be replaced
-            text = file.metadata()["counters"]
-            record: Any = json.loads(text)
+        if path.is_dir():
+            text = json.dumps((read_marker(path) or {})["counters"])
+        else:
+            with safe_open(path, framework="numpy") as file:  # torch would open it twice; it may be replaced
+                text = file.metadata()["counters"]
+        record: Any = json.loads(text)
         known = {item.name for item in fields(Counters)}
         if not isinstance(record, dict) or record.keys() != known:
             raise DataError(f"{path} was written by another release of triptych: it cannot be resumed")
@@ -160,21 +173,92 @@ def read_counters(folder: Path) -> Counters:
         raise DataError(f"{path} is damaged ({error}): train again") from None
 
 
-def read_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> Counters:
+def find_state(folder: Path) -> Path | None:
+    """The newest whole state of a run: a file, or a folder of shards; None if there is none."""
+    last, shards = folder / _LAST, complete_states(folder)
+    if not shards:
+        return last if last.exists() else None
+    # One that both kinds of runs have saved: shards that are complete remove the file.
+    if last.exists() and _counters_of(last).step >= _counters_of(shards[-1]).step:
+        return last
+    return shards[-1]
+
+
+def shards_folder(folder: Path, number: int) -> Path:
+    """Where the shards of a state go."""
+    return folder / f"saved-{number:08d}"
+
+
+def complete_states(folder: Path) -> list[Path]:
+    """The folders of shards that have a marker, oldest first."""
+    return sorted(path for path in folder.glob("saved-*") if (path / _MARKER).exists())
+
+
+def read_marker(path: Path) -> dict[str, Any] | None:
+    """What the marker of a folder of shards says; None if it has none.
+
+    Raises:
+        DataError: it is damaged, of another format, or names a shard that is not there as it was.
+    """
+    marker = path / _MARKER
+    if not marker.exists():
+        return None
+    try:
+        record: dict[str, Any] = json.loads(marker.read_text(encoding="utf-8"))
+        form, files = record["format"], dict(record["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{marker} is damaged ({error}): remove {path} to resume from the state before"
+        ) from None
+    if form != _MARKER_FORMAT:
+        raise DataError(f"{marker} has format {form}, this triptych reads {_MARKER_FORMAT}: train again")
+    for name, size in files.items():
+        shard = path / Path(name).name
+        found = shard.stat().st_size if shard.exists() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found:,} bytes, not {size:,}"
+            raise DataError(
+                f"{shard} {state}: put the shard back, or remove {path} to resume from the state before"
+            )
+    return record
+
+
+def write_marker(path: Path, counters: dict[str, Any], num_ranks: int) -> None:
+    """Mark a folder of shards as complete: what belongs to it is all on the disk."""
+    shards = sorted(path.glob("*.safetensors"))
+    for shard in shards:
+        sync(shard)
+    files = {shard.name: shard.stat().st_size for shard in shards}
+    record = {"format": _MARKER_FORMAT, "ranks": num_ranks, "files": files, "counters": counters}
+    write_text(path / _MARKER, json.dumps(record, indent=2) + "\n")
+
+
+def read_state(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    place: Callable[[Tensor, Tensor], Tensor] = lambda parameter, whole: whole,
+) -> Counters:
     """Put a saved state into model, optimizer and random-number generators.
+
+    Args:
+        folder: of the run's state.
+        model: whose weights are changed.
+        optimizer: of its parameters.
+        place: what of a whole tensor goes where a parameter lies.
 
     Raises:
         DataError: the state is missing, damaged or another model's.
     """
-    counters = read_counters(folder)
+    counters = _counters_of(folder / _LAST)
     try:
         tensors = load_file(folder / _LAST)
     except (SafetensorError, OSError) as error:
         raise DataError(f"{folder / _LAST} is damaged ({error}): train again") from None
     weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
-    load_tensors(model, weights, str(folder / _LAST))
+    load_tensors(model, weights, str(folder / _LAST), place)
     try:
-        optimizer.load(tensors)
+        optimizer.load(tensors, place)
     except ValueError as error:
         raise DataError(f"{folder / _LAST} is damaged ({error}): train again") from None
     try:

@@ -1,0 +1,244 @@
+"""The model on several processes: copies whose gradients are summed (DDP), or shards (FSDP2).
+
+The losses of all parts are divided by the tokens of all processes before their gradients are summed, so that
+a step is that of one process on the whole batch. The sums are plain sums: gloo's average in a reduce-scatter
+is one, too (pytorch #162338), so no average is ever asked for.
+"""
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from triptych.errors import UsageError
+from triptych.models import EncoderDecoder
+from triptych.models.blocks import OffsetNorm
+from triptych.models.storage import OwnModel, load_tensors, model_tensors
+from triptych.training.losses import Loss
+from triptych.training.objectives import Objective, TrainingBatch
+from triptych.training.parallel.computing import Computing, Kind, LossOfBatch
+from triptych.training.parallel.world import World
+
+
+def spread(objective: Objective[Any, Any], kind: Kind, precision: str, world: World) -> Computing:
+    """Lay a model on the processes.
+
+    Args:
+        objective: its model is whole and the same in every process; with "fsdp" and "hybrid" its parameters
+            become shards.
+        kind: "ddp": a copy for each process; "fsdp": a shard for each; "hybrid": a shard for each process of
+            a machine, and each machine has them all.
+        precision: "fp32", or "bf16" for blocks that compute in bfloat16 and sum gradients in float32.
+        world: the processes.
+
+    Raises:
+        UsageError: a kind that these processes cannot do.
+    """
+    if kind == "ddp" and precision == "fp32":
+        return Copies(objective, world)
+    shape = mesh_shape(kind, world.size, world.num_nodes)
+    device = next(objective.model.parameters()).device.type
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("copy", "shard"))
+    return Shards(objective, mesh if shape[0] > 1 else mesh["shard"], precision, world)
+
+
+def mesh_shape(kind: Kind, size: int, num_nodes: int) -> tuple[int, int]:
+    """Copies of the model, and shards of each.
+
+    Raises:
+        UsageError: "hybrid" on processes that do not make machines of one size, 2 processes or more each.
+    """
+    match kind:
+        case "ddp":
+            return size, 1
+        case "fsdp":
+            return 1, size
+        case "hybrid":
+            shards = size // num_nodes
+            if num_nodes == 1:
+                shards = 2
+            if shards < 2 or size % shards or size // shards < 2:
+                raise UsageError(
+                    "training.parallel = 'hybrid' shards within a machine and copies across: "
+                    f"{size} processes on {num_nodes} machines cannot do that; use 'fsdp' or 'ddp'"
+                )
+            return size // shards, shards
+
+
+class _Spread(Computing):
+    """What copies and shards have in common."""
+
+    def __init__(self, objective: Objective[Any, Any], world: World) -> None:
+        self.objective, self._world = objective, world
+        self._seed = torch.initial_seed()
+
+    @property
+    def model(self) -> OwnModel:
+        model: OwnModel = self.objective.model
+        return model
+
+    def begin_update(self, step: int) -> None:
+        # Dropout is drawn anew for each update and rank, so no state of a generator has to be saved.
+        drawn = np.random.SeedSequence([self._seed, step, self._world.rank]).generate_state(1, np.uint64)
+        torch.manual_seed(int(drawn[0]))
+
+    def set_mode(self, *, training: bool) -> None:
+        self.objective.model.train(training)
+
+    def follow(self) -> None: ...
+
+
+@final
+class Copies(_Spread):
+    """Every process has the whole model; gradients are summed while they are made (DDP)."""
+
+    def __init__(self, objective: Objective[Any, Any], world: World) -> None:
+        super().__init__(objective, world)
+        self._loss = LossOfBatch(objective)
+        with warnings.catch_warnings():
+            # Its successor came with torch 2.13. Tables of positions are buffers, as long as a rank needs.
+            warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
+            self._wrapped = DistributedDataParallel(
+                self._loss, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
+
+    def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
+        with nullcontext() if last else self._wrapped.no_sync():
+            loss: Tensor = self._wrapped(batch, step)[0]
+            # DDP divides by the number of processes what it has summed.
+            (loss * (self._world.size / tokens)).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def judge(self, batch: TrainingBatch) -> Loss:
+        return Loss(*self._loss(batch, None))
+
+    def clip(self, limit: float) -> float:
+        return torch.nn.utils.clip_grad_norm_(self.objective.model.parameters(), limit).item()
+
+    @contextmanager
+    def whole(self) -> Iterator[OwnModel | None]:
+        yield self.objective.model if self._world.is_first else None
+
+    def gathered(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not self._world.is_first:
+            return {}
+        return {name: value.detach().cpu().contiguous() for name, value in named.items()}
+
+    def place(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        return whole
+
+
+@final
+class Shards(_Spread):
+    """Every process has a part of each parameter, and gathers a block's while it computes (FSDP2).
+
+    A block is a group. The root is another: embeddings, positions and output table are in it together, so
+    tied tables are gathered and updated as one. In bfloat16 the blocks and norms compute narrow; the root's
+    tables stay in float32, as in `NarrowTwin`.
+    """
+
+    def __init__(
+        self, objective: Objective[Any, Any], mesh: DeviceMesh, precision: str, world: World
+    ) -> None:
+        super().__init__(objective, world)
+        self._mesh, self._tied = mesh, _tied(objective.model)
+        self._blank = copy.deepcopy(objective.model).to("meta")
+        policy, blocks = MixedPrecisionPolicy(), list(objective.blocks(objective.model))
+        if precision == "bf16":
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            _stream_in(torch.bfloat16, objective.model)
+            blocks += _norms_outside(objective.model, blocks)
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        self._root = LossOfBatch(objective)
+        fully_shard(self._root, mesh=mesh)
+        self._parts = [module for module in self._root.modules() if isinstance(module, FSDPModule)]
+        for part in self._parts:
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+    def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
+        assert isinstance(self._root, FSDPModule)
+        self._root.set_requires_gradient_sync(last)
+        loss: Tensor = self._root(batch, step)[0]
+        (loss / tokens).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def judge(self, batch: TrainingBatch) -> Loss:
+        found = Loss(*self._root(batch, None))
+        for part in self._parts:
+            part.reshard()
+        return found
+
+    def clip(self, limit: float) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.objective.model.parameters(), limit)
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+    @contextmanager
+    def whole(self) -> Iterator[OwnModel | None]:
+        model = self.objective.model
+        tensors = self.gathered(model_tensors(model))
+        if not self._world.is_first:
+            yield None
+            return
+        whole = copy.deepcopy(self._blank).to_empty(device=self._mesh.device_type)
+        for name, first in self._tied:  # `to` has made parameters of their own
+            owner, _, own = name.rpartition(".")
+            setattr(whole.get_submodule(owner), own, whole.get_parameter(first))
+        load_tensors(whole, tensors, "the model")
+        for module, held in zip(whole.modules(), model.modules(), strict=True):
+            for name, buffer in held.named_buffers(recurse=False):
+                setattr(module, name, buffer)
+        yield whole.train(model.training)
+
+    def gathered(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, value in named.items():
+            whole = value.detach()
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            if self._world.is_first:
+                found[name] = whole.cpu().contiguous()
+        return found
+
+    def place(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        assert isinstance(parameter, DTensor), "every parameter is in a group"
+        whole = whole.to(parameter.device)
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _tied(model: nn.Module) -> list[tuple[str, str]]:
+    """Names of parameters that are others, and the names of those."""
+    first: dict[int, str] = {}
+    names = [
+        (name, first.setdefault(id(value), name))
+        for name, value in model.named_parameters(remove_duplicate=False)
+    ]
+    return [(name, other) for name, other in names if name != other]
+
+
+def _stream_in(dtype: torch.dtype, model: OwnModel) -> None:
+    if isinstance(model, EncoderDecoder):
+        model.stream_dtype = dtype
+    else:
+        model.embeddings.stream_dtype = dtype
+
+
+def _norms_outside(model: OwnModel, blocks: list[nn.Module]) -> list[nn.Module]:
+    """The norms of the stream after the blocks, which read what the blocks write."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    before = set() if isinstance(model, EncoderDecoder) else set(map(id, model.embeddings.modules()))
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm | OffsetNorm) and id(module) not in inside | before
+    ]

@@ -1,0 +1,318 @@
+"""The processes that train together.
+
+`torchrun` starts them and says in the environment how many there are. They agree on everything that decides
+what comes next: who stops, which error ends the run, whether all have the same text and code.
+"""
+
+import hashlib
+import json
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from triptych.errors import ElsewhereError, TriptychError, UsageError
+from triptych.launch import num_launched
+
+T = TypeVar("T")
+
+_ERROR_KEY = "error"
+# How long the message of a process that failed is waited for.
+_SECONDS_FOR_MESSAGE = 3.0
+_ALL_DAY = timedelta(days=30)
+
+
+class World(ABC):
+    """The processes of a run, as one of them sees them.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: number of processes.
+        num_nodes: number of machines.
+        seconds_waited: for other processes so far, before the first step of each update.
+    """
+
+    rank: int
+    size: int
+    num_nodes: int
+    seconds_waited: float
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the files of the run and talks to the user."""
+        return self.rank == 0
+
+    @abstractmethod
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Each number summed over the processes, in float64."""
+
+    @abstractmethod
+    def largest(self, number: int) -> int:
+        """The largest of the processes' numbers."""
+
+    @abstractmethod
+    def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
+        """Act in the first process alone, and give its result (anything JSON can hold) to all.
+
+        Args:
+            action: what to do.
+            patiently: the others wait as long as it takes, not only as long as they wait for a step.
+
+        Raises:
+            TriptychError: the action raised it; every process does.
+        """
+
+    @abstractmethod
+    def on_all(self, action: Callable[[], T]) -> T:
+        """Act in every process, and go on once all have; the result is the process's own.
+
+        Raises:
+            TriptychError: one of the processes raised it; every process does.
+        """
+
+    @abstractmethod
+    def require_same(self, what: Mapping[str, str]) -> None:
+        """All processes have the same texts, recipe and code.
+
+        Args:
+            what: digests, by the words that name what they are of.
+
+        Raises:
+            TriptychError: they differ; the message says in what, and which process.
+        """
+
+
+@final
+class Alone(World):
+    """One process."""
+
+    rank, size, num_nodes, seconds_waited = 0, 1, 1, 0.0
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        return list(numbers)
+
+    def largest(self, number: int) -> int:
+        return number
+
+    def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
+        del patiently
+        return action()
+
+    def on_all(self, action: Callable[[], T]) -> T:
+        return action()
+
+    def require_same(self, what: Mapping[str, str]) -> None:
+        del what
+
+
+@dataclass(frozen=True)
+class _Failure:
+    rank: int
+    message: str
+    exit_code: int
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> "_Failure":
+        if isinstance(error, ElsewhereError):
+            return cls(rank, str(error), error.exit_code)
+        known = isinstance(error, TriptychError)
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        return cls(rank, message, error.exit_code if isinstance(error, TriptychError) else 1)
+
+    def error(self) -> ElsewhereError:
+        return ElsewhereError(f"rank {self.rank}: {self.message}", self.exit_code)
+
+
+@final
+class Launched(World):
+    """One of several processes, joined in torch's default process group."""
+
+    def __init__(self, store: Store, timeout_minutes: float) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        self.num_nodes = self.size // local if self.size % local == 0 else 1
+        self.seconds_waited, self._num_waits = 0.0, 0
+        self._store, self._timeout_minutes = store, timeout_minutes
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        return self._reduced(torch.tensor(list(numbers), dtype=torch.float64), dist.ReduceOp.SUM).tolist()
+
+    def largest(self, number: int) -> int:
+        return int(self._reduced(torch.tensor(number), dist.ReduceOp.MAX))
+
+    def _reduced(self, values: torch.Tensor, by: Any) -> torch.Tensor:
+        started = time.monotonic()
+        dist.all_reduce(values, by)  # on the CPU: the group has a backend for it
+        self.seconds_waited += time.monotonic() - started
+        return values
+
+    def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
+        done, self._num_waits = f"done-{self._num_waits}", self._num_waits + 1
+
+        def act() -> T | None:
+            if self.rank > 0:
+                if patiently:
+                    self._store.wait([done], _ALL_DAY)
+                return None
+            try:
+                return action()
+            finally:
+                if patiently:
+                    self._store.set(done, "")
+
+        result = self.on_all(act)
+        text = self._gathered(json.dumps(result))[0]
+        return result if self.rank == 0 else json.loads(text)  # type: ignore[return-value]
+
+    def on_all(self, action: Callable[[], T]) -> T:
+        own: BaseException | None = None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001 - it is raised below, once the others know
+            own = error
+        failure = None if own is None else _Failure.of(self.rank, own)
+        gathered = self._gathered(json.dumps(None if failure is None else vars(failure)))
+        failures = [_Failure(**json.loads(one)) for one in gathered if json.loads(one) is not None]
+        if own is not None and (self.rank == 0 or not isinstance(own, TriptychError)):
+            raise own
+        if failures:
+            raise failures[0].error()
+        return result
+
+    def _gathered(self, text: str) -> list[str]:
+        """Every process's text."""
+        content = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        length = self.largest(len(content))
+        padded = torch.full((length,), ord(" "), dtype=torch.uint8)
+        padded[: len(content)] = content
+        texts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(texts, padded)
+        return [bytes(one.tolist()).decode() for one in texts]
+
+    def require_same(self, what: Mapping[str, str]) -> None:
+        of_ranks = [json.loads(text) for text in self._gathered(json.dumps(dict(what)))]
+        for rank, other in enumerate(of_ranks):
+            for name in of_ranks[0].keys() | other.keys():
+                if other.get(name) != of_ranks[0].get(name):
+                    raise TriptychError(
+                        f"rank {rank} has another version of {name} than rank 0: all processes need the same "
+                        "text, recipe and code"
+                    )
+
+    def tell(self, error: BaseException) -> None:
+        """Leave word of an error for the other processes, before this one ends."""
+        if not isinstance(error, ElsewhereError):
+            self._store.set(_ERROR_KEY, json.dumps(vars(_Failure.of(self.rank, error))))
+
+    def explained(self, error: RuntimeError) -> TriptychError | None:
+        """The error that an error of communication comes from; None if it is none of those.
+
+        A process that fails closes its connections, which the others see as an error of their own.
+        """
+        text = str(error)
+        if "imed out" in text or "imeout" in text:
+            return TriptychError(
+                f"rank {self.rank} waited {self._timeout_minutes:g} minutes for another process, which hangs "
+                "or is cut off; look at the logs of the ranks. training.timeout_minutes sets how long, and "
+                "--resume goes on from the last saved state"
+            )
+        if not any(word in text for word in ("onnection", "gloo", "NCCL", "ocket", "peer")):
+            return None
+        deadline = time.monotonic() + _SECONDS_FOR_MESSAGE
+        while time.monotonic() < deadline:
+            if self._store.check([_ERROR_KEY]):
+                return _Failure(**json.loads(self._store.get(_ERROR_KEY))).error()
+            time.sleep(0.05)
+        return ElsewhereError(
+            "another process ended without a word (killed, or out of memory): --resume goes on from the last "
+            "saved state",
+            1,
+        )
+
+
+@contextmanager
+def launched(device: str, timeout_minutes: float) -> Iterator[World]:
+    """The processes that `torchrun` started, joined inside the block; `Alone` without a launcher.
+
+    Args:
+        device: the recipe's.
+        timeout_minutes: how long a process waits for the others before it gives up.
+
+    Raises:
+        UsageError: more processes than GPUs, or a launcher that says too little.
+        TriptychError: the processes cannot be joined, or one of them has failed.
+    """
+    if num_launched() == 1:
+        yield Alone()
+        return
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if on_gpu:
+        _take_gpu(device)
+    store = _join(on_gpu, timeout_minutes)
+    world = Launched(store, timeout_minutes)
+    try:
+        yield world
+    except TriptychError as error:
+        world.tell(error)
+        raise
+    except RuntimeError as error:
+        explained = world.explained(error)
+        world.tell(explained or error)
+        if explained is None:
+            raise
+        raise explained from None
+    except Exception as error:
+        world.tell(error)
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _take_gpu(device: str) -> None:
+    local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if device not in ("auto", "cuda"):
+        raise UsageError(
+            f"training.device is {device!r}, but each process needs a GPU of its own: use 'cuda'"
+        )
+    if local >= found:
+        raise UsageError(
+            f"torchrun started process {local + 1} on a machine of {found} GPUs: lower --nproc-per-node, or "
+            "set training.device = 'cpu'"
+        )
+    torch.cuda.set_device(local)
+
+
+def _join(on_gpu: bool, timeout_minutes: float) -> Store:
+    timeout = timedelta(minutes=timeout_minutes)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UsageError(f"{' and '.join(missing)} are not set: start the processes with torchrun")
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        joined = PrefixStore("triptych-group", store)
+        dist.init_process_group(backend, store=joined, rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise TriptychError(f"the processes could not be joined: {reason}") from None
+    return PrefixStore("triptych", store)
+
+
+def code_digests() -> dict[str, str]:
+    """Digests of this package and of torch's version, which all processes must have alike."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parents[2]
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode())
+        digest.update(path.read_bytes())
+    return {"the code of triptych": digest.hexdigest(), "torch": torch.__version__}

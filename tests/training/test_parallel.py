@@ -1,0 +1,184 @@
+"""Several processes learn what one process does. What each of them checks is in `ranks.py`."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from triptych.errors import DataError, UsageError
+from triptych.files import hold_folder
+from triptych.runs import resume, train
+from triptych.training import resolve
+from triptych.training.parallel import rows_of_rank
+from triptych.training.progress import SilentDisplay
+from triptych.training.state import Counters, find_state, read_counters, shards_folder, write_marker
+
+RANKS = Path(__file__).with_name("ranks.py")
+
+
+def run_ranks(size: int, *arguments: str) -> None:
+    """Run a check of `ranks.py` in so many processes; the output of one that fails is the message."""
+    answers = start(size, str(RANKS), *arguments)
+    assert [code for code, _ in answers] == [0] * size, "\n".join(said for _, said in answers)
+
+
+def start(size: int, *arguments: str, timeout: float = 600) -> list[tuple[int, str]]:
+    """Start Python in so many processes as torchrun does; exit code and output of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    given |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, **given, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_rows", [1, 5, 8])
+def test_the_ranks_rows_together_are_the_batch(size: int, num_rows: int) -> None:
+    batch = np.arange(10, 10 + num_rows)
+    parts = [rows_of_rank(batch, rank, size) for rank in range(size)]
+    assert sorted(np.concatenate([rows for rows, counted in parts if counted])) == batch.tolist()
+    assert all(len(rows) for rows, _ in parts)
+
+
+def test_two_ranks_make_the_gradients_of_one_process() -> None:
+    """Copies and shards; tied and other tables; uneven shards; parts without a row or with more tokens."""
+    run_ranks(2, "gradients_of_three_kinds", "ddp", "fsdp")
+
+
+def test_a_state_in_shards_is_read_by_every_layout_with_the_moments_of_adam(tmp_path: Path) -> None:
+    run_ranks(2, "states_in_shards", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_four_ranks_make_the_gradients_of_one_process() -> None:
+    run_ranks(4, "gradients_of_three_kinds", "ddp", "fsdp", "hybrid")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_every_parameterisation_learns_on_two_ranks_what_it_does_on_one(kind: str) -> None:
+    run_ranks(2, "every_parameterisation", kind)
+
+
+@pytest.mark.slow
+def test_in_bfloat16_two_ranks_stay_near_float32() -> None:
+    run_ranks(2, "narrow_blocks", "ddp", "fsdp")
+
+
+@pytest.mark.slow
+def test_muon_changes_matrices_in_shards_as_whole_ones() -> None:
+    run_ranks(2, "muon", "ddp", "fsdp")
+
+
+def make_shards(folder: Path, step: int) -> Path:
+    path = shards_folder(folder, step)
+    path.mkdir(parents=True)
+    save_file({"model.x": torch.zeros(3)}, path / "shard-00001.safetensors")
+    write_marker(path, asdict(Counters(step=step)), 1)
+    return path
+
+
+def test_a_folder_of_shards_without_a_marker_is_no_state(tmp_path: Path) -> None:
+    first, second = make_shards(tmp_path, 3), make_shards(tmp_path, 6)
+    assert find_state(tmp_path) == second
+    assert read_counters(tmp_path).step == 6
+    (second / "complete.json").unlink()
+    assert find_state(tmp_path) == first
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            lambda path: (path / "shard-00001.safetensors").unlink(),
+            r"shard-00001.*is missing: put the shard back",
+        ),
+        (lambda path: (path / "shard-00001.safetensors").write_bytes(b"half"), "has 4 bytes, not "),
+        (lambda path: (path / "complete.json").write_text("{"), "complete.json is damaged"),
+        (lambda path: (path / "complete.json").write_text('{"format": 7, "files": {}}'), "has format 7"),
+    ],
+    ids=["missing", "cut", "no marker", "another format"],
+)
+def test_a_damaged_state_in_shards_is_one_line(
+    damage: Callable[[Path], object], said: str, tmp_path: Path
+) -> None:
+    damage(make_shards(tmp_path, 3))
+    with pytest.raises(DataError, match=said) as raised:
+        read_counters(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_folder_in_which_a_run_trains_is_refused_to_another(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    recipe = resolve(
+        {
+            "data": {
+                "train": {"generated": 30, "generated_part": "train"},
+                "valid": {"generated": 3, "generated_part": "valid"},
+                "cache": "",
+            },
+            "tokenizer": {"vocab_size": 300},
+            "model": {"preset": "tiny", "d_model": 8, "d_ff": 8, "num_heads": 2},
+            "training": {"max_steps": 1, "batch_tokens": 400, "threads": 1},
+            "validation": {"every_steps": 1, "bleu": False, "metric": "loss"},
+        }
+    )
+    train(recipe, folder, SilentDisplay())
+    with hold_folder(folder), pytest.raises(UsageError, match="another process is training in this folder"):
+        resume(folder, (), SilentDisplay())
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_one_rank_leaves_the_state_before(tmp_path: Path) -> None:
+    run_ranks(2, "full_disk", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_ranks_with_another_text_are_refused_in_all_ranks() -> None:
+    run_ranks(2, "another_text")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "code", "said"),
+    [
+        ("training.paralel='ddp'", 2, "unknown key training.paralel"),
+        ("training.parallel='none'", 2, "'none' is for one process, and 2 were started"),
+        ("data.train={source='no', target='such'}", 1, "no"),
+    ],
+)
+def test_bad_input_is_one_line_of_rank_0_and_the_same_code_everywhere(
+    given: str, code: int, said: str, tmp_path: Path
+) -> None:
+    command = ["-m", "triptych", "train", "demo", "--out", str(tmp_path / "run"), "--set", "data.cache=''"]
+    small = ["--set", "data.train={generated=50, generated_part='train'}", "--set", "training.max_steps=1"]
+    answers = start(2, *command, *small, "--set", given)
+    assert [found for found, _ in answers] == [code, code], answers
+    errors = [line for _, text in answers for line in text.splitlines() if line.startswith("triptych: ")]
+    assert len(errors) == 1, answers
+    assert said in errors[0]
+    assert errors[0] in answers[0][1]

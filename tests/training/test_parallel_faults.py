@@ -1,0 +1,197 @@
+"""Real processes under `torchrun` that are killed, stopped, or hang."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from triptych.runs import resume
+from triptych.training.metrics import read_metrics
+from triptych.training.progress import SilentDisplay
+from triptych.training.state import find_state, read_counters
+
+STEPS = 24
+RECIPE = f"""
+seed = 5
+[data]
+cache = ""
+train = {{generated = 200, generated_part = "train"}}
+valid = {{generated = 12, generated_part = "valid"}}
+[tokenizer]
+vocab_size = 301
+[model]
+preset = "tiny"
+d_model = 16
+d_ff = 32
+num_heads = 2
+dropout = DROPOUT
+encoder = {{num_layers = 1}}
+decoder = {{num_layers = 1}}
+[training]
+max_steps = {STEPS}
+batch_tokens = 400
+accumulate_batches = 2
+learning_rate = 0.01
+warmup_steps = 5
+clip_norm = 1.0
+save_every_steps = 3
+log_every_steps = 1
+average_last = 2
+threads = 1
+parallel = "fsdp"
+[validation]
+every_steps = 8
+bleu = false
+metric = "loss"
+"""
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def launch(
+    folder: Path, *options: str, again: bool = False, dropout: float = 0.1, size: int = 2, restarts: int = 0
+) -> Iterator[subprocess.Popen[str]]:
+    """A run under torchrun, in a new folder or resumed."""
+    folder.parent.mkdir(exist_ok=True)
+    recipe = folder.parent / "recipe.toml"
+    recipe.write_text(RECIPE.replace("DROPOUT", str(dropout)))
+    what = ["--resume", str(folder)] if again else [str(recipe), "--out", str(folder)]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}",
+         f"--max-restarts={restarts}",
+         "-m", "triptych", "train", *what, *options],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        yield started
+    finally:
+        for child in ranks_of(started.pid).values():
+            os.kill(child, signal.SIGKILL)
+        started.kill()
+        started.wait()
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Process ids of the ranks; none once the launcher has ended."""
+    found = {}
+    children = Path(f"/proc/{launcher}/task/{launcher}/children")
+    for child in children.read_text().split() if children.exists() else ():
+        try:
+            variables = dict(
+                one.split("=", 1)
+                for one in Path(f"/proc/{child}/environ").read_text().split("\0")
+                if "=" in one
+            )
+        except OSError:
+            continue
+        if "RANK" in variables:
+            found[int(variables["RANK"])] = int(child)
+    return found
+
+
+def wait_for(happened: Callable[[], bool], seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def step_of(folder: Path) -> int:
+    """The last step that the metrics tell of."""
+    path = folder / "metrics.jsonl"
+    return max((record["step"] for record in read_metrics(path)), default=0) if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    with launch(folder) as started:
+        said, _ = started.communicate(timeout=600)
+    assert started.returncode == 0, said
+    return folder
+
+
+def require_same_weights(folder: Path, expected: Path) -> None:
+    ours, theirs = load_file(folder / "model.safetensors"), load_file(expected / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    losses = [
+        [r["loss"] for r in read_metrics(f / "metrics.jsonl") if "loss" in r] for f in (folder, expected)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_run_whose_ranks_are_killed_ends_as_an_undisturbed_one(undisturbed: Path, tmp_path: Path) -> None:
+    """Between saves, while one is written, and after a validation; torchrun starts them again."""
+    folder = tmp_path / "run"
+    with launch(folder, restarts=3) as started:
+        for rank, step in ((1, 4), (0, 9), (1, 16)):
+            wait_for(lambda step=step: step_of(folder) >= step)  # type: ignore[misc]
+            os.kill(ranks_of(started.pid)[rank], signal.SIGKILL)
+        said, _ = started.communicate(timeout=600)
+    assert started.returncode == 0, said
+    require_same_weights(folder, undisturbed)
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
+    assert "resuming" in (folder / "logs" / "rank-1.log").read_text()
+
+
+def test_a_run_stopped_by_sigterm_is_resumed_in_any_layout(undisturbed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with launch(folder) as started:
+        wait_for(lambda: step_of(folder) >= 5)
+        started.send_signal(signal.SIGTERM)
+        said, _ = started.communicate(timeout=600)
+    assert "stopped after step" in said, said
+    assert 5 <= read_counters(folder / "state").step < STEPS
+    with launch(folder, again=True) as started:
+        said, _ = started.communicate(timeout=600)
+    assert started.returncode == 0, said
+    require_same_weights(folder, undisturbed)
+
+
+def test_another_number_of_ranks_or_kind_goes_on_within_a_tolerance(tmp_path: Path) -> None:
+    """Without dropout, which is drawn for each rank: losses within 1e-4 of one another."""
+    losses = {}
+    for name in ("whole", "alone", "copies"):
+        folder = tmp_path / name
+        with launch(folder, dropout=0.0) as started:
+            if name != "whole":
+                wait_for(lambda folder=folder: step_of(folder) >= 5)  # type: ignore[misc]
+                started.send_signal(signal.SIGTERM)
+            started.communicate(timeout=600)
+        if name == "alone":
+            assert resume(folder, (), SilentDisplay()).outcome.signal_number is None
+        if name == "copies":
+            with launch(folder, "--set", "training.parallel=ddp", again=True, size=3) as started:
+                said, _ = started.communicate(timeout=600)
+            assert started.returncode == 0, said
+        losses[name] = losses_of(folder)
+    assert len(losses["whole"]) == STEPS
+    assert losses["alone"] == pytest.approx(losses["whole"], rel=1e-4)
+    assert losses["copies"] == pytest.approx(losses["whole"], rel=1e-4)
+
+
+def test_a_rank_that_hangs_ends_the_run_with_a_line_that_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with launch(folder, "--set", "training.timeout_minutes=0.2") as started:
+        wait_for(lambda: step_of(folder) >= 4)
+        hanging = ranks_of(started.pid)[1]
+        os.kill(hanging, signal.SIGSTOP)
+        begun = time.monotonic()
+        try:
+            wait_for(lambda: 0 not in ranks_of(started.pid), 120)
+            assert time.monotonic() - begun < 90
+        finally:
+            os.kill(hanging, signal.SIGKILL)
+        said, _ = started.communicate(timeout=600)
+    assert "waited 0.2 minutes for another process" in said, said
+    assert started.returncode != 0
+    assert find_state(folder / "state") is not None
