@@ -22,6 +22,7 @@ from triptych.errors import DataError, TriptychError, UsageError
 from triptych.training import ContinuedRecipe, read_recipe, resolve
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import LineDisplay
+from triptych.training.recipe import with_values
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -182,6 +183,15 @@ def test_what_does_not_fit_is_refused_in_one_line_and_leaves_no_run(
     with pytest.raises(error, match=said) as raised:
         train()
     assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sample_needs_a_prompt_where_no_token_begins_a_text(tmp_path: Path) -> None:
+    gpt2_that_runs(tmp_path / "gpt2")
+    recipe = recipe_of(tmp_path, tmp_path / "gpt2")
+    with_sample = with_values(recipe, {"validation.sample_tokens": 4})
+    with pytest.raises(UsageError, match=r"no token that begins a text: set validation.sample_prompt"):
+        runs.train(with_sample, tmp_path / "run", LineDisplay())
     assert not (tmp_path / "run").exists()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from triptych.decoding.generation import GenerationOptions, generate_tokens
 from triptych.decoding.sampling import SamplingOptions
 from triptych.decoding.text_engine import TextEngine
-from triptych.errors import DataError
+from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
 from triptych.models.device import find_device
 from triptych.models.storage import OwnModel, write_config
@@ -234,8 +234,11 @@ def _sampler(recipe: TextRecipe, tokenizer: Tokenizer) -> Callable[[LanguageMode
         stop_ids=() if tokenizer.eos_id is None else (tokenizer.eos_id,),
     )
     prompt = tokenizer.encode(validation.sample_prompt)[0]
-    if not prompt and tokenizer.bos_id is not None:
-        prompt = [tokenizer.bos_id]
+    if not prompt:  # as a document begins: after its own mark, or after the end of another
+        first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        if first is None:
+            raise UsageError("the tokenizer has no token that begins a text: set validation.sample_prompt")
+        prompt = [first]
 
     def sample(model: LanguageModel) -> str:
         ((found,),) = generate_tokens(TextEngine(model), [prompt], options)
