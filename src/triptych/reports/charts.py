@@ -94,8 +94,8 @@ def bar_chart(chart: BarChart) -> Spec | None:
     return {
         "data": {"values": rows},
         "width": "container",
-        "autosize": {"type": "fit-x", "contains": "padding"},  # the height is that of the bars
-        "height": {"step": 15 if together else 22},
+        # As many pixels as steps would take: Vega-Lite warns of steps beside a width that is the container's.
+        "height": len({bar.name for bar in chart.bars}) * (21 * len(series) if together else 22),
         "layer": [
             {"mark": {"type": "bar", "color": _INK}, "encoding": {**shared, **colour}},
             {"mark": words, "encoding": {**shared, "text": _of("label:N")}},

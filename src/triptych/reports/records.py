@@ -190,7 +190,6 @@ class Report:
     facts: tuple[tuple[str, str], ...] = ()
     """Name and value: size, time, scores."""
     charts: tuple[BarChart, ...] = ()
-    plots: tuple[CurveChart | ScatterChart, ...] = ()
     tables: tuple[Table, ...] = ()
     commands: tuple[str, ...] = ()
     """Command lines to go on with, one each."""
@@ -198,3 +197,4 @@ class Report:
     samples: tuple[TranslationSample, ...] = ()
     viewer: Mapping[str, Any] | None = None
     """Attention: the data of `viewer.html`, which `attending/viewing.py` makes."""
+    plots: tuple[CurveChart | ScatterChart, ...] = ()
