@@ -219,19 +219,21 @@ def narrow_blocks(world: World, arguments: Sequence[str]) -> None:
 
 
 def muon(world: World, arguments: Sequence[str]) -> None:
-    """Matrices in shards are made orthogonal whole."""
+    """The changes of matrices are those of one process."""
     for kind in arguments:
         torch.manual_seed(3)
         alone = language(tie=False)
         together = copy.deepcopy(alone)
+        begun = {name: value.detach().clone() for name, value in alone.model.named_parameters()}
         chosen = OptimisationConfig(optimizer="muon", adam_epsilon=1e-2)
         learn(OneProcess(alone, "fp32"), alone, None, 2, Optimizer(chosen, alone.model))
         computing = spread(together, kind, "fp32", world)  # type: ignore[arg-type]
         learn(computing, together, world, 2, Optimizer(chosen, together.model))
         weights = dict(together.model.named_parameters())
         for name, weight in alone.model.named_parameters():
-            # The iteration is in bfloat16: a rounding apart in the gradient may show in its result.
-            torch.testing.assert_close(whole(weights[name]), weight.detach(), rtol=1e-2, atol=2e-3)
+            # The iteration is in bfloat16, which shows in single entries.
+            change, apart = weight.detach() - begun[name], whole(weights[name]) - weight.detach()
+            assert apart.norm() < 0.05 * change.norm(), (kind, name, apart.norm() / change.norm())
 
 
 def states_in_shards(world: World, arguments: Sequence[str]) -> None:

@@ -30,6 +30,11 @@ def choose_parallel(config: OptimisationConfig, model: OwnModel, world: World) -
             f"training.parallel = 'none' is for one process, and {world.size} were started: use 'ddp' or "
             "'fsdp'"
         )
+    if config.optimizer == "muon" and config.parallel != "ddp":
+        raise UsageError(
+            "training.optimizer = 'muon' needs whole matrices: set training.parallel = 'ddp', or "
+            "optimizer = 'adamw'"
+        )
     if config.parallel is not None:
         return config.parallel, f"{world.size} processes, {config.parallel}"
     device = next(model.parameters()).device
