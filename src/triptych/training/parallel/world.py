@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from triptych.errors import ElsewhereError, TriptychError, UsageError
-from triptych.launch import num_launched
+from triptych.launch import num_launched, num_restarts
 
 T = TypeVar("T")
 
@@ -300,6 +300,8 @@ def _join(on_gpu: bool, timeout_minutes: float) -> Store:
     try:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        # Processes that were started anew must not find the addresses of those before them.
+        store = PrefixStore(f"attempt-{num_restarts()}", store)
         joined = PrefixStore("triptych-group", store)
         dist.init_process_group(backend, store=joined, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
