@@ -37,7 +37,7 @@ def test_the_summary_of_a_command_is_the_first_line_of_its_docstring(name: str) 
 VERBS = {
     "demo": ("demo",),
     "train": ("train", "resume"),
-    "translate": ("load",),
+    "translate": ("load", "attend"),
     "generate": ("load_generator",),
     "fill": ("fill",),
     "attend": ("attend",),

@@ -720,6 +720,7 @@ def test_a_call_on_the_command_line_and_in_a_recipe_mean_the_same(triptych: Comm
         "layers": [0, 2],
         "number": 1,
         "on_text": False,
+        "by_loss": False,
     }
 
 

@@ -6,7 +6,7 @@ tuple of tensors `[batch, heads, tokens, width]`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -77,7 +77,7 @@ class LayerCache(AttentionCache):
         start, added = self._length, entries[0].shape[2]
         self._length = start + added
         if not self._stores:
-            room = self._room_for(added if self.even else max(self._room, added))
+            room = self._room_for(added) if self.even else max(self._room, added)
             if room == added and not self.columns:
                 self._stores = entries
             else:
@@ -85,7 +85,7 @@ class LayerCache(AttentionCache):
             return entries
         if start + added > self._stores[0].shape[2]:
             enough = start + added
-            room = self._room_for(enough if self.even else max(2 * start, enough, 16))
+            room = self._room_for(enough) if self.even else max(2 * start, enough, 16)
             self._stores = tuple(self._held(store, start, room) for store in self._stores)
         for store, entry in zip(self._stores, entries, strict=True):
             store.narrow(2, start, added).copy_(entry)
@@ -98,9 +98,11 @@ class LayerCache(AttentionCache):
         )
 
     def _room_for(self, tokens: int) -> int:
-        return tokens if self.even is None else -(-tokens // self.even) * self.even
+        assert self.even is not None
+        return -(-tokens // self.even) * self.even
 
-    def _held(self, entry: Tensor, length: int, room: int) -> Tensor:
+    # A traced number of tokens is a symbol, which is no int.
+    def _held(self, entry: Tensor, length: Any, room: Any) -> Tensor:
         """The first `length` tokens of an entry, in a tensor with room for more."""
         if length == room == entry.shape[2] and not self.columns:
             return entry

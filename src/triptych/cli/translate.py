@@ -165,7 +165,8 @@ def _parse_selection(text: str, config: ModelConfig) -> _Selection:
 def _write_page(translator: Translator, name: str, sources: list[str], path: Path) -> None:
     if not sources:
         raise UsageError("--attention-html: no line can be shown: each is empty, or is translated in pieces")
-    write_attention_page(triptych.attend(reader_of(name, translator), sources).page(), path)
+    attention = triptych.attend(reader_of(name, translator), sources)
+    write_attention_page(attention.page(), path)
 
 
 def _standard_input() -> Iterator[str]:

@@ -110,7 +110,9 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
 def _encoder_decoder(
     record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path: Path
 ) -> EncoderDecoder:
-    src_size, tgt_size, pad_id = record["src_vocab_size"], record["tgt_vocab_size"], record["pad_id"]
+    src_size, tgt_size, pad_id = (
+        _whole_number(record, name, path) for name in ("src_vocab_size", "tgt_vocab_size", "pad_id")
+    )
     if not (0 <= pad_id < min(src_size, tgt_size)):
         raise DataError(f"{path}: pad_id {pad_id} is outside the vocabularies of {src_size} and {tgt_size}")
     config = ModelConfig.model_validate(record["model"])
@@ -123,10 +125,17 @@ def _encoder_decoder(
     return make()
 
 
+def _whole_number(record: dict[str, Any], name: str, path: Path) -> int:
+    value = record[name]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise DataError(f"{path}: {name} is {value!r}: a whole number is needed")
+    return value
+
+
 def _language_model(
     record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path: Path
 ) -> LanguageModel:
-    kind, vocab_size = record["kind"], record["vocab_size"]
+    kind, vocab_size = record["kind"], _whole_number(record, "vocab_size", path)
     if kind not in ("decoder", "encoder"):
         raise DataError(f"{path}: kind is {kind!r}: known are decoder, encoder, {_ENCODER_DECODER}")
     config = LanguageModelConfig.model_validate(record["model"])
