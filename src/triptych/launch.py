@@ -1,6 +1,8 @@
 """What `torchrun` says in the environment of the processes that it starts."""
 
 import os
+import sys
+from typing import NoReturn
 
 from triptych.errors import ElsewhereError
 
@@ -21,3 +23,14 @@ def speaks(error: BaseException | None = None) -> bool:
         return True
     own = error is not None and not isinstance(error, ElsewhereError)
     return own and os.environ.get("LOCAL_RANK") == "0"
+
+
+def end_now(code: int) -> NoReturn:
+    """End this process, everything printed, without the interpreter's own clean-up.
+
+    A process of several has been seen to abort in that clean-up ("terminate called without an active
+    exception"), which a launcher takes for a failure of the run.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from triptych.attention import PARAMETERISATIONS
 from triptych.errors import TriptychError
+from triptych.launch import end_now
 from triptych.models import PRESETS, EncoderDecoder, LanguageModel, LanguageModelConfig
 from triptych.models.storage import model_tensors
 from triptych.text import EncodedCorpus, LanguageBatch, TokenBatches, TokenSequences
@@ -299,6 +300,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with launched("cpu", 2.0) as world:
         globals()[check](world, arguments)
+    end_now(0)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import typer
 from triptych.cli.process import limit_spinning
 from triptych.cli.verbose import print_error, warnings_as_lines
 from triptych.errors import TriptychError
-from triptych.launch import speaks
+from triptych.launch import end_now, num_launched, speaks
 
 # Each is a function of the module of its name, in this room. The summaries are the first lines of their
 # docstrings: `triptych --help` prints them and imports none of the modules.
@@ -76,6 +76,19 @@ def _not_named() -> None:
 
 def run() -> None:
     """Entry point: errors a user can put right become one line and an exit code."""
+    if num_launched() == 1:
+        _run()
+        return
+    try:
+        _run()
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            end_now(stop.code or 0)
+        raise
+    end_now(0)
+
+
+def _run() -> None:
     limit_spinning()  # nothing has imported torch yet
     try:
         with warnings_as_lines():
