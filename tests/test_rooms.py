@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": set(),
     "threads": set(),
     "thresholds": set(),
+    "toml": {"errors"},
     "algebra": set(),
     "attention": {"algebra"},  # a layer hands out its forms
     "models": {"attention", "algebra"},  # algebra: the weights of its layers
@@ -55,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "training",
     },
 }
-FOUNDATION = {"errors", "extras", "files", "launch", "progress", "threads", "thresholds"}
+FOUNDATION = {"errors", "extras", "files", "launch", "progress", "threads", "thresholds", "toml"}
 ABOVE_ALL = {"__main__", "cli", "triptych"}  # the command and the face of the package
 OPTIONAL = {
     "ctranslate2",

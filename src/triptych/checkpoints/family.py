@@ -18,6 +18,7 @@ from triptych.checkpoints.attention_spec import AttentionSpec
 from triptych.checkpoints.model_spec import ModelSpec
 from triptych.checkpoints.specs import Choice, Spec
 from triptych.errors import DataError, UsageError
+from triptych.toml import read_toml
 
 _FOLDER = files("triptych.checkpoints") / "families"
 
@@ -102,12 +103,7 @@ def read_family(path: Path) -> Family:
     Raises:
         UsageError: it is not there, no TOML, or says something that a family does not have.
     """
-    try:
-        record = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not TOML: {error}") from None
+    record = read_toml(path, "family")
     try:
         family = Family.model_validate(_expanded(record, path.stem))
         for spec in family.attention:

@@ -1,6 +1,5 @@
 """Recipes of rewriting: which rewrites, in which order."""
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, final
 
@@ -17,6 +16,7 @@ from pydantic import (
 from triptych.algebra.rewrites.registry import read_rewrite, require_order
 from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.errors import UsageError
+from triptych.toml import read_toml
 
 
 @final
@@ -52,12 +52,7 @@ def read_rewrite_recipe(path: Path) -> RewriteRecipe:
     Raises:
         UsageError: the file does not exist, is not TOML, or has unknown names.
     """
-    try:
-        record = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not TOML: {error}") from None
+    record = read_toml(path, "recipe")
     try:
         recipe = RewriteRecipe.model_validate(record)
     except UsageError as error:

@@ -20,7 +20,6 @@ A study is TOML:
     model.attention.projections = "shared"
 """
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from triptych import recipes
 from triptych.errors import UsageError
+from triptych.toml import read_toml
 from triptych.training.recipe import AnyRecipe, explain, merge, resolve
 
 Metric = Literal[
@@ -216,14 +216,7 @@ def read_study(path: Path) -> Study:
     Raises:
         UsageError: the file is missing or not TOML, or a key or value is not valid.
     """
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"there is no study {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"study {path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"study {path} is not valid TOML: {error}") from None
+    tree = read_toml(path, "study", f"there is no study {path}")
     try:
         return Study.model_validate(tree)
     except ValidationError as error:
@@ -259,11 +252,7 @@ def recipes_of(study: Study, folder: Path) -> tuple[AnyRecipe, dict[str, AnyReci
 def _base_tree(study: Study, folder: Path) -> dict[str, Any]:
     near = folder / study.base
     path = near if near.is_file() else recipes.find(study.base)
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"recipe {path} cannot be read: {error}") from None
-    return merge(tree, study.set)
+    return merge(read_toml(path, "recipe"), study.set)
 
 
 def _check_task(study: Study, made: Mapping[str, AnyRecipe]) -> None:

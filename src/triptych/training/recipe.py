@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from triptych.errors import UsageError
 from triptych.models import PRESETS, LanguageModelConfig, ModelConfig
 from triptych.text import MaskingSpec, TokenizerSpec
+from triptych.toml import read_toml
 from triptych.training.sections import (
     ContinuedModelConfig,
     DataConfig,
@@ -211,14 +212,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), checkpoint: str | Non
     Raises:
         UsageError: the file is missing or not TOML, or a key or value is not valid.
     """
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"there is no recipe {path}: built-in recipes are in recipes/") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"recipe {path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"recipe {path} is not valid TOML: {error}") from None
+    tree = read_toml(path, "recipe", f"there is no recipe {path}: built-in recipes are in recipes/")
     if checkpoint is not None:
         tree = _continuing(tree, checkpoint, str(path))
     return resolve(tree, overrides, origin=str(path))

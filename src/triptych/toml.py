@@ -1,0 +1,28 @@
+"""Reading TOML files that a user wrote."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from triptych.errors import UsageError
+
+
+def read_toml(path: Path, what: str, missing: str | None = None) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Args:
+        path: of the file.
+        what: it is, in messages: "recipe", "study".
+        missing: what to say where there is no such file; the path and the system's words if None.
+
+    Raises:
+        UsageError: it is not there, cannot be read, or is not TOML; the message names it.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(missing or f"{path}: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{what} {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{what} {path} is not valid TOML: {error}") from None
