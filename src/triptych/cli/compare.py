@@ -14,7 +14,7 @@ from rich.text import Text
 import triptych
 from triptych.files import write_text
 from triptych.reports.terminal import render_table
-from triptych.studies import Progress, read_study, tables, write_study_page
+from triptych.studies import StudyProgress, read_study, tables, write_study_page
 
 
 def compare(
@@ -35,7 +35,7 @@ def compare(
     errors = Console(stderr=True, highlight=False, markup=False)
     with Live(console=errors, auto_refresh=False, transient=True) as live:
 
-        def tell(stage: str, progress: Progress) -> None:
+        def tell(stage: str, progress: StudyProgress) -> None:
             if errors.is_terminal:
                 live.update(Text(_state(stage, progress)), refresh=True)
 
@@ -55,7 +55,7 @@ def compare(
         raise typer.Exit(1)
 
 
-def _state(stage: str, progress: Progress) -> str:
+def _state(stage: str, progress: StudyProgress) -> str:
     left = progress.seconds_left
     lines = [
         f"{stage}: {len(progress.done)} of {progress.total} done, {len(progress.failed)} failed"

@@ -2,13 +2,13 @@
 
 from triptych.studies.comparing import Outcome, Variant, compare_study
 from triptych.studies.pages import write_study_page
-from triptych.studies.running import Progress, StudyStoppedError
+from triptych.studies.running import StudyProgress, StudyStoppedError
 from triptych.studies.study import Study, read_study
 
 __all__ = [
     "Outcome",
-    "Progress",
     "Study",
+    "StudyProgress",
     "StudyStoppedError",
     "Variant",
     "compare_study",

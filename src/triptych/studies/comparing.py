@@ -17,7 +17,7 @@ from triptych.files import write_text
 from triptych.runs.training import prepare
 from triptych.studies.budget import Solved, Vocabulary, amount, solve
 from triptych.studies.job import Job, Result
-from triptych.studies.running import Planned, Progress, run_all
+from triptych.studies.running import Planned, StudyProgress, run_all
 from triptych.studies.study import Study, recipes_of
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import SilentDisplay
@@ -29,7 +29,7 @@ _OTHER_SEED = 1_000_000
 # Updates whose time is measured where seconds are held equal; the first half warms up.
 _TIMED_STEPS = 40
 
-Tell = Callable[[str, Progress], None]
+Tell = Callable[[str, StudyProgress], None]
 Say = Callable[[str], None]
 
 

@@ -1,8 +1,7 @@
 """The page of a study: curves, quality against cost, tables."""
 
-import math
-from collections.abc import Mapping
 from pathlib import Path
+from statistics import median_high
 
 from triptych.errors import TriptychError
 from triptych.reports import CurveChart, CurvePoint, Dot, Report, ScatterChart, write_report
@@ -109,7 +108,7 @@ def _scatters(outcome: Outcome) -> list[ScatterChart]:
     assert metric not in OF_COST
     charts = []
     for cost, title in _COSTS.items():
-        amounts = {name: _median(values) for name, values in outcome.values(cost).items()}
+        amounts = {name: median_high(values.values()) for name, values in outcome.values(cost).items()}
         dots = []
         for name in outcome.variants:
             if name in quality and name in amounts:
@@ -119,8 +118,3 @@ def _scatters(outcome: Outcome) -> list[ScatterChart]:
             words = metric.replace("_", " ")
             charts.append(ScatterChart(f"{words} against {title}", title, words, tuple(dots)))
     return charts
-
-
-def _median(values: Mapping[int, float]) -> float:
-    ordered = sorted(values.values())
-    return ordered[len(ordered) // 2] if ordered else math.nan

@@ -41,7 +41,7 @@ class Planned:
 
 @final
 @dataclass
-class Progress:
+class StudyProgress:
     """How far the runs of a study are.
 
     Attributes:
@@ -69,7 +69,7 @@ class StudyStoppedError(TriptychError):
 
 
 def run_all(
-    planned: Sequence[Planned], folder: Path, workers: int, tell: Callable[[Progress], None]
+    planned: Sequence[Planned], folder: Path, workers: int, tell: Callable[[StudyProgress], None]
 ) -> tuple[dict[str, Result], dict[str, str]]:
     """Make all runs that have no result yet.
 
@@ -85,7 +85,7 @@ def run_all(
     Raises:
         StudyStoppedError: a signal came; runs that were in progress have saved their state.
     """
-    progress = Progress(len(planned))
+    progress = StudyProgress(len(planned))
     results: dict[str, Result] = {}
     waiting: list[Planned] = []
     for one in planned:
@@ -118,7 +118,7 @@ def run_all(
     return results, progress.failed
 
 
-def _collect(process: "_Process", results: dict[str, Result], progress: Progress) -> None:
+def _collect(process: "_Process", results: dict[str, Result], progress: StudyProgress) -> None:
     planned = process.planned
     found = read_result(planned.job.result) if process.popen.returncode == 0 else None
     if found is None:

@@ -4,6 +4,7 @@ import csv
 import io
 import math
 from collections.abc import Sequence
+from statistics import median_high
 from typing import Any
 
 from triptych.reports import Table
@@ -47,23 +48,12 @@ def quality_table(outcome: Outcome, metric: str) -> Table:
     for name, values in outcome.values(metric).items():
         mean = estimate(list(values.values()))
         cells = (f"{name} *" if name == baseline else name, str(mean.count), _number(mean.mean, metric))
+        against: tuple[str, ...] = ("",) * 5
         if name in differences:
-            found = differences[name]
-            rows.append((*cells, _interval(mean, metric), *_difference(found, metric)))
+            against = _difference(differences[name], metric)
         elif name == NOISE and (floor := noise_floor(outcome, metric)):
-            rows.append(
-                (
-                    *cells,
-                    _interval(mean, metric),
-                    _signed(floor.mean, metric),
-                    _interval(floor, metric),
-                    "",
-                    "",
-                    "",
-                )
-            )
-        else:
-            rows.append((*cells, _interval(mean, metric), "", "", "", "", ""))
+            against = _signed(floor.mean, metric), _interval(floor, metric), "", "", ""
+        rows.append((*cells, _interval(mean, metric), *against))
     better = "higher" if metric in HIGHER_IS_BETTER else "lower"
     return Table(
         f"{_title(metric)} ({better} is better)",
@@ -71,9 +61,9 @@ def quality_table(outcome: Outcome, metric: str) -> Table:
             "variant",
             "seeds",
             "mean",
-            "95 % interval",
+            f"{CONFIDENCE * 100:g} % interval",
             "difference",
-            "its 95 % interval",
+            f"its {CONFIDENCE * 100:g} % interval",
             "p (Holm)",
             "effect",
             "seeds needed",
@@ -91,8 +81,8 @@ def cost_table(outcome: Outcome) -> Table:
     for name, variant in outcome.variants.items():
         cells = []
         for metric in metrics:
-            values = sorted(outcome.values(metric).get(name, {}).values())
-            cells.append(_number(values[len(values) // 2], metric) if values else "")
+            values = outcome.values(metric).get(name)
+            cells.append(_number(median_high(values.values()), metric) if values else "")
         held = "" if variant.solved is None else variant.solved.describe(outcome.study.budget.hold)
         rate = variant.recipe.training.learning_rate
         rows.append((name, *cells, "" if rate is None else f"{rate:g}", held))
@@ -249,6 +239,3 @@ def _interval(found: Estimate, metric: str) -> str:
     if math.isnan(found.low):
         return ""
     return f"{_number(found.low, metric)} to {_number(found.high, metric)}"
-
-
-assert CONFIDENCE == 0.95, "the words of the tables say 95 %"
