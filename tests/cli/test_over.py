@@ -26,6 +26,20 @@ def test_the_command_prints_tables_or_one_json_object(
         assert "--over" in answer.err
 
 
+def test_pages_have_a_row_for_every_head_or_the_heads_of_a_text_with_what_they_do(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    text, page = tmp_path / "text.txt", tmp_path / "page.html"
+    text.write_text("eins zwei\nzwei drei vier\nvier eins\n")
+    for given, expected in (([], "<td>cross 1 head 1</td>"), (["Vier."], '["diagonal","0.')):
+        answer = triptych("attend", small_run, *given, "--over", text, "--html", page)
+        assert answer.code == 0, answer.err
+        assert f"written: {page}" in answer.out
+        assert expected in page.read_text(encoding="utf-8")
+    answer = triptych("attend", small_run, "--over", text, "--svg", tmp_path / "head.svg")
+    assert (answer.code, "--csv, --html and --json" in answer.err) == (2, True)
+
+
 def test_a_text_that_cannot_be_measured_is_one_line(
     triptych: Command, small_run: Path, tmp_path: Path
 ) -> None:

@@ -3,14 +3,15 @@
 import csv
 import json
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.attending.attention import Attention, Part
+from triptych.attending.attention import Attention, HeadNote, Part
 from triptych.attending.maps import TopMap
 from triptych.attending.page import AttentionPage
 from triptych.errors import UsageError
@@ -36,9 +37,13 @@ class Saved(NamedTuple):
     parts: Sequence[Part]
     top: int | None = None
 
-    def page(self) -> AttentionPage:
-        """What a page shows of it."""
-        return self.attention.page(parts=self.parts, keep=self.top)
+    def page(
+        self,
+        notes: Mapping[tuple[str, int, int], HeadNote] = MappingProxyType({}),
+        progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    ) -> AttentionPage:
+        """What a page shows of it; arguments as those of `Attention.page`."""
+        return self.attention.page(parts=self.parts, keep=self.top, notes=notes, progress=progress)
 
     def require_moderate(self) -> None:
         """The weights are not too many for a file.

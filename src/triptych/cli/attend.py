@@ -1,17 +1,20 @@
 """`triptych attend`."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
 
 import triptych
-from triptych.attending import open_reader
+from triptych.attending import AttentionBatch, Reader, open_reader
 from triptych.attending.looks import strongest_looks
-from triptych.attending.page import ViewedKind, join_pages
+from triptych.attending.over import OverText
+from triptych.attending.over_page import head_notes, notes_origin
+from triptych.attending.page import AttentionPage, ViewedKind, join_pages
 from triptych.attending.picture import head_png, head_svg, is_picture
 from triptych.attending.saving import (
     Saved,
@@ -36,47 +39,65 @@ from triptych.cli.over import (
     is_over_csv,
     show_over,
 )
+from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
 from triptych.errors import UsageError
 from triptych.files import write_bytes, write_text
 from triptych.reports import is_page, render_table
 from triptych.text import read_lines
 
+Model = Annotated[
+    str, typer.Argument(help="A run folder, a folder in Hugging Face's format, or a name on the Hub.")
+]
+Text = Annotated[str | None, typer.Argument(help="The text to read; - reads all of standard input.")]
+FileOption = Annotated[
+    Path | None, typer.Option("--file", help="Texts, one per line, read in padded batches.")
+]
+TargetOption = Annotated[
+    str | None,
+    typer.Option("--target", help="What the decoder of a translator reads. Default: its translation."),
+]
+MaxNewTokensOption = Annotated[
+    int,
+    typer.Option("--max-new-tokens", min=0, help="Continue the text greedily by so many tokens first."),
+]
+KindOption = Annotated[
+    list[str] | None,
+    typer.Option("--kind", help="encoder, decoder or cross. May be repeated. Default: all there are."),
+]
+LayersOption = Annotated[str | None, typer.Option("--layers", help="Layers: 0,3 or 0-5. Default: all.")]
+HeadsOption = Annotated[str | None, typer.Option("--heads", help="Heads: 0,3 or 0-5. Default: all.")]
+TopOption = Annotated[
+    int | None,
+    typer.Option("--top", min=1, help="Keep the K largest weights of each token, and the sum of the others."),
+]
+NpzOption = Annotated[Path | None, typer.Option("--npz", help="Write NumPy arrays to this file.")]
+CsvOption = Annotated[
+    Path | None, typer.Option("--csv", help="Write a row for every weight above 0 to this file.")
+]
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", help="Write a page with every chosen head, which works offline.")
+]
+SvgOption = Annotated[
+    Path | None,
+    typer.Option("--svg", help="Draw one head, chosen with --kind, --layers and --heads, to this file."),
+]
+PngOption = Annotated[Path | None, typer.Option("--png", help="Draw one head as PNG to this file.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per text, with all weights.")]
+
 
 def attend(
-    model: Annotated[
-        str, typer.Argument(help="A run folder, a folder in Hugging Face's format, or a name on the Hub.")
-    ],
-    text: Annotated[
-        str | None, typer.Argument(help="The text to read; - reads all of standard input.")
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", help="Texts, one per line, read in padded batches.")
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option("--target", help="What the decoder of a translator reads. Default: its translation."),
-    ] = None,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option("--max-new-tokens", min=0, help="Continue the text greedily by so many tokens first."),
-    ] = 0,
-    kind: Annotated[
-        list[str] | None,
-        typer.Option("--kind", help="encoder, decoder or cross. May be repeated. Default: all there are."),
-    ] = None,
-    layers: Annotated[str | None, typer.Option("--layers", help="Layers: 0,3 or 0-5. Default: all.")] = None,
-    heads: Annotated[str | None, typer.Option("--heads", help="Heads: 0,3 or 0-5. Default: all.")] = None,
-    top: Annotated[
-        int | None,
-        typer.Option(
-            "--top", min=1, help="Keep the K largest weights of each token, and the sum of the others."
-        ),
-    ] = None,
-    npz: Annotated[Path | None, typer.Option("--npz", help="Write NumPy arrays to this file.")] = None,
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", help="Write a row for every weight above 0 to this file.")
-    ] = None,
+    model: Model,
+    text: Text = None,
+    file: FileOption = None,
+    target: TargetOption = None,
+    max_new_tokens: MaxNewTokensOption = 0,
+    kind: KindOption = None,
+    layers: LayersOption = None,
+    heads: HeadsOption = None,
+    top: TopOption = None,
+    npz: NpzOption = None,
+    csv_file: CsvOption = None,
     over: OverOption = None,
     over_targets: OverTargetsOption = None,
     documents: DocumentsOption = "file",
@@ -84,71 +105,137 @@ def attend(
     tokens: TokensOption = None,
     worth: WorthOption = None,
     explain: ExplainOption = False,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page with every chosen head, which works offline.")
-    ] = None,
-    svg: Annotated[
-        Path | None,
-        typer.Option("--svg", help="Draw one head, chosen with --kind, --layers and --heads, to this file."),
-    ] = None,
-    png: Annotated[Path | None, typer.Option("--png", help="Draw one head as PNG to this file.")] = None,
+    html: HtmlOption = None,
+    svg: SvgOption = None,
+    png: PngOption = None,
     force: ForceOption = False,
     device: DeviceOption = "auto",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per text, with all weights.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show where every head of a model looks on a text.
 
     The model runs with its own kernels; the weights are computed from the inputs of its layers. Prints the
-    strongest looks of each head, unless an output is chosen. With --over, measures what heads do over a whole
-    text instead; --csv then has a row per head.
+    strongest looks of each head, unless an output is chosen.
+
+    With --over, measures what heads do over a whole text instead; --csv and --html then have a row per head.
+    With a text, --over and --html, the page of the text says of every head what it does.
     """
     corpus = OverChoice.of(over, over_targets, documents, context, tokens, worth, explain=explain)
-    is_own_csv = is_attention_csv if corpus is None else is_over_csv
-    outputs = (
-        *(Output(npz, is_attention_npz), Output(csv_file, is_own_csv)),
-        *(Output(html, is_page), Output(svg, is_picture), Output(png, is_picture)),
-    )
-    read = [Path(model), *([] if file is None else [file]), *([] if corpus is None else corpus.read())]
-    require_free(outputs, [path for path in read if path.exists()], force=force)
-    if corpus is not None:
-        of_texts = (text, file, target, kind, layers, heads, top, npz, html, svg, png, max_new_tokens or None)
-        if any(option is not None for option in of_texts):
-            raise UsageError("--over takes no other text, and no options of one but --csv and --json")
-        show_over(corpus, model, device, csv_file, as_json=as_json)
+    texts, chosen = _Texts(text, file, target, max_new_tokens), _Heads(kind, layers, heads, top)
+    files = _Files(npz, csv_file, html, svg, png)
+    is_of_heads = corpus is not None and not texts.are_given
+    read = [Path(model), *texts.read(), *([] if corpus is None else corpus.read())]
+    is_own_csv = is_over_csv if is_of_heads else is_attention_csv
+    require_free(files.outputs(is_own_csv), [path for path in read if path.exists()], force=force)
+    if corpus is not None and is_of_heads:
+        if any(option not in (None, 0) for option in (*texts, *chosen, npz, svg, png)):
+            raise UsageError("--over without a text goes with no options of one but --csv, --html and --json")
+        show_over(corpus.measure(model, device), csv_file, html, as_json=as_json)
         return
-    texts = _texts(text, file)
-    if file is not None and target is not None:
-        raise UsageError("--target goes with one text, not with --file")
+    if corpus is not None and html is None:
+        raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
     reader = open_reader(model, device)
-    targets = None if target is None else [target]
-    found = triptych.attend(reader, texts, target=targets, max_new_tokens=max_new_tokens)
-    chosen_layers = None if layers is None else numbers(layers, "--layers")
-    chosen_heads = None if heads is None else numbers(heads, "--heads")
-    saved = [Saved(one, one.parts(kind, chosen_layers, chosen_heads), top) for one in found]
-    if npz is not None:
-        write_npz(saved, npz)
-    if csv_file is not None:
-        write_csv(saved, csv_file)
-    if html is not None:
-        write_attention_page(join_pages([one.page() for one in saved]), html)
-    if svg is not None:
-        write_text(svg, head_svg(*_one_head(saved)))
-    if png is not None:
-        write_bytes(png, head_png(*_one_head(saved)))
-    if as_json:
-        for one in saved:
-            for piece in json_pieces(one):
-                _print(piece)
-            _print("\n")
-        return
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    written = [path for path in (npz, csv_file, html, svg, png) if path is not None]
-    for path in written:
-        console.print(f"written: {path}")
-    for one in saved if not written else ():
-        console.print(render_table(strongest_looks(one.parts)))
+    saved = chosen.of(texts.attend(reader))
+    files.write(saved, None if corpus is None else corpus.measure(reader))
+    _print(saved, files.given(), as_json=as_json)
+
+
+class _Texts(NamedTuple):
+    """Texts to read, as the options have them."""
+
+    text: str | None
+    file: Path | None
+    target: str | None
+    max_new_tokens: int
+
+    @property
+    def are_given(self) -> bool:
+        return self.text is not None or self.file is not None
+
+    def read(self) -> list[Path]:
+        """The files that are read."""
+        return [] if self.file is None else [self.file]
+
+    def attend(self, reader: Reader) -> AttentionBatch:
+        """The attention of a model on the texts."""
+        texts = self._texts()
+        if self.file is not None and self.target is not None:
+            raise UsageError("--target goes with one text, not with --file")
+        targets = None if self.target is None else [self.target]
+        return triptych.attend(reader, texts, target=targets, max_new_tokens=self.max_new_tokens)
+
+    def _texts(self) -> list[str]:
+        """One of the command line or standard input, or the lines of a file.
+
+        Raises:
+            UsageError: none or both are given, or a text is empty or not UTF-8.
+        """
+        if (self.text is None) == (self.file is None):
+            raise UsageError("give either a text (- for standard input) or --file with texts")
+        if self.file is not None:
+            return read_lines(self.file)
+        try:
+            # Bytes of the command line that are not UTF-8 come as surrogates.
+            is_typed = self.text == "-"
+            found = sys.stdin.buffer.read().decode() if is_typed else str(self.text).encode().decode()
+        except UnicodeError:
+            raise UsageError("the text is not UTF-8: convert it first (iconv -t UTF-8)") from None
+        return [found.removesuffix("\n").removesuffix("\r") if is_typed else found]
+
+
+class _Heads(NamedTuple):
+    """Heads to show, as the options have them, and how many weights of each row."""
+
+    kinds: list[str] | None
+    layers: str | None
+    heads: str | None
+    top: int | None
+
+    def of(self, attention: AttentionBatch) -> list[Saved]:
+        """What is chosen of each text."""
+        layers = None if self.layers is None else numbers(self.layers, "--layers")
+        heads = None if self.heads is None else numbers(self.heads, "--heads")
+        return [Saved(one, one.parts(self.kinds, layers, heads), self.top) for one in attention]
+
+
+class _Files(NamedTuple):
+    """Files to write."""
+
+    npz: Path | None
+    csv: Path | None
+    html: Path | None
+    svg: Path | None
+    png: Path | None
+
+    def outputs(self, is_own_csv: Callable[[Path], bool]) -> tuple[Output, ...]:
+        """The files, and which there may be written anew."""
+        is_own = is_attention_npz, is_own_csv, is_page, is_picture, is_picture
+        return tuple(map(Output, self, is_own))
+
+    def given(self) -> list[Path]:
+        """Those that are wanted."""
+        return [path for path in self if path is not None]
+
+    def write(self, saved: Sequence[Saved], behaviour: OverText | None) -> None:
+        """Write those that are wanted; the page says of heads what they do, where that was measured."""
+        picture = None if self.svg is None and self.png is None else _one_head(saved)
+        if self.npz is not None:
+            write_npz(saved, self.npz)
+        if self.csv is not None:
+            write_csv(saved, self.csv)
+        if self.html is not None:
+            write_attention_page(_page(saved, behaviour), self.html)
+        if self.svg is not None and picture is not None:
+            write_text(self.svg, head_svg(*picture))
+        if self.png is not None and picture is not None:
+            write_bytes(self.png, head_png(*picture))
+
+
+def _page(saved: Sequence[Saved], behaviour: OverText | None) -> AttentionPage:
+    notes = {} if behaviour is None else head_notes(behaviour)
+    with progress_bar("{task.description}", "drawing", of_bytes=False) as tell:
+        page = join_pages([one.page(notes, tell) for one in saved])
+    return page if behaviour is None else replace(page, notes=(notes_origin(behaviour.behaviour),))
 
 
 def _one_head(saved: Sequence[Saved]) -> tuple[ViewedKind, int, int, str]:
@@ -168,24 +255,21 @@ def _one_head(saved: Sequence[Saved]) -> tuple[ViewedKind, int, int, str]:
     return kind, 0, 0, f"{saved[0].attention.model}, {part.stack.kind} layer {part.layer.number}, head {head}"
 
 
-def _texts(text: str | None, file: Path | None) -> list[str]:
-    """The texts: one of the command line or standard input, or the lines of a file.
-
-    Raises:
-        UsageError: none or both are given, or a text is empty or not UTF-8.
-    """
-    if (text is None) == (file is None):
-        raise UsageError("give either a text (- for standard input) or --file with texts")
-    if file is not None:
-        return read_lines(file)
-    try:
-        # Bytes of the command line that are not UTF-8 come as surrogates.
-        found = sys.stdin.buffer.read().decode() if text == "-" else str(text).encode().decode()
-    except UnicodeError:
-        raise UsageError("the text is not UTF-8: convert it first (iconv -t UTF-8)") from None
-    return [found.removesuffix("\n").removesuffix("\r") if text == "-" else found]
+def _print(saved: Sequence[Saved], written: Sequence[Path], *, as_json: bool) -> None:
+    """Print the weights as JSON, or which files are written, or the strongest looks."""
+    if as_json:
+        for one in saved:
+            for piece in json_pieces(one):
+                _print_piece(piece)
+            _print_piece("\n")
+        return
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for path in written:
+        console.print(f"written: {path}")
+    for one in saved if not written else ():
+        console.print(render_table(strongest_looks(one.parts)))
 
 
-def _print(text: str) -> None:
+def _print_piece(text: str) -> None:
     sys.stdout.buffer.write(text.encode())
     sys.stdout.buffer.flush()

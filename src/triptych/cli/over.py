@@ -11,12 +11,13 @@ import typer
 from rich.console import Console
 
 import triptych
-from triptych.attending import open_reader
+from triptych.attending import Reader, open_reader
 from triptych.attending.over import OverText, read_texts
+from triptych.attending.over_page import over_report
 from triptych.cli.progress import progress_bar
 from triptych.errors import UsageError
 from triptych.files import write_text
-from triptych.reports import Table, render_table
+from triptych.reports import Table, render_table, write_report
 from triptych.text import read_lines
 
 OverOption = Annotated[
@@ -123,9 +124,9 @@ class OverChoice(NamedTuple):
         """The files that are read."""
         return [path for path in (self.text, self.targets) if path is not None]
 
-    def measure(self, model: str, device: str = "auto") -> OverText:
+    def measure(self, model: str | Reader, device: str = "auto") -> OverText:
         """Measure what the heads of a model do over the text."""
-        reader = open_reader(model, device)
+        reader = model if isinstance(model, Reader) else open_reader(model, device)
         documents = read_texts(reader, self.text, self.documents)
         with progress_bar("{task.description}", "reading", of_bytes=False) as tell:
             return triptych.attend_over(
@@ -140,19 +141,21 @@ class OverChoice(NamedTuple):
             )
 
 
-def show_over(choice: OverChoice, model: str, device: str, csv_file: Path | None, *, as_json: bool) -> None:
-    """Measure the heads of a model over a text, and print or write what they do."""
-    found = choice.measure(model, device)
+def show_over(found: OverText, csv_file: Path | None, html: Path | None, *, as_json: bool) -> None:
+    """Print or write what the heads of a model do over a text."""
     if csv_file is not None:
         write_rows(csv_file, found.rows())
+    if html is not None:
+        write_report(over_report(found), html)
     if as_json:
         print(json.dumps(found.record(), allow_nan=False))
         return
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for table in found.tables():
         print_table(table, console)
-    if csv_file is not None:
-        console.print(f"written: {csv_file}")
+    for path in (csv_file, html):
+        if path is not None:
+            console.print(f"written: {path}")
 
 
 def is_over_csv(path: Path) -> bool:
