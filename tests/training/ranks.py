@@ -21,6 +21,7 @@ from triptych.attention import PARAMETERISATIONS
 from triptych.errors import TriptychError
 from triptych.launch import end_now
 from triptych.models import PRESETS, EncoderDecoder, LanguageModel, LanguageModelConfig
+from triptych.models.blocks import recompute_activations
 from triptych.models.storage import model_tensors
 from triptych.text import EncodedCorpus, LanguageBatch, TokenBatches, TokenSequences
 from triptych.text.packing import NOT_COUNTED
@@ -66,10 +67,10 @@ class Rows:
         return 1
 
 
-def translation(tie: str = "all", **attention: object) -> Objective[Any, Any]:
+def translation(tie: str = "all", dropout: float = 0.0, **attention: object) -> Objective[Any, Any]:
     config = PRESETS["tiny"].model_dump(exclude_none=True)
     site = {"num_layers": 2, "attention": attention}
-    sizes = {"d_model": 16, "d_ff": 8, "num_heads": 2, "dropout": 0.0, "tie_embeddings": tie}
+    sizes = {"d_model": 16, "d_ff": 8, "num_heads": 2, "dropout": dropout, "tie_embeddings": tie}
     config |= {**sizes, "encoder": site, "decoder": {**site, "cross_attention": attention}}
     model = EncoderDecoder.of(type(PRESETS["tiny"]).model_validate(config), VOCAB, VOCAB, 0)
     lengths = np.random.default_rng(0).integers(1, 9, 40)
@@ -85,11 +86,16 @@ def translation(tie: str = "all", **attention: object) -> Objective[Any, Any]:
 
 
 def language(
-    kind: str = "decoder", *, tie: bool = True, positions: str = "rotary", **attention: object
+    kind: str = "decoder",
+    *,
+    tie: bool = True,
+    positions: str = "rotary",
+    dropout: float = 0.0,
+    **attention: object,
 ) -> Objective[Any, Any]:
     config = LanguageModelConfig.model_validate(
         {"num_layers": 2, "d_model": 16, "d_ff": 8, "num_heads": 2, "tie_embeddings": tie, "norm_kind": "rms",
-         "context": CONTEXT, "positions": {"scheme": positions}, "attention": attention}
+         "dropout": dropout, "context": CONTEXT, "positions": {"scheme": positions}, "attention": attention}
     )  # fmt: skip
     model = LanguageModel.of(config, kind, VOCAB)  # type: ignore[arg-type]
     rows = Rows(masked=kind == "encoder")
@@ -217,6 +223,21 @@ def narrow_blocks(world: World, arguments: Sequence[str]) -> None:
             assert found[0] != expected[0]
             assert abs(found[0] - expected[0]) < 0.02 * abs(expected[0]), (found[0], expected[0])
             assert abs(found[1] - expected[1]) < 0.1 * expected[1], (found[1], expected[1])
+
+
+def blocks_that_compute_again(world: World, arguments: Sequence[str]) -> None:
+    """Activation checkpointing changes no bit, with dropout and in bfloat16."""
+    for kind in arguments:
+        for make, precision in ((translation, "fp32"), (language, "bf16")):
+            found = []
+            for recompute in (False, True):
+                torch.manual_seed(3)
+                objective = make(dropout=0.2)
+                if recompute:
+                    recompute_activations(objective.blocks(objective.model))
+                found.append(learn(spread(objective, kind, precision, world), objective, world, 2))  # type: ignore[arg-type]
+            assert found[0][:2] == found[1][:2]
+            assert all(torch.equal(found[1][2][name], value) for name, value in found[0][2].items())
 
 
 def muon(world: World, arguments: Sequence[str]) -> None:

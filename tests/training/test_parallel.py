@@ -90,6 +90,11 @@ def test_in_bfloat16_two_ranks_stay_near_float32() -> None:
 
 
 @pytest.mark.slow
+def test_blocks_that_compute_again_give_the_same_bits_on_two_ranks() -> None:
+    run_ranks(2, "blocks_that_compute_again", "ddp", "fsdp")
+
+
+@pytest.mark.slow
 def test_muon_changes_matrices_on_two_ranks_as_on_one() -> None:
     run_ranks(2, "muon", "ddp")
 

@@ -1,11 +1,13 @@
 """The blocks of every model: attention and feed-forward layers, each in a residual frame."""
 
+from collections.abc import Iterable
 from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from triptych.attention import AttentionCache, MultiHeadAttention, PositionIds
 from triptych.models.architecture import BlockConfig, NormConfig, SublayerConfig
@@ -105,6 +107,10 @@ class Block(nn.Module):
         d_model: width of the stream.
         self_attention: the attention layer.
         cross_attention: to the output of an encoder; None without.
+
+    Attributes:
+        recompute: whether a training step keeps the block's input alone and computes the rest of its
+            activations again for the gradients (Chen et al. 2016, arXiv 1604.06174).
     """
 
     def __init__(
@@ -125,6 +131,7 @@ class Block(nn.Module):
         self.feed_forward_residual = Residual(config.feed_forward_frame, d_model)
         self.parallel = config.parallel
         self.shares_norm = config.parallel and config.feed_forward_frame.norm is None
+        self.recompute = False
 
     def forward(
         self,
@@ -156,6 +163,32 @@ class Block(nn.Module):
             need_weights: whether to return attention weights.
             positions: of the tokens of `x`; the next ones if None.
         """
+        options = {
+            "causal": causal,
+            "memory": memory,
+            "memory_mask": memory_mask,
+            "need_weights": need_weights,
+            "positions": positions,
+        }
+        # What a cache holds must not be added to it twice.
+        if self.recompute and self.training and torch.is_grad_enabled() and cache is memory_cache is None:
+            found: BlockOutput = checkpoint(self._computed, x, mask, use_reentrant=False, **options)
+            return found
+        return self._computed(x, mask, cache=cache, memory_cache=memory_cache, **options)
+
+    def _computed(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        *,
+        causal: bool,
+        memory: Tensor | None,
+        memory_mask: Tensor | None,
+        cache: AttentionCache | None = None,
+        memory_cache: AttentionCache | None = None,
+        need_weights: bool,
+        positions: PositionIds | None,
+    ) -> BlockOutput:
         read = self.self_residual.enter(x)
         own = self.self_attention(
             read, mask=mask, causal=causal, cache=cache, need_weights=need_weights, positions=positions
@@ -177,3 +210,10 @@ class Block(nn.Module):
             cross_weights = cross.weights
         x = self.feed_forward_residual.leave(x, self.feed_forward(self.feed_forward_residual.enter(x)))
         return BlockOutput(x, own.weights, cross_weights)
+
+
+def recompute_activations(blocks: Iterable[nn.Module]) -> None:
+    """Let blocks keep their input alone in a training step; see `Block.recompute`."""
+    for block in blocks:
+        assert isinstance(block, Block), type(block)
+        block.recompute = True

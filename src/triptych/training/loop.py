@@ -17,6 +17,7 @@ from jaxtyping import Int64
 
 from triptych.errors import TriptychError
 from triptych.files import remove_leftovers, write_text
+from triptych.models.blocks import recompute_activations
 from triptych.models.storage import OwnModel, model_tensors, read_tensors
 from triptych.training.ahead import ahead
 from triptych.training.compiling import compile_blocks
@@ -459,6 +460,8 @@ def _computing(
     objective: Objective[Any, Any], config: OptimisationConfig, world: World, parallel: Kind | None
 ) -> Computing:
     device = next(objective.model.parameters()).device
+    if config.activation_checkpointing:
+        recompute_activations(objective.blocks(objective.model))
     if parallel is None:
         alone = OneProcess(objective, config.precision)
         if config.compile:

@@ -56,6 +56,8 @@ class OptimisationConfig(Section):
         adam_epsilon: added to Adam's denominator.
         clip_norm: gradients are clipped to this norm; 0 is off.
         precision: "bf16" computes in bfloat16; the trained weights stay float32.
+        activation_checkpointing: keep of each block its input alone, and compute the rest again for the
+            gradients, which are the same: less memory, about a third more time.
         compile: compile the blocks with `torch.compile`, about a minute; for GPUs.
         average_last: number of last checkpoints (one per validation) to average at the end.
         early_stopping: number of validations without improvement after which training stops; 0 is off.
@@ -86,6 +88,7 @@ class OptimisationConfig(Section):
     adam_epsilon: float = Field(1e-9, gt=0)
     clip_norm: float = Field(0.0, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
+    activation_checkpointing: bool = False
     compile: bool = False
     average_last: int = Field(5, ge=1)
     early_stopping: int = Field(0, ge=0)
