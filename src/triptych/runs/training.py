@@ -39,8 +39,9 @@ from triptych.training.plan import describe_plan
 from triptych.training.progress import Display, LineDisplay, LoggedDisplay, SilentDisplay
 from triptych.training.state import Counters, find_state, own_files, read_counters
 
-# Of a resumed run: where it ends, and how processes share the work.
+# Of a resumed run: where it ends, how processes share the work, and what they keep of it.
 _MAY_CHANGE = {
+    "training.activation_checkpointing",
     "training.early_stopping",
     "training.max_epochs",
     "training.max_steps",
@@ -134,8 +135,8 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
 
     Args:
         folder: the run folder.
-        overrides: `training.max_steps`, `max_epochs`, `early_stopping`, `parallel` and `timeout_minutes` may
-            change, nothing else.
+        overrides: `training.max_steps`, `max_epochs`, `early_stopping`, `parallel`, `timeout_minutes` and
+            `activation_checkpointing` may change, nothing else.
         display: shows how it goes; lines on standard error if None.
 
     Raises:
