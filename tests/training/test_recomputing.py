@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training.ranks import language, translation
 from torch import Tensor
 
+from training.ranks import language, translation
 from triptych.models.blocks import recompute_activations
 from triptych.training.objectives import Objective
 from triptych.training.parallel import OneProcess

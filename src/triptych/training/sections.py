@@ -57,7 +57,7 @@ class OptimisationConfig(Section):
         clip_norm: gradients are clipped to this norm; 0 is off.
         precision: "bf16" computes in bfloat16; the trained weights stay float32.
         activation_checkpointing: keep of each block its input alone, and compute the rest again for the
-            gradients, which are the same: less memory, about a third more time.
+            gradients, which are the same: less memory for one more forward pass.
         compile: compile the blocks with `torch.compile`, about a minute; for GPUs.
         average_last: number of last checkpoints (one per validation) to average at the end.
         early_stopping: number of validations without improvement after which training stops; 0 is off.
