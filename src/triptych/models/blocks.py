@@ -1,7 +1,7 @@
 """The blocks of every model: attention and feed-forward layers, each in a residual frame."""
 
 from collections.abc import Iterable
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Float
@@ -163,7 +163,7 @@ class Block(nn.Module):
             need_weights: whether to return attention weights.
             positions: of the tokens of `x`; the next ones if None.
         """
-        options = {
+        options: dict[str, Any] = {
             "causal": causal,
             "memory": memory,
             "memory_mask": memory_mask,
