@@ -18,6 +18,7 @@ from triptych.files import hold_folder
 from triptych.runs import resume, train
 from triptych.training import resolve
 from triptych.training.parallel import rows_of_rank
+from triptych.training.parallel.spreading import mesh_shape
 from triptych.training.progress import SilentDisplay
 from triptych.training.state import Counters, find_state, read_counters, shards_folder, write_marker
 
@@ -97,6 +98,22 @@ def test_blocks_that_compute_again_give_the_same_bits_on_two_ranks() -> None:
 @pytest.mark.slow
 def test_muon_changes_matrices_on_two_ranks_as_on_one() -> None:
     run_ranks(2, "muon", "ddp")
+
+
+@pytest.mark.parametrize(
+    ("size", "num_nodes", "shard_size", "shape"),
+    [(16, 2, None, (2, 8)), (4, 1, None, (2, 2)), (16, 2, 4, (4, 4)), (64, 8, 32, (2, 32))],
+)
+def test_hybrid_shards_over_a_machine_or_the_processes_it_is_told(
+    size: int, num_nodes: int, shard_size: int | None, shape: tuple[int, int]
+) -> None:
+    assert mesh_shape("hybrid", size, num_nodes, shard_size) == shape
+
+
+@pytest.mark.parametrize("shard_size", [3, 8, 16])
+def test_hybrid_refuses_groups_that_the_processes_do_not_make(shard_size: int) -> None:
+    with pytest.raises(UsageError, match=f"8 processes in groups of {shard_size} cannot do that"):
+        mesh_shape("hybrid", 8, 1, shard_size)
 
 
 def make_shards(folder: Path, step: int) -> Path:

@@ -46,6 +46,7 @@ _MAY_CHANGE = {
     "training.max_epochs",
     "training.max_steps",
     "training.parallel",
+    "training.shard_size",
     "training.timeout_minutes",
 }
 
@@ -135,8 +136,8 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
 
     Args:
         folder: the run folder.
-        overrides: `training.max_steps`, `max_epochs`, `early_stopping`, `parallel`, `timeout_minutes` and
-            `activation_checkpointing` may change, nothing else.
+        overrides: `training.max_steps`, `max_epochs`, `early_stopping`, `parallel`, `shard_size`,
+            `timeout_minutes` and `activation_checkpointing` may change, nothing else.
         display: shows how it goes; lines on standard error if None.
 
     Raises:

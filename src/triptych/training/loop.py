@@ -470,4 +470,4 @@ def _computing(
     if config.compile:
         compile_blocks(list(objective.blocks(objective.model)), device)
     spread: Callable[..., Computing] = import_module(_SPREADING).spread
-    return spread(objective, parallel, config.precision, world)
+    return spread(objective, parallel, config.precision, world, config.shard_size)

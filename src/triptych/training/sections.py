@@ -69,6 +69,8 @@ class OptimisationConfig(Section):
         parallel: how several processes share the work: "ddp" copies the model to each, "fsdp" shards it over
             all, "hybrid" shards within a machine and copies across, "none" is for one process. If it is left
             out, "ddp" where the model with its optimizer fits a device, "fsdp" or "hybrid" where it does not.
+        shard_size: processes that share one copy of the model with parallel = "hybrid", which must divide
+            their number; those of a machine if None.
         timeout_minutes: how long a process waits for the others before the run ends with an error.
     """
 
@@ -98,6 +100,7 @@ class OptimisationConfig(Section):
     device: str = "auto"
     parallel: Literal["none", "ddp", "fsdp", "hybrid"] | None = None
     keep_states: int = Field(2, ge=1)
+    shard_size: int | None = Field(None, ge=2)
     timeout_minutes: float = Field(10.0, gt=0)
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ is one, too (pytorch #162338), so no average is ever asked for.
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from triptych.errors import UsageError
@@ -29,33 +30,74 @@ from triptych.training.parallel.computing import Computing, Kind, LossOfBatch
 from triptych.training.parallel.world import World
 
 
-def spread(objective: Objective[Any, Any], kind: Kind, precision: str, world: World) -> Computing:
+def spread(
+    objective: Objective[Any, Any],
+    kind: Kind,
+    precision: str,
+    world: World,
+    shard_size: int | None = None,
+) -> Computing:
     """Lay a model on the processes.
 
     Args:
         objective: its model is whole and the same in every process; with "fsdp" and "hybrid" its parameters
             become shards.
         kind: "ddp": a copy for each process; "fsdp": a shard for each; "hybrid": a shard for each process of
-            a machine, and each machine has them all.
+            a group, and each group has them all.
         precision: "fp32", or "bf16" for blocks that compute in bfloat16 and sum gradients in float32.
         world: the processes.
+        shard_size: processes of a group of "hybrid"; those of a machine if None.
 
     Raises:
         UsageError: a kind that these processes cannot do.
     """
-    if kind == "ddp" and precision == "fp32":
-        return Copies(objective, world)
-    shape = mesh_shape(kind, world.size, world.num_nodes)
     device = next(objective.model.parameters()).device.type
+    return lay(objective, make_mesh(kind, precision, device, world, shard_size), precision, world)
+
+
+def make_mesh(
+    kind: Kind, precision: str, device: str, world: World, shard_size: int | None = None
+) -> DeviceMesh | None:
+    """The groups of processes that a kind needs; None if they all are one. Arguments as of `spread`."""
+    if kind == "ddp" and precision == "fp32":
+        return None
+    shape = mesh_shape(kind, world.size, world.num_nodes, shard_size)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("copy", "shard"))
-    return Shards(objective, mesh if shape[0] > 1 else mesh["shard"], precision, world)
+    return mesh if shape[0] > 1 else mesh["shard"]
 
 
-def mesh_shape(kind: Kind, size: int, num_nodes: int) -> tuple[int, int]:
+def lay(
+    objective: Objective[Any, Any],
+    mesh: DeviceMesh | None,
+    precision: str,
+    world: World,
+    hook: Callable[..., Future[Tensor]] | None = None,
+) -> Computing:
+    """Lay a model on the groups of `make_mesh`; other arguments as of `spread`.
+
+    Args:
+        objective: as in `spread`.
+        mesh: the groups.
+        precision: as in `spread`.
+        world: the processes.
+        hook: sums the gradients of copies in the place of DDP's own way, which then compares no weights
+            before training either. For processes that are simulated.
+    """
+    return Copies(objective, world, hook) if mesh is None else Shards(objective, mesh, precision, world)
+
+
+def mesh_shape(kind: Kind, size: int, num_nodes: int, shard_size: int | None = None) -> tuple[int, int]:
     """Copies of the model, and shards of each.
 
+    Args:
+        kind: as in `spread`.
+        size: number of processes.
+        num_nodes: number of machines.
+        shard_size: as in `spread`; on one machine, pairs of processes if None.
+
     Raises:
-        UsageError: "hybrid" on processes that do not make machines of one size, 2 processes or more each.
+        UsageError: "hybrid" on processes that do not make two or more groups of one size, 2 processes or more
+            each.
     """
     match kind:
         case "ddp":
@@ -63,13 +105,13 @@ def mesh_shape(kind: Kind, size: int, num_nodes: int) -> tuple[int, int]:
         case "fsdp":
             return 1, size
         case "hybrid":
-            shards = size // num_nodes
-            if num_nodes == 1:
-                shards = 2
+            shards = shard_size or (2 if num_nodes == 1 else size // num_nodes)
             if shards < 2 or size % shards or size // shards < 2:
+                groups = f"groups of {shards}" if shard_size else f"{num_nodes} machines"
                 raise UsageError(
-                    "training.parallel = 'hybrid' shards within a machine and copies across: "
-                    f"{size} processes on {num_nodes} machines cannot do that; use 'fsdp' or 'ddp'"
+                    "training.parallel = 'hybrid' shards within a group of processes and copies across: "
+                    f"{size} processes in {groups} cannot do that; use another training.shard_size, 'fsdp' "
+                    "or 'ddp'"
                 )
             return size // shards, shards
 
@@ -101,15 +143,22 @@ class _Spread(Computing):
 class Copies(_Spread):
     """Every process has the whole model; gradients are summed while they are made (DDP)."""
 
-    def __init__(self, objective: Objective[Any, Any], world: World) -> None:
+    def __init__(
+        self,
+        objective: Objective[Any, Any],
+        world: World,
+        hook: Callable[..., Future[Tensor]] | None = None,
+    ) -> None:
         super().__init__(objective, world)
         self._loss = LossOfBatch(objective)
         with warnings.catch_warnings():
             # Its successor came with torch 2.13. Tables of positions are buffers, as long as a rank needs.
             warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
             self._wrapped = DistributedDataParallel(
-                self._loss, broadcast_buffers=False, gradient_as_bucket_view=True
+                self._loss, broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=hook is None
             )
+        if hook is not None:
+            self._wrapped.register_comm_hook(None, hook)
 
     def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
         with nullcontext() if last else self._wrapped.no_sync():
@@ -151,7 +200,7 @@ class Shards(_Spread):
     ) -> None:
         super().__init__(objective, world)
         self._mesh, self._tied = mesh, _tied(objective.model)
-        self._blank = copy.deepcopy(objective.model).to("meta")
+        self._blank = _without_values(objective.model)
         policy, blocks = MixedPrecisionPolicy(), list(objective.blocks(objective.model))
         if precision == "bf16":
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -214,6 +263,15 @@ class Shards(_Spread):
         assert isinstance(parameter, DTensor), "every parameter is in a group"
         whole = whole.to(parameter.device)
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _without_values(model: OwnModel) -> OwnModel:
+    """A copy on the "meta" device."""
+    held = [*model.parameters(), *model.buffers()]
+    empty = {id(one): torch.empty_like(one, device="meta") for one in held}
+    for one in model.parameters():
+        empty[id(one)] = nn.Parameter(empty[id(one)], one.requires_grad)
+    return copy.deepcopy(model, empty)
 
 
 def _tied(model: nn.Module) -> list[tuple[str, str]]:
