@@ -75,6 +75,13 @@ def amount(recipe: AnyRecipe, vocabulary: Vocabulary, what: Quantity) -> float:
     return 3.0 * _forward_flops(model) * _tokens(recipe)
 
 
+def training_flops(recipe: AnyRecipe, vocabulary: Vocabulary) -> float | None:
+    """Operations of the matrix products of training, a token of the target; None for a checkpoint's model."""
+    if isinstance(recipe, ContinuedRecipe):
+        return None
+    return amount(recipe, vocabulary, "flops") / _tokens(recipe)
+
+
 def cache_bytes(model: EncoderDecoder | LanguageModel) -> int:
     """Bytes in float32 kept of a token while decoding, over all self-attention layers of the decoder."""
     blocks = model.decoder if isinstance(model, EncoderDecoder) else model.blocks

@@ -15,10 +15,11 @@ from triptych.errors import TriptychError, UsageError
 from triptych.extras import require_extra
 from triptych.files import write_text
 from triptych.runs.training import prepare
-from triptych.studies.budget import Solved, Vocabulary, amount, solve
+from triptych.studies.budget import Solved, Vocabulary, amount, solve, training_flops
 from triptych.studies.job import Job, Result
 from triptych.studies.running import Planned, StudyProgress, run_all
 from triptych.studies.study import Study, recipes_of
+from triptych.text import read_parallel
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import SilentDisplay
 from triptych.training.recipe import AnyRecipe, Recipe, with_values
@@ -43,12 +44,14 @@ class Variant:
         recipe: held to the budget, at its learning rate.
         solved: how it was held to the budget; None if nothing was.
         swept: validation loss by learning rate, where a sweep chose it; NaN where training failed.
+        flops: operations of training, a token of the target; None where they are not counted.
     """
 
     name: str
     recipe: AnyRecipe
     solved: Solved | None = None
     swept: Mapping[float, float] = field(default_factory=dict)
+    flops: float | None = None
 
 
 @final
@@ -116,7 +119,10 @@ def compare_study(
     held = _held(study, made, vocabulary)  # most mistakes show here, before a folder is made
     _claim(folder, study)
     runner = _Runner(study, folder, tell)
-    variants = [_swept(runner, one, say) for one in _timed(runner, study, held)]
+    variants = [
+        replace(one, flops=training_flops(one.recipe, vocabulary))
+        for one in (_swept(runner, one, say) for one in _timed(runner, study, held))
+    ]
     for one in variants:
         if one.solved is not None:
             say(f"{one.name}: {one.solved.describe(study.budget.hold)}")
@@ -133,9 +139,11 @@ def compare_study(
 
 
 def _check_test(study: Study) -> None:
-    for path in () if study.test is None else (study.test.source, study.test.target):
-        if not path.is_file():
-            raise UsageError(f"study {study.name}: [test] names {path}, which does not exist")
+    if study.test is not None:
+        try:
+            read_parallel(study.test)
+        except TriptychError as error:
+            raise UsageError(f"study {study.name}: [test]: {error}") from None
 
 
 def _claim(folder: Path, study: Study) -> None:
@@ -297,6 +305,7 @@ class _Runner:
             folder=place / name,
             result=place / f"{name}.result.json",
             test=self.study.test if stage == "runs" else None,
+            test_sentences=self.study.test_sentences,
             heads=stage == "runs",
         )
         return Planned(name, job, recipe.training.max_steps, threads)

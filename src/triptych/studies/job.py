@@ -22,7 +22,7 @@ from triptych.models.storage import read_own_model
 from triptych.runs.evaluation import evaluate
 from triptych.runs.training import resume, train
 from triptych.studies.budget import cache_bytes
-from triptych.studies.study import TestConfig
+from triptych.text import CorpusSpec, read_parallel
 from triptych.training.metrics import read_metrics
 from triptych.training.recipe import read_recipe
 
@@ -35,7 +35,8 @@ class Job(BaseModel):
         recipe: file of the recipe, with every choice made.
         folder: of the run.
         result: the file that is written at the end.
-        test: what is translated; None for nothing.
+        test: pairs whose source is translated; None for nothing.
+        test_sentences: how many of them, from the start; all if None.
         heads: whether the heads of the trained model are measured.
     """
 
@@ -44,7 +45,8 @@ class Job(BaseModel):
     recipe: Path
     folder: Path
     result: Path
-    test: TestConfig | None = None
+    test: CorpusSpec | None = None
+    test_sentences: int | None = None
     heads: bool = True
 
 
@@ -117,7 +119,7 @@ def _figures(job: Job, num_parameters: int, summary: Mapping[str, Any]) -> dict[
     if isinstance(model, EncoderDecoder) or model.causal:
         figures["cache_bytes"] = cache_bytes(model)
     if job.test is not None:
-        figures |= _translations(job.folder, job.test)
+        figures |= _translations(job.folder, job.test, job.test_sentences)
     return figures
 
 
@@ -133,11 +135,9 @@ def _validation(folder: Path) -> dict[str, float]:
     return {name: chosen[key] for name, key in names.items() if key in chosen}
 
 
-def _translations(folder: Path, test: TestConfig) -> dict[str, float]:
-    sources, references = (
-        path.read_text(encoding="utf-8").splitlines()[: test.max_sentences]
-        for path in (test.source, test.target)
-    )
+def _translations(folder: Path, test: CorpusSpec, count: int | None) -> dict[str, float]:
+    pairs = read_parallel(test)
+    sources, references = pairs.source[:count], pairs.target[:count]
     found = evaluate(folder, sources, references)
     exact = sum(a == b for a, b in zip(found.translations, references, strict=True)) / len(references)
     scores = {score.name: score.value for score in found.scores}

@@ -6,12 +6,18 @@ from statistics import median_high
 from triptych.errors import TriptychError
 from triptych.reports import CurveChart, CurvePoint, Dot, Report, ScatterChart, write_report
 from triptych.studies.budget import in_words
-from triptych.studies.comparing import Outcome
+from triptych.studies.comparing import NOISE, Outcome
 from triptych.studies.statistics import estimate
 from triptych.studies.study import OF_COST
 from triptych.studies.tables import conclusions, tables
 from triptych.training.metrics import read_metrics
 
+_AXES = {
+    "step": "updates",
+    "tokens": "target tokens",
+    "flops": "operations of training (FLOPs)",
+    "seconds": "seconds of training",
+}
 _COSTS = {
     "parameters": "parameters",
     "cache_bytes": "cache (bytes a token)",
@@ -52,13 +58,13 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _curves(outcome: Outcome) -> list[CurveChart]:
-    """Validation loss against updates, tokens and seconds, a line a variant with the interval over seeds."""
+    """Validation loss against `_AXES`, a line a variant with the interval over seeds."""
     histories = {
-        name: [_history(outcome.run_folder(name, seed)) for seed in results]
+        name: [_history(outcome.run_folder(name, seed), _flops(outcome, name)) for seed in results]
         for name, results in outcome.results.items()
     }
     charts = []
-    for key, title in (("step", "updates"), ("tokens", "target tokens"), ("seconds", "seconds of training")):
+    for key, title in _AXES.items():
         lines = tuple((name, _line(each, key)) for name, each in histories.items())
         if any(points for _, points in lines):
             charts.append(
@@ -67,8 +73,13 @@ def _curves(outcome: Outcome) -> list[CurveChart]:
     return charts
 
 
-def _history(folder: Path) -> list[dict[str, float]]:
-    """Every validation, with the tokens and seconds before it."""
+def _flops(outcome: Outcome, name: str) -> float | None:
+    """Of training, a token of the target."""
+    return outcome.variants[outcome.study.baseline_name if name == NOISE else name].flops
+
+
+def _history(folder: Path, flops: float | None) -> list[dict[str, float]]:
+    """Every validation, with the tokens, operations and seconds before it."""
     try:
         records = read_metrics(folder / "metrics.jsonl")
     except (OSError, TriptychError):
@@ -83,6 +94,8 @@ def _history(folder: Path) -> list[dict[str, float]]:
                 "seconds": seconds,
                 "loss": record["valid_loss"],
             }
+            if flops is not None:
+                place["flops"] = tokens * flops
             found.append({name: float(value) for name, value in place.items()})
     return found
 
@@ -95,6 +108,8 @@ def _line(histories: list[list[dict[str, float]]], key: str) -> tuple[CurvePoint
             by_step.setdefault(one["step"], []).append(one)
     points = []
     for _, each in sorted(by_step.items()):
+        if any(key not in one for one in each):
+            continue
         found = estimate([one["loss"] for one in each])
         x = sum(one[key] for one in each) / len(each)
         points.append(CurvePoint(x, found.mean, found.low, found.high))

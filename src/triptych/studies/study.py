@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from triptych import recipes
 from triptych.errors import UsageError
+from triptych.text import CorpusSpec
 from triptych.toml import read_toml
 from triptych.training.recipe import AnyRecipe, explain, merge, resolve
 
@@ -119,22 +120,6 @@ class JobsConfig(_Section):
     workers: int | None = Field(None, ge=1)
 
 
-class TestConfig(_Section):
-    """A text to translate, for BLEU, chrF and exact matches.
-
-    Attributes:
-        source: a file with a sentence a line.
-        target: their translations.
-        max_sentences: how many of them, from the start; all if None.
-    """
-
-    __test__ = False  # no test of ours
-
-    source: Path
-    target: Path
-    max_sentences: int | None = Field(None, ge=1)
-
-
 class Study(_Section):
     """A study, as its file has it.
 
@@ -151,7 +136,9 @@ class Study(_Section):
         budget: what is held equal.
         sweep: how learning rates are chosen.
         jobs: how runs share the machine.
-        test: what is translated for BLEU, chrF and exact matches.
+        test: pairs whose source is translated for BLEU, chrF and exact matches, given as a recipe gives a
+            corpus.
+        test_sentences: how many of them, from the start; all if None.
     """
 
     name: str = Field(pattern=_NAME)
@@ -165,7 +152,8 @@ class Study(_Section):
     budget: BudgetConfig = BudgetConfig()
     sweep: SweepConfig = SweepConfig()
     jobs: JobsConfig = JobsConfig()
-    test: TestConfig | None = None
+    test: CorpusSpec | None = None
+    test_sentences: int | None = Field(None, ge=1)
 
     @field_validator("seeds")
     @classmethod
@@ -191,7 +179,7 @@ class Study(_Section):
         if self.metrics[0] in OF_COST:
             raise ValueError(f"metrics: {self.metrics[0]} cannot decide: put a figure of quality first")
         if (wanted := sorted(OF_TRANSLATIONS & set(self.metrics))) and self.test is None:
-            raise ValueError(f"metrics: {wanted[0]} needs [test] with source and target")
+            raise ValueError(f"metrics: {wanted[0]} needs [test] with source and target, or another corpus")
         return self
 
     @property

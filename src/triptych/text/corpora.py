@@ -7,7 +7,7 @@ from typing import Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from triptych.errors import DataError
+from triptych.errors import DataError, UsageError
 from triptych.text.alignment import locate_slip
 from triptych.text.generated import generate_pairs
 from triptych.text.lines import read_lines
@@ -25,6 +25,7 @@ _OPTION_PLACES = {
     "config_name": ("hub",),
     "generated_part": ("generated",),
     "generated_seed": ("generated",),
+    "generated_task": ("generated",),
 }
 
 
@@ -42,9 +43,11 @@ class CorpusSpec(BaseModel):
         source_field: where the source is in each record of `file` or `hub`: a column or field name (default
             "source"), a dotted path into nested records, or for .tsv a 1-based column number (default "1").
         target_field: where the target is (default "target", for .tsv "2").
-        generated: number of pairs to generate, German to English.
+        generated: number of pairs to generate.
         generated_part: which of the three disjoint parts of the generated pairs.
         generated_seed: seed of the generated pairs.
+        generated_task: what they are: German numbers, dates and sums with their English translations, or one of
+            six small tasks on words that each ask one thing of attention.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,6 +63,9 @@ class CorpusSpec(BaseModel):
     generated: int | None = Field(default=None, ge=1)
     generated_part: Literal["train", "valid", "test"] | None = None
     generated_seed: int = Field(default=0, ge=0)
+    generated_task: Literal[
+        "german-english", "copy", "reverse", "sort", "recall", "ring", "modular-addition"
+    ] = "german-english"
 
     @model_validator(mode="after")
     def _check_that_the_options_agree(self) -> "CorpusSpec":
@@ -207,7 +213,14 @@ def _find_pairs(spec: CorpusSpec, base: Path) -> tuple[str, Iterable[NumberedTex
         return f"{spec.hub} {spec.split}", pairs
     assert spec.generated is not None
     assert spec.generated_part is not None
-    generated = generate_pairs(spec.generated, spec.generated_part, spec.generated_seed)
+    try:
+        generated = generate_pairs(
+            spec.generated, spec.generated_part, spec.generated_seed, spec.generated_task
+        )
+    except ValueError as error:
+        raise UsageError(
+            f"generated = {spec.generated}, generated_part = {spec.generated_part!r}: {error}"
+        ) from None
     return f"generated {spec.generated_part}", enumerate(generated, start=1)
 
 

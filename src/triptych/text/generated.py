@@ -30,8 +30,10 @@ from triptych.text.spelled import (
     spell_ordinal,
     spell_year,
 )
+from triptych.text.tasks import TASKS
 
 PARTS = ("train", "valid", "test")
+GERMAN_ENGLISH = "german-english"
 
 # Tenths of the hash space; the rest is train.
 _VALID_TENTH, _TEST_TENTH = 8, 9
@@ -72,8 +74,8 @@ _EXAMPLES: tuple[TextPair, ...] = (
 )
 
 
-def generate_pairs(count: int, part: str, seed: int) -> list[TextPair]:
-    """Draw sentence pairs of one part of the corpus.
+def generate_pairs(count: int, part: str, seed: int, task: str = GERMAN_ENGLISH) -> list[TextPair]:
+    """Draw sentence pairs of one part of a corpus.
 
     Equal arguments give equal pairs, and a larger count only adds pairs at the end. The parts are
     disjoint whatever the seeds. "valid" and "test" hold no sentence twice; "train" may repeat short ones.
@@ -82,21 +84,26 @@ def generate_pairs(count: int, part: str, seed: int) -> list[TextPair]:
         count: how many pairs, ≥ 0.
         part: "train" (80 % of all sentences), "valid" or "test" (10 % each).
         seed: any integer; each part has a random stream of its own.
+        task: "german-english", or one of the small tasks of `triptych.text.tasks`.
 
     Returns:
-        `count` pairs (German, English), NFC, single spaces, no line breaks.
+        `count` pairs (source, target), NFC, single spaces, no line breaks.
 
     Raises:
-        ValueError: unknown part, negative count, or more distinct sentences wanted than could be found.
-        UsageError: num2words is not installed.
+        ValueError: unknown part or task, negative count, or more distinct sentences wanted than could be found.
+        UsageError: num2words is not installed, which German and English need.
     """
-    require_extra("demo", "num2words", what="generated text")
-    return _collect_pairs(_draw_pair, count, part, seed)
+    if task == GERMAN_ENGLISH:
+        require_extra("demo", "num2words", what="generated text")
+        return _collect_pairs(_draw_pair, count, part, seed)
+    if task not in TASKS:
+        raise ValueError(f"task {task!r} does not exist; choose one of {', '.join((GERMAN_ENGLISH, *TASKS))}")
+    return _collect_pairs(TASKS[task], count, part, seed)
 
 
-def part_of(german: str) -> str:
-    """The part a German sentence belongs to, whatever the seed."""
-    digest = hashlib.blake2b(german.encode("utf-8"), digest_size=8).digest()
+def part_of(source: str) -> str:
+    """The part a source sentence belongs to, whatever the seed."""
+    digest = hashlib.blake2b(source.encode("utf-8"), digest_size=8).digest()
     tenth = int.from_bytes(digest, "big") % 10
     return {_VALID_TENTH: "valid", _TEST_TENTH: "test"}.get(tenth, "train")
 

@@ -1,0 +1,81 @@
+"""Small synthetic tasks as sentence pairs, each of which asks one thing of attention.
+
+Words are parted by spaces, and a tokenizer with room for all of them has a token for each. What a source
+asks has one answer, so exact match is a fair measure.
+
+| task | source | target |
+|---|---|---|
+| copy | letters | the same |
+| reverse | letters | from the last to the first |
+| sort | letters | in the order of the alphabet |
+| recall | pairs of a key and a value, then keys | the value of each of these keys |
+| ring | twelve names in four rings of three, each with a content | for each name, what its successor carries |
+| modular-addition | two residues modulo 59 | their sum |
+
+Recall is associative recall with several questions (Arora et al. 2023, arXiv 2312.04927); modular addition is
+from Power et al. 2022 (arXiv 2201.02177); the ring is that of `docs/questions.md`.
+"""
+
+from collections.abc import Callable, Mapping
+from random import Random
+from string import ascii_lowercase
+
+from triptych.text.spelled import TextPair
+
+_LETTERS = ascii_lowercase[:16]
+_SHORTEST, _LONGEST = 4, 12
+_NUM_PAIRS, _NUM_QUESTIONS = 8, 4
+_NAMES, _CONTENTS = ascii_lowercase[:12], ascii_lowercase[12:24]
+_RING = 3
+_MODULUS = 59
+
+
+def _draw_letters(rng: Random) -> list[str]:
+    return rng.choices(_LETTERS, k=rng.randint(_SHORTEST, _LONGEST))
+
+
+def _draw_copy(rng: Random) -> TextPair:
+    letters = _draw_letters(rng)
+    return " ".join(letters), " ".join(letters)
+
+
+def _draw_reverse(rng: Random) -> TextPair:
+    letters = _draw_letters(rng)
+    return " ".join(letters), " ".join(reversed(letters))
+
+
+def _draw_sort(rng: Random) -> TextPair:
+    letters = _draw_letters(rng)
+    return " ".join(letters), " ".join(sorted(letters))
+
+
+def _draw_recall(rng: Random) -> TextPair:
+    values = {key: str(rng.randrange(len(_LETTERS))) for key in rng.sample(_LETTERS, _NUM_PAIRS)}
+    asked = rng.sample(sorted(values), _NUM_QUESTIONS)
+    told = [word for pair in values.items() for word in pair]
+    return " ".join([*told, "?", *asked]), " ".join(values[key] for key in asked)
+
+
+def _draw_ring(rng: Random) -> TextPair:
+    """Names stand in random order: where a name stands says nothing of where its successor does."""
+    names = rng.sample(range(len(_NAMES)), len(_NAMES))
+    contents = dict(zip(names, rng.sample(_CONTENTS, len(names)), strict=True))
+    successors = [name - name % _RING + (name + 1) % _RING for name in names]
+    told = [_NAMES[name] + contents[name] for name in names]
+    return " ".join(told), " ".join(contents[name] for name in successors)
+
+
+def _draw_modular_addition(rng: Random) -> TextPair:
+    one, other = rng.randrange(_MODULUS), rng.randrange(_MODULUS)
+    return f"{one} {other}", str((one + other) % _MODULUS)
+
+
+# By name, what draws a pair.
+TASKS: Mapping[str, Callable[[Random], TextPair]] = {
+    "copy": _draw_copy,
+    "reverse": _draw_reverse,
+    "sort": _draw_sort,
+    "recall": _draw_recall,
+    "ring": _draw_ring,
+    "modular-addition": _draw_modular_addition,
+}
