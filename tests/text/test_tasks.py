@@ -55,7 +55,7 @@ def test_every_word_is_a_token() -> None:
 def test_a_corpus_of_a_task_is_read_and_more_pairs_than_there_are_is_an_error() -> None:
     spec = CorpusSpec(generated=20, generated_part="test", generated_task="ring")
     assert read_parallel(spec).target[0] == generate_pairs(1, "test", 0, "ring")[0][1]
-    with pytest.raises(UsageError, match="^generated = 5000, .* asked for 5000 distinct sentences"):
+    with pytest.raises(UsageError, match=r"^generated = 5000, .* asked for 5000 distinct sentences"):
         read_parallel(spec.model_copy(update={"generated": 5000, "generated_task": "modular-addition"}))
 
 

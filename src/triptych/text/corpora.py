@@ -46,8 +46,8 @@ class CorpusSpec(BaseModel):
         generated: number of pairs to generate.
         generated_part: which of the three disjoint parts of the generated pairs.
         generated_seed: seed of the generated pairs.
-        generated_task: what they are: German numbers, dates and sums with their English translations, or one of
-            six small tasks on words that each ask one thing of attention.
+        generated_task: what they are: German numbers, dates and sums with their English translations, or one
+            of six small tasks on words that each ask one thing of attention.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -90,7 +90,8 @@ def generate_pairs(count: int, part: str, seed: int, task: str = GERMAN_ENGLISH)
         `count` pairs (source, target), NFC, single spaces, no line breaks.
 
     Raises:
-        ValueError: unknown part or task, negative count, or more distinct sentences wanted than could be found.
+        ValueError: unknown part or task, negative count, or more distinct sentences wanted than
+            could be found.
         UsageError: num2words is not installed, which German and English need.
     """
     if task == GERMAN_ENGLISH:

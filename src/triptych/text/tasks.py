@@ -9,7 +9,7 @@ asks has one answer, so exact match is a fair measure.
 | reverse | letters | from the last to the first |
 | sort | letters | in the order of the alphabet |
 | recall | pairs of a key and a value, then keys | the value of each of these keys |
-| ring | twelve names in four rings of three, each with a content | for each name, what its successor carries |
+| ring | twelve names in rings of three, each with a content | for each name, what its successor carries |
 | modular-addition | two residues modulo 59 | their sum |
 
 Recall is associative recall with several questions (Arora et al. 2023, arXiv 2312.04927); modular addition is
