@@ -49,7 +49,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "costing": {"algebra", "attention", "reports"},
     "recipes": set(),
-    "studies": {"algebra", "checkpoints", "inspection", "models", "recipes", "reports", "runs", "training"},
+    "studies": {
+        *("algebra", "checkpoints", "inspection", "models", "recipes", "reports", "runs", "text", "training"),
+    },
     "harness": {"decoding", "models", "runs", "text"},  # a model as another program takes it
     "demonstration": {
         *("algebra", "attending", "decoding", "models", "recipes", "reports", "rewriting", "runs", "text"),
