@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import AddedToken, models, pre_tokenizers, processors
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer as Inner
 
 from command import Command
 from small_checkpoints import gpt2_that_runs
-from triptych import runs
+from triptych import attend, runs
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.runs.generation import OpenedModel
 from triptych.text import load_tokenizer
@@ -81,6 +82,10 @@ def test_attention_of_the_new_tokens_is_added_on_request(triptych: Command, chec
         for i, row in enumerate(entry["weights"]):
             assert sum(row) == pytest.approx(1, abs=1e-4)
             assert not any(row[len(PROMPT) + i :])
+    seen = attend(checkpoint, PROMPT, max_new_tokens=4).weights
+    for entry in entries:
+        expected = seen[entry["layer"]][entry["head"], len(PROMPT) - 1 : -1, :-1]
+        np.testing.assert_allclose(entry["weights"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(

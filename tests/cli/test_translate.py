@@ -106,7 +106,7 @@ def test_json_gives_scores_tokens_and_the_attention_asked_for(triptych: Command,
     assert record["translation"] == best["text"]
     assert best["log_prob"] < 0
     assert "".join(best["tokens"]).replace("▁", " ").strip() == best["text"]
-    kinds = [(entry["site"], entry["layer"], entry["head"]) for entry in record["attention"]]
+    kinds = [(entry["kind"], entry["layer"], entry["head"]) for entry in record["attention"]]
     assert kinds == [("cross", 1, 0), ("encoder", 0, 0), ("encoder", 0, 1), ("decoder", 0, 1)]
     for entry in record["attention"]:
         assert len(entry["weights"]) == len(entry["rows"])
@@ -118,8 +118,8 @@ def test_json_gives_scores_tokens_and_the_attention_asked_for(triptych: Command,
 @pytest.mark.parametrize(
     ("selection", "message"),
     [
-        ("cross", "write SITE:LAYER:HEAD"),
-        ("memory:0:0", "a site of encoder, decoder, cross"),
+        ("cross", "write KIND:LAYER:HEAD"),
+        ("memory:0:0", "a kind of encoder, decoder, cross"),
         ("cross:2:0", "layer '2' is not 'all' or a number from 0 to 1"),
         ("cross:0:x", "head 'x' is not 'all' or a number from 0 to 1"),
     ],

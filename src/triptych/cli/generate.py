@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +10,10 @@ from typing import Annotated, Any
 import typer
 
 import triptych
+from triptych.attending import LanguageReader, reader_of
+from triptych.attending.saving import head_records
 from triptych.cli.options import DeviceOption, EngineOption, PrecisionOption
-from triptych.cli.selection import parse_index
+from triptych.cli.selection import HeadSelection, parse_index
 from triptych.decoding import Continuation, GenerationOptions, SamplingOptions, TextGenerator
 from triptych.errors import UsageError
 from triptych.text import iterate_file
@@ -166,31 +167,24 @@ def _print(text: str) -> None:
     sys.stdout.buffer.flush()
 
 
-@dataclass(frozen=True)
-class _Selection:
-    """Attention to print: None stands for every layer, or every head."""
-
-    layer: int | None
-    head: int | None
-
-
-def _selection(text: str, generator: TextGenerator) -> _Selection:
+def _selection(text: str, generator: TextGenerator) -> HeadSelection:
     layer, colon, head = text.partition(":")
     if not colon:
         raise UsageError(f"--attention {text}: write LAYER:HEAD, each a number from 0 or 'all'")
     counts = generator.heads_by_layer
     chosen = parse_index(layer, len(counts), "layer", text)
     most = min(counts) if chosen is None else counts[chosen]
-    return _Selection(chosen, parse_index(head, most, "head", text))
+    return HeadSelection("decoder", chosen, parse_index(head, most, "head", text))
 
 
 def _record(
     generator: TextGenerator,
     prompt: str,
     found: Sequence[Continuation],
-    wanted: Sequence[_Selection],
+    wanted: Sequence[HeadSelection],
     chat: bool,
 ) -> dict[str, Any]:
+    attention = _attention(generator, prompt, found, wanted, chat) if wanted else [{}] * len(found)
     return {
         "prompt": prompt,
         "continuations": [
@@ -201,28 +195,27 @@ def _record(
                 "tokens": list(one.pieces),
                 "ids": list(one.ids),
                 "log_probs": list(one.log_probs),
-                **({"attention": _attention(generator, prompt, one, wanted, chat)} if wanted else {}),
+                **own,
             }
-            for one in found
+            for one, own in zip(found, attention, strict=True)
         ],
     }
 
 
 def _attention(
-    generator: TextGenerator, prompt: str, one: Continuation, wanted: Sequence[_Selection], chat: bool
-) -> list[dict[str, Any]]:
-    if not one.ids:
-        return []
-    columns, layers = generator.attention(prompt, one, chat=chat)
-    return [
-        {
-            "layer": layer,
-            "head": head,
-            "rows": list(one.pieces),
-            "columns": list(columns),
-            "weights": [[round(w, 6) for w in row] for row in layers[layer][head].tolist()],
-        }
-        for selection in wanted
-        for layer in (range(len(layers)) if selection.layer is None else [selection.layer])
-        for head in (range(len(layers[layer])) if selection.head is None else [selection.head])
-    ]
+    generator: TextGenerator,
+    prompt: str,
+    found: Sequence[Continuation],
+    wanted: Sequence[HeadSelection],
+    chat: bool,
+) -> Iterator[dict[str, Any]]:
+    """For each continuation the weights with which the text was read before each of its tokens."""
+    ids, reader = generator.encode(prompt, chat=chat), reader_of("the model", generator)
+    assert isinstance(reader, LanguageReader), "a generator has one stack"
+    for one in found:
+        if not one.ids:
+            yield {"attention": []}
+            continue
+        (attention,) = reader.read_ids([[*ids, *one.ids[:-1]]])
+        parts = [part for selection in wanted for part in selection.of(attention)]
+        yield {"attention": [*head_records(parts, len(ids) - 1, one.pieces)]}

@@ -2,8 +2,26 @@
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from triptych.attending import Attention, Part
 from triptych.errors import UsageError
+
+
+class HeadSelection(NamedTuple):
+    """Heads whose attention is printed: None stands for every layer, or every head."""
+
+    kind: str
+    layer: int | None
+    head: int | None
+
+    def of(self, attention: Attention) -> list[Part]:
+        """The heads, layer by layer."""
+        return attention.parts(
+            [self.kind],
+            None if self.layer is None else [self.layer],
+            None if self.head is None else [self.head],
+        )
 
 
 def numbers(text: str, option: str) -> Sequence[int]:

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ import typer
 
 import triptych
 from triptych.attending import reader_of
+from triptych.attending.saving import head_records
 from triptych.attending.viewing import write_attention_page
 from triptych.cli.options import (
     AlphaOption,
@@ -24,8 +24,8 @@ from triptych.cli.options import (
     number_of_workers,
 )
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
-from triptych.cli.selection import parse_index
-from triptych.decoding import SentenceAttention, Translation, Translator
+from triptych.cli.selection import HeadSelection, parse_index
+from triptych.decoding import Translation, Translator
 from triptych.decoding.ahead import Ahead
 from triptych.errors import UsageError
 from triptych.files import write_atomically
@@ -37,7 +37,7 @@ from triptych.text import iterate_file, iterate_lines
 _FIRST_LINES, _LINES_AT_A_TIME = 16, 512
 # Lines whose attention a page shows.
 _MOST_VIEWED = 20
-_SITES = ("encoder", "decoder", "cross")
+_KINDS = ("encoder", "decoder", "cross")
 
 
 def translate(
@@ -72,7 +72,7 @@ def translate(
         list[str] | None,
         typer.Option(
             "--attention",
-            help="With --json: add attention weights, as SITE:LAYER:HEAD (sites encoder, decoder, cross; "
+            help="With --json: add attention weights, as KIND:LAYER:HEAD (kinds encoder, decoder, cross; "
             "numbers from 0, or 'all'). May be repeated.",
         ),
     ] = None,
@@ -138,19 +138,10 @@ def translate(
             _write_page(translator, str(run), viewed, html)
 
 
-@dataclass(frozen=True)
-class _Selection:
-    """Attention to print: None stands for every layer, or every head."""
-
-    site: str
-    layer: int | None
-    head: int | None
-
-
-def _parse_selection(text: str, config: ModelConfig) -> _Selection:
+def _parse_selection(text: str, config: ModelConfig) -> HeadSelection:
     parts = text.split(":")
-    if len(parts) != 3 or parts[0] not in _SITES:
-        raise UsageError(f"--attention {text}: write SITE:LAYER:HEAD with a site of {', '.join(_SITES)}")
+    if len(parts) != 3 or parts[0] not in _KINDS:
+        raise UsageError(f"--attention {text}: write KIND:LAYER:HEAD with a kind of {', '.join(_KINDS)}")
     sites = {
         "encoder": config.encoder_sites,
         "decoder": config.decoder_sites,
@@ -159,7 +150,7 @@ def _parse_selection(text: str, config: ModelConfig) -> _Selection:
     layer = parse_index(parts[1], len(sites), "layer", text)
     chosen = sites if layer is None else [sites[layer]]
     num_heads = min(site.num_heads or config.num_heads for site in chosen)
-    return _Selection(parts[0], layer, parse_index(parts[2], num_heads, "head", text))
+    return HeadSelection(parts[0], layer, parse_index(parts[2], num_heads, "head", text))
 
 
 def _write_page(translator: Translator, name: str, sources: list[str], path: Path) -> None:
@@ -189,7 +180,7 @@ def _text_renderer(num_best: int) -> Callable[[Translation, int], list[str]]:
 
 
 def _json_renderer(
-    translator: Translator, wanted: list[_Selection]
+    translator: Translator, wanted: list[HeadSelection]
 ) -> Callable[[Translation, int], list[str]]:
     def render(translation: Translation, number: int) -> list[str]:
         record: dict[str, Any] = {
@@ -208,30 +199,12 @@ def _json_renderer(
             ],
         }
         if wanted and translation.num_pieces == 1:
-            seen = translator.attention(translation.source)
-            record["attention"] = [entry for selection in wanted for entry in _attention(seen, selection)]
+            seen = triptych.attend(translator, translation.source)
+            parts = [part for selection in wanted for part in selection.of(seen)]
+            record["attention"] = [*head_records(parts)]
         return [json.dumps(record, ensure_ascii=False)]
 
     return render
-
-
-def _attention(seen: SentenceAttention, selection: _Selection) -> Iterator[dict[str, Any]]:
-    layers = getattr(seen.maps, selection.site)
-    queries = seen.source_pieces if selection.site == "encoder" else seen.target_pieces
-    # The decoder reads its own output shifted by one: key i is the token before row i's.
-    shifted = ("<bos>", *seen.target_pieces[:-1])
-    keys = shifted if selection.site == "decoder" else seen.source_pieces
-    for layer in range(len(layers)) if selection.layer is None else [selection.layer]:
-        weights = layers[layer][0]
-        for head in range(weights.shape[0]) if selection.head is None else [selection.head]:
-            yield {
-                "site": selection.site,
-                "layer": layer,
-                "head": head,
-                "rows": list(queries),
-                "columns": list(keys),
-                "weights": [[round(w, 6) for w in row] for row in weights[head].tolist()],
-            }
 
 
 def _as_they_come(lines: Iterable[str]) -> Iterator[list[str]]:
