@@ -92,7 +92,7 @@ def test_windows_cover_a_document_side_by_side() -> None:
         ("give one for each", lambda: cut_windows(pair_reader(), TEXTS, TEXTS[:1])),
         ("whole lines", lambda: cut_windows(pair_reader(), TEXTS, context=8)),
         ("nothing to measure", lambda: cut_windows(language_reader(), ["", "  "])),
-        ("no loss", lambda: attend_over(language_reader(kind="encoder"), TEXTS, worth="zero")),
+        ("no mask token", lambda: attend_over(language_reader(kind="encoder"), TEXTS, worth="zero")),
     ],
 )
 def test_what_does_not_fit_the_model_is_said(said: str, call: object) -> None:

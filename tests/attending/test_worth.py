@@ -17,6 +17,14 @@ from triptych.errors import UsageError
 from triptych.models.sites import attention_sites
 
 
+def masked_reader() -> Any:
+    """An encoder whose tokenizer has a mask."""
+    reader = language_reader(kind="encoder")
+    reader.tokenizer = copy.copy(reader.tokenizer)
+    reader.tokenizer.mask_id = 5
+    return reader
+
+
 def loss(reader: Any, windows: Any) -> float:
     (total, count) = (0.0, 0)
     with torch.no_grad():
@@ -59,7 +67,9 @@ def changed(reader: Any, windows: Any, instead: str, name: str, head: int) -> fl
 
 
 @pytest.mark.parametrize("instead", ["zero", "mean", "even"])
-@pytest.mark.parametrize("make", [language_reader, pair_reader], ids=["decoder", "encoder-decoder"])
+@pytest.mark.parametrize(
+    "make", [language_reader, pair_reader, masked_reader], ids=["decoder", "encoder-decoder", "encoder"]
+)
 def test_a_head_is_worth_the_loss_of_the_model_without_it(make: Any, instead: Any) -> None:
     reader = make()
     windows = windows_of(reader)
@@ -105,7 +115,22 @@ def test_the_model_is_left_as_it_was() -> None:
     assert loss(reader, windows) == before
 
 
-def test_an_encoder_has_no_loss() -> None:
-    reader = language_reader(kind="encoder")
-    with pytest.raises(UsageError, match="predicts no text"):
-        measure_worth(reader, cut_windows(reader, TEXTS))
+def test_an_encoder_predicts_tokens_that_are_hidden_the_same_ones_every_time() -> None:
+    reader = masked_reader()
+    windows = windows_of(reader)
+    (batch,) = batches_of(reader, windows, 1)
+    (again,) = batches_of(reader, windows, 1)
+    assert torch.equal(batch.read, again.read)
+    assert bool((batch.read[batch.predicts] == 5).all())
+    shown = batch.tokens & ~batch.predicts
+    assert torch.equal(batch.read[shown], batch.targets[shown])
+    lengths = [len(window.ids) for window in windows.windows]
+    assert sorted(batch.predicts.sum(dim=1).tolist()) == sorted(max(1, round(0.15 * n)) for n in lengths)
+
+
+def test_a_model_that_predicts_no_tokens_has_no_loss() -> None:
+    for reader, said in ((language_reader(kind="encoder"), "no mask token"), (masked_reader(), "no head")):
+        if said == "no head":
+            reader.model.head = None
+        with pytest.raises(UsageError, match=said):
+            measure_worth(reader, cut_windows(reader, TEXTS))

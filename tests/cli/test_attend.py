@@ -36,6 +36,16 @@ def test_json_is_what_the_library_gives(triptych: Command, small_run: Path, tmp_
         np.testing.assert_allclose(record["heads"][1]["weights"], one.of("cross")[1][1], atol=1e-6)
 
 
+def test_what_heads_write_for_each_token_is_printed_and_in_json(triptych: Command, small_run: Path) -> None:
+    call = ("attend", small_run, "Vier.", "--layers", "0", "--heads", "1", "--writes", "2")
+    record = json.loads(triptych(*call, "--json").out)
+    encoder, _, cross = (head["writes"] for head in record["heads"])
+    assert encoder is None
+    assert [len(nearest) for nearest in cross] == [2] * len(record["source_tokens"])
+    printed = [line.split() for line in triptych(*call, "--kind", "cross").out.splitlines()]
+    assert ["cross", "0", "1", record["source_tokens"][0], *cross[0]] in printed
+
+
 def test_arrays_and_rows_are_written_and_written_again(
     triptych: Command, small_run: Path, tmp_path: Path
 ) -> None:

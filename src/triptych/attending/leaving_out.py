@@ -19,6 +19,8 @@ from triptych.attending.over_text import Window, Windows
 from triptych.attending.readers import PairReader, Reader
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.sites import AnyModel, AttentionSite
+from triptych.text import Tokenizer
+from triptych.text.masking import MaskingSpec
 
 Instead = Literal["zero", "mean", "even"]
 # Of all rows that run together, each with another head left out.
@@ -31,15 +33,17 @@ class Batch(NamedTuple):
 
     Attributes:
         rows: their units.
-        read: what the decoder reads, padded.
+        read: what the decoder reads, padded, or an encoder alone, with masks in the place of some tokens.
         targets: what it predicts at each place.
+        tokens: where `read` is not padding.
         predicts: where it predicts a token that counts.
-        src: what the encoder reads; None without one.
+        src: what the encoder of an encoder-decoder reads; None without one.
     """
 
     rows: tuple[int, ...]
     read: Int[Tensor, "rows length"]
     targets: Int[Tensor, "rows length"]
+    tokens: Bool[Tensor, "rows length"]
     predicts: Bool[Tensor, "rows length"]
     src: Int[Tensor, "rows src_len"] | None
 
@@ -48,13 +52,17 @@ class Batch(NamedTuple):
         if site.stack == "encoder" and isinstance(model, EncoderDecoder):
             assert self.src is not None
             return self.src != model.pad_id
-        return self.predicts
+        return self.tokens
+
+    def mask_of(self, model: LanguageModel) -> Bool[Tensor, "rows 1 1 length"] | None:
+        """What the tokens of a model of one stack may attend to; None where causality says it."""
+        return None if model.causal else self.tokens[:, None, None, :]
 
 
 def run_whole(model: AnyModel, batch: Batch) -> tuple[Tensor, Tensor | None]:
     """The output of the last norm, `[rows, length, d_model]`, and the memory of an encoder-decoder."""
     if isinstance(model, LanguageModel):
-        return model.hidden(batch.read), None
+        return model.hidden(batch.read, mask=batch.mask_of(model)), None
     assert batch.src is not None
     memory = model.encode(batch.src)
     return model.decode(batch.read, memory, model.memory_mask(batch.src)), memory
@@ -70,24 +78,44 @@ def batches_of(reader: Reader, windows: Windows, num_heads: int) -> Iterator[Bat
         after = whole[order[place + 1]].num_tokens if place + 1 < len(order) else 0
         if after and (len(together) + 1) * after * num_heads <= _TOKENS_AT_A_TIME:
             continue
-        yield _batch(reader, [whole[j] for j in together], tuple(units[j] for j in together))
+        yield _batch(reader, [(j, whole[j]) for j in together], tuple(units[j] for j in together))
         together = []
 
 
-def _batch(reader: Reader, windows: Sequence[Window], units: tuple[int, ...]) -> Batch:
-    device = next(reader.model.parameters()).device
-    src = None
-    if isinstance(reader, PairReader):
-        read = [[reader.start_id, *window.ids[:-1]] for window in windows]
-        produced = [[*window.ids] for window in windows]
-        src = _padded([[*(window.source_ids or ())] for window in windows], reader.model.pad_id, device)
+def _batch(reader: Reader, windows: Sequence[tuple[int, Window]], units: tuple[int, ...]) -> Batch:
+    model, src, pad_id, predicts = reader.model, None, 0, None
+    device = next(model.parameters()).device
+    produced = [list(window.ids) for _, window in windows]
+    if isinstance(model, EncoderDecoder):
+        assert isinstance(reader, PairReader), "it has both stacks"
+        pad_id = model.pad_id
+        read = [[reader.start_id, *ids[:-1]] for ids in produced]
+        src = _padded([window.source_ids or () for _, window in windows], pad_id, device)
+    elif model.causal:
+        read, produced = [ids[:-1] for ids in produced], [ids[1:] for ids in produced]
     else:
-        read = [[*window.ids[:-1]] for window in windows]
-        produced = [[*window.ids[1:]] for window in windows]
+        hidden = [_hidden(reader.output_tokenizer, window.ids, number) for number, window in windows]
+        read = [ids for ids, _ in hidden]
+        predicts = _padded([places for _, places in hidden], 0, device).bool()
     lengths = torch.tensor([len(ids) for ids in read], device=device)
-    padded = _padded(read, reader.model.pad_id if isinstance(reader.model, EncoderDecoder) else 0, device)
-    predicts = torch.arange(padded.shape[1], device=device) < lengths[:, None]
-    return Batch(units, padded, _padded(produced, 0, device), predicts, src)
+    padded = _padded(read, pad_id, device)
+    tokens = torch.arange(padded.shape[1], device=device) < lengths[:, None]
+    return Batch(
+        units, padded, _padded(produced, 0, device), tokens, tokens if predicts is None else predicts, src
+    )
+
+
+def _hidden(tokenizer: Tokenizer, ids: Sequence[int], number: int) -> tuple[list[int], list[int]]:
+    """A window of an encoder with some tokens hidden, and 1 where; the same for the same number.
+
+    So many are hidden as in training, each by the mask token.
+    """
+    ordinary = [place for place, token in enumerate(ids) if token not in tokenizer.special_ids]
+    order = torch.randperm(len(ordinary), generator=torch.Generator().manual_seed(number)).tolist()
+    chosen = {ordinary[i] for i in order[: max(1, round(MaskingSpec().share * len(ordinary)))]}
+    assert tokenizer.mask_id is not None, "`require_loss` asks for it"
+    read = [tokenizer.mask_id if place in chosen else token for place, token in enumerate(ids)]
+    return read, [int(place in chosen) for place in range(len(ids))]
 
 
 def _padded(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> Tensor:
@@ -145,8 +173,10 @@ class WholeRun:
         if isinstance(model, LanguageModel):
             order = model.architecture.order or tuple(range(len(model.blocks)))
             x = self._repeated(self._streams[id(model.blocks[site.block])], times)
+            mask = self._batch.mask_of(model)
+            mask = None if mask is None else self._repeated(mask, times)
             for number in order[order.index(site.block) :]:
-                x = model.blocks[number](x, causal=model.causal).x
+                x = model.blocks[number](x, mask, causal=model.causal).x
             return self._losses(model.final_norm(x))
         assert self._batch.src is not None
         assert self._memory is not None

@@ -1,8 +1,9 @@
-"""The strongest looks of every head, as a table."""
+"""The strongest looks of every head, and what it writes, as tables."""
 
 from collections.abc import Sequence
 
 from triptych.attending.attention import Part
+from triptych.attending.writing import TokenWriter
 from triptych.reports import Table
 
 _EACH = 3
@@ -24,6 +25,23 @@ def strongest_looks(parts: Sequence[Part]) -> Table:
     ]
     columns = ("kind", "layer", "head", "first token", *(f"look {n + 1}" for n in range(_EACH)))
     return Table("strongest looks: token that looks → token looked at", columns, tuple(rows))
+
+
+def written_tokens(parts: Sequence[Part], writer: TokenWriter) -> Table:
+    """A row for every head and every token that it may look at: the tokens nearest to what it writes for it.
+
+    Args:
+        parts: the heads; those of layers whose output nothing reads as tokens have no rows.
+        writer: of the model.
+    """
+    rows = [
+        (part.stack.kind, str(part.layer.number), str(head), _shown(key), "  ".join(map(_shown, nearest)))
+        for part in parts
+        for head in part.heads
+        for key, nearest in zip(part.stack.keys, writer.of(part, head) or (), strict=False)
+    ]
+    title = "what heads write for each token: nearest tokens through the output table"
+    return Table(title, ("kind", "layer", "head", "token", "writes"), tuple(rows))
 
 
 def _strongest(part: Part) -> list[tuple[str, ...]]:

@@ -143,7 +143,7 @@ def attend_over(
         progress: told what is done, how much of it and of how much.
 
     Raises:
-        UsageError: something does not fit the model: targets, context, `worth` of an encoder.
+        UsageError: something does not fit the model: targets, context, `worth` where nothing is predicted.
         DataError: files missing or damaged, or a family that cannot be run.
     """
     reader = model if isinstance(model, Reader) else open_reader(model, device)

@@ -39,6 +39,11 @@ class Reader(ABC):
     name: str
     model: LanguageModel | EncoderDecoder
 
+    @property
+    @abstractmethod
+    def output_tokenizer(self) -> Tokenizer:
+        """Of the tokens that the output table stands for."""
+
     @abstractmethod
     def read(
         self, texts: Sequence[str], targets: Sequence[str] | None = None, max_new_tokens: int = 0
@@ -76,6 +81,10 @@ class LanguageReader(Reader):
         masked = None if config.masked is None else config.masked.padding
         choices = (config.padding_id, masked, self.tokenizer.pad_id, 0)
         self._pad_id = next(choice for choice in choices if choice is not None)
+
+    @property
+    def output_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
 
     def read(
         self, texts: Sequence[str], targets: Sequence[str] | None = None, max_new_tokens: int = 0
@@ -185,6 +194,10 @@ class PairReader(Reader):
     def tokenizers(self) -> tuple[Tokenizer, Tokenizer]:
         """Of the source and of the target."""
         return self._tokens.source_tokenizer, self._tokens.target_tokenizer
+
+    @property
+    def output_tokenizer(self) -> Tokenizer:
+        return self._tokens.target_tokenizer
 
     def read_ids(
         self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], *, generated: bool = False

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from triptych.attending.attention import Attention, HeadNote, Part
 from triptych.attending.maps import TopMap
 from triptych.attending.page import AttentionPage
+from triptych.attending.writing import TokenWriter
 from triptych.errors import UsageError
 from triptych.files import write_atomically
 
@@ -31,11 +32,13 @@ class Saved(NamedTuple):
         attention: of the text.
         parts: the heads.
         top: weights of every query, the largest ones; all if None.
+        writer: in JSON, also what heads write for each token; not if None.
     """
 
     attention: Attention
     parts: Sequence[Part]
     top: int | None = None
+    writer: TokenWriter | None = None
 
     def page(
         self,
@@ -61,6 +64,8 @@ class Saved(NamedTuple):
 def json_pieces(saved: Saved) -> Iterator[str]:
     """The text of a JSON object, in pieces: tokens, and the weights of every head to 7 digits.
 
+    With a writer, `writes` of a head has the nearest tokens to what it writes for each key, or is null.
+
     Raises:
         UsageError: too many weights.
     """
@@ -80,13 +85,42 @@ def json_pieces(saved: Saved) -> Iterator[str]:
     first = True
     for part in saved.parts:
         for head in part.heads:
-            yield ("" if first else ", ") + _dumped(_head_record(part, head, saved.top))
+            record = _head_record(part, head, saved.top)
+            if saved.writer is not None:
+                record["writes"] = saved.writer.of(part, head)
+            yield ("" if first else ", ") + _dumped(record)
             first = False
     yield "]}"
 
 
+def head_records(
+    parts: Sequence[Part], first: int = 0, rows: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Heads as JSON has them each by itself: its place, the tokens of rows and columns, and the weights.
+
+    Args:
+        parts: the heads.
+        first: the query of the first row.
+        rows: what to call the rows; the tokens of the queries if None.
+    """
+    for part in parts:
+        tokens = part.stack.queries[first:] if rows is None else rows
+        for head in part.heads:
+            (weights,) = part.layer.weights(slice(first, None), [head]).tolist()
+            yield {
+                **_place(part, head),
+                "rows": list(tokens),
+                "columns": list(part.stack.keys),
+                "weights": [_rounded(row) for row in weights],
+            }
+
+
+def _place(part: Part, head: int) -> dict[str, Any]:
+    return {"kind": part.stack.kind, "layer": part.layer.number, "head": head}
+
+
 def _head_record(part: Part, head: int, top: int | None) -> dict[str, Any]:
-    record: dict[str, Any] = {"kind": part.stack.kind, "layer": part.layer.number, "head": head}
+    record = _place(part, head)
     if top is None:
         rows = [row for block in part.layer.blocks([head]) for row in block.weights[0].tolist()]
         return {**record, "weights": [_rounded(row) for row in rows]}

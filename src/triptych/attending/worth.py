@@ -24,7 +24,7 @@ from triptych.attending.leaving_out import (
 from triptych.attending.over_text import Told, Windows
 from triptych.attending.readers import Reader
 from triptych.errors import UsageError
-from triptych.models import LanguageModel
+from triptych.models import EncoderDecoder
 from triptych.models.sites import AttentionSite, attention_sites
 
 # Every one is read as often as the model has heads.
@@ -94,13 +94,14 @@ def measure_worth(
     """Leave every head of a model out in turn, and measure the loss on a text.
 
     Args:
-        reader: a decoder, or an encoder-decoder with targets.
+        reader: a decoder, an encoder-decoder with targets, or an encoder that predicts masked tokens: its
+            loss is over 15 % of each window's tokens, drawn once, which are hidden by the mask.
         windows: of the text; see `cut_windows`.
         instead: what takes the place of the head's output.
         progress: told how many layers of how many, over all batches, are done.
 
     Raises:
-        UsageError: an encoder, which predicts no text.
+        UsageError: a model that predicts no tokens.
     """
     require_loss(reader)
     model = reader.model
@@ -129,14 +130,23 @@ def measure_worth(
 
 
 def require_loss(reader: Reader) -> None:
-    """The model predicts text.
+    """The model predicts tokens: the next ones, or those that a mask hides.
 
     Raises:
         UsageError: it does not.
     """
     model = reader.model
-    if isinstance(model, LanguageModel) and (not model.causal or model.head is None):
-        raise UsageError(f"{reader.name} predicts no text, and has no loss to change: --worth is for others")
+    if isinstance(model, EncoderDecoder):
+        return
+    if model.head is None or model.head.config.outputs not in (None, model.vocab_size):
+        raise UsageError(
+            f"{reader.name} has no head that predicts tokens, and so no loss: leaving heads out (--worth) "
+            "needs one"
+        )
+    if not model.causal and reader.output_tokenizer.mask_id is None:
+        raise UsageError(
+            f"the tokenizer of {reader.name} has no mask token: an encoder has no loss (--worth) without it"
+        )
 
 
 def _mean_outputs(

@@ -1,6 +1,5 @@
 """What heads write for the tokens that they look at: W_OV read through a model's output table."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -9,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from triptych.algebra.resampling import ratio_intervals
-from triptych.attending.attention import LayerAttention
+from triptych.attending.attention import LayerAttention, Part
 from triptych.attending.capture import LayerCall
 from triptych.attending.over_text import Told, Windows, ids_of, layers_of, read_windows
 from triptych.attending.readers import Reader
@@ -19,6 +18,7 @@ from triptych.models import EncoderDecoder, LanguageModel
 NEAREST = 5
 # Multiplications for the logits of one layer of one window: it is tried at fewer tokens of larger models.
 _MOST_PRODUCTS = 1 << 32
+_LOGITS_AT_A_TIME = 1 << 25
 
 
 @final
@@ -65,8 +65,57 @@ def nearest_tokens(
         table: of the model.
         head: its number.
         count: tokens for each key.
+
+    Raises:
+        UsageError: there is no such head.
     """
-    return table.logits(_written(layer.call, slice(None))[head]).topk(count, dim=-1).indices
+    layer.require_heads([head])
+    written = _written(layer.call, slice(None))[head]
+    step, count = max(1, _LOGITS_AT_A_TIME // len(table.table)), min(count, len(table.table))
+    found = [
+        table.logits(written[start : start + step]).topk(count, dim=-1).indices
+        for start in range(0, len(written), step)
+    ]
+    return torch.cat(found)
+
+
+@final
+class TokenWriter:
+    """What heads of a model write for each token of a text that they may look at, as tokens.
+
+    That is `y W_V W_O` for the input y of the token, without biases, read through the last norm and the
+    output table; of an encoder without an output table, through its embedding table.
+    """
+
+    def __init__(self, reader: Reader, count: int = NEAREST) -> None:
+        """For a model.
+
+        Args:
+            reader: the model.
+            count: tokens for each token of the text.
+        """
+        self._reader, self._count = reader, count
+
+    def of(self, part: Part, head: int) -> tuple[tuple[str, ...], ...] | None:
+        """For each key of a stack the tokens nearest to what a head writes for it, the nearest first.
+
+        Args:
+            part: of the text, with the layer.
+            head: its number.
+
+        Returns:
+            A tuple of tokens for every key; None where nothing reads the stack as tokens: the encoder of an
+            encoder-decoder.
+
+        Raises:
+            UsageError: there is no such head.
+        """
+        table, tokenizer = OutputTable.of(self._reader.model, part.stack.kind), self._reader.output_tokenizer
+        if table is None:
+            return None
+        own = OutputTable(table.norm, table.table[: tokenizer.vocab_size])  # rows past it are no tokens
+        found = nearest_tokens(part.layer, own, head, self._count)
+        return tuple(tuple(tokenizer.pieces(ids)) for ids in found.tolist())
 
 
 def _written(call: LayerCall, keys: slice | Tensor) -> Float[Tensor, "heads keys d_model"]:
@@ -140,8 +189,3 @@ def _spread(ids: Int[Tensor, " keys"], most: int) -> Int[Tensor, " kept"]:
     keys = (ids >= 0).nonzero()[:, 0]
     step = -(-len(keys) // max(1, most))
     return keys[::step]
-
-
-def titles(tokens: Sequence[str], ids: Int[Tensor, " count"]) -> tuple[str, ...]:
-    """Tokens by number."""
-    return tuple(tokens[int(i)] for i in ids)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import triptych
 from triptych.attending import AttentionBatch, Reader, open_reader
-from triptych.attending.looks import strongest_looks
+from triptych.attending.looks import strongest_looks, written_tokens
 from triptych.attending.over import OverText
 from triptych.attending.over_page import head_notes, notes_origin
 from triptych.attending.page import AttentionPage, ViewedKind, join_pages
@@ -25,6 +25,7 @@ from triptych.attending.saving import (
     write_npz,
 )
 from triptych.attending.viewing import write_attention_page
+from triptych.attending.writing import TokenWriter
 from triptych.cli.options import DeviceOption
 from triptych.cli.outputs import ForceOption, Output, require_free
 from triptych.cli.over import (
@@ -71,6 +72,14 @@ TopOption = Annotated[
     int | None,
     typer.Option("--top", min=1, help="Keep the K largest weights of each token, and the sum of the others."),
 ]
+WritesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--writes",
+        min=1,
+        help="Show what each head writes for each token (W_OV): the K nearest tokens of the output table.",
+    ),
+]
 NpzOption = Annotated[Path | None, typer.Option("--npz", help="Write NumPy arrays to this file.")]
 CsvOption = Annotated[
     Path | None, typer.Option("--csv", help="Write a row for every weight above 0 to this file.")
@@ -96,6 +105,7 @@ def attend(
     layers: LayersOption = None,
     heads: HeadsOption = None,
     top: TopOption = None,
+    writes: WritesOption = None,
     npz: NpzOption = None,
     csv_file: CsvOption = None,
     over: OverOption = None,
@@ -121,7 +131,7 @@ def attend(
     With a text, --over and --html, the page of the text says of every head what it does.
     """
     corpus = OverChoice.of(over, over_targets, documents, context, tokens, worth, explain=explain)
-    texts, chosen = _Texts(text, file, target, max_new_tokens), _Heads(kind, layers, heads, top)
+    texts, chosen = _Texts(text, file, target, max_new_tokens), _Heads(kind, layers, heads, top, writes)
     files = _Files(npz, csv_file, html, svg, png)
     is_of_heads = corpus is not None and not texts.are_given
     read = [Path(model), *texts.read(), *([] if corpus is None else corpus.read())]
@@ -135,7 +145,7 @@ def attend(
     if corpus is not None and html is None:
         raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
     reader = open_reader(model, device)
-    saved = chosen.of(texts.attend(reader))
+    saved = chosen.of(texts.attend(reader), reader)
     files.write(saved, None if corpus is None else corpus.measure(reader))
     _print(saved, files.given(), as_json=as_json)
 
@@ -184,18 +194,20 @@ class _Texts(NamedTuple):
 
 
 class _Heads(NamedTuple):
-    """Heads to show, as the options have them, and how many weights of each row."""
+    """Heads to show, as the options have them, with how many weights and written tokens."""
 
     kinds: list[str] | None
     layers: str | None
     heads: str | None
     top: int | None
+    writes: int | None
 
-    def of(self, attention: AttentionBatch) -> list[Saved]:
+    def of(self, attention: AttentionBatch, reader: Reader) -> list[Saved]:
         """What is chosen of each text."""
         layers = None if self.layers is None else numbers(self.layers, "--layers")
         heads = None if self.heads is None else numbers(self.heads, "--heads")
-        return [Saved(one, one.parts(self.kinds, layers, heads), self.top) for one in attention]
+        writer = None if self.writes is None else TokenWriter(reader, self.writes)
+        return [Saved(one, one.parts(self.kinds, layers, heads), self.top, writer) for one in attention]
 
 
 class _Files(NamedTuple):
@@ -266,8 +278,11 @@ def _print(saved: Sequence[Saved], written: Sequence[Path], *, as_json: bool) ->
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for path in written:
         console.print(f"written: {path}")
-    for one in saved if not written else ():
-        console.print(render_table(strongest_looks(one.parts)))
+    for one in saved:
+        if one.writer is not None:
+            console.print(render_table(written_tokens(one.parts, one.writer)))
+        elif not written:
+            console.print(render_table(strongest_looks(one.parts)))
 
 
 def _print_piece(text: str) -> None:
