@@ -11,7 +11,14 @@ import pytest
 
 from studying import STUDY
 from triptych.errors import UsageError
-from triptych.studies import Outcome, StudyStoppedError, compare_study, read_study, write_study_page
+from triptych.studies import (
+    Outcome,
+    StudyStoppedError,
+    compare_study,
+    read_study,
+    write_study_page,
+    write_study_pictures,
+)
 from triptych.studies.comparing import NOISE
 from triptych.studies.tables import conclusions, figures, markdown, runs_csv
 
@@ -37,6 +44,9 @@ def test_a_planted_difference_is_found_and_the_report_says_so(place: Path, stand
     assert "| shared |" in markdown(outcome)
     assert runs_csv(outcome).count("\n") == 1 + 9
     pytest.importorskip("vl_convert")
+    differences, curves = write_study_pictures(outcome, place)
+    assert "loss: difference to factored" in differences.read_text()
+    assert "Validation loss against updates" in curves.read_text()
     write_study_page(outcome, place / "page.html")
     page = (place / "page.html").read_text()
     for axis in ("updates", "target tokens", "operations of training (FLOPs)", "seconds of training"):

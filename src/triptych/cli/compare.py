@@ -14,7 +14,7 @@ from rich.text import Text
 import triptych
 from triptych.files import write_text
 from triptych.reports.terminal import render_table
-from triptych.studies import StudyProgress, read_study, tables, write_study_page
+from triptych.studies import StudyProgress, read_study, tables, write_study_page, write_study_pictures
 
 
 def compare(
@@ -27,8 +27,8 @@ def compare(
 ) -> None:
     """Train variants of a recipe over several seeds and compare them.
 
-    Writes runs.csv, README.md and report.html into the folder. A study that was stopped goes on when the same
-    command is given again; runs that are done are not made again.
+    Writes runs.csv, README.md, report.html and two pictures into the folder. A study that was stopped goes on
+    when the same command is given again; runs that are done are not made again.
     """
     read = read_study(study)
     folder = out or Path("studies") / read.name
@@ -45,6 +45,7 @@ def compare(
     write_text(folder / "runs.csv", tables.runs_csv(outcome))
     write_text(folder / "README.md", tables.markdown(outcome))
     write_study_page(outcome, folder / "report.html")
+    write_study_pictures(outcome, folder)
     if as_json:
         print(json.dumps(tables.figures(outcome), indent=2))
     else:
@@ -77,4 +78,4 @@ def _print(outcome: "triptych.studies.Outcome", folder: Path) -> None:
         console.print()
     for line in tables.conclusions(outcome):
         console.print(line, soft_wrap=True)
-    print(f"{folder}: runs.csv, README.md, report.html", file=sys.stderr)
+    print(f"{folder}: runs.csv, README.md, report.html, differences.svg, curves.svg", file=sys.stderr)

@@ -3,7 +3,7 @@
 The room knows nothing of models or text; whoever has something to show fills the records.
 """
 
-from triptych.reports.html import is_page, render, require_charts, write_report
+from triptych.reports.html import is_page, render, require_charts, write_picture, write_report
 from triptych.reports.parquet import is_parquet, write_parquet
 from triptych.reports.records import (
     AttentionPicture,
@@ -12,6 +12,8 @@ from triptych.reports.records import (
     CurveChart,
     CurvePoint,
     Dot,
+    Interval,
+    IntervalChart,
     MetricPoint,
     Report,
     ScatterChart,
@@ -27,6 +29,8 @@ __all__ = [
     "CurveChart",
     "CurvePoint",
     "Dot",
+    "Interval",
+    "IntervalChart",
     "MetricPoint",
     "Report",
     "ScatterChart",
@@ -40,5 +44,6 @@ __all__ = [
     "render_table",
     "require_charts",
     "write_parquet",
+    "write_picture",
     "write_report",
 ]

@@ -9,7 +9,10 @@ from triptych.reports.records import (
     CurveChart,
     CurvePoint,
     Dot,
+    Interval,
+    IntervalChart,
     MetricPoint,
+    Plot,
     ScatterChart,
 )
 
@@ -53,9 +56,15 @@ def learning_rate_chart(metrics: Sequence[MetricPoint]) -> Spec | None:
     return _line_chart(_rows(metrics, "learning_rate", "learning rate"), "learning rate", height=150)
 
 
-def plot(chart: CurveChart | ScatterChart) -> Spec | None:
+def plot(chart: Plot) -> Spec | None:
     """Curves with bands, or points with intervals; None if there is nothing to draw."""
-    return _curves(chart) if isinstance(chart, CurveChart) else _scatter(chart)
+    match chart:
+        case CurveChart():
+            return _curves(chart)
+        case ScatterChart():
+            return _scatter(chart)
+        case IntervalChart():
+            return _intervals(chart)
 
 
 def bar_chart(chart: BarChart) -> Spec | None:
@@ -212,7 +221,41 @@ def _scatter(chart: ScatterChart) -> Spec | None:
     }
 
 
-def _height(point: CurvePoint | Dot) -> Spec:
+def _intervals(chart: IntervalChart) -> Spec | None:
+    rows = [{"name": one.name, **_height(one)} for one in chart.intervals if math.isfinite(one.mean)]
+    if not rows:
+        return None
+    names = [row["name"] for row in rows]
+    told = [
+        _of("name:N", title="of"),
+        _of("mean:Q", title=chart.x_title, format="+.4~g"),
+        _of("low:Q", title="95 % from", format="+.4~g"),
+        _of("high:Q", title="to", format="+.4~g"),
+    ]
+    return {
+        "data": {"values": rows},
+        "width": "container",
+        "height": {"step": 24},
+        "encoding": {"y": _of("name:N", title=None, sort=names)},
+        "layer": [
+            {
+                "mark": {"type": "rule", "color": _PALE},
+                "encoding": {"x": {"datum": 0}, "y": {"value": 0}, "y2": {"value": 24 * len(rows)}},
+            },
+            {
+                "mark": {"type": "rule", "strokeWidth": 2, "color": _INK},
+                "encoding": {"x": _of("low:Q", title=chart.x_title), "x2": {"field": "high"}},
+            },
+            {
+                "mark": {"type": "circle", "size": 60, "color": _ACCENT, "opacity": 1},
+                "encoding": {"x": _of("mean:Q", title=chart.x_title), "tooltip": told},
+            },
+        ],
+        **_LOOK,
+    }
+
+
+def _height(point: CurvePoint | Dot | Interval) -> Spec:
     """Where there is no interval it is the mean alone: JSON has no NaN."""
     return {
         "mean": point.mean,

@@ -20,12 +20,13 @@ from triptych.reports.charts import (
     loss_chart,
     plot,
 )
-from triptych.reports.records import Report
+from triptych.reports.records import Plot, Report
 
 # In the head of every page, so that one is known again.
 GENERATOR = '<meta name="generator" content="triptych">'
 
 _HERE = Path(__file__).parent
+_PICTURE_WIDTH = 640  # pixels
 
 
 def is_page(path: Path) -> bool:
@@ -55,6 +56,31 @@ def write_report(report: Report, path: Path) -> None:
         UsageError: there are charts, and vl-convert is not installed.
     """
     write_text(path, render_report(report))
+
+
+def write_picture(chart: Plot, path: Path) -> bool:
+    """Write one chart as an SVG file.
+
+    Args:
+        chart: what to draw.
+        path: the file to make or replace; its folder must exist.
+
+    Returns:
+        Whether there was anything to draw.
+
+    Raises:
+        OSError: the file cannot be written.
+        UsageError: vl-convert is not installed.
+    """
+    require_extra("reports", "vl_convert", what="a picture of a chart")
+    import vl_convert
+
+    spec = plot(chart)
+    if spec is None:
+        return False
+    titled = {**spec, "width": _PICTURE_WIDTH, "background": "white", "title": chart.title}
+    write_text(path, vl_convert.vegalite_to_svg(titled))
+    return True
 
 
 def render_report(report: Report) -> str:

@@ -181,6 +181,30 @@ class ScatterChart:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """A named estimate with its interval; NaN ends where there is none."""
+
+    name: str
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class IntervalChart:
+    """Estimates below each other, each with its interval, and a line at 0."""
+
+    title: str
+    x_title: str
+    intervals: tuple[Interval, ...]
+    caption: str = ""
+
+
+# What `plot` draws.
+Plot = CurveChart | ScatterChart | IntervalChart
+
+
+@dataclass(frozen=True)
 class Report:
     """One page: a training run, or things of one kind side by side; every part but the title may be empty."""
 
@@ -197,4 +221,4 @@ class Report:
     samples: tuple[TranslationSample, ...] = ()
     viewer: Mapping[str, Any] | None = None
     """Attention: the data of `viewer.html`, which `attending/viewing.py` makes."""
-    plots: tuple[CurveChart | ScatterChart, ...] = ()
+    plots: tuple[Plot, ...] = ()

@@ -1,7 +1,7 @@
 """Studies: variants of a recipe trained over several seeds, and compared with what chance alone gives."""
 
 from triptych.studies.comparing import Outcome, Variant, compare_study
-from triptych.studies.pages import write_study_page
+from triptych.studies.pages import write_study_page, write_study_pictures
 from triptych.studies.running import StudyProgress, StudyStoppedError
 from triptych.studies.study import Study, read_study
 
@@ -14,4 +14,5 @@ __all__ = [
     "compare_study",
     "read_study",
     "write_study_page",
+    "write_study_pictures",
 ]

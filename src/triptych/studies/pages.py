@@ -4,12 +4,22 @@ from pathlib import Path
 from statistics import median_high
 
 from triptych.errors import TriptychError
-from triptych.reports import CurveChart, CurvePoint, Dot, Report, ScatterChart, write_report
+from triptych.reports import (
+    CurveChart,
+    CurvePoint,
+    Dot,
+    Interval,
+    IntervalChart,
+    Report,
+    ScatterChart,
+    write_picture,
+    write_report,
+)
 from triptych.studies.budget import in_words
 from triptych.studies.comparing import NOISE, Outcome
 from triptych.studies.statistics import estimate
-from triptych.studies.study import OF_COST
-from triptych.studies.tables import conclusions, tables
+from triptych.studies.study import HIGHER_IS_BETTER, OF_COST
+from triptych.studies.tables import compared, conclusions, noise_floor, tables
 from triptych.training.metrics import read_metrics
 
 _AXES = {
@@ -33,10 +43,45 @@ def write_study_page(outcome: Outcome, path: Path) -> None:
         title=study.name,
         summary="\n\n".join(conclusions(outcome)),
         facts=tuple(_facts(outcome)),
-        plots=(*_curves(outcome), *_scatters(outcome)),
+        plots=(*_differences(outcome), *_curves(outcome), *_scatters(outcome)),
         tables=tuple(tables(outcome)),
     )
     write_report(report, path)
+
+
+def write_study_pictures(outcome: Outcome, folder: Path) -> list[Path]:
+    """Write what a report of the study shows first as SVG files: differences, and a curve against updates.
+
+    Returns:
+        The files.
+    """
+    charts = {"differences.svg": _differences(outcome)[:1], "curves.svg": _curves(outcome)[:1]}
+    return [
+        folder / name
+        for name, (*found,) in charts.items()
+        if any(write_picture(chart, folder / name) for chart in found)
+    ]
+
+
+def _differences(outcome: Outcome) -> list[IntervalChart]:
+    """Each variant minus the baseline, a chart for each metric of quality; the noise floor among them."""
+    charts = []
+    for metric in outcome.study.metrics:
+        if metric in OF_COST:
+            continue
+        found = {name: one.difference for name, one in compared(outcome, metric).items()}
+        if floor := noise_floor(outcome, metric):
+            found[NOISE] = floor
+        better = "higher" if metric in HIGHER_IS_BETTER else "lower"
+        words = metric.replace("_", " ")
+        charts.append(
+            IntervalChart(
+                f"{words}: difference to {outcome.study.baseline_name}",
+                f"difference in {words} ({better} is better), 95 % interval",
+                tuple(Interval(name, one.mean, one.low, one.high) for name, one in found.items()),
+            )
+        )
+    return charts
 
 
 def _facts(outcome: Outcome) -> list[tuple[str, str]]:
