@@ -10,6 +10,7 @@ from triptych.reports import (
     Dot,
     Interval,
     IntervalChart,
+    Plot,
     Report,
     ScatterChart,
     write_picture,
@@ -55,12 +56,11 @@ def write_study_pictures(outcome: Outcome, folder: Path) -> list[Path]:
     Returns:
         The files.
     """
-    charts = {"differences.svg": _differences(outcome)[:1], "curves.svg": _curves(outcome)[:1]}
-    return [
-        folder / name
-        for name, (*found,) in charts.items()
-        if any(write_picture(chart, folder / name) for chart in found)
+    charts: list[tuple[str, Sequence[Plot]]] = [
+        ("differences.svg", _differences(outcome)[:1]),
+        ("curves.svg", _curves(outcome)[:1]),
     ]
+    return [folder / name for name, found in charts for chart in found if write_picture(chart, folder / name)]
 
 
 def _differences(outcome: Outcome) -> list[IntervalChart]:
