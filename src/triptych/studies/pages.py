@@ -1,5 +1,6 @@
 """The page of a study: curves, quality against cost, tables."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median_high
 
