@@ -20,62 +20,74 @@ from triptych.errors import UsageError
 from triptych.models.device import find_device
 from triptych.reports import Table, is_page, render_table, require_charts, write_report
 
+ModelWidthOption = Annotated[int, typer.Option("--d-model", help="Size of the input and the output.")]
+HeadsOption = Annotated[int, typer.Option("--num-heads", help="Number of query heads.")]
+QueryWidthOption = Annotated[
+    int | None,
+    typer.Option("--d-k", help="Size of queries and keys per head. Default: d_model / num_heads."),
+]
+ValueWidthOption = Annotated[
+    int | None, typer.Option("--d-v", help="Size of values per head. Default: d_model / num_heads.")
+]
+KVHeadsOption = Annotated[
+    int | None, typer.Option("--num-kv-heads", help="Number of key-value heads of 'grouped'.")
+]
+LatentOption = Annotated[int | None, typer.Option("--d-latent", help="Size of the latent of 'latent'.")]
+SharedOption = Annotated[
+    int | None, typer.Option("--d-shared", help="Number of channels that 'collaborative' shares.")
+]
+BiasOption = Annotated[bool, typer.Option("--bias", help="Give every map a bias.")]
+LengthOption = Annotated[
+    int, typer.Option("--length", help="Sequence length in training and prefill, in tokens.")
+]
+ContextOption = Annotated[
+    int,
+    typer.Option("--context", help="Context length of a decoding step, in tokens, including the new one."),
+]
+BatchOption = Annotated[int, typer.Option("--batch", help="Batch size.")]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", help="Type of weights, activations and cache: fp32, bf16 or fp16.")
+]
+OnlyOption = Annotated[
+    list[str] | None,
+    typer.Option("--only", help="A parameterisation to show. May be repeated. Default: all."),
+]
+FormulasOption = Annotated[bool, typer.Option("--formulas", help="Also show the forms and the formulas.")]
+MeasureOption = Annotated[bool, typer.Option("--measure", help="Also measure their speed on this machine.")]
+SecondsOption = Annotated[
+    float | None,
+    typer.Option("--seconds", help="With --measure: seconds per figure, roughly. Default: 1."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="With --measure: cpu, cuda or cuda:N. Default: cpu.")
+]
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", help="Write an HTML page with charts to this file.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+
 
 def cost(
-    d_model: Annotated[int, typer.Option("--d-model", help="Size of the input and the output.")] = 512,
-    num_heads: Annotated[int, typer.Option("--num-heads", help="Number of query heads.")] = 8,
-    d_k: Annotated[
-        int | None,
-        typer.Option("--d-k", help="Size of queries and keys per head. Default: d_model / num_heads."),
-    ] = None,
-    d_v: Annotated[
-        int | None, typer.Option("--d-v", help="Size of values per head. Default: d_model / num_heads.")
-    ] = None,
-    num_kv_heads: Annotated[
-        int | None, typer.Option("--num-kv-heads", help="Number of key-value heads of 'grouped'.")
-    ] = None,
-    d_latent: Annotated[
-        int | None, typer.Option("--d-latent", help="Size of the latent of 'latent'.")
-    ] = None,
-    d_shared: Annotated[
-        int | None, typer.Option("--d-shared", help="Number of channels that 'collaborative' shares.")
-    ] = None,
-    biases: Annotated[bool, typer.Option("--bias", help="Give every map a bias.")] = False,
-    length: Annotated[
-        int, typer.Option("--length", help="Sequence length in training and prefill, in tokens.")
-    ] = 512,
-    context: Annotated[
-        int,
-        typer.Option(
-            "--context", help="Context length of a decoding step, in tokens, including the new one."
-        ),
-    ] = 2048,
-    batch: Annotated[int, typer.Option("--batch", help="Batch size.")] = 1,
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="Type of weights, activations and cache: fp32, bf16 or fp16.")
-    ] = "fp32",
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", help="A parameterisation to show. May be repeated. Default: all."),
-    ] = None,
-    formulas: Annotated[
-        bool, typer.Option("--formulas", help="Also show the forms and the formulas.")
-    ] = False,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Also measure their speed on this machine.")
-    ] = False,
-    seconds: Annotated[
-        float | None,
-        typer.Option("--seconds", help="With --measure: seconds per figure, roughly. Default: 1."),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", help="With --measure: cpu, cuda or cuda:N. Default: cpu.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Write an HTML page with charts to this file.")
-    ] = None,
+    d_model: ModelWidthOption = 512,
+    num_heads: HeadsOption = 8,
+    d_k: QueryWidthOption = None,
+    d_v: ValueWidthOption = None,
+    num_kv_heads: KVHeadsOption = None,
+    d_latent: LatentOption = None,
+    d_shared: SharedOption = None,
+    biases: BiasOption = False,
+    length: LengthOption = 512,
+    context: ContextOption = 2048,
+    batch: BatchOption = 1,
+    dtype: DtypeOption = "fp32",
+    only: OnlyOption = None,
+    formulas: FormulasOption = False,
+    measure: MeasureOption = False,
+    seconds: SecondsOption = None,
+    device: DeviceOption = None,
+    html: HtmlOption = None,
     force: ForceOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare the costs of the parameterisations of attention.
 
@@ -103,12 +115,7 @@ def cost(
     require_free([Output(html, is_page)], (), force=force)
     if html is not None:
         require_charts()  # before anything is measured
-    if not measure and not (seconds is None and device is None):
-        given = "--device" if seconds is None else "--seconds"
-        raise UsageError(f"{given} needs --measure: add it, or leave out {given}")
-    timed = None
-    if measure:
-        timed = _measured(report, 1.0 if seconds is None else seconds, "cpu" if device is None else device)
+    timed = _measured(report, measure, seconds, device)
     if html is not None:
         command = shlex.join(["triptych", *sys.argv[1:]])
         write_report(pages.cost_page(report, timed, command), html)
@@ -121,11 +128,25 @@ def cost(
         Console(highlight=False, markup=False).print(f"page: {html}", soft_wrap=True)
 
 
-def _measured(report: CostReport, seconds: float, device: str) -> TimingReport:
+def _measured(
+    report: CostReport, measure: bool, seconds: float | None, device: str | None
+) -> TimingReport | None:
+    """Times, if they are asked for.
+
+    Raises:
+        UsageError: an option of measuring without it, or a time that is none.
+    """
+    if not measure:
+        if seconds is not None or device is not None:
+            given = "--device" if seconds is None else "--seconds"
+            raise UsageError(f"{given} needs --measure: add it, or leave out {given}")
+        return None
+    seconds = 1.0 if seconds is None else seconds
     if not 0 <= seconds < math.inf:
         raise UsageError(f"--seconds is {seconds}: it must be 0 or more")
     with progress_bar("timing {task.description}", of_bytes=False) as tell:
-        return triptych.measure_times(report, seconds=seconds, device=find_device(device), progress=tell)
+        found = find_device("cpu" if device is None else device)
+        return triptych.measure_times(report, seconds=seconds, device=found, progress=tell)
 
 
 def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -47,41 +47,47 @@ _CSV_START = b"checkpoint,stack,layer,kind,head,module,"
 _MAPS = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying")
 
 
+CheckpointArgument = Annotated[
+    str,
+    typer.Argument(help="A folder, a tensor file next to its config.json, a run, or a name on the Hub."),
+]
+LayersOption = Annotated[
+    str | None, typer.Option("--layers", help="Layers to read: 0,3 or 0-5. Default: all.")
+]
+HeadsOption = Annotated[str | None, typer.Option("--heads", help="Heads to read: 0,3 or 0-5. Default: all.")]
+CompareOption = Annotated[str | None, typer.Option("--compare", help="A second checkpoint to compare with.")]
+FamilyOption = Annotated[
+    Path | None, typer.Option("--family", help="A family file that describes both checkpoints.")
+]
+IgnoreRotaryOption = Annotated[
+    bool,
+    typer.Option("--ignore-rotary", help="Measure W_Q W_Kᵀ of rotary heads without the rotation."),
+]
+HtmlOption = Annotated[Path | None, typer.Option("--html", help="Write an HTML page to this file.")]
+CsvOption = Annotated[Path | None, typer.Option("--csv", help="Write one row per head to this CSV file.")]
+ParquetOption = Annotated[
+    Path | None, typer.Option("--parquet", help="Write one row per head to this Parquet file.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+
+
 def inspect(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(help="A folder, a tensor file next to its config.json, a run, or a name on the Hub."),
-    ],
-    layers: Annotated[
-        str | None, typer.Option("--layers", help="Layers to read: 0,3 or 0-5. Default: all.")
-    ] = None,
-    heads: Annotated[
-        str | None, typer.Option("--heads", help="Heads to read: 0,3 or 0-5. Default: all.")
-    ] = None,
-    compare: Annotated[
-        str | None, typer.Option("--compare", help="A second checkpoint to compare with.")
-    ] = None,
-    family: Annotated[
-        Path | None, typer.Option("--family", help="A family file that describes both checkpoints.")
-    ] = None,
-    ignore_rotary: Annotated[
-        bool,
-        typer.Option("--ignore-rotary", help="Measure W_Q W_Kᵀ of rotary heads without the rotation."),
-    ] = False,
-    html: Annotated[Path | None, typer.Option("--html", help="Write an HTML page to this file.")] = None,
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", help="Write one row per head to this CSV file.")
-    ] = None,
-    parquet: Annotated[
-        Path | None, typer.Option("--parquet", help="Write one row per head to this Parquet file.")
-    ] = None,
+    checkpoint: CheckpointArgument,
+    layers: LayersOption = None,
+    heads: HeadsOption = None,
+    compare: CompareOption = None,
+    family: FamilyOption = None,
+    ignore_rotary: IgnoreRotaryOption = False,
+    html: HtmlOption = None,
+    csv_file: CsvOption = None,
+    parquet: ParquetOption = None,
     over: OverOption = None,
     over_targets: OverTargetsOption = None,
     documents: DocumentsOption = "file",
     context: ContextOption = None,
     tokens: TokensOption = None,
     force: ForceOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Measure the attention weights of a checkpoint, head by head.
@@ -90,14 +96,14 @@ def inspect(
     and copying. The model is not run, unless a text is given to measure what heads do (--over).
     """
     text = OverChoice.of(over, over_targets, documents, context, tokens)
-    outputs = (Output(html, is_page), Output(csv_file, _is_own_csv), Output(parquet, is_parquet))
-    read = [*_read((checkpoint, compare)), *([] if text is None else text.read())]
-    require_free(outputs, read, force=force)
+    files = _Files(html, csv_file, parquet)
+    names = [checkpoint] if compare is None else [checkpoint, compare]
+    files.require_free([*_read(names), *([] if text is None else text.read())], force=force)
     own = None if family is None else read_family(family)
     chosen_layers = None if layers is None else numbers(layers, "--layers")
     chosen_heads = None if heads is None else numbers(heads, "--heads")
     found = []
-    for name in (checkpoint, *([] if compare is None else [compare])):
+    for name in names:
         with progress_bar("reading {task.description}", name) as tell:
             inspection = triptych.inspect(
                 name,
@@ -110,35 +116,46 @@ def inspect(
         found.append(inspection)
     beside = [
         put_beside(inspection, text.measure(name).behaviour)
-        for name, inspection in zip((checkpoint, compare), found, strict=False)
-        if text is not None and name is not None
+        for name, inspection in zip(names, found, strict=True)
+        if text is not None
     ]
     if len(found) == 2 and found[0].name == found[1].name:
         found[1] = replace(found[1], name=f"{found[1].name} (2)")
-    if html is not None:
-        write_text(html, heads_page(found, shlex.join(["triptych", *sys.argv[1:]])))
-    if csv_file is not None:
-        write_rows(csv_file, _rows(found, beside))
-    if parquet is not None:
-        write_parquet(_rows(found, beside), parquet, [measure.name for measure in MEASURES])
+    files.write(found, beside)
     if as_json:
-        records = [
-            _record(inspection) | ({} if not beside else _record_beside(beside[place]))
-            for place, inspection in enumerate(found)
-        ]
-        record = records if compare is not None else records[0]
-        print(json.dumps(record, allow_nan=False))
+        records = _records(found, beside)
+        print(json.dumps(records[0] if compare is None else records, allow_nan=False))
         return
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    for inspection in found:
-        _print(inspection, console)
-    for one in beside:
-        print_table(correlations_table(one), console)
-    if len(found) == 2:
-        console.print(render_table(side_by_side(*found)))
-    for path in (html, csv_file, parquet):
-        if path is not None:
-            console.print(f"written: {path}")
+    _print_all(found, beside, console)
+    for path in files.given():
+        console.print(f"written: {path}")
+
+
+class _Files(NamedTuple):
+    """Where the options want the figures; None for those that were not given."""
+
+    html: Path | None
+    csv: Path | None
+    parquet: Path | None
+
+    def require_free(self, read: Sequence[Path], *, force: bool) -> None:
+        """Raise where one could not be written, or would take the place of what is read."""
+        outputs = Output(self.html, is_page), Output(self.csv, _is_own_csv), Output(self.parquet, is_parquet)
+        require_free(outputs, read, force=force)
+
+    def write(self, found: Sequence[Inspection], beside: Sequence[Beside]) -> None:
+        """Write the ones that were given."""
+        if self.html is not None:
+            write_text(self.html, heads_page(found, shlex.join(["triptych", *sys.argv[1:]])))
+        if self.csv is not None:
+            write_rows(self.csv, _rows(found, beside))
+        if self.parquet is not None:
+            write_parquet(_rows(found, beside), self.parquet, [measure.name for measure in MEASURES])
+
+    def given(self) -> list[Path]:
+        """Those that were given."""
+        return [path for path in self if path is not None]
 
 
 def _is_own_csv(path: Path) -> bool:
@@ -147,10 +164,9 @@ def _is_own_csv(path: Path) -> bool:
         return file.readline(1000).startswith(_CSV_START)
 
 
-def _read(names: Sequence[str | None]) -> list[Path]:
+def _read(names: Sequence[str]) -> list[Path]:
     """Where checkpoints lie: a tensor file is read with what lies beside it."""
-    given = [Path(name) for name in names if name is not None]
-    return [path.parent if path.is_file() else path for path in given if path.exists()]
+    return [path.parent if path.is_file() else path for path in map(Path, names) if path.exists()]
 
 
 def _rows(found: Sequence[Inspection], beside: Sequence[Beside]) -> list[dict[str, object]]:
@@ -161,6 +177,11 @@ def _rows(found: Sequence[Inspection], beside: Sequence[Beside]) -> list[dict[st
         for inspection, own in zip(found, rows, strict=True)
         for row in own
     ]
+
+
+def _records(found: Sequence[Inspection], beside: Sequence[Beside]) -> list[dict[str, object]]:
+    own = [*map(_record_beside, beside)] or [{} for _ in found]
+    return [_record(inspection) | more for inspection, more in zip(found, own, strict=True)]
 
 
 def _record_beside(beside: Beside) -> dict[str, object]:
@@ -184,6 +205,15 @@ def _record(inspection: Inspection) -> dict[str, object]:
 def _plain(figure: Any) -> Any:
     """JSON has no number for what is infinite."""
     return "Infinity" if figure == math.inf else figure
+
+
+def _print_all(found: Sequence[Inspection], beside: Sequence[Beside], console: Console) -> None:
+    for inspection in found:
+        _print(inspection, console)
+    for one in beside:
+        print_table(correlations_table(one), console)
+    if len(found) == 2:
+        console.print(render_table(side_by_side(*found)))
 
 
 def _print(inspection: Inspection, console: Console) -> None:
