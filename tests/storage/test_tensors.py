@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from triptych.errors import DataError
-from triptych.storage.tensors import LocalBytes, open_tensors, read_json
+from triptych.storage.tensors import open_tensors
+from triptych.storage.untrusted import LocalBytes, read_json
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),

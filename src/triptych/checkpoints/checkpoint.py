@@ -27,7 +27,8 @@ from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.storage.hub import download_model, is_hub_id, open_hub
 from triptych.storage.quantised import dequantised
 from triptych.storage.settings import Settings
-from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors, read_json, shown
+from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors
+from triptych.storage.untrusted import read_json, shown
 
 # A tensor with such a name, and in no layer that is known, may be attention that nobody told us of.
 _LOOKS_LIKE_ATTENTION = re.compile(

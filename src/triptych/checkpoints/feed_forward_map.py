@@ -17,7 +17,8 @@ from triptych.checkpoints.tensor_maps import (
 )
 from triptych.errors import DataError
 from triptych.models.architecture import Activation, ExpertsConfig, FeedForwardConfig
-from triptych.storage.tensors import Tensors, shown
+from triptych.storage.tensors import Tensors
+from triptych.storage.untrusted import shown
 
 # By their names in `transformers`. Those of one row are one function, computed by formulas that round apart.
 ACTIVATIONS: Mapping[str, Activation] = {

@@ -18,7 +18,7 @@ from triptych.checkpoints.families import hook_of
 from triptych.checkpoints.family import Family
 from triptych.errors import DataError
 from triptych.storage.settings import Settings, paths_in
-from triptych.storage.tensors import shown
+from triptych.storage.untrusted import shown
 
 _NAMES: dict[str, frozenset[str]] = {
     name: frozenset(names)

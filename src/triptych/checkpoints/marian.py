@@ -46,7 +46,8 @@ from triptych.models import (
     PositionsConfig,
 )
 from triptych.models.storage import load_tensors
-from triptych.storage.tensors import Tensors, open_tensors, read_json
+from triptych.storage.tensors import Tensors, open_tensors
+from triptych.storage.untrusted import read_json
 from triptych.text import TokenizerPair
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

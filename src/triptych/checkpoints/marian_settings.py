@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from triptych.errors import DataError
-from triptych.storage.tensors import read_json
+from triptych.storage.untrusted import read_json
 
 MARIAN_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
 

@@ -16,7 +16,7 @@ from tokenizers import processors
 
 from triptych.checkpoints.marian_settings import MarianSettings, read_tokenizer_settings
 from triptych.errors import DataError, UsageError
-from triptych.storage.tensors import read_json
+from triptych.storage.untrusted import read_json
 from triptych.text import (
     SentencePieceRecord,
     SentencePieceTokenizer,

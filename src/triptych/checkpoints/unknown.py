@@ -18,7 +18,8 @@ from triptych.checkpoints.rope import frequencies
 from triptych.checkpoints.specs import Choice
 from triptych.errors import DataError
 from triptych.storage.settings import Settings
-from triptych.storage.tensors import Tensors, shown
+from triptych.storage.tensors import Tensors
+from triptych.storage.untrusted import shown
 
 # What a map may be called, below the module of its attention.
 _NAMES: dict[str, tuple[str, ...]] = {

@@ -23,7 +23,7 @@ from triptych.algebra.cost import WritingCost
 from triptych.algebra.rewrites.record import TIERS, RewriteRecord, Tier
 from triptych.errors import DataError
 from triptych.storage.copying import CERTIFICATE
-from triptych.storage.tensors import read_json
+from triptych.storage.untrusted import read_json
 
 MODEL_CARD = "README.md"
 FORMAT = 1

@@ -55,7 +55,8 @@ from triptych.rewriting.running import RunnableModel, Window, read_whole_text
 from triptych.storage.copying import CERTIFICATE, CONFIG, FolderCopy, require_own, require_place
 from triptych.storage.settings import Settings
 from triptych.storage.shards import tensor_hash
-from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors, read_json
+from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors
+from triptych.storage.untrusted import read_json
 
 
 def rewrite_checkpoint(

@@ -25,16 +25,8 @@ from triptych.rewriting.certificate import MODEL_CARD, Certificate, LayerRecord
 from triptych.rewriting.inputs import INPUTS
 from triptych.rewriting.models import with_rewritten
 from triptych.storage.copying import CERTIFICATE, CONFIG, names_beside, set_entry
-from triptych.storage.tensors import (
-    PICKLED_INDEX,
-    SAFETENSORS,
-    SAFETENSORS_INDEX,
-    Tensors,
-    open_tensors,
-    read_json,
-    shown,
-    stays_in_folder,
-)
+from triptych.storage.tensors import PICKLED_INDEX, SAFETENSORS, SAFETENSORS_INDEX, Tensors, open_tensors
+from triptych.storage.untrusted import read_json, shown, stays_in_folder
 
 _OURS_SHRINKS = (
     "our own format has widths of every layer's own, and would shrink: triptych convert MODEL --from hf "

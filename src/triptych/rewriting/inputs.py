@@ -16,7 +16,8 @@ from triptych.checkpoints.layer import AttentionSource
 from triptych.errors import DataError, UsageError
 from triptych.files import write_bytes
 from triptych.rewriting.running import RunnableModel, Seen, Window
-from triptych.storage.tensors import LocalBytes, Safetensors
+from triptych.storage.tensors import Safetensors
+from triptych.storage.untrusted import LocalBytes
 
 # No ending that programs look for tensors of a model by.
 INPUTS = "certificate.inputs"

@@ -8,7 +8,7 @@ from triptych.extras import is_installed
 from triptych.rewriting.own_models import LanguageRunnable, TranslatorRunnable
 from triptych.rewriting.running import RunnableModel
 from triptych.rewriting.transformers_models import TransformersModel
-from triptych.storage.tensors import read_json
+from triptych.storage.untrusted import read_json
 
 _NO_TRANSFORMERS = "transformers, which would run it, is not installed: pip install 'triptych[run]'"
 

@@ -26,7 +26,8 @@ from triptych.runs.folder import holds_run, settings
 from triptych.runs.language import TextOfRun, fingerprints_of, tokens_of_text
 from triptych.runs.preparing import Prepared
 from triptych.storage.copying import CERTIFICATE, CONFIG, names_beside
-from triptych.storage.tensors import SAFETENSORS, read_json
+from triptych.storage.tensors import SAFETENSORS
+from triptych.storage.untrusted import read_json
 from triptych.text import PretrainedTokenizer, TokenShards, load_tokenizer
 from triptych.training import ContinuedRecipe
 from triptych.training.fitting import choices, fit_continued_training

@@ -19,7 +19,7 @@ from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.models import EncoderDecoder, read_model, write_model
 from triptych.models.device import find_device
-from triptych.storage.tensors import read_json
+from triptych.storage.untrusted import read_json
 from triptych.text import TokenizerPair
 from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
 from triptych.training.state import RUN_FILES, own_files

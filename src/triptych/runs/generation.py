@@ -18,7 +18,7 @@ from triptych.models.device import find_device
 from triptych.models.storage import read_own_model
 from triptych.runs.folder import settings
 from triptych.runs.language import TOKENIZER
-from triptych.storage.tensors import read_json
+from triptych.storage.untrusted import read_json
 from triptych.text import Tokenizer, load_tokenizer, read_tokenizer
 
 

@@ -32,8 +32,8 @@ from triptych.storage.tensors import (
     SAFETENSORS_INDEX,
     Tensors,
     open_tensors,
-    read_json,
 )
+from triptych.storage.untrusted import read_json
 
 CONFIG = "config.json"
 # Beside a checkpoint that was rewritten: what is claimed of it.

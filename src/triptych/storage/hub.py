@@ -24,16 +24,8 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 )
 
 from triptych.errors import DataError
-from triptych.storage.tensors import (
-    SAFETENSORS,
-    SAFETENSORS_INDEX,
-    Bytes,
-    Safetensors,
-    Tensors,
-    from_index,
-    of_one,
-    read_json,
-)
+from triptych.storage.tensors import SAFETENSORS, SAFETENSORS_INDEX, Safetensors, Tensors, from_index, of_one
+from triptych.storage.untrusted import Bytes, read_json
 
 # `owner/name`, or `name` alone for some of the first; `@revision` may follow. A tensor file is none.
 _ID = re.compile(

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from triptych.errors import DataError
 from triptych.storage.settings import Settings
-from triptych.storage.tensors import TensorFile, TensorInfo, Tensors, shown
+from triptych.storage.tensors import TensorFile, TensorInfo, Tensors
+from triptych.storage.untrusted import shown
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # In which nibbles of 32 bits AWQ keeps eight columns.

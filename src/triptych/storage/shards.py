@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from triptych.errors import DataError
-from triptych.storage.tensors import STORED_DTYPES, LocalBytes, Pickled, Safetensors, TensorInfo
+from triptych.storage.tensors import STORED_DTYPES, Pickled, Safetensors, TensorInfo
+from triptych.storage.untrusted import LocalBytes
 
 Replacement = Callable[[str], Tensor | None]
 OnWritten = Callable[[int], None]

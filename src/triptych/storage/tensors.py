@@ -1,14 +1,11 @@
 """Read the tensors of a checkpoint's files by name, one at a time.
 
 Files are not trusted. The header of a safetensors file is read and checked here, so that single tensors can
-be fetched from a disk or a network. Old pickled files are read by torch as plain data (`weights_only`). Names
-in an index must stay within the folder.
+be fetched from a disk or a network. Old pickled files are read by torch as plain data (`weights_only`).
 
 Source: the format at github.com/huggingface/safetensors.
 """
 
-import json
-import mmap
 import pickle
 import struct
 import warnings
@@ -19,13 +16,22 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice, pairwise, takewhile
 from math import prod
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, TypeGuard, final
 
 import torch
 from torch import Tensor
 
 from triptych.errors import DataError
+from triptych.storage.untrusted import (
+    Bytes,
+    LocalBytes,
+    MappedBytes,
+    parsed_json,
+    read_json,
+    shown,
+    stays_in_folder,
+)
 
 # By their names in a safetensors header.
 STORED_DTYPES: dict[str, torch.dtype] = {
@@ -48,9 +54,6 @@ STORED_DTYPES: dict[str, torch.dtype] = {
 }
 # As the format's own reader has it.
 _LONGEST_HEADER = 100_000_000
-_LONGEST_JSON = 64 << 20
-# Below so many bytes a part of a file is read, not mapped; so are tensors that begin at odd places.
-_LEAST_MAPPED, _ALIGNMENT = 1 << 16, 8
 # What torch can hold, and more than any checkpoint has.
 _MOST_DIMENSIONS, _LONGEST_SIDE = 16, 1 << 48
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -75,80 +78,6 @@ class TensorInfo:
 
 def _info(tensor: Tensor) -> TensorInfo:
     return TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.nbytes)
-
-
-class Bytes(ABC):
-    """A file of known size with random access.
-
-    Attributes:
-        name: for messages.
-        size: in bytes.
-    """
-
-    name: str
-    size: int
-
-    @abstractmethod
-    def read(self, start: int, length: int) -> bytearray | memoryview:
-        """Read `length` bytes from `start` into a writable buffer.
-
-        Raises:
-            DataError: it cannot be read, or there are fewer.
-        """
-
-
-@final
-class LocalBytes(Bytes):
-    """A file on a disk."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self._path = path
-        try:
-            self.size = path.stat().st_size
-        except FileNotFoundError:
-            raise DataError(f"{path} is missing: fetch it again") from None
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror or error}") from None
-
-    def read(self, start: int, length: int) -> bytearray | memoryview:
-        found = bytearray(length)
-        try:
-            with self._path.open("rb", buffering=0) as file:
-                file.seek(start)
-                view, done = memoryview(found), 0
-                while done < length and (count := file.readinto(view[done:])):
-                    done += count
-        except OSError as error:
-            raise DataError(f"{self.name}: {error.strerror or error}") from None
-        if done < length:
-            raise DataError(f"{self.name} ends after {start + done:,} bytes: it is truncated; fetch it again")
-        return found
-
-
-@final
-class MappedBytes(Bytes):
-    """A memory-mapped file on a disk: a page is read at its first use.
-
-    Changes stay in memory (copy on write). The file must not become shorter while parts are in use.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._whole = LocalBytes(path)
-        self.name, self.size, self._path = self._whole.name, self._whole.size, path
-
-    def read(self, start: int, length: int) -> bytearray | memoryview:
-        first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        if length < _LEAST_MAPPED or start % _ALIGNMENT:
-            return self._whole.read(start, length)
-        try:
-            with self._path.open("rb", buffering=0) as file:
-                mapped = mmap.mmap(
-                    file.fileno(), start - first + length, access=mmap.ACCESS_COPY, offset=first
-                )
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.name}: {error}: it cannot be mapped; fetch it again") from None
-        return memoryview(mapped)[start - first :]
 
 
 class TensorFile(ABC):
@@ -445,38 +374,6 @@ def from_index(
     return Tensors(name, {tensor: files[shard] for tensor, shard in places.items()})
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the record of a JSON file.
-
-    Raises:
-        DataError: the file is missing, is not a JSON record, or is nested too deeply.
-    """
-    source = LocalBytes(path)
-    if source.size > _LONGEST_JSON:
-        raise DataError(f"{source.name}: {source.size:,} bytes are too many for a file of settings")
-    return _parsed(bytes(source.read(0, source.size)), source.name)
-
-
-def _parsed(content: bytes | bytearray, where: str) -> dict[str, Any]:
-    def refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-            raise DataError(f"{where}: {shown(twice)} stands there twice")
-        return found
-
-    try:
-        record = json.loads(content, object_pairs_hook=refuse_twins)
-    except RecursionError:
-        raise DataError(f"{where}: its JSON is nested too deeply") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise DataError(f"{where}: not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: a JSON record was expected, not a {type(record).__name__}")
-    return record
-
-
 def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
     """The offset of a safetensors file's data, and its header."""
     if source.size < 8:
@@ -489,7 +386,7 @@ def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
         )
     if length > _LONGEST_HEADER:
         raise DataError(f"{source.name}: a header of {length:,} bytes is past {_LONGEST_HEADER:,}")
-    return 8 + length, _parsed(bytes(source.read(8, length)), source.name)
+    return 8 + length, parsed_json(bytes(source.read(8, length)), source.name)
 
 
 def _open_file(path: Path, mapped: bool) -> TensorFile:
@@ -502,22 +399,6 @@ def _open_file(path: Path, mapped: bool) -> TensorFile:
 
 def of_one(file: TensorFile) -> Tensors:
     return Tensors(file.name, dict.fromkeys(file.infos, file))
-
-
-# Of a file, on most systems.
-_LONGEST_NAME = 255
-
-
-def stays_in_folder(name: str) -> bool:
-    """Whether a name stays in its folder on every operating system."""
-    return (
-        0 < len(name) <= _LONGEST_NAME
-        and name.isprintable()
-        and all(
-            not path.is_absolute() and not path.drive and ".." not in path.parts
-            for path in (PurePosixPath(name), PureWindowsPath(name))
-        )
-    )
 
 
 def _require_plain(name: str, where: str) -> None:
@@ -534,13 +415,3 @@ def _are_counts(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(
         isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
     )
-
-
-def shown(value: object) -> str:
-    """Format a value from a file, short and in one line."""
-    try:
-        text = json.dumps(value, ensure_ascii=True, default=str) if not isinstance(value, str) else value
-    except ValueError:  # a number of thousands of digits
-        text = "a number too long to show"
-    text = "".join(c if c.isprintable() else "?" for c in text)
-    return text if len(text) <= 120 else text[:117] + "…"

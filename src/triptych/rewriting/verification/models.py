@@ -12,7 +12,8 @@ from triptych.rewriting.opening import can_run, open_model
 from triptych.rewriting.rounding import coarsest_changed
 from triptych.rewriting.running import Compared, compared, first_line
 from triptych.rewriting.verification.check import Claim, listed, near
-from triptych.storage.tensors import open_tensors, shown
+from triptych.storage.tensors import open_tensors
+from triptych.storage.untrusted import shown
 
 # Whole models run in float32. A loss and a divergence are means over tokens, in which the rounding of another
 # machine's kernels cancels; the largest difference of a logit is one number and does not. Where nothing but
