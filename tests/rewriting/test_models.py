@@ -21,7 +21,7 @@ from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.algebra.semantics import HeadNorm, Temperature
 from triptych.algebra.weights import Norm
 from triptych.attention import PARAMETERISATIONS, LayerCache, RotaryPositions
-from triptych.attention.layer import _HELD
+from triptych.attention.checks import HELD
 from triptych.decoding import Engine, SearchOptions, search
 from triptych.models import attention_sites, attention_weights, read_model, with_attention, write_model
 
@@ -370,7 +370,7 @@ def test_what_no_configuration_of_ours_says_makes_no_model(traits: dict[str, Any
 
 def test_a_part_that_is_new_is_refused_until_a_layer_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = MultiHeadAttention(8, 2).weights()
-    monkeypatch.setattr("triptych.attention.layer._HELD", _HELD - {"window"})
+    monkeypatch.setattr("triptych.attention.checks.HELD", HELD - {"window"})
     with pytest.raises(ValueError, match="a layer with a window, which MultiHeadAttention does not support"):
         MultiHeadAttention.from_weights(with_semantics(weights, window=3))
 

@@ -1,8 +1,9 @@
 """The operation, its masks and positions, the cache, and the ways to write a head."""
 
 from triptych.attention.cache import AttentionCache, DecoderCache, LayerCache
+from triptych.attention.checks import check_qk_norm, check_sizes
 from triptych.attention.four_way import four_way_attention
-from triptych.attention.layer import LayerOutput, MultiHeadAttention, check_qk_norm, check_sizes
+from triptych.attention.layer import LayerOutput, MultiHeadAttention
 from triptych.attention.masks import causal_mask, padding_mask
 from triptych.attention.operation import Attended, Explanation, attention, explain_attention
 from triptych.attention.positions import (

@@ -11,6 +11,13 @@ from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadNorm, Kind, Semantics
 from triptych.algebra.weights import AttentionWeights, Head, standard_scale
 from triptych.attention.cache import AttentionCache
+from triptych.attention.checks import (
+    check_can_be_held,
+    check_qk_norm,
+    check_rotation,
+    check_sizes,
+    map_takes_up_scale,
+)
 from triptych.attention.operation import Explanation, attention, explain_attention
 from triptych.attention.planning import Path
 from triptych.attention.positions import AttentionPositions, Places, PositionIds
@@ -23,6 +30,10 @@ from triptych.attention.projections import (
     parameterisation_of,
 )
 from triptych.attention.queries_keys import QueriesAndKeys
+
+_FROM_THE_START = Places(0)
+# Below the root of QK-norm; most families with one have it.
+_EPS = 1e-6
 
 
 class LayerOutput(NamedTuple):
@@ -126,7 +137,7 @@ class MultiHeadAttention(nn.Module):
             ValueError: rotary positions do not go with the parameterisation or do not fit, the weights carry
                 the norm before the layer, or `named` and no parameterisation of a recipe has that structure.
         """
-        _check_can_be_held(weights)
+        check_can_be_held(weights)
         semantics = weights.semantics
         dropout = semantics.dropout if dropout is None else dropout
         weights, parameterisation = parameterisation_of(weights, named=named)
@@ -135,35 +146,18 @@ class MultiHeadAttention(nn.Module):
                 layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
             layer.projections.adopt(weights)
             layer._hold(replace(semantics, dropout=0.0))
-            layer._check_rotation()
+            check_rotation(parameterisation, layer.semantics.rotary, layer._key_width)
             return layer
         with torch.random.fork_rng(devices=[]):  # numbers are drawn only to be overwritten
             layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
         layer = layer.to(dtype=weights.dtype, device=weights.device)
         usual = layer.semantics.scale
-        if named or (not isinstance(parameterisation, AsWritten) and _map_takes_up_scale(weights)):
+        if named or (not isinstance(parameterisation, AsWritten) and map_takes_up_scale(weights)):
             weights = weights.with_scale(usual)
         layer.projections.load(replace(weights, semantics=replace(semantics, scale=usual)))
         layer._hold(replace(weights.semantics, dropout=0.0))
-        layer._check_rotation()
+        check_rotation(parameterisation, layer.semantics.rotary, layer._key_width)
         return layer
-
-    def _check_rotation(self) -> None:
-        """The rotary positions go with the parameterisation.
-
-        Raises:
-            ValueError: they do not, or do not fit.
-        """
-        rotary, parameterisation = self._semantics.rotary, self.parameterisation
-        if rotary is not None and parameterisation.no_rotary:
-            raise ValueError(
-                f"{parameterisation.name} cannot have rotary positions: {parameterisation.no_rotary}"
-            )
-        if rotary is not None and max(rotary.pairs[1]) >= self._key_width:
-            raise ValueError(
-                f"{max(rotary.pairs[1]) + 1} channels are rotated, but queries and keys are "
-                f"{self._key_width} wide: they must fit"
-            )
 
     @property
     def semantics(self) -> Semantics:
@@ -506,82 +500,3 @@ def _positions_of(places: Places, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
         return places.of_tokens(q), places.of_keys(k)
     key_len = k.shape[2]
     return torch.arange(key_len - q.shape[2], key_len, device=q.device), places.of_keys(k)
-
-
-_FROM_THE_START = Places(0)
-# Below the root of QK-norm; most families with one have it.
-_EPS = 1e-6
-
-
-def _map_takes_up_scale(weights: AttentionWeights) -> bool:
-    """Whether scores with another scale are those of another query map, which may be changed."""
-    semantics, q = weights.semantics, weights.q
-    read = semantics.bias is not None and semantics.bias.reads_content
-    changes = semantics.q_norm is not None or semantics.clip is not None or read
-    return bool(q) and q[-1].learned and q[-1].norm is None and not weights.tied("q", "k") and not changes
-
-
-_HELD = frozenset(
-    {
-        "scale",
-        "kind",
-        "q_norm",
-        "k_norm",
-        "clip",
-        "rotary",
-        "temperature",
-        "bias",
-        "soft_cap",
-        "window",
-        "chunk",
-        "sinks",
-        "dropout",
-    }
-)
-
-
-def _check_can_be_held(weights: AttentionWeights) -> None:
-    """Refuse what no layer of ours has: without it the function would be another.
-
-    Raises:
-        ValueError: there is something of the kind, named.
-    """
-    found = weights.semantics.beyond(_HELD)
-    if found:
-        raise ValueError(
-            f"the weights are of a layer with {', '.join(found)}, which MultiHeadAttention does not support"
-        )
-    if weights.norm is not None or weights.memory_norm is not None:
-        raise ValueError(
-            "the weights carry the norm before the layer, which MultiHeadAttention does not support: "
-            "keep that norm beside the layer and pass weights.without_norms()"
-        )
-
-
-def check_qk_norm(projections: Parameterisation) -> None:
-    """Check that queries and keys can be normalised.
-
-    Raises:
-        ValueError: the parameterisation has no such thing, with the reason.
-    """
-    if projections.no_qk_norm:
-        raise ValueError(f"{projections.name} cannot have qk_norm: {projections.no_qk_norm}")
-
-
-def check_sizes(
-    d_model: int, num_heads: int, projections: Parameterisation, positions: AttentionPositions | None
-) -> None:
-    """Check that a layer could be built, without building it.
-
-    Raises:
-        ValueError: sizes that do not fit, with the numbers, or positions that the parameterisation
-            cannot have, with the reason.
-    """
-    skeleton = projections.skeleton(d_model, num_heads)
-    if positions is None:
-        return
-    if positions.scheme == "rotary" and projections.no_rotary:
-        raise ValueError(
-            f"{projections.name} cannot have {positions.scheme} positions: {projections.no_rotary}"
-        )
-    positions.check(skeleton.k[-1].d_out if skeleton.k else d_model)

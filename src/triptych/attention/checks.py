@@ -1,0 +1,102 @@
+"""What a layer can be made of, checked before it is."""
+
+from triptych.algebra.positions import RotaryEmbedding
+from triptych.algebra.weights import AttentionWeights
+from triptych.attention.positions import AttentionPositions
+from triptych.attention.projections import Parameterisation
+
+# The parts of a layer's meaning that `MultiHeadAttention` computes.
+HELD = frozenset(
+    {
+        "scale",
+        "kind",
+        "q_norm",
+        "k_norm",
+        "clip",
+        "rotary",
+        "temperature",
+        "bias",
+        "soft_cap",
+        "window",
+        "chunk",
+        "sinks",
+        "dropout",
+    }
+)
+
+
+def check_can_be_held(weights: AttentionWeights) -> None:
+    """Refuse what no layer of ours has: without it the function would be another.
+
+    Raises:
+        ValueError: there is something of the kind, named.
+    """
+    found = weights.semantics.beyond(HELD)
+    if found:
+        raise ValueError(
+            f"the weights are of a layer with {', '.join(found)}, which MultiHeadAttention does not support"
+        )
+    if weights.norm is not None or weights.memory_norm is not None:
+        raise ValueError(
+            "the weights carry the norm before the layer, which MultiHeadAttention does not support: "
+            "keep that norm beside the layer and pass weights.without_norms()"
+        )
+
+
+def check_qk_norm(projections: Parameterisation) -> None:
+    """Check that queries and keys can be normalised.
+
+    Raises:
+        ValueError: the parameterisation has no such thing, with the reason.
+    """
+    if projections.no_qk_norm:
+        raise ValueError(f"{projections.name} cannot have qk_norm: {projections.no_qk_norm}")
+
+
+def check_sizes(
+    d_model: int, num_heads: int, projections: Parameterisation, positions: AttentionPositions | None
+) -> None:
+    """Check that a layer could be built, without building it.
+
+    Raises:
+        ValueError: sizes that do not fit, with the numbers, or positions that the parameterisation
+            cannot have, with the reason.
+    """
+    skeleton = projections.skeleton(d_model, num_heads)
+    if positions is None:
+        return
+    if positions.scheme == "rotary" and projections.no_rotary:
+        raise ValueError(
+            f"{projections.name} cannot have {positions.scheme} positions: {projections.no_rotary}"
+        )
+    positions.check(skeleton.k[-1].d_out if skeleton.k else d_model)
+
+
+def check_rotation(projections: Parameterisation, rotary: RotaryEmbedding | None, key_width: int) -> None:
+    """Check that rotary positions go with the parameterisation.
+
+    Args:
+        projections: how the heads are written.
+        rotary: what turns queries and keys; None if nothing does.
+        key_width: channels of a head's queries and keys.
+
+    Raises:
+        ValueError: they do not, with the reason, or do not fit, with the numbers.
+    """
+    if rotary is None:
+        return
+    if projections.no_rotary:
+        raise ValueError(f"{projections.name} cannot have rotary positions: {projections.no_rotary}")
+    if max(rotary.pairs[1]) >= key_width:
+        raise ValueError(
+            f"{max(rotary.pairs[1]) + 1} channels are rotated, but queries and keys are {key_width} wide: "
+            "they must fit"
+        )
+
+
+def map_takes_up_scale(weights: AttentionWeights) -> bool:
+    """Whether scores with another scale are those of another query map, which may be changed."""
+    semantics, q = weights.semantics, weights.q
+    read = semantics.bias is not None and semantics.bias.reads_content
+    changes = semantics.q_norm is not None or semantics.clip is not None or read
+    return bool(q) and q[-1].learned and q[-1].norm is None and not weights.tied("q", "k") and not changes
