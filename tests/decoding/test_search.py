@@ -141,7 +141,7 @@ def by_score(
     return sorted(scored, key=lambda found: -found[1])
 
 
-def same(one: list[list[Hypothesis]], other: list[list[Hypothesis]]) -> None:
+def assert_same(one: list[list[Hypothesis]], other: list[list[Hypothesis]]) -> None:
     assert [[h.ids for h in best] for best in one] == [[h.ids for h in best] for best in other]
     for a, b in zip(itertools.chain(*one), itertools.chain(*other), strict=True):
         assert a.score == pytest.approx(b.score, abs=1e-5)
@@ -310,7 +310,7 @@ def test_searching_with_a_cache_finds_what_searching_without_finds(seed: int, be
     options = {"beam_size": beam_size, "num_best": beam_size}
     one, *others = (find(model, pad(SOURCES), way, **options) for way in WAYS)
     for other in others:
-        same(one, other)
+        assert_same(one, other)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -320,11 +320,11 @@ def test_a_sentence_is_translated_as_if_it_were_alone(seed: int, beam_size: int,
     model = make_model(seed=seed)
     options = {"beam_size": beam_size, "num_best": beam_size, "way": way}
     together = find(model, pad(SOURCES), **options)
-    same([find(model, pad([source]), **options)[0] for source in SOURCES], together)
-    same(find(model, pad(SOURCES, extra=5), **options), together)
+    assert_same([find(model, pad([source]), **options)[0] for source in SOURCES], together)
+    assert_same(find(model, pad(SOURCES, extra=5), **options), together)
     order = [3, 0, 5, 1, 4, 2]
     shuffled = find(model, pad([SOURCES[i] for i in order]), **options)
-    same(shuffled, [together[i] for i in order])
+    assert_same(shuffled, [together[i] for i in order])
 
 
 @pytest.mark.parametrize("num_best", [1, 3, 6])

@@ -52,7 +52,7 @@ def tiny(name: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int 
     return folder
 
 
-def require_rounding(source: Path, out: Path) -> None:
+def assert_only_rounding(source: Path, out: Path) -> None:
     """Rewrite exactly: the models were run, and are as near as rounding leaves them."""
     found = rewrite_checkpoint(str(source), out, EXACT_RECIPE)
     assert found.tier != "bounded"
@@ -71,7 +71,7 @@ def require_rounding(source: Path, out: Path) -> None:
 def test_exact_rewrites_of_a_family_are_not_mistaken_for_others(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    require_rounding(tiny(name, tmp_path / "source", dtype), tmp_path / "out")
+    assert_only_rounding(tiny(name, tmp_path / "source", dtype), tmp_path / "out")
 
 
 # Models of pictures and sound are not run on tokens; Marian's are run as ours.
@@ -97,7 +97,7 @@ def test_exact_rewrites_of_no_family_are_mistaken_for_others(
 ) -> None:
     for seed in range(3):
         source = tiny(name, tmp_path / f"source-{seed}", dtype, seed)
-        require_rounding(source, tmp_path / f"out-{seed}")
+        assert_only_rounding(source, tmp_path / f"out-{seed}")
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_exact_rewrites_of_no_family_are_mistaken_for_others(
 def test_exact_rewrites_of_trained_checkpoints_are_not_mistaken_for_others(name: str, tmp_path: Path) -> None:
     if not (SHARED / name / "config.json").is_file():
         pytest.skip(f"{name} is not among the shared checkpoints here")
-    require_rounding(SHARED / name, tmp_path / "out")
+    assert_only_rounding(SHARED / name, tmp_path / "out")
 
 
 @pytest.fixture(scope="module")

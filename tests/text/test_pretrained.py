@@ -251,7 +251,7 @@ def oracle(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def compare(folder: Path) -> None:
+def assert_as_transformers(folder: Path) -> None:
     ours, theirs = load_tokenizer(folder), oracle(folder)
     for text in TEXTS:
         ids = theirs.encode(text, add_special_tokens=False, truncation=False)
@@ -275,7 +275,7 @@ def test_a_tokenizer_gives_the_ids_and_texts_of_transformers(
     make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     make(tmp_path)
-    compare(tmp_path)
+    assert_as_transformers(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -283,7 +283,7 @@ def test_a_tokenizer_gives_the_ids_and_texts_of_transformers(
 def test_shared_checkpoints_give_the_ids_and_texts_of_transformers(name: str) -> None:
     if not (SHARED / name).exists():
         pytest.skip("the shared checkpoints are not here")
-    compare(SHARED / name)
+    assert_as_transformers(SHARED / name)
 
 
 def test_special_tokens_of_a_text_are_text_unless_asked_for(tmp_path: Path) -> None:
