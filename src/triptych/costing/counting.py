@@ -253,7 +253,7 @@ def _row(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) ->
         decode_bytes=decode_bytes,
         prefill_intensity=prefill.flops * batch / prefill_bytes,
         decode_intensity=decode.flops * batch / decode_bytes,
-        formulas=_formulas(spec, chosen, weights, sizes),
+        formulas=_formulas(chosen, weights, sizes),
     )
 
 
@@ -296,9 +296,7 @@ def _sizes(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) 
     }
 
 
-def _formulas(
-    spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights, sizes: dict[str, int]
-) -> Formulas:
+def _formulas(chosen: Parameterisation, weights: AttentionWeights, sizes: dict[str, int]) -> Formulas:
     W_QK, W_OV = written_forms(weights)
     return Formulas(
         W_QK=W_QK,

@@ -6,20 +6,17 @@ from pathlib import Path
 from triptych.attending.over_text import cut_windows
 from triptych.attending.readers import PairReader, open_reader
 from triptych.attending.worth import MOST_TOKENS, measure_worth
-from triptych.checkpoints.layer import AttentionSource, Site
+from triptych.checkpoints.layer import Site
 from triptych.rewriting.running import read_pairs, read_whole_text
 
 
-def measure_head_losses(
-    source: AttentionSource, folder: Path, sites: Sequence[Site], text: Path
-) -> dict[str, tuple[float, ...]]:
+def measure_head_losses(folder: Path, sites: Sequence[Site], text: Path) -> dict[str, tuple[float, ...]]:
     """By which the loss of the original model rises without each head of layers, in nats per token.
 
     A head is left out as `prune_heads` leaves it out: its output is zero. See `measure_worth`.
 
     Args:
-        source: the checkpoint.
-        folder: the folder of the checkpoint.
+        folder: of the checkpoint.
         sites: the layers.
         text: the calibration text; of translators, lines of a source, a tab and a target.
 

@@ -101,7 +101,7 @@ def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Pre
             sites = [site for site in source.sites if step.layers is None or site.layer in step.layers]
             if step.needs_losses:
                 _require_all_heads(source, prepared, number, sites)
-                step = step.with_losses(measure_head_losses(source, folder, sites, recipe.calibration))
+                step = step.with_losses(measure_head_losses(folder, sites, recipe.calibration))
             else:
                 through = partial(_before, source, prepared, number)
                 found = gather_moments(source, folder, sites, through, recipe.calibration)

@@ -135,11 +135,6 @@ class PackedBatches:
             return self._shards.num_tokens - self._shards.num_documents
         return self._shards.num_tokens - 1
 
-    @property
-    def num_target_bytes(self) -> float:
-        """Bytes of text that the targets of one pass stand for: nats over it and ln 2 are bits per byte."""
-        return self.num_target_tokens * self._shards.bytes_per_token
-
 
 def plan_rows(
     num_tokens: int, context: int, batch_size: int, seed: list[int] | None

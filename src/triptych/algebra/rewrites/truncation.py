@@ -151,7 +151,7 @@ class Truncate(LayerRewrite):
             now = replace(layer, weights=weights)
             results.append(self._cut(now, form, self._ranks(now, form)))
             weights = results[-1].weights
-        return results[0] if len(results) == 1 else _as_one("truncate", layer.weights, results)
+        return results[0] if len(results) == 1 else _as_one("truncate", results)
 
     def _require_rank(self, layers: Iterable[Layer]) -> None:
         """Some layer has heads as wide; those that are narrower stay as they are.
@@ -212,7 +212,7 @@ class Truncate(LayerRewrite):
         return measure_energies(layer.weights, form, moments, centred=centred)
 
 
-def _as_one(name: str, before: AttentionWeights, results: Sequence[Rewritten]) -> Rewritten:
+def _as_one(name: str, results: Sequence[Rewritten]) -> Rewritten:
     """Several results of one step as one record."""
     records = [result.record for result in results]
     exact = all(record.tier != "bounded" for record in records)
