@@ -84,19 +84,11 @@ def truncate_on_data(
     notes: list[str] = []
     learned = with_learned_maps(weights.to(torch.float64), notes)
     start = result = without_fixed_widths(name, learned, ranks, notes)
-    errors, cuts = list[float](), list[Cut]()
+    cuts: list[Cut] = []
     for form, given in ranks.items():
         cut = _cut_qk if form == "qk" else _cut_ov
         result, error, whole = cut(result, moments, given, means_off[form], prior, notes)
-        worst = float((error / torch.where(whole > 0, whole, 1.0)).max())
-        errors.append(worst)
-        what = "scores" if form == "qk" else "outputs"
-        mean = " about their mean" if means_off[form] else ""
-        words = (
-            f"W_{form.upper()}: {{ranks}}, which leaves out at most {{worst:.3g}} of the mean square of a "
-        )
-        shares = Cut.shares(error, whole)
-        cuts.append(Cut(f"{words}head's {what}{mean}", tuple(given), max(given), worst, shares))
+        cuts.append(_in_words(form, given, error, whole, about_mean=means_off[form]))
     moves = {form: move(start, result, form) for form in ranks}
     # With the mean taken off, what is lost of the value bias is in the output's.
     sizes = {
@@ -113,7 +105,7 @@ def truncate_on_data(
         choice=cuts,
         notes=(*notes, *newly_apart(weights, result)),
         bound=0.0 if exact else max(float(one.max()) for one in sizes.values()),
-        error=max(errors),
+        error=max(cut.worst for cut in cuts),
     )
 
 
@@ -246,6 +238,21 @@ def _root(gram: Float[Tensor, "*batch r r"]) -> Float[Tensor, "*batch r r"]:
     values, vectors = torch.linalg.eigh((gram + gram.mT) / 2)
     root: Tensor = values.clamp(min=0.0).sqrt()[..., :, None] * vectors.mT
     return root
+
+
+def _in_words(
+    form: Form,
+    ranks: Sequence[int],
+    error: Float[Tensor, " heads"],
+    whole: Float[Tensor, " heads"],
+    *,
+    about_mean: bool,
+) -> Cut:
+    """What was left of a form, and what each head loses of the mean square of what it does."""
+    what, mean = "scores" if form == "qk" else "outputs", " about their mean" if about_mean else ""
+    words = f"W_{form.upper()}: {{ranks}}, which leaves out at most {{worst:.3g}} of the mean square of a "
+    worst = float((error / torch.where(whole > 0, whole, 1.0)).max())
+    return Cut(f"{words}head's {what}{mean}", tuple(ranks), max(ranks), worst, Cut.shares(error, whole))
 
 
 _Cut = tuple[AttentionWeights, Float[Tensor, " heads"], Float[Tensor, " heads"]]

@@ -280,16 +280,9 @@ def prune_heads(
     for side in SIDES_OF["ov"]:
         require_nothing_between("prune_heads", side, weights.chain(side)[:-1])
     lost = _done_by(weights, list(heads)) if does is None else Move(*(part[list(heads)] for part in does))
-    active = lost.whole.gt(0).nonzero()[:, 0].tolist()
+    active = bool(lost.whole.gt(0).any())
     if active and not bounded:
-        worst = active[int(lost.whole[active].argmax())]
-        form, bias = float(lost.form[worst]), float(lost.bias[worst])
-        what = f"its ‖W_OV‖ is {form:.6g}" if form > 0 else f"its value bias adds {bias:.6g} to the output"
-        raise RewriteRefusedError(
-            "prune_heads",
-            f"head {heads[worst]} does something: {what}",
-            "bounded=True leaves it out all the same" if form > 0 else "fold the value bias first",
-        )
+        raise _does_something(heads, lost)
     kept = [head for head in range(weights.num_heads) if head not in heads]
     repeated: list[str] = []
 
@@ -319,6 +312,18 @@ def prune_heads(
         choice=f"{len(heads)} of {weights.num_heads} heads left out: {', '.join(map(str, heads))}",
         notes=(*notes, *_notes_on_heads(weights)),
         bound=float(lost.whole.max()) if active else 0.0,
+    )
+
+
+def _does_something(heads: Sequence[int], lost: Move) -> RewriteRefusedError:
+    """The refusal that names the head that does most."""
+    worst = int(lost.whole.argmax())
+    form, bias = float(lost.form[worst]), float(lost.bias[worst])
+    what = f"its ‖W_OV‖ is {form:.6g}" if form > 0 else f"its value bias adds {bias:.6g} to the output"
+    return RewriteRefusedError(
+        "prune_heads",
+        f"head {heads[worst]} does something: {what}",
+        "bounded=True leaves it out all the same" if form > 0 else "fold the value bias first",
     )
 
 

@@ -161,17 +161,9 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
     beside = torch.cat([link.weight.transpose(0, 1).flatten(1) for link in ((k,) if tied else (k, v))], dim=1)
     d_model, full = beside.shape
     of_keys, of_values = k.copies * k.d_out, v.copies * v.d_out
-    if rank is None:
-        rank = min(d_model, full)
-    require_whole_number("to_latent", "rank", rank)
+    rank = min(d_model, full) if rank is None else rank
+    _require_latent_rank(rank, d_model, full)
     require_finite("to_latent", weights)
-    if not (1 <= rank <= min(d_model, full) or rank == full):
-        whole = f", or {full} as they are" if full > d_model else ""
-        raise RewriteRefusedError(
-            "to_latent",
-            f"rank is {rank}: keys and values side by side are {d_model} × {full}, which takes 1 to "
-            f"{min(d_model, full)}{whole}",
-        )
     W_D, U, needed = _product_of_rank(beside, rank)
     up_k, up_v = (
         Link(part.reshape(rank, link.copies, -1).transpose(0, 1).contiguous(), link.bias)
@@ -306,6 +298,17 @@ def _truncate_ov(
         except RewriteRefusedError as error:
             notes.append(f"the value bias lost what does not fit the channels left: {error.reason}")
     return weights, cut_down(weights, notes), basis.rank.tolist()
+
+
+def _require_latent_rank(rank: int, d_model: int, full: int) -> None:
+    require_whole_number("to_latent", "rank", rank)
+    if not (1 <= rank <= min(d_model, full) or rank == full):
+        whole = f", or {full} as they are" if full > d_model else ""
+        raise RewriteRefusedError(
+            "to_latent",
+            f"rank is {rank}: keys and values side by side are {d_model} × {full}, which takes 1 to "
+            f"{min(d_model, full)}{whole}",
+        )
 
 
 def _require_latent(weights: AttentionWeights) -> None:

@@ -22,18 +22,12 @@ from torch import Tensor
 
 from triptych.algebra.moments import Moments
 from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.rewrites.channels import newly_apart, times
+from triptych.algebra.rewrites.channels import times
 from triptych.algebra.rewrites.data import PRIOR, require_moments_of
 from triptych.algebra.rewrites.legality import require_one_each, why_key_bias_counts
 from triptych.algebra.rewrites.rank import Ranks
-from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rotary_pairs import (
-    at_any_distance,
-    mean_turn,
-    require_rotary,
-    rotary_move,
-    rotary_size,
-)
+from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten
+from triptych.algebra.rewrites.rotary_pairs import mean_turn, require_rotary, rotary_scores_cut
 from triptych.algebra.weights import AttentionWeights, Chain
 
 _Turned = Literal["q", "k"]
@@ -91,31 +85,15 @@ def truncate_rotary_maps(
     true = _Scores.of(name, working, rotation, moments, longest, 0.0)
     whole = true.mean_square()
     shares = Cut.shares(true.error(maps), whole)
-    error = max(shares)
-    moved, sizes = rotary_move(working, result), rotary_size(working)
-    rounding = 100 * weights.d_model * torch.finfo(working.dtype).eps
-    exact = bool((moved <= rounding * sizes).all())
-    if moments is None:
-        shares = at_any_distance(shares, moved, sizes)
     words = "W_Q and W_K: {ranks} of {most}, written back into {most} channels, which leaves out at most "
     cut = Cut(
         f"{words}{{worst:.3g}} of the mean square of a head's scores",
         tuple(ranks),
         scores.width,
-        error,
+        max(shares),
         shares,
     )
-    return rewritten(
-        name,
-        "rounding-exact" if exact else "bounded",
-        weights,
-        result.to(weights.dtype),
-        checked=("rotary positions", "no QK-norm: nothing stands between the maps and the rotation"),
-        choice=[cut],
-        notes=(*notes, *newly_apart(weights, result)),
-        bound=0.0 if exact else float(moved.max()),
-        error=None if moments is None else error,
-    )
+    return rotary_scores_cut(name, weights, working, result, cut, notes, on_text=moments is not None)
 
 
 def measure_rotary_energies(

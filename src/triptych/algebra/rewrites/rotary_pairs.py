@@ -79,25 +79,51 @@ def truncate_rotary_pairs(
     of_heads = left_out.repeat_interleave(weights.num_heads // groups, dim=0).to(scores.dtype)
     lost, whole = torch.einsum("hf,hfg,hg->h", of_heads, scores, of_heads), scores.sum(dim=(-2, -1))
     shares = Cut.shares(lost, whole)
-    moved, sizes = rotary_move(working, result), rotary_size(working)
-    rounding = 100 * weights.d_model * torch.finfo(working.dtype).eps
-    exact = bool((moved <= rounding * sizes).all())
-    error = max(shares)
-    if moments is None:
-        shares = at_any_distance(shares, moved, sizes)
     words = (
         "{each} of {most} rotary pairs, which leaves out at most {worst:.3g} of the mean square of a head's "
     )
+    cut = Cut(f"{words}scores in its rotary pairs", tuple(kept), count, max(shares), shares)
+    return rotary_scores_cut(name, weights, working, result, cut, notes, on_text=moments is not None)
+
+
+def rotary_scores_cut(
+    name: str,
+    weights: AttentionWeights,
+    working: AttentionWeights,
+    result: AttentionWeights,
+    cut: Cut,
+    notes: Sequence[str],
+    *,
+    on_text: bool,
+) -> Rewritten:
+    """A layer whose rotary scores were cut, with its record: exact where no form moves beyond rounding.
+
+    Args:
+        name: of the rewrite.
+        weights: the layer before.
+        working: the same in float64.
+        result: after, in float64.
+        cut: what was left, and what the scores lose.
+        notes: of the rewrite.
+        on_text: whether the loss was measured on a text. Without one, it is the larger of this loss and
+            that over long distances, and is no error of the record.
+    """
+    moved, sizes = rotary_move(working, result), rotary_size(working)
+    rounding = 100 * weights.d_model * torch.finfo(working.dtype).eps
+    exact = bool((moved <= rounding * sizes).all())
+    if not on_text:
+        far = Cut.shares(moved.square(), sizes.square())
+        cut = replace(cut, lost=tuple(map(max, cut.lost, far)))
     return rewritten(
         name,
         "rounding-exact" if exact else "bounded",
         weights,
         result.to(weights.dtype),
         checked=("rotary positions", "no QK-norm: nothing stands between the maps and the rotation"),
-        choice=[Cut(f"{words}scores in its rotary pairs", tuple(kept), count, error, shares)],
+        choice=[cut],
         notes=(*notes, *newly_apart(weights, result)),
         bound=0.0 if exact else float(moved.max()),
-        error=None if moments is None else error,
+        error=cut.worst if on_text else None,
     )
 
 
@@ -231,13 +257,6 @@ def rotary_move(before: AttentionWeights, after: AttentionWeights) -> Float[Tens
     if one.fixed is not None and other.fixed is not None:
         total = total + one.fixed.difference_norm(other.fixed).square()
     return total.sqrt()
-
-
-def at_any_distance(
-    shares: tuple[float, ...], moved: Float[Tensor, " num_heads"], sizes: Float[Tensor, " num_heads"]
-) -> tuple[float, ...]:
-    """Of every head the larger share left out: over the distances of a text, or over long ones."""
-    return tuple(map(max, shares, Cut.shares(moved.square(), sizes.square())))
 
 
 def rotary_size(weights: AttentionWeights) -> Float[Tensor, " num_heads"]:
