@@ -19,36 +19,45 @@ from triptych.training.progress import display_for
 _USES = {"translation": "translate", "language-model": "generate", "masked-language-model": "fill"}
 
 
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A recipe: a TOML file or the name of a built-in recipe. With --resume: a run folder."
+    ),
+]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", "-o", help="The run folder to create. Default: runs/NAME.")
+]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue the run in this folder.")]
+ForceOption = Annotated[
+    bool,
+    typer.Option(
+        "--force",
+        help="Use a folder that has other files. Files with the names of a run's are replaced.",
+    ),
+]
+CheckpointOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        help="Go on with this language model: a folder in Hugging Face's format, or a name on the Hub.",
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a recipe key: section.key=value. May be repeated."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
 def train(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            help="A recipe: a TOML file or the name of a built-in recipe. With --resume: a run folder."
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The run folder to create. Default: runs/NAME.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this folder.")] = False,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Use a folder that has other files. Files with the names of a run's are replaced.",
-        ),
-    ] = False,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            help="Go on with this language model: a folder in Hugging Face's format, or a name on the Hub.",
-        ),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Override a recipe key: section.key=value. May be repeated."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    recipe: RecipeArgument,
+    out: OutOption = None,
+    resume: ResumeOption = False,
+    force: ForceOption = False,
+    checkpoint: CheckpointOption = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a model.
 

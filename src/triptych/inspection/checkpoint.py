@@ -127,14 +127,9 @@ def inspect(
     if not isinstance(checkpoint, AttentionSource):
         checkpoint = open_checkpoint(str(checkpoint), family)
     started = time.monotonic()
-    for what, chosen in (("layers", layers), ("heads", heads)):
-        if chosen is not None and not chosen:
-            raise UsageError(f"{checkpoint.name}: no {what} are chosen")
-    sites = [site for site in checkpoint.sites if layers is None or site.layer in layers]
-    last = max(site.layer for site in checkpoint.sites)
-    if layers is not None and not {site.layer for site in checkpoint.sites} >= set(layers):
-        unknown = next(layer for layer in layers if layer not in {site.layer for site in checkpoint.sites})
-        raise UsageError(f"{checkpoint.name}: layer {unknown} does not exist; layers are 0 to {last}")
+    if heads is not None and not heads:
+        raise UsageError(f"{checkpoint.name}: no heads are chosen")
+    sites = _chosen_sites(checkpoint, layers)
     total, done = sum(checkpoint.bytes_of(site) for site in sites), 0
     found, sketched = [], _Sketches(checkpoint, ignore_rotary)
     for site in sites:
@@ -169,6 +164,24 @@ def inspect(
         warnings=checkpoint.warnings,
         seconds=time.monotonic() - started,
     )
+
+
+def _chosen_sites(checkpoint: AttentionSource, layers: Collection[int] | None) -> list[Site]:
+    """The layers of some numbers, in every stack.
+
+    Raises:
+        UsageError: none is chosen, or one does not exist.
+    """
+    if layers is None:
+        return [*checkpoint.sites]
+    if not layers:
+        raise UsageError(f"{checkpoint.name}: no layers are chosen")
+    numbers = {site.layer for site in checkpoint.sites}
+    if unknown := [layer for layer in layers if layer not in numbers]:
+        raise UsageError(
+            f"{checkpoint.name}: layer {unknown[0]} does not exist; layers are 0 to {max(numbers)}"
+        )
+    return [site for site in checkpoint.sites if site.layer in layers]
 
 
 class _Sketches:

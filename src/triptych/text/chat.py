@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from triptych.errors import DataError, UsageError
 
@@ -53,6 +54,27 @@ def render_chat(
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the messages cannot be given to a chat template: {error}") from None
     where = f"the chat template of {origin}"
+    answer = _answer(request, where)
+    if "text" in answer:
+        return str(answer["text"])
+    message = " ".join(str(answer["message"]).split())
+    match answer["error"]:
+        case "refusal":
+            raise UsageError(f"{where} refuses the messages: {message}")
+        case "forbidden":
+            raise DataError(f"{where} does what no template may: {message}; give a prompt without it")
+        case "too much":
+            raise DataError(f"{where} is stopped: {message}; give a prompt without it")
+        case _:
+            raise DataError(f"{where} is damaged: {message}; give a prompt without it")
+
+
+def _answer(request: str, where: str) -> dict[str, Any]:
+    """What the process that renders says: a text, or what went wrong.
+
+    Raises:
+        DataError: it took too long, or the system ended it.
+    """
     try:
         done = subprocess.run(
             # -P keeps the modules beside the script from taking the place of others.
@@ -67,22 +89,11 @@ def render_chat(
             f"{where} runs for more than {_SECONDS:.0f} seconds; give a prompt without it"
         ) from None
     try:
-        answer = json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         # The system ended it: it has no way to say why.
         raise DataError(f"{where} takes too much time or memory; give a prompt without it") from None
-    if "text" in answer:
-        return str(answer["text"])
-    message = " ".join(str(answer["message"]).split())
-    match answer["error"]:
-        case "refusal":
-            raise UsageError(f"{where} refuses the messages: {message}")
-        case "forbidden":
-            raise DataError(f"{where} does what no template may: {message}; give a prompt without it")
-        case "too much":
-            raise DataError(f"{where} is stopped: {message}; give a prompt without it")
-        case _:
-            raise DataError(f"{where} is damaged: {message}; give a prompt without it")
+    return answer
 
 
 def _plain(message: Mapping[str, object]) -> dict[str, object]:

@@ -317,7 +317,7 @@ def prune_heads(
 
 def _does_something(heads: Sequence[int], lost: Move) -> RewriteRefusedError:
     """The refusal that names the head that does most."""
-    worst = int(lost.whole.argmax())
+    worst = int(torch.where(lost.whole > 0, lost.whole, 0.0).argmax())
     form, bias = float(lost.form[worst]), float(lost.bias[worst])
     what = f"its ‖W_OV‖ is {form:.6g}" if form > 0 else f"its value bias adds {bias:.6g} to the output"
     return RewriteRefusedError(
