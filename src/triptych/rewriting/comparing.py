@@ -54,7 +54,8 @@ def open_original(folder: Path, text: Path | None) -> Opened | str:
         windows = list(model.random_windows(PROBES.seed))
         model.outputs(windows[0])
         return Opened(model, windows)
-    # The original may be of a kind that takes no tokens: pictures, speech.
+    # The original may be of a kind that takes no tokens (pictures, speech): what its own code says of tokens
+    # comes in many classes.
     except Exception as error:
         reason = f"the original cannot be run: {first_line(error)}"
         if text is None:

@@ -172,6 +172,7 @@ class TransformersModel(RunnableModel):
                 self._cached: Any = transformers.AutoTokenizer.from_pretrained(
                     self._path, local_files_only=True, trust_remote_code=False
                 )
+            # Whatever a tokenizer's own code says of its files, it comes in many classes.
             except Exception as error:
                 raise DataError(
                     f"{self._path}: its tokenizer cannot be loaded: {first_line(error)}"
