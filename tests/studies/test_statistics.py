@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from triptych.studies.statistics import compare, effect_size, estimate, holm, paired_p_value, seeds_needed
+from triptych.studies.statistics import compare, effect_size, estimate, paired_p_value, seeds_needed
 
 
 def test_the_interval_is_students() -> None:
@@ -33,15 +33,6 @@ def test_pairs_that_do_not_vary_are_equal_or_different_for_certain() -> None:
     assert paired_p_value([0.0, 0.0, 0.0]) == 1.0
     assert paired_p_value([0.5, 0.5, 0.5]) == 0.0
     assert math.isnan(paired_p_value([0.5]))
-
-
-def test_holm_multiplies_by_the_tests_left_and_keeps_the_order() -> None:
-    found = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": math.nan, "e": 0.9})
-    assert found["a"] == pytest.approx(0.04)
-    assert found["c"] == pytest.approx(0.09)
-    assert found["b"] == pytest.approx(0.09)  # 0.08 alone, but no less than the one before
-    assert found["e"] == pytest.approx(0.9)
-    assert math.isnan(found["d"])
 
 
 def test_identical_variants_differ_by_an_interval_that_holds_0_at_the_stated_rate() -> None:

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
+from triptych.algebra.significance import holm
 from triptych.attending.behaviour import FIGURES, Behaviour
 from triptych.inspection import MEASURES, Inspection
 from triptych.reports import Table
@@ -58,11 +59,6 @@ class Beside:
 
     rows: tuple[dict[str, Any], ...]
     correlations: tuple[Correlation, ...]
-
-    @property
-    def num_sure(self) -> int:
-        """Correlations that are significant after correction."""
-        return sum(one.sure for one in self.correlations)
 
 
 def correlations_table(beside: Beside) -> Table:
@@ -225,10 +221,5 @@ def _cosines(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 def _corrected(found: Sequence[Correlation]) -> list[Correlation]:
     """Mark what is significant after Holm's correction."""
-    order = sorted(range(len(found)), key=lambda i: found[i].p_value)
-    sure = set[int]()
-    for place, i in enumerate(order):
-        if found[i].p_value > _SURE / (len(found) - place):
-            break
-        sure.add(i)
-    return [replace(one, sure=i in sure) for i, one in enumerate(found)]
+    corrected = holm([one.p_value for one in found])
+    return [replace(one, sure=p <= _SURE) for one, p in zip(found, corrected, strict=True)]

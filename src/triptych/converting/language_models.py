@@ -121,8 +121,8 @@ def _write(opened: OpenedModel, found: _Folded, folder: Path) -> None:
     }
     common = {"vocab_size": model.vocab_size, "dtype": dtype, **ids, "use_cache": True}
     write_text(folder / "config.json", json.dumps({**found.settings, **common}, indent=2) + "\n")
-    write_weights({name: tensor.detach().contiguous() for name, tensor in found.tensors.items()},
-                  folder / "model.safetensors")  # fmt: skip
+    tensors = {name: tensor.detach().contiguous() for name, tensor in found.tensors.items()}
+    write_weights(tensors, folder / "model.safetensors")
     tokenizer.save_files(folder)
 
 

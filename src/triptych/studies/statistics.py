@@ -11,6 +11,8 @@ from typing import final
 
 import numpy as np
 
+from triptych.algebra.significance import holm
+
 # Of every interval, and of every test after correction.
 CONFIDENCE = 0.95
 # With which a difference would be found again.
@@ -110,11 +112,10 @@ def compare(
         for name, values in variants.items()
     }
     pairs = {name: found for name, found in pairs.items() if found}
-    p_values = {name: paired_p_value(list(found.values())) for name, found in pairs.items()}
-    corrected = holm(p_values)
+    p_values = [paired_p_value(list(found.values())) for found in pairs.values()]
     return {
-        name: Comparison(estimate(list(found.values())), p_values[name], corrected[name], found)
-        for name, found in pairs.items()
+        name: Comparison(estimate(list(found.values())), p_value, corrected, found)
+        for (name, found), p_value, corrected in zip(pairs.items(), p_values, holm(p_values), strict=True)
     }
 
 
@@ -132,19 +133,6 @@ def paired_p_value(differences: Sequence[float]) -> float:
         return 1.0 if found.mean == 0 else 0.0
     statistic = found.mean / found.deviation * math.sqrt(found.count)
     return float(2 * t.sf(abs(statistic), found.count - 1))
-
-
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """P-values corrected so that the chance of any false finding stays what it is for one test.
-
-    Those that are NaN stay so and do not count. Source: Holm 1979.
-    """
-    tested = sorted((p, name) for name, p in p_values.items() if not math.isnan(p))
-    corrected, highest = dict(p_values), 0.0
-    for place, (p, name) in enumerate(tested):
-        highest = max(highest, min(p * (len(tested) - place), 1.0))
-        corrected[name] = highest
-    return corrected
 
 
 def effect_size(differences: Sequence[float]) -> float:
