@@ -95,14 +95,11 @@ def fit_training(
         _batch_tokens(total, limits), recipe.data.max_sentence_tokens + 1
     )  # a batch holds its longest sentence
     recipe = recipe.filled({"model": model, "training": {"batch_tokens": batch}})
-    of_epoch, most_epochs = steps_per_epoch(recipe), recipe.training.max_epochs
-    steps = max(math.ceil(of_epoch * total / num_tokens / 10) * 10, _FEWEST_STEPS)
-    steps = steps if most_epochs is None else most_epochs * of_epoch
-    recipe = recipe.filled({"training": {"max_steps": steps}})
-    steps = recipe.training.max_steps if most_epochs is None else min(recipe.training.max_steps, steps)
+    of_epoch = steps_per_epoch(recipe)
+    recipe, steps = _with_steps(recipe, of_epoch * total / num_tokens, of_epoch)
     if "warmup_steps" not in recipe.training.model_fields_set:
         recipe = recipe.filled({"training": _schedule(steps, recipe.model.d_model)})
-    return recipe.filled({"validation": {"every_steps": min(max(steps // 10, 1), 1000)}})
+    return recipe.filled({"validation": {"every_steps": _validate_every(steps)}})
 
 
 def _vocab_size(chars: int | float, device: str) -> int:
@@ -179,21 +176,42 @@ def fit_continued_training(
 
 
 _OfText = TypeVar("_OfText", LanguageRecipe, ContinuedRecipe)
+_OfAny = TypeVar("_OfAny", Recipe, LanguageRecipe, ContinuedRecipe)
 
 
 def _fit_schedule(recipe: _OfText, num_tokens: int, total: float, peak: float, device: str) -> _OfText:
     """Choose batches, steps, warm-up and learning rate for so many tokens in all."""
-    limits, context, most_epochs = _limits(device), recipe.model.context, recipe.training.max_epochs
+    limits, context = _limits(device), recipe.model.context
     recipe = recipe.filled({"training": {"batch_size": max(_batch_tokens(total, limits) // context, 1)}})
     of_update = recipe.training.batch_size * context * recipe.training.accumulate_batches
-    of_epoch = max(math.ceil(num_tokens / of_update), 1)
-    steps = max(math.ceil(total / of_update / 10) * 10, _FEWEST_STEPS)
-    steps = steps if most_epochs is None else most_epochs * of_epoch
-    recipe = recipe.filled({"training": {"max_steps": steps}})
-    steps = recipe.training.max_steps if most_epochs is None else min(recipe.training.max_steps, steps)
+    recipe, steps = _with_steps(recipe, total / of_update, max(math.ceil(num_tokens / of_update), 1))
     schedule = {"warmup_steps": min(max(steps // 20, 1), 1000), "learning_rate": float(f"{peak:.2g}")}
-    every = {"every_steps": min(max(steps // 10, 1), 1000)}
-    return recipe.filled({"training": schedule, "validation": every})
+    return recipe.filled({"training": schedule, "validation": {"every_steps": _validate_every(steps)}})
+
+
+def _with_steps(recipe: _OfAny, usual: float, of_epoch: int) -> tuple[_OfAny, int]:
+    """Choose `max_steps`.
+
+    Args:
+        recipe: with its batches.
+        usual: updates that learn as many tokens as are chosen.
+        of_epoch: updates of one pass.
+
+    Returns:
+        The recipe, and the updates that it makes: those of its `max_epochs` where they are fewer.
+    """
+    most_epochs = recipe.training.max_epochs
+    if most_epochs is None:
+        steps = max(math.ceil(usual / 10) * 10, _FEWEST_STEPS)
+        recipe = recipe.filled({"training": {"max_steps": steps}})
+        return recipe, recipe.training.max_steps
+    steps = most_epochs * of_epoch
+    recipe = recipe.filled({"training": {"max_steps": steps}})
+    return recipe, min(recipe.training.max_steps, steps)
+
+
+def _validate_every(steps: int) -> int:
+    return min(max(steps // 10, 1), 1000)
 
 
 def choices(before: AnyRecipe, after: AnyRecipe) -> list[str]:
@@ -221,10 +239,10 @@ def choices(before: AnyRecipe, after: AnyRecipe) -> list[str]:
         ]
     if not (isinstance(before, Recipe) and isinstance(after, Recipe)):
         return found
-    layers = [f"model.{side}.num_layers = {getattr(after.model, side).num_layers}"
-              for side in ("encoder", "decoder")
-              if "num_layers" not in getattr(before.model, side).model_fields_set]  # fmt: skip
-    return [*found, *layers]
+    for side in ("encoder", "decoder"):
+        if "num_layers" not in getattr(before.model, side).model_fields_set:
+            found.append(f"model.{side}.num_layers = {getattr(after.model, side).num_layers}")
+    return found
 
 
 def _limits(device: str) -> _Limits:
