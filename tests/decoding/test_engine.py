@@ -18,8 +18,10 @@ from triptych.models import (
     ModelConfig,
     PositionsConfig,
 )
+from triptych.text import OutputRules
 
 PAD, BOS, EOS = 0, 1, 2
+RULES = OutputRules((BOS,), EOS, (PAD, BOS))
 SOURCES = [[5, 9, 4, 7], [3], [6, 6, 8, 10, 11, 12, 13, 4], [14, 3, 9], [12, 4], [8, 7, 5, 3, 9, 11]]
 OPTIONS: dict[str, dict[str, int]] = {"grouped": {"num_kv_heads": 2}}
 
@@ -69,7 +71,7 @@ def both(
     model: EncoderDecoder, src: Tensor, options: SearchOptions
 ) -> tuple[list[list[Hypothesis]], list[list[Hypothesis]]]:
     engine = Engine(model, never=(PAD, BOS))
-    return search(engine, src, options, BOS, EOS), plain_search(model, src, options, BOS, EOS)
+    return search(engine, src, options, RULES), plain_search(model, src, options, BOS, EOS)
 
 
 def assert_alike(fast: list[list[Hypothesis]], slow: list[list[Hypothesis]]) -> None:
@@ -116,8 +118,8 @@ def test_a_vocabulary_of_any_size_is_searched_whole(vocab: int) -> None:
 def test_sentences_do_not_disturb_each_other() -> None:
     model, options = make_model(), SearchOptions(beam_size=3, max_extra_tokens=8)
     engine = Engine(model, never=(PAD, BOS))
-    together = search(engine, pad(SOURCES), options, BOS, EOS)
-    alone = [search(engine, pad([ids]), options, BOS, EOS)[0] for ids in SOURCES]
+    together = search(engine, pad(SOURCES), options, RULES)
+    alone = [search(engine, pad([ids]), options, RULES)[0] for ids in SOURCES]
     assert_alike(together, alone)
 
 
@@ -162,7 +164,7 @@ def test_fixed_steps_find_what_the_modules_find(projections: str, positions: str
     # Longer than the room that a cache begins with.
     options = SearchOptions(beam_size=beam_size, num_best=beam_size, max_extra_tokens=25)
     src, engine = pad(SOURCES), Engine(model, never=(PAD, BOS))
-    fixed = search(engine, src, options, BOS, EOS, fixed=True)
+    fixed = search(engine, src, options, RULES, fixed=True)
     assert_alike(fixed, plain_search(model, src, options, BOS, EOS))
     if positions == "sinusoidal":  # the other models end sooner
         assert max(len(h.ids) for of_one in fixed for h in of_one) > 16
@@ -200,5 +202,5 @@ def test_recorded_steps_find_what_the_modules_find(beam_size: int) -> None:
     model = make_model().cuda()
     options = SearchOptions(beam_size=beam_size, num_best=beam_size, max_extra_tokens=25)
     src = pad(SOURCES).cuda()
-    recorded = search(Engine(model, never=(PAD, BOS)), src, options, BOS, EOS)
+    recorded = search(Engine(model, never=(PAD, BOS)), src, options, RULES)
     assert_alike(recorded, plain_search(model, src, options, BOS, EOS))

@@ -12,8 +12,10 @@ from decoding.plain_search import plain_search
 from triptych.decoding import Engine, Hypothesis, SearchOptions, length_penalty, search
 from triptych.decoding.engine import GROUP
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.text import OutputRules
 
 PAD, BOS, EOS = 0, 1, 2
+RULES = OutputRules((BOS,), EOS, (PAD, BOS))
 SOURCES = [[5, 9, 4, 7], [3], [6, 6, 8, 10, 11, 12, 13, 4], [14, 3, 9], [12, 4], [8, 7, 5, 3, 9, 11]]
 MAX_EXTRA = 6
 ALPHAS = (0.0, 0.6, 1.0, 1.5, 2.0, 3.0)
@@ -80,7 +82,7 @@ def find(
 ) -> list[list[Hypothesis]]:
     given = SearchOptions(**{"max_extra_tokens": MAX_EXTRA, **options})
     if way == "engine":
-        return search(Engine(model, never=(PAD, BOS)), src, given, BOS, EOS)
+        return search(Engine(model, never=(PAD, BOS)), src, given, RULES)
     return plain_search(model, src, given, BOS, EOS, use_cache=way == "modules")
 
 
@@ -276,7 +278,7 @@ def test_a_search_goes_on_while_the_longest_output_may_win_and_no_further(
             engine = Engine(model, never=(PAD, BOS))
             logits, steps = never_surprised(q, limit, 2, GROUP)
             monkeypatch.setattr(engine, "step", logits)
-            ((best,),) = search(engine, pad([[4]]), options, BOS, EOS)
+            ((best,),) = search(engine, pad([[4]]), options, RULES)
         assert (len(best.ids), len(steps)) == (length, num_steps)
 
 

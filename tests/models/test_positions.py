@@ -16,8 +16,10 @@ from triptych.models import (
     ModelConfig,
     PositionsConfig,
 )
+from triptych.text import OutputRules
 
 PAD, BOS, EOS, VOCAB = 0, 1, 2, 20
+RULES = OutputRules((BOS,), EOS, (PAD, BOS))
 SRC = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 2, PAD, PAD], [11, 2, PAD, PAD, PAD]])
 TGT = torch.tensor([[1, 4, 5, 6, 8], [1, 7, 8, 9, 4], [1, 3, 3, 3, 3]])
 SCHEMES: dict[str, PositionsConfig] = {
@@ -166,7 +168,7 @@ def test_a_search_ends_where_the_learned_positions_do(beam_size: int, fixed: boo
     against_the_end[EOS] = -30
     model.output.bias = torch.nn.Parameter(against_the_end)
     options = SearchOptions(beam_size=beam_size, max_extra_tokens=50)
-    found = search(Engine(model, never=(PAD, BOS)), SRC, options, BOS, EOS, fixed=fixed)
+    found = search(Engine(model, never=(PAD, BOS)), SRC, options, RULES, fixed=fixed)
     # The beginning of the sentence takes the first of twelve positions.
     assert [len(hypotheses[0].ids) for hypotheses in found] == [11, 11, 11]
     plain = plain_search(model, SRC, options, BOS, EOS)
@@ -180,7 +182,7 @@ def test_a_search_finds_the_same_with_and_without_a_cache(scheme: str) -> None:
         model.output.weight.mul_(3)
     options = SearchOptions(beam_size=3, max_extra_tokens=4)
     found = [
-        search(Engine(model, never=(PAD, BOS)), SRC, options, BOS, EOS),
+        search(Engine(model, never=(PAD, BOS)), SRC, options, RULES),
         *(plain_search(model, SRC, options, BOS, EOS, use_cache=cached) for cached in (True, False)),
     ]
     for other in found[1:]:

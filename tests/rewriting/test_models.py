@@ -24,8 +24,10 @@ from triptych.attention import PARAMETERISATIONS, LayerCache, RotaryPositions
 from triptych.attention.checks import HELD
 from triptych.decoding import Engine, SearchOptions, search
 from triptych.models import attention_sites, attention_weights, read_model, with_attention, write_model
+from triptych.text import OutputRules
 
 VOCAB, PAD, BOS, EOS = 40, 0, 1, 2
+RULES = OutputRules((BOS,), EOS, (PAD, BOS))
 BIASES = {"q_bias": True, "k_bias": True, "v_bias": True, "o_bias": True}
 LIFTED: dict[str, Callable[[Any], Any]] = {
     "fold": triptych.fold,
@@ -119,7 +121,7 @@ def test_a_folded_model_decodes_the_same_translations_with_fewer_parameters() ->
     options = SearchOptions(beam_size=3, num_best=2)
     folded = triptych.fold(model)
     old, new = (
-        [[found.ids for found in hypotheses] for hypotheses in search(Engine(m), src, options, BOS, EOS)]
+        [[found.ids for found in hypotheses] for hypotheses in search(Engine(m), src, options, RULES)]
         for m in (model, folded)
     )
     assert new == old

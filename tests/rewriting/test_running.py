@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints.tiny_translators import translator_folder
 from rewriting.test_calibration import bert, text_in
 from small_checkpoints import cannot_be_run, gpt2_that_runs
 from tolerances import assert_same
@@ -88,3 +89,26 @@ def test_our_own_run_puts_out_what_transformers_does(tmp_path: Path) -> None:
     for (name, a), (same, b) in zip(*attended, strict=True):
         assert name == same
         assert_same(a, b, kind="output")
+
+
+def test_an_encoder_decoder_puts_out_what_transformers_does(tmp_path: Path) -> None:
+    folder, text = tmp_path / "model", tmp_path / "text.tsv"
+    translator_folder(folder, "bart", forced_bos_token_id=1)
+    text.write_text("w5 w9 w4\tw7\nw8\tw6 w6 w5\n", encoding="utf-8")
+    ours, theirs = open_model(folder), TransformersModel(folder)
+    assert (ours.by, ours.kind) == ("triptych", theirs.kind)
+    source = open_checkpoint(folder)
+    for one, other in zip(ours.windows(text, 200), theirs.windows(text, 200), strict=True):
+        assert torch.equal(one.inputs["src"], other.inputs["input_ids"])
+        assert torch.equal(one.inputs["tgt"], other.inputs["decoder_input_ids"])
+        assert one.targets is not None
+        assert other.targets is not None
+        assert torch.equal(one.targets, other.targets)
+        with ours.watch(source, source.sites), theirs.watch(source, source.sites):
+            assert_same(ours.outputs(one), theirs.outputs(other), kind="output")
+        for site in source.sites:
+            found, expected = ours.seen[site.name][-1], theirs.seen[site.name][-1]
+            assert_same(found.x, expected.x, kind="output")
+            if expected.memory is not None:
+                assert found.memory is not None
+                assert_same(found.memory, expected.memory, kind="output")

@@ -274,7 +274,7 @@ class TranslatorTokens:
         self._translator = translator
         self.source_tokenizer: Tokenizer = translator.tokenizers.source
         self.target_tokenizer: Tokenizer = translator.tokenizers.target
-        self.start_id = translator.tokenizers.target.bos_id
+        self.start_id = translator.tokenizers.target.rules.start[0]
 
     def source(self, texts: Sequence[str]) -> list[list[int]]:
         """What the encoder reads."""

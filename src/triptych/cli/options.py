@@ -31,6 +31,14 @@ AlphaOption = Annotated[float | None, typer.Option("--alpha", min=0, help="Expon
 DeviceOption = Annotated[
     str, typer.Option("--device", help="auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.")
 ]
+LanguagesOption = Annotated[
+    tuple[str, str] | None,
+    typer.Option(
+        "--languages",
+        metavar="SOURCE TARGET",
+        help="Of a checkpoint of several languages (mBART, NLLB): the codes of its tokenizer, as de_DE en_XX.",
+    ),
+]
 StopOption = Annotated[
     Literal["certain", "full"] | None,
     typer.Option(

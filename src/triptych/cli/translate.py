@@ -18,6 +18,7 @@ from triptych.cli.options import (
     BeamOption,
     DeviceOption,
     EngineOption,
+    LanguagesOption,
     PrecisionOption,
     StopOption,
     WorkersOption,
@@ -29,7 +30,7 @@ from triptych.decoding import Translation, Translator
 from triptych.decoding.ahead import Ahead
 from triptych.errors import UsageError
 from triptych.files import write_atomically
-from triptych.models import ModelConfig
+from triptych.models import EncoderDecoder, attention_sites
 from triptych.reports import is_page
 from triptych.text import iterate_file, iterate_lines
 
@@ -42,7 +43,8 @@ _KINDS = ("encoder", "decoder", "cross")
 
 def translate(
     run: Annotated[
-        Path, typer.Argument(help="A run folder, or a folder with a Marian model in Hugging Face's format.")
+        Path,
+        typer.Argument(help="A run folder, or a folder with an encoder-decoder in Hugging Face's format."),
     ],
     file: Annotated[
         Path | None, typer.Argument(help="Text to translate, one sentence per line. Default: standard input.")
@@ -65,6 +67,7 @@ def translate(
     workers: WorkersOption = None,
     engine: EngineOption = "triptych",
     device: DeviceOption = "auto",
+    languages: LanguagesOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line, with scores and tokens.")
     ] = False,
@@ -104,9 +107,10 @@ def translate(
         precision=precision,
         workers=number_of_workers(workers),
         engine=engine,
+        languages=languages,
     )
-    config = translator.model.config
-    wanted = [_parse_selection(text, config) for text in attention or []]
+    model = translator.model
+    wanted = [_parse_selection(text, model) for text in attention or []]
     if wanted and not as_json:
         raise UsageError("--attention goes with --json")
     render = _json_renderer(translator, wanted) if as_json else _text_renderer(num_best)
@@ -119,7 +123,7 @@ def translate(
         for number, translation in enumerate(translator.translate_stream(_as_they_come(lines)), start=1):
             if translation.num_pieces > 1:
                 print(
-                    f"line {number}: longer than the model's limit of {config.max_source_tokens} tokens, "
+                    f"line {number}: longer than the model's limit of {model.max_source_tokens} tokens, "
                     f"translated in {translation.num_pieces} pieces",
                     file=sys.stderr,
                 )
@@ -138,18 +142,14 @@ def translate(
             _write_page(translator, str(run), viewed, html)
 
 
-def _parse_selection(text: str, config: ModelConfig) -> HeadSelection:
+def _parse_selection(text: str, model: EncoderDecoder) -> HeadSelection:
     parts = text.split(":")
     if len(parts) != 3 or parts[0] not in _KINDS:
         raise UsageError(f"--attention {text}: write KIND:LAYER:HEAD with a kind of {', '.join(_KINDS)}")
-    sites = {
-        "encoder": config.encoder_sites,
-        "decoder": config.decoder_sites,
-        "cross": config.cross_sites,
-    }[parts[0]]()
+    sites = [site for site in attention_sites(model) if site.stack == parts[0]]
     layer = parse_index(parts[1], len(sites), "layer", text)
     chosen = sites if layer is None else [sites[layer]]
-    num_heads = min(site.num_heads or config.num_heads for site in chosen)
+    num_heads = min(site.layer.num_heads for site in chosen)
     return HeadSelection(parts[0], layer, parse_index(parts[2], num_heads, "head", text))
 
 

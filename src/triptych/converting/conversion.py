@@ -78,6 +78,7 @@ def convert(
     if not isinstance(source, Run) and holds_language_model(Path(source)):
         return _convert_language_model(Path(source), target, to)
     run = source if isinstance(source, Run) else Run.open(Path(source), "cpu")
+    run.require_recipe()
     if to == "triptych" and model_type(run.folder) is None:
         raise UsageError(f"{run.folder} is a run already: give a folder in Hugging Face's format")
     writers: dict[TargetFormat, Callable[[Path], Written]] = {

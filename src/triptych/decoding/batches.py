@@ -12,6 +12,7 @@ from triptych.decoding.maps import Precision
 from triptych.decoding.search import search
 from triptych.decoding.workers import Searcher
 from triptych.models import EncoderDecoder
+from triptych.text import OutputRules
 
 
 def batch_searcher(
@@ -19,15 +20,14 @@ def batch_searcher(
     src_eos_id: int,
     options: SearchOptions,
     precision: Precision,
-    bos_id: int,
-    eos_id: int,
+    rules: OutputRules,
 ) -> Searcher:
     """A function from sentences, token ids without the end of sentence, to hypotheses for each."""
-    engine = Engine(model, precision, never=(model.pad_id, bos_id))
+    engine = Engine(model, precision, never=rules.never)
 
     def searcher(sentences: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
         src = _padded(sentences, src_eos_id, model.pad_id).to(engine.device)
-        return search(engine, src, options, bos_id, eos_id)
+        return search(engine, src, options, rules)
 
     return searcher
 

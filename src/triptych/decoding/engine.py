@@ -55,10 +55,8 @@ class Engine:
             direct: whether to `call_directly`; a model that is to be traced must not.
 
         Raises:
-            ValueError: `unsupported_precision` has a reason, or no recipe describes the model.
+            ValueError: `unsupported_precision` has a reason.
         """
-        if model.recipe is None:  # of other norms, gates and positions nothing is made here
-            raise ValueError("the model is of another library's checkpoint: only a recipe's can be prepared")
         table = model.tgt_embedding.weight
         self.device = table.device
         if reason := unsupported_precision(precision, self.device):

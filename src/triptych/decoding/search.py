@@ -17,6 +17,7 @@ from triptych.decoding.hypotheses import (
     length_penalty,
     output_limits,
 )
+from triptych.text import OutputRules
 
 
 @torch.inference_mode()
@@ -24,8 +25,7 @@ def search(
     engine: Engine,
     src: Int[Tensor, "batch src_len"],
     options: SearchOptions,
-    bos_id: int,
-    eos_id: int,
+    rules: OutputRules,
     *,
     fixed: bool | None = None,
 ) -> list[list[Hypothesis]]:
@@ -35,11 +35,10 @@ def search(
     is done, `SearchOptions.stop` says.
 
     Args:
-        engine: of the model, with `never` the padding and the beginning of sentence.
+        engine: of the model, with the `never` of the rules.
         src: token ids with the end of sentence, padded with the model's pad_id.
         options: how to search.
-        bos_id: the token every output begins with.
-        eos_id: the token that ends one.
+        rules: what every output obeys.
         fixed: whether every step is the same work on the same memory (`FixedSteps`), recorded once and
             replayed on a GPU; on GPUs only, if None.
 
@@ -48,7 +47,7 @@ def search(
     """
     if fixed is None:
         fixed = engine.device.type == "cuda"
-    beams = _Beams(engine, src, options, bos_id, eos_id, fixed)
+    beams = _Beams(engine, src, options, rules, fixed)
     while beams.sentences:
         beams.advance()
     return [best_first(found)[: options.num_best] for found in beams.finished]
@@ -67,16 +66,18 @@ class _Beams:
         engine: Engine,
         src: Tensor,
         options: SearchOptions,
-        bos_id: int,
-        eos_id: int,
+        rules: OutputRules,
         fixed: bool,
     ) -> None:
-        self.engine, self.options, self.eos_id = engine, options, eos_id
+        self.engine, self.options, self.rules = engine, options, rules
         batch, k = src.shape[0], options.beam_size
         device = src.device
         self.cache = engine.start(src, k, fixed)
         self.steps = FixedSteps(engine, cast(FixedBeamCache, self.cache)) if fixed else None
-        self.limits = output_limits(src, engine.pad_id, options.max_extra_tokens, engine.max_target_tokens)
+        most = engine.max_target_tokens
+        if most is not None:  # the first tokens take positions too; `output_limits` counts one of them
+            most -= len(rules.start) - 1
+        self.limits = output_limits(src, engine.pad_id, options.max_extra_tokens, most)
         self.sentences = list(range(batch))
         self.done = [False] * batch
         self.enough = enough_finished(options)
@@ -87,11 +88,13 @@ class _Beams:
         self.kindest = torch.tensor(kindest, dtype=torch.float64, device=device)
         # The score of the last finished hypothesis wanted; open ones must be able to overtake it.
         self.wanted = torch.full((batch,), -torch.inf, dtype=torch.float64, device=device)
-        self.ids = torch.full((batch, k, 1), bos_id, device=device)
+        self.ids = torch.tensor(rules.start, device=device).expand(batch, k, -1).contiguous()
         # All rows of a sentence begin alike: only the first may be continued, or all would be copies.
         self.log_probs = torch.full((batch, k), -torch.inf, device=device)
         self.log_probs[:, 0] = 0.0
         self.finished: list[list[Hypothesis]] = [[] for _ in range(batch)]
+        for place in range(len(rules.start) - 1):
+            self._step(self.ids[:, :, place].flatten())
 
     def advance(self) -> None:
         """Lengthen every open hypothesis by a token."""
@@ -99,7 +102,7 @@ class _Beams:
         log_probs = self._next_log_probs()
         # Twice the beam: even if half of it ends here, a full beam stays open.
         values, parents, tokens = self._best(log_probs, 2 * k if k > 1 else 1)
-        ends = tokens == self.eos_id
+        ends = tokens == self.rules.end
         if bool(ends[:, :k].any()):
             self._collect(values[:, :k], parents[:, :k], ends[:, :k])
         values = values.masked_fill(ends, -torch.inf)
@@ -113,17 +116,38 @@ class _Beams:
         self._retire(values[:, 0])
 
     def _next_log_probs(self) -> Float[Tensor, "open beam vocab"]:
-        tokens = self.ids[:, :, -1].flatten()
-        logits = self.engine.step(tokens, self.cache) if self.steps is None else self.steps(tokens)
-        log_probs = logits.log_softmax(dim=-1)
+        rules, end = self.rules, self.rules.end
+        log_probs = self._step(self.ids[:, :, -1].flatten()).log_softmax(dim=-1)
         log_probs = log_probs.view(len(self.sentences), self.options.beam_size, -1)
-        length = self.ids.shape[2]  # with the token to come, without the first
-        at_limit = [i for i, sentence in enumerate(self.sentences) if length > self.limits[sentence]]
-        if at_limit:
-            of_end = log_probs[at_limit, :, self.eos_id]
+        length = self.ids.shape[2]
+        at_limit = [i for i, sentence in enumerate(self.sentences) if self._length > self.limits[sentence]]
+        of_end = log_probs[at_limit, :, end] if at_limit else None
+        if length < rules.min_length:
+            log_probs[:, :, end] = -torch.inf
+        if 0 < rules.no_repeat <= length:
+            self._forbid_repeats(log_probs)
+        if of_end is not None:
             log_probs[at_limit] = -torch.inf
-            log_probs[at_limit, :, self.eos_id] = of_end
+            log_probs[at_limit, :, end] = of_end
         return log_probs
+
+    @property
+    def _length(self) -> int:
+        """Tokens of an output that ends at this step, its end counted."""
+        return self.ids.shape[2] - len(self.rules.start) + 1
+
+    def _step(self, tokens: Tensor) -> Tensor:
+        return self.engine.step(tokens, self.cache) if self.steps is None else self.steps(tokens)
+
+    def _forbid_repeats(self, log_probs: Float[Tensor, "open beam vocab"]) -> None:
+        """Rule out tokens with which `no_repeat` tokens in a row would come a second time."""
+        before = self.rules.no_repeat - 1
+        for sentence, hypotheses in enumerate(self.ids.tolist()):
+            for row, ids in enumerate(hypotheses):
+                last = ids[len(ids) - before :]
+                places = range(len(ids) - before)
+                again = [ids[place + before] for place in places if ids[place : place + before] == last]
+                log_probs[sentence, row, again] = -torch.inf
 
     def _best(self, log_probs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """The best continuations of each sentence: their values, rows and tokens, best first.
@@ -145,12 +169,12 @@ class _Beams:
     def _collect(self, values: Tensor, parents: Tensor, ends: Tensor) -> None:
         """Note the hypotheses among the best beam_size candidates that end here."""
         ends = ends & values.isfinite()
-        penalty = length_penalty(self.ids.shape[2], self.options.alpha)
+        penalty = length_penalty(self._length, self.options.alpha)
         for place, rank in ends.nonzero().tolist():
             if self.done[place]:
                 continue
             log_prob = float(values[place, rank])
-            ids = tuple(self.ids[place, parents[place, rank], 1:].tolist())
+            ids = tuple(self.ids[place, parents[place, rank], len(self.rules.start) :].tolist())
             found = self.finished[self.sentences[place]]
             found.append(Hypothesis(ids, log_prob, log_prob / penalty))
             if len(found) >= self.enough:

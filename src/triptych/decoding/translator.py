@@ -19,7 +19,7 @@ from triptych.decoding.pieces import split_line
 from triptych.decoding.workers import Searcher, WorkerPool
 from triptych.errors import UsageError
 from triptych.models import AttentionMaps, EncoderDecoder
-from triptych.text import TokenizerPair, as_lines
+from triptych.text import OutputRules, TokenizerPair, as_lines
 from triptych.threads import torch_threads
 
 # Groups of lines read before they are asked for, and groups being translated.
@@ -276,9 +276,9 @@ class Translator:
             self._searcher = None
             self._made_of = version
 
-    def _searcher_arguments(self) -> tuple[EncoderDecoder, int, SearchOptions, Precision, int, int]:
+    def _searcher_arguments(self) -> tuple[EncoderDecoder, int, SearchOptions, Precision, OutputRules]:
         src, tgt = self.tokenizers.source, self.tokenizers.target
-        return self.model, src.eos_id, self.options, self.precision, tgt.bos_id, tgt.eos_id
+        return self.model, src.eos_id, self.options, self.precision, tgt.rules
 
     def attention(self, source: str, target: str | None = None) -> SentenceAttention:
         """The attention weights of a translation.
@@ -296,7 +296,7 @@ class Translator:
         src_tok, tgt_tok = self.tokenizers.source, self.tokenizers.target
         device = next(self.model.parameters()).device
         src = torch.tensor([[*src_ids, src_tok.eos_id]], device=device)
-        tgt_in = torch.tensor([[tgt_tok.bos_id, *tgt_ids]], device=device)
+        tgt_in = torch.tensor([[*tgt_tok.rules.start, *tgt_ids]], device=device)
         with EvaluationMode(self.model), torch.no_grad():
             maps = self.model.attention_maps(src, tgt_in)
         return SentenceAttention(
@@ -311,8 +311,8 @@ class Translator:
             return []
         encode = self.tokenizers.source.encode
         ids = encode([line])[0]
-        limit = self.model.config.max_source_tokens
-        if len(ids) <= limit:
+        limit = self.model.max_source_tokens
+        if limit is None or len(ids) <= limit:
             return [(line, ids)]
         code = self.tokenizers.source.opening(line)
         parts = split_line(line[len(code) :].strip(), lambda text: len(encode([code + text])[0]) <= limit)

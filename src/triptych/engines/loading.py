@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
+from triptych.checkpoints.translators import Languages
 from triptych.decoding import Precision, Stop, TextGenerator, Translator
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.engines.ctranslate2 import require_ctranslate2
@@ -25,11 +26,12 @@ def load(
     precision: Precision = "fp32",
     workers: int = 1,
     engine: EngineName = "triptych",
+    languages: tuple[str, str] | None = None,
 ) -> Translator:
     """The translator of a run folder: `load("runs/demo").translate(["Guten Tag."])`.
 
     Args:
-        folder: of a run, of a converted model, or of a Marian checkpoint.
+        folder: of a run, of a converted model, or of an encoder-decoder in Hugging Face's format.
         device: where the model goes; "auto" takes a GPU if there is one.
         beam_size: hypotheses kept; the recipe's or the checkpoint's if None, and likewise below.
         alpha: exponent of the length penalty.
@@ -41,18 +43,22 @@ def load(
         workers: processes that translate side by side on a CPU, as in `Translator`.
         engine: "triptych", or "ctranslate2" for models that `convert` can write for it. The model is
             converted when it is first used, and kept in `~/.cache/triptych`.
+        languages: of the text and of its translation, for checkpoints of several languages, as their
+            tokenizer writes them: `("de_DE", "en_XX")`.
 
     Raises:
         UsageError: no such folder or device, options that do not go together or that the engine does not
             have, a model that does not fit, or a missing library.
         DataError: files missing or damaged.
     """
+    chosen = None if languages is None else Languages(*languages)
     if engine == "triptych":
-        run = Run.open(Path(folder), device)
+        run = Run.open(Path(folder), device, chosen)
         options = run.search_options(beam_size, alpha, num_best, max_extra_tokens, stop)
         return run.translator(options, precision=precision, workers=workers)
     require_ctranslate2()
-    run = Run.open(Path(folder), "cpu")
+    run = Run.open(Path(folder), "cpu", chosen)
+    run.require_recipe()
     options = run.search_options(beam_size, alpha, num_best, max_extra_tokens, stop or "full")
     searcher = CTranslate2Searcher(run, options, precision, workers, device)
     return Translator(run.model, run.tokenizers, options, searcher=searcher)

@@ -140,8 +140,8 @@ class CTranslate2Searcher:
     def _ours(self, sentences: Sentences) -> Hypotheses:
         if self._own is None:
             options = replace(self.options, stop="full")
-            model, ids = self._run.model, (self._target.bos_id, self._target.eos_id)
-            self._own = batch_searcher(model, self._source.eos_id, options, "fp32", *ids)
+            model, rules = self._run.model, self._target.rules
+            self._own = batch_searcher(model, self._source.eos_id, options, "fp32", rules)
         results: Hypotheses = [[] for _ in sentences]
         for batch in batches_of_like_length(sentences, _BATCH_TOKENS):
             for i, hypotheses in zip(batch, self._own([sentences[i] for i in batch]), strict=True):

@@ -137,6 +137,14 @@ class EncoderDecoder(nn.Module):
         return self.tgt_embedding.num_embeddings
 
     @property
+    def max_source_tokens(self) -> int | None:
+        """Longest source that the model is meant for, without the end of the sentence; None for no limit."""
+        if self.recipe is not None:
+            return self.recipe.max_source_tokens
+        source = self.architecture.source
+        return None if source.positions == "none" else source.num_positions - 1
+
+    @property
     def max_target_tokens(self) -> int | None:
         """Longest target that the decoder has positions for; None if there is no limit."""
         target = self.architecture.target

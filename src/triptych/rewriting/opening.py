@@ -22,8 +22,8 @@ def open_model(path: Path) -> RunnableModel:
     if _is_run_by_us(path):
         return TranslatorRunnable(path)
     try:
-        return LanguageRunnable(path)
-    except DataError as error:
+        return _kind_of(path)(path)
+    except (DataError, UsageError) as error:
         if not is_installed("transformers"):
             raise UsageError(f"{error}; {_NO_TRANSFORMERS}") from None
     return TransformersModel(path)
@@ -36,10 +36,16 @@ def can_run(path: Path) -> str:
     if _is_run_by_us(path) or is_installed("transformers"):
         return ""
     try:
-        LanguageRunnable(path)
-    except DataError as error:
+        _kind_of(path)(path)
+    except (DataError, UsageError) as error:
         return f"{error}; {_NO_TRANSFORMERS}"
     return ""
+
+
+def _kind_of(path: Path) -> type[LanguageRunnable] | type[TranslatorRunnable]:
+    """What a checkpoint of others would be run as."""
+    says = read_json(path / "config.json").get("is_encoder_decoder")
+    return TranslatorRunnable if says is True else LanguageRunnable
 
 
 def _is_run_by_us(path: Path) -> bool:

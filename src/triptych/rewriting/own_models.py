@@ -109,25 +109,33 @@ class LanguageRunnable(_OwnRunnable):
 
 @final
 class TranslatorRunnable(_OwnRunnable):
-    """A run that translates, or a Marian translator."""
+    """A run that translates, or an encoder-decoder of others; one that is not Marian's in float32.
+
+    Raises:
+        DataError, UsageError: see `Run.open`.
+    """
 
     def __init__(self, path: Path) -> None:
         self._run = Run.open(path, "cpu")
-        self.model: EncoderDecoder = self._run.model.eval()
+        model = self._run.model.eval()
+        self.model: EncoderDecoder = model if model.recipe is not None else model.float()
         self.kind = "pairs"
 
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
         return up_to(most_tokens, self._pairs(text))
 
     def _pairs(self, text: Path) -> Iterator[Window]:
-        tokenizers = self._run.tokenizers
+        tokenizers, start = self._run.tokenizers, self._run.tokenizers.target.rules.start
+        longest, most = self.model.max_source_tokens, self.model.max_target_tokens
         for source, target in read_pairs(text):
             (src,), (tgt,) = tokenizers.source.encode([source]), tokenizers.target.encode([target])
+            if self.model.recipe is None:  # of others' models there are only so many positions
+                src, tgt = src[:longest], tgt[: None if most is None else most - len(start)]
             inputs = {
                 "src": torch.tensor([[*src, tokenizers.source.eos_id]]),
-                "tgt": torch.tensor([[tokenizers.target.bos_id, *tgt]]),
+                "tgt": torch.tensor([[*start, *tgt]]),
             }
-            yield Window(inputs, torch.tensor([*tgt, tokenizers.target.eos_id]))
+            yield Window(inputs, torch.tensor([*start[1:], *tgt, tokenizers.target.eos_id]))
 
     def random_windows(self, seed: int) -> Iterator[Window]:
         generator = torch.Generator().manual_seed(seed)

@@ -12,8 +12,9 @@ from typing import Any, final
 import tomli_w
 from pydantic import ValidationError
 
-from triptych.checkpoints import model_type, read_marian
+from triptych.checkpoints import MarianCheckpoint, model_type, read_marian
 from triptych.checkpoints.own import is_own
+from triptych.checkpoints.translators import Languages, TranslatorCheckpoint, read_translator
 from triptych.decoding import Precision, SearchOptions, Stop, Translator
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
@@ -93,16 +94,17 @@ class Run:
         self.decoding = decoding
 
     @classmethod
-    def open(cls, folder: Path, device: str = "auto") -> "Run":
-        """Read a run folder, that of a converted model, or a Marian model in Hugging Face's format.
+    def open(cls, folder: Path, device: str = "auto", languages: Languages | None = None) -> "Run":
+        """Read a run folder, that of a converted model, or an encoder-decoder in Hugging Face's format.
 
         Args:
             folder: where it is.
             device: where the model goes; "auto" takes a GPU if there is one.
+            languages: of a checkpoint of several languages; those that its files name if None.
 
         Raises:
-            UsageError: there is no such folder, or no such device.
-            DataError: files missing or damaged.
+            UsageError: there is no such folder, no such device, or languages that the model does not have.
+            DataError: files missing or damaged, or a family that cannot be run.
         """
         if not folder.is_dir():
             raise UsageError(f"the run folder {folder} does not exist")
@@ -113,7 +115,9 @@ class Run:
         elif (folder / DECODING).exists():
             decoding = _read_decoding(folder / DECODING)
         else:
-            return cls._open_checkpoint(folder, device)
+            return cls._open_checkpoint(folder, device, languages)
+        if languages is not None:
+            raise UsageError(f"{folder} is a run of one pair of languages: leave out --languages")
         model = read_model(folder).to(find_device(device))
         tokenizers = TokenizerPair.load(folder)
         if recipe is not None:
@@ -127,18 +131,32 @@ class Run:
         return cls(folder, model, tokenizers, recipe, decoding)
 
     @classmethod
-    def _open_checkpoint(cls, folder: Path, device: str) -> "Run":
+    def _open_checkpoint(cls, folder: Path, device: str, languages: Languages | None) -> "Run":
         found = model_type(folder)
         if found is None:
             raise DataError(f"{folder} is not a run folder: it has no {RECIPE}")
-        if found != "marian":
-            raise DataError(
-                f"{folder} holds a model of type {found!r}; of other models only 'marian' is supported"
-            )
-        checkpoint = read_marian(folder)
+        checkpoint: MarianCheckpoint | TranslatorCheckpoint
+        stops: dict[str, str] = {}
+        if found == "marian" and languages is None:
+            checkpoint = read_marian(folder)
+        else:
+            checkpoint = read_translator(folder, find_device(device), languages)
+            stops = {"stop": "full"} if checkpoint.stops_when_full else {}
         beams = {} if checkpoint.num_beams is None else {"beam_size": checkpoint.num_beams}
-        decoding = DecodingConfig.model_validate({**beams, "alpha": checkpoint.length_penalty})
+        decoding = DecodingConfig.model_validate({**beams, **stops, "alpha": checkpoint.length_penalty})
         return cls(folder, checkpoint.model.to(find_device(device)), checkpoint.tokenizers, None, decoding)
+
+    def require_recipe(self) -> None:
+        """Its model is a recipe's or Marian's, which can be written in other formats.
+
+        Raises:
+            UsageError: it is not.
+        """
+        if self.model.recipe is None:
+            raise UsageError(
+                f"{self.folder} is a checkpoint of {model_type(self.folder)}, which is run here, and not "
+                "converted: of other libraries' translators only Marian's are"
+            )
 
     def save(self, folder: Path) -> None:
         """Write model, tokenizers and the way to search, without a recipe; `open` reads them again."""

@@ -12,6 +12,7 @@ from triptych.text.batches import Batch, TokenBatches
 from triptych.text.corpora import CorpusCounts, CorpusSpec, ParallelCorpus, read_parallel
 from triptych.text.documents import LanguageCorpusSpec, TextPart, read_documents
 from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
+from triptych.text.framed import Frame, FramedTokenizer
 from triptych.text.generated import generate_pairs
 from triptych.text.lines import as_lines, iterate_file, iterate_lines, read_lines
 from triptych.text.masking import MaskedBatches, MaskingSpec
@@ -21,7 +22,7 @@ from triptych.text.sentencepiece_tokenizer import SentencePieceRecord, SentenceP
 from triptych.text.shards import TokenShards, read_shards, tokenize_corpus, write_shards
 from triptych.text.streaming import StreamDecoder
 from triptych.text.tokenizer_pair import TokenizerPair, read_sentence_tokenizer
-from triptych.text.tokenizers import SentenceTokenizer, Tokenizer
+from triptych.text.tokenizers import OutputRules, SentenceTokenizer, Tokenizer
 from triptych.text.training import TokenizerSpec, train_tokenizer, train_tokenizers
 
 __all__ = [
@@ -29,10 +30,13 @@ __all__ = [
     "CorpusCounts",
     "CorpusSpec",
     "EncodedCorpus",
+    "Frame",
+    "FramedTokenizer",
     "LanguageBatch",
     "LanguageCorpusSpec",
     "MaskedBatches",
     "MaskingSpec",
+    "OutputRules",
     "PackedBatches",
     "ParallelCorpus",
     "PretrainedTokenizer",

@@ -3,8 +3,10 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import final
 
 import tokenizers
 
@@ -107,6 +109,27 @@ class Tokenizer(ABC):
         write_text(path, self.to_json())
 
 
+@final
+@dataclass(frozen=True)
+class OutputRules:
+    """What every output of a translator obeys, however it is searched for.
+
+    Attributes:
+        start: tokens that the decoder reads first, at least one; they are no part of an output.
+        end: the token that ends an output.
+        never: tokens that no output has.
+        min_length: fewest tokens before the end, those of `start` counted.
+        no_repeat: so many tokens in a row, those of `start` counted, do not come a second time; 0 for no
+            such rule.
+    """
+
+    start: tuple[int, ...]
+    end: int
+    never: tuple[int, ...] = ()
+    min_length: int = 0
+    no_repeat: int = 0
+
+
 class SentenceTokenizer(Tokenizer):
     """A tokenizer of translators: sentences have a beginning, an end and padding.
 
@@ -119,6 +142,11 @@ class SentenceTokenizer(Tokenizer):
     pad_id: int
     bos_id: int
     eos_id: int
+
+    @property
+    def rules(self) -> OutputRules:
+        """What outputs in these tokens obey."""
+        return OutputRules((self.bos_id,), self.eos_id, (self.pad_id, self.bos_id))
 
 
 def read_saved(path: Path) -> str:

@@ -1,0 +1,92 @@
+"""The tokenizer of another library's checkpoint, as one side of a translator needs it."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, final
+
+from triptych.text.pretrained import PretrainedTokenizer
+from triptych.text.tokenizers import OutputRules, SentenceTokenizer
+
+
+class Frame(NamedTuple):
+    """The special tokens around a text.
+
+    Attributes:
+        before: in front of it.
+        after: behind it.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: PretrainedTokenizer) -> "Frame":
+        """What a tokenizer puts around every text."""
+        (plain,) = tokenizer.encode(["a"])
+        (framed,) = tokenizer.encode(["a"], add_special=True)
+        places = range(len(framed) - len(plain) + 1)
+        start = next((i for i in places if framed[i : i + len(plain)] == plain), 0)
+        return cls(tuple(framed[:start]), tuple(framed[start + len(plain) :]))
+
+
+@final
+class FramedTokenizer(SentenceTokenizer):
+    """A checkpoint's tokenizer with special tokens around every sentence.
+
+    The last of them is the end of the sentence, `eos_id`.
+
+    Args:
+        inner: the checkpoint's tokenizer.
+        frame: what stands around a sentence; something must stand behind it.
+        pad_id: fills rows up.
+        rules: what outputs in these tokens obey.
+    """
+
+    def __init__(self, inner: PretrainedTokenizer, frame: Frame, pad_id: int, rules: OutputRules) -> None:
+        self._inner, self._rules = inner, rules
+        (*self._before,), (*self._after, self.eos_id) = frame
+        self.pad_id, self.bos_id = pad_id, rules.start[0]
+        self.unk_id, self.mask_id = inner.unk_id, inner.mask_id
+
+    @property
+    def rules(self) -> OutputRules:
+        """What outputs in these tokens obey."""
+        return self._rules
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return self._inner.vocab_size
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of all special tokens, which `decode` skips."""
+        return self._inner.special_ids
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every token by id."""
+        return self._inner.vocabulary
+
+    def encode(
+        self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
+    ) -> list[list[int]]:
+        """Token ids of each text in its frame, without the end of the sentence unless `add_special`."""
+        found = self._inner.encode(texts, parse_special=parse_special)
+        after = [*self._after, self.eos_id] if add_special else self._after
+        return [[*self._before, *ids, *after] for ids in found]
+
+    def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+        """Text of each sequence of ids."""
+        return self._inner.decode(ids, skip_special=skip_special)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token in readable form."""
+        return self._inner.pieces(ids)
+
+    def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, as the checkpoint's chat template writes it."""
+        return self._inner.chat(messages, add_generation_prompt=add_generation_prompt)
+
+    def to_json(self) -> str:
+        """The checkpoint's tokenizer as text; what stands around sentences is not in it."""
+        return self._inner.to_json()
