@@ -38,6 +38,7 @@ IN_EVERY_RUN = ("gpt2", "llama", "gemma", "gptj", "bloom", "openai-gpt", "glm4",
 # Why models of families that are run are not.
 REFUSED = {
     "gemma3": "vision_tower.encoder.layers.0.self_attn is no self-attention of its decoder",
+    "xglm with cross-attention": "layers.0.encoder_attn is no self-attention of its decoder",
     "llama4": "multi_modal_projector.linear_1.weight, vision_model.class_embedding",
 }
 # Of two experts for one choice, little would show.
@@ -51,6 +52,8 @@ IN_GROUPS: dict[str, dict[str, Any]] = {
 }
 # Of models that are tiny without one.
 WITH_HEAD = {"gemma3, both ways": "Gemma3ForCausalLM"}
+# Classes within a class, whose modules are only imported when it is made; `in_float64` must find them.
+WITHIN = {"mistral3": "MistralForCausalLM", "mistral3, ministral": "Ministral3ForCausalLM"}
 # BLOOM writes the root of 2/π with eight digits.
 TOLERANCE = {"bloom": 1e-9, "bloom, six heads": 1e-9}
 
@@ -83,6 +86,7 @@ def made(name: str, folder: Path, changes: dict[str, Any] | None = None) -> Any:
     """A tiny model with random numbers everywhere, in float64, saved in a folder."""
     tiny = TINY[name]
     model_class = getattr(transformers, WITH_HEAD.get(name, tiny.model))  # imports its module
+    _ = getattr(transformers, WITHIN.get(name, tiny.model))
     more = {field: value for field, value in SEVERAL_EXPERTS.items() if field in tiny.settings}
     settings = {**tiny.settings, **more, **IN_GROUPS.get(name, {}), **(changes or {})}
 

@@ -229,6 +229,20 @@ TINY: dict[str, Tiny] = {
             "word_embed_proj_dim": 24,
         },
     ),
+    "opt, narrow embeddings": Tiny(
+        "OPTForCausalLM",
+        "OPTConfig",
+        {
+            "hidden_size": 24,
+            "ffn_dim": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "vocab_size": 40,
+            "max_position_embeddings": 64,
+            "word_embed_proj_dim": 16,
+            "do_layer_norm_before": False,
+        },
+    ),
     "bloom": Tiny(
         "BloomForCausalLM", "BloomConfig", {"hidden_size": 24, "n_layer": 2, "n_head": 4, "vocab_size": 40}
     ),
@@ -646,6 +660,7 @@ _VARIANTS = {
     "mistral3, ministral",
     "llama4, stretched",
     "olmo, clipped",
+    "opt, narrow embeddings",
     "modernbert, biases",
     "deberta, learned",
     "roformer with cross-attention",

@@ -240,6 +240,7 @@ class _Mapping:
             scale=self._number(spec.embedding_scale) * self._number(place.chosen(spec.root_scale)) ** 0.5,
             width=self._width if self._embedding_map() else None,
             map_bias=f"{self._embedding_map()}.bias" in self.tensors.infos,
+            map_first=spec.map_first and bool(self._embedding_map()),
             num_types=self._types(),
             masked=self._masked(),
             norm=self._norm("embeddings.norm", place, spec.embedding_norm, self._width),
@@ -299,7 +300,8 @@ class _Mapping:
         if kind == "sinusoidal" and spec.table and name in self.tensors.infos:
             kind = "learned"  # as they are stored
         if kind == "learned":
-            self._enter("embeddings.positions.weight", name, (rows + offset, self._width))
+            width = self.d_model if self.spec.map_first else self._width
+            self._enter("embeddings.positions.weight", name, (rows + offset, width))
         return replace(
             found,
             positions=kind,
@@ -364,12 +366,20 @@ class _Mapping:
 
     def _head(self) -> HeadConfig:
         spec, vocab_size = self.spec.head, self.tensors.infos[self.table].shape[0]
-        module = self._above(spec.at)
+        module, width, transform = self._above(spec.at), self.d_model, self._above(spec.transform)
+        has_map = bool(spec.transform) and f"{transform}.weight" in self.tensors.infos
+        if has_map:
+            width = self.tensors.infos[f"{transform}.weight"].shape[0]
+            self._enter("head.map.weight", f"{transform}.weight", (width, self.d_model))
         tied, bias = self.settings.holds(spec.tied), self.settings.holds(spec.bias)
+        if spec.tied_if_missing:
+            tied = f"{module}.weight" not in self.tensors.infos
+        if tied and width != self._width:
+            self._refuse(f"{self.table} is {self._width} wide, and what reads it as output table {width}")
         if tied:
             self._require_same(f"{module}.weight")
         else:
-            self._enter("head.output.weight", f"{module}.weight", (vocab_size, self.d_model))
+            self._enter("head.output.weight", f"{module}.weight", (vocab_size, width))
         names = [name for name in map(self._above, spec.bias_at) if name in self.tensors.infos]
         if names:
             bias = True
@@ -381,6 +391,9 @@ class _Mapping:
         return HeadConfig(
             tied=tied,
             bias=bias,
+            width=width if has_map else None,
+            transform=has_map,
+            map_bias=not has_map,
             scale=self._number(spec.scale) * over_root**-0.5,
             soft_cap=None if cap is None else self.settings.number(spec.soft_cap),
         )

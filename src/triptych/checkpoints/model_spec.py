@@ -133,7 +133,8 @@ class HeadSpec(Spec):
         bias_at: tensors of the bias, if it is not the map's own; those in the file are all the same. Of a
             decoder they may be missing, and have one row.
         outputs: how many logits there are, if not one for every token.
-        tied: on what condition its weight is the table of the embeddings.
+        tied: on what condition its weight is the table of the embeddings; with `tied_if_missing`, where the
+            file has no output map, whatever the configuration says.
         bias: on what condition it has a bias.
         scale: of the logits.
         over_root: logits are divided by the root of the first of these whose condition holds.
@@ -149,6 +150,7 @@ class HeadSpec(Spec):
     bias_at: tuple[str, ...] = ()
     outputs: Expression = ""
     tied: Expression = "tie_word_embeddings | true"
+    tied_if_missing: bool = False
     bias: Expression = "false"
     scale: Expression = ""
     over_root: tuple[Choice, ...] = ()
@@ -172,7 +174,8 @@ class ModelSpec(Spec):
         embedding_scale: what its rows are multiplied by; `root_scale`: by the root of the first of
             these whose condition holds.
         embedding_width: of the table, where a map leads from it to the width of the model;
-            `embedding_map`: that map, which is there if the file has it.
+            `embedding_map`: that map, which is there if the file has it; with `map_first`, positions are added
+            behind it.
         types: module of the table of segments, `num_types`: its rows.
         positions: what is added for positions, the first whose condition holds.
         masked: what becomes of masked tokens, if not what becomes of all.
@@ -206,6 +209,7 @@ class ModelSpec(Spec):
     copies: tuple[str, ...] = ()
     embedding_width: Expression = ""
     embedding_map: str = ""
+    map_first: bool = False
     types: str = ""
     num_types: Expression = "type_vocab_size"
     embedding_scale: Expression = ""

@@ -200,7 +200,7 @@ class EmbeddingsConfig:
     Attributes:
         vocab_size: rows of the table.
         width: of the table, from which a map leads to d_model (with a bias if `map_bias`); d_model without a
-            map if None.
+            map if None. With `map_first`, positions are added behind the map.
         scale: the rows are multiplied by this.
         positions: what is added for the position of a token.
         num_positions: rows of learned positions.
@@ -218,6 +218,7 @@ class EmbeddingsConfig:
     vocab_size: int
     width: int | None = None
     map_bias: bool = False
+    map_first: bool = False
     scale: float = 1.0
     positions: Literal["none", "learned", "sinusoidal"] = "none"
     num_positions: int = 0

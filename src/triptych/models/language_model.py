@@ -40,7 +40,7 @@ class Embeddings(nn.Module):
         self.config = config
         self.table = nn.Embedding(config.vocab_size, width)
         nn.init.normal_(self.table.weight, std=0.02)
-        self.positions = make_positions(config, width)
+        self.positions = make_positions(config, d_model if config.map_first else width)
         if isinstance(self.positions, LearnedPositions):
             nn.init.normal_(self.positions.weight, std=0.02)
         self.types = nn.Embedding(config.num_types, width) if config.num_types else None
@@ -63,7 +63,7 @@ class Embeddings(nn.Module):
             self.config,
             ids,
             start,
-            table=self.table,
+            table=self._mapped if self.config.map_first else self.table,
             positions=self.positions,
             norm=self.norm,
             segments=segments,
@@ -71,7 +71,16 @@ class Embeddings(nn.Module):
         if self.stream_dtype is not None:
             x = x.to(self.stream_dtype)
         x = self.dropout(x) if self.training else x
-        return x if self.map is None else self.map(x)
+        return x if self.map is None or self.config.map_first else self.map(x)
+
+    def _mapped(self, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length d_model"]:
+        """Rows of the table behind the map."""
+        rows: Tensor = self.table(ids)
+        if self.stream_dtype is not None:
+            rows = rows.to(self.stream_dtype)
+        assert self.map is not None
+        mapped: Tensor = self.map(rows)
+        return mapped
 
 
 @final
