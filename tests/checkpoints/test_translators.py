@@ -138,13 +138,13 @@ def test_lines_are_translated_as_transformers_does_it_from_the_files_alone(tmp_p
         seen = translator.attention("w5 w9 w4")
     assert found[1].text == ""
     assert seen.source_pieces == ("<s>", "w5", "w9", "w4", "</s>")
-    # <s> is forced, and so no part of the output: it is a key of the decoder's attention.
-    assert seen.maps.decoder[0].shape[-1] == len(seen.target_pieces) + 1
+    assert seen.target_pieces[0] == "<s>"  # which is forced
+    assert seen.maps.decoder[0].shape[-1] == len(seen.target_pieces)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     for translation, words in ((found[0], 3), (found[2], 1)):
         given = tokenizer([translation.source], return_tensors="pt")["input_ids"]
         with in_float64():
-            # What an output may have besides: <s> of the source counts, and here the first and the last token.
+            # <s> of the source counts, and here the first and the last token of the output.
             (theirs,) = other.generate(
                 given,
                 max_new_tokens=words + 1 + 5 + 2,
@@ -175,9 +175,17 @@ def test_languages_stand_where_the_class_of_the_tokenizer_puts_them(tmp_path: Pa
     ("made_of", "languages", "said"),
     [
         ({"tokenizer_class": "NllbTokenizer"}, None, r"name them \(--languages SOURCE TARGET\)"),
-        ({"tokenizer_class": "NllbTokenizer"}, ("fr", "en_XX"), "no language 'fr': its languages are de_DE, en_XX"),
+        (
+            {"tokenizer_class": "NllbTokenizer"},
+            ("fr", "en_XX"),
+            "no language 'fr': its languages are de_DE, en_XX",
+        ),
         ({}, ("de_DE", "en_XX"), r"\(PreTrainedTokenizer\) has no languages to choose"),
-        ({"repetition_penalty": 1.2}, None, "repetition_penalty is 1.2, which the search here does not follow"),
+        (
+            {"repetition_penalty": 1.2},
+            None,
+            "repetition_penalty is 1.2, which the search here does not follow",
+        ),
         ({"eos_token_id": [2, 3]}, None, r"eos_token_id is \[2, 3\]: one token has to end outputs"),
         ({"bad_words_ids": [[4, 5]]}, None, r"bad_words_ids has \[4, 5\]: only single tokens"),
         ({"around": ("<s>", "$A")}, None, "puts nothing behind a text"),

@@ -53,7 +53,9 @@ def test_a_line_is_encoded_searched_and_decoded(translator: Translator, tokenize
     (translation,) = translator.translate([GERMAN[0]])
     (ids,) = tokenizers.source.encode([GERMAN[0]])
     src = torch.tensor([[*ids, tokenizers.source.eos_id]])
-    ((best,),) = search(Engine(translator.model, never=(0, 1)), src, translator.options, tokenizers.target.rules)
+    ((best,),) = search(
+        Engine(translator.model, never=(0, 1)), src, translator.options, tokenizers.target.rules
+    )
     assert translation.source == GERMAN[0]
     assert translation.text == tokenizers.target.decode([best.ids])[0]
     assert translation.candidates[0].pieces == tuple(tokenizers.target.pieces(best.ids))

@@ -1,5 +1,6 @@
 """Models with their tokenizers, as texts are given to them."""
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -267,14 +268,17 @@ class PairReader(Reader):
 
 @final
 class TranslatorTokens:
-    """Tokens of a translator: a run of ours, or a Marian model."""
+    """Tokens of a translator: a run of ours, or an encoder-decoder of others that is searched.
+
+    Tokens that every output is forced to begin with count as produced.
+    """
 
     def __init__(self, translator: Translator) -> None:
         """Of its tokenizers; its search translates."""
         self._translator = translator
         self.source_tokenizer: Tokenizer = translator.tokenizers.source
         self.target_tokenizer: Tokenizer = translator.tokenizers.target
-        self.start_id = translator.tokenizers.target.rules.start[0]
+        self.start_id, *self._forced = translator.tokenizers.target.rules.start
 
     def source(self, texts: Sequence[str]) -> list[list[int]]:
         """What the encoder reads."""
@@ -283,13 +287,16 @@ class TranslatorTokens:
 
     def target(self, texts: Sequence[str]) -> list[list[int]]:
         """What the decoder produces."""
-        own = self._translator.tokenizers.target
-        return [[*ids, own.eos_id] for ids in own.encode([text.strip() for text in texts])]
+        found = self._translator.tokenizers.target.encode([text.strip() for text in texts])
+        return [self._whole(ids) for ids in found]
 
     def translated(self, name: str, sources: Sequence[Sequence[int]]) -> list[list[int]]:
         """The model's own translations."""
         found = self._translator.search_tokens([[*ids[:-1]] for ids in sources])
-        return [[*best.ids, self._translator.tokenizers.target.eos_id] for best, *_ in found]
+        return [self._whole(best.ids) for best, *_ in found]
+
+    def _whole(self, ids: Sequence[int]) -> list[int]:
+        return [*self._forced, *ids, self._translator.tokenizers.target.eos_id]
 
 
 @final
@@ -341,6 +348,10 @@ def open_reader(path: str | Path, device: str = "auto") -> Reader:
         if ours or config.get("model_type") == "marian":
             return reader_of(name, Run.open(folder, device))
         if config.get("is_encoder_decoder"):
+            with contextlib.suppress(
+                DataError, UsageError
+            ):  # one that cannot be searched is read all the same
+                return reader_of(name, Run.open(folder, device))
             return _pair_reader(folder, config.get("decoder_start_token_id"), device)
     try:
         return reader_of(name, open_text_model(path, device))

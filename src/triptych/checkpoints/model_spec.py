@@ -174,8 +174,8 @@ class ModelSpec(Spec):
         embedding_scale: what its rows are multiplied by; `root_scale`: by the root of the first of
             these whose condition holds.
         embedding_width: of the table, where a map leads from it to the width of the model;
-            `embedding_map`: that map, which is there if the file has it; with `map_first`, positions are added
-            behind it.
+            `embedding_map`: that map, which is there if the file has it; with `map_first`, positions are
+            added behind it.
         types: module of the table of segments, `num_types`: its rows.
         positions: what is added for positions, the first whose condition holds.
         masked: what becomes of masked tokens, if not what becomes of all.

@@ -1,8 +1,8 @@
 """Encoder-decoders of other libraries with their tokenizers, ready to be searched: BART, mBART, Pegasus, T5.
 
-The model is read by its family file (`models.read_encoder_decoder`). Here is what its search has to know: how a
-source is framed, what the decoder begins with, and what `generation_config.json` asks of an output. A setting
-that our search does not follow is refused by name.
+The model is read by its family file (`models.read_encoder_decoder`). Here is what its search has to know: how
+a source is framed, what the decoder begins with, and what `generation_config.json` asks of an output. A
+setting that our search does not follow is refused by name.
 
 Source: `GenerationConfig` and the tokenizers of github.com/huggingface/transformers, version 5.23.0.
 """
@@ -18,7 +18,7 @@ from triptych.checkpoints.marian_settings import validated
 from triptych.checkpoints.models import load_encoder_decoder
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder
-from triptych.storage.tensors import read_json
+from triptych.storage.untrusted import read_json
 from triptych.text import (
     Frame,
     FramedTokenizer,
@@ -160,7 +160,9 @@ def _read_generation(folder: Path) -> _Generation:
     for name, neutral in _NEUTRAL.items():
         value = record.get(name)
         if value is not None and value not in neutral:
-            raise DataError(f"{path}: {name} is {value!r}, which the search here does not follow: take it out")
+            raise DataError(
+                f"{path}: {name} is {value!r}, which the search here does not follow: take it out"
+            )
     # Ids that only `config.json` has hold as well.
     ids = {name: config.get(name) for name in ("decoder_start_token_id", "bos_token_id", "eos_token_id")}
     return validated(_Generation, {**ids, **record}, path)
@@ -182,7 +184,9 @@ def _frames(
             raise UsageError(f"{folder} translates between languages: name them (--languages SOURCE TARGET)")
         return own, own, (start,) if forced is None else (start, forced)
     if stands is None:
-        raise UsageError(f"{folder}: its tokenizer ({name}) has no languages to choose: leave out --languages")
+        raise UsageError(
+            f"{folder}: its tokenizer ({name}) has no languages to choose: leave out --languages"
+        )
     source, target = (_token_of(tokenizer, language, folder) for language in languages)
     end = (_end_of(generation, folder),)
     if stands == "behind":
@@ -238,5 +242,7 @@ def _never(generation: _Generation, folder: Path) -> tuple[int, ...]:
     """
     words = generation.bad_words_ids or []
     if long := [word for word in words if len(word) != 1]:
-        raise DataError(f"{folder}: bad_words_ids has {long[0]}: only single tokens can be kept out of outputs")
+        raise DataError(
+            f"{folder}: bad_words_ids has {long[0]}: only single tokens can be kept out of outputs"
+        )
     return tuple(token for (token,) in words)

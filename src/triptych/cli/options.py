@@ -36,7 +36,7 @@ LanguagesOption = Annotated[
     typer.Option(
         "--languages",
         metavar="SOURCE TARGET",
-        help="Of a checkpoint of several languages (mBART, NLLB): the codes of its tokenizer, as de_DE en_XX.",
+        help="Of a checkpoint of several languages (mBART, NLLB): codes of its tokenizer, as de_DE en_XX.",
     ),
 ]
 StopOption = Annotated[

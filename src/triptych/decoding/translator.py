@@ -296,7 +296,9 @@ class Translator:
         src_tok, tgt_tok = self.tokenizers.source, self.tokenizers.target
         device = next(self.model.parameters()).device
         src = torch.tensor([[*src_ids, src_tok.eos_id]], device=device)
-        tgt_in = torch.tensor([[*tgt_tok.rules.start, *tgt_ids]], device=device)
+        first, *forced = tgt_tok.rules.start
+        tgt_ids = [*forced, *tgt_ids]
+        tgt_in = torch.tensor([[first, *tgt_ids]], device=device)
         with EvaluationMode(self.model), torch.no_grad():
             maps = self.model.attention_maps(src, tgt_in)
         return SentenceAttention(
