@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from command import Command
 from small_checkpoints import gpt2
 from triptych import attend
+from triptych.attention import QueriesAndKeys
 
 
 def test_the_strongest_looks_of_every_head_are_printed(triptych: Command, small_run: Path) -> None:
@@ -74,6 +76,25 @@ def test_a_page_and_pictures_are_written_and_written_again(
     refused = triptych("attend", small_run, "Vier.", "--kind", "cross", "--svg", tmp_path / "b.svg")
     assert (refused.code, (tmp_path / "b.svg").exists()) == (2, False)
     assert "a picture shows one head, and 4 are chosen" in refused.err
+
+
+@pytest.mark.parametrize("form", ["npz", "csv", "html"])
+def test_who_stops_a_command_has_the_file_of_before_and_no_half_of_one(
+    triptych: Command, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    path = tmp_path / f"a.{form}"
+    assert triptych("attend", small_run, "Vier.", f"--{form}", path).code == 0
+    before, calls, weights = path.read_bytes(), list[slice](), QueriesAndKeys._weights
+
+    def stopped(self: QueriesAndKeys, rows: slice) -> torch.Tensor:
+        calls.append(rows)
+        if len(calls) > 3:  # of 5 layers
+            raise KeyboardInterrupt
+        return weights(self, rows)
+
+    monkeypatch.setattr(QueriesAndKeys, "_weights", stopped)
+    assert triptych("attend", small_run, "Fünf.", f"--{form}", path).code == 130
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (before, [path])
 
 
 @pytest.mark.parametrize(

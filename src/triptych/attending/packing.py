@@ -6,6 +6,8 @@ A weight w is stored as round(4095 √w): small weights keep their digits, and n
 
 import base64
 import zlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,19 +24,28 @@ _NUM_TRIED = 6
 _MANY_HEADS = 256
 
 
-def pack_page(page: AttentionPage, limit_bytes: int) -> dict[str, Any]:
+def pack_page(
+    page: AttentionPage,
+    limit_bytes: int,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> dict[str, Any]:
     """The data of a page, of about `limit_bytes` characters at most.
 
     Where all weights are too many, every row of every head keeps its k largest, with k as large as fits.
+
+    Args:
+        page: what it shows.
+        limit_bytes: for its weights.
+        progress: told what is done, how many heads, and of how many.
     """
     fixed = [_pack_text(text) for text in page.texts]
     room = limit_bytes - sum(len(kind["overviews"]) for text in fixed for kind in text["kinds"])
     heads = [h for text in page.texts for kind in text.kinds for layer in kind.layers for h in layer.heads]
-    packed = _pack_maps([head.map for head in heads], room)
+    packed = _pack_maps([head.map for head in heads], room, partial(progress, "packing heads"))
     return {"texts": fixed, "maps": packed}
 
 
-def _pack_maps(maps: list[HeadMap], room: int) -> list[dict[str, Any]]:
+def _pack_maps(maps: list[HeadMap], room: int, progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
     whole = sum(of.num_queries * of.num_keys for of in maps if isinstance(of, DenseMap))
     # Random digits compress to one and a half bytes each, and base64 adds a third.
     k = None if whole < room else _MOST_KEPT
@@ -42,7 +53,10 @@ def _pack_maps(maps: list[HeadMap], room: int) -> list[dict[str, Any]]:
     few = maps[:: max(1, len(maps) // _NUM_TRIED)]
     for tried in (few, maps):
         while True:
-            packed = [_pack_map(_reduced(of, k)) for of in tried]
+            packed = []
+            for of in tried:
+                packed.append(_pack_map(_reduced(of, k)))
+                progress(len(packed), len(maps))
             size = sum(len(one["data"]) + len(one.get("keys", "")) for one in packed) * len(maps) / len(tried)
             if size <= room or k == 1:
                 break

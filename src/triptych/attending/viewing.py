@@ -3,6 +3,7 @@
 Its template, style and script are `reports/viewer.html`, `viewer.css` and `viewer.js`.
 """
 
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,30 +20,38 @@ PAGE_LIMIT_BYTES = 15_000_000
 _FOR_THE_REST = 1_000_000
 _NOTEBOOK_HEIGHT_PIXELS = 900
 
+Told = Callable[[str, int, int], None]
 
-def viewer_data(page: AttentionPage, limit_bytes: int = PAGE_LIMIT_BYTES) -> dict[str, Any]:
+
+def _untold(what: str, done: int, total: int) -> None:
+    """Nobody wants to know."""
+
+
+def viewer_data(
+    page: AttentionPage, limit_bytes: int = PAGE_LIMIT_BYTES, progress: Told = _untold
+) -> dict[str, Any]:
     """What `reports/viewer.html` shows, to be put into a report."""
-    return pack_page(page, limit_bytes - _FOR_THE_REST)
+    return pack_page(page, limit_bytes - _FOR_THE_REST, progress)
 
 
-def attention_html(page: AttentionPage) -> str:
+def attention_html(page: AttentionPage, progress: Told = _untold) -> str:
     """The text of a page that needs no network."""
-    return render(
-        "attention.html", title=page.title, facts=page.facts, notes=page.notes, data=viewer_data(page)
-    )
+    data = viewer_data(page, progress=progress)
+    return render("attention.html", title=page.title, facts=page.facts, notes=page.notes, data=data)
 
 
-def write_attention_page(page: AttentionPage, path: Path) -> None:
+def write_attention_page(page: AttentionPage, path: Path, progress: Told = _untold) -> None:
     """Write one self-contained HTML file of at most 15 MB.
 
     Args:
         page: what to show.
         path: the file to make or replace; its folder must exist.
+        progress: told what is done, how many heads, and of how many.
 
     Raises:
         OSError: the file cannot be written; what `path` held stays.
     """
-    write_text(path, attention_html(page))
+    write_text(path, attention_html(page, progress))
 
 
 def notebook_html(page: AttentionPage) -> str:

@@ -24,7 +24,7 @@ from triptych.attending.saving import (
     write_csv,
     write_npz,
 )
-from triptych.attending.viewing import write_attention_page
+from triptych.attending.viewing import Told, write_attention_page
 from triptych.attending.writing import TokenWriter
 from triptych.cli.options import DeviceOption
 from triptych.cli.outputs import ForceOption, Output, require_free
@@ -146,7 +146,9 @@ def attend(
         raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
     reader = open_reader(model, device)
     saved = chosen.of(texts.attend(reader), reader)
-    files.write(saved, None if corpus is None else corpus.measure(reader))
+    behaviour = None if corpus is None else corpus.measure(reader)
+    with progress_bar("{task.description}", "writing", of_bytes=False) as tell:
+        files.write(saved, behaviour, tell)
     _print(saved, files.given(), as_json=as_json)
 
 
@@ -228,7 +230,7 @@ class _Files(NamedTuple):
         """Those that are wanted."""
         return [path for path in self if path is not None]
 
-    def write(self, saved: Sequence[Saved], behaviour: OverText | None) -> None:
+    def write(self, saved: Sequence[Saved], behaviour: OverText | None, tell: Told) -> None:
         """Write those that are wanted; the page says of heads what they do, where that was measured."""
         picture = None if self.svg is None and self.png is None else _one_head(saved)
         if self.npz is not None:
@@ -236,17 +238,16 @@ class _Files(NamedTuple):
         if self.csv is not None:
             write_csv(saved, self.csv)
         if self.html is not None:
-            write_attention_page(_page(saved, behaviour), self.html)
+            write_attention_page(_page(saved, behaviour, tell), self.html, tell)
         if self.svg is not None and picture is not None:
             write_text(self.svg, head_svg(*picture))
         if self.png is not None and picture is not None:
             write_bytes(self.png, head_png(*picture))
 
 
-def _page(saved: Sequence[Saved], behaviour: OverText | None) -> AttentionPage:
+def _page(saved: Sequence[Saved], behaviour: OverText | None, tell: Told) -> AttentionPage:
     notes = {} if behaviour is None else head_notes(behaviour)
-    with progress_bar("{task.description}", "drawing", of_bytes=False) as tell:
-        page = join_pages([one.page(notes, tell) for one in saved])
+    page = join_pages([one.page(notes, tell) for one in saved])
     return page if behaviour is None else replace(page, notes=(notes_origin(behaviour.behaviour),))
 
 
