@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from triptych.attention import PARAMETERISATIONS
-from triptych.models import LanguageModel, LanguageModelConfig
-from triptych.models.initial import Draws
+from triptych.models import PRESETS, EncoderDecoder, LanguageModel, LanguageModelConfig
+from triptych.models.initial import Draws, Later
 
 
 def drawn(seed: int, projections: str = "factored", **changes: object) -> dict[str, torch.Tensor]:
@@ -63,3 +63,60 @@ def test_values_keep_their_distribution() -> None:
     draws.again_by_name(model, 1)
     for name, value in model.named_parameters():
         assert value.std().item() == pytest.approx(before[name].std().item(), rel=0.06), name
+
+
+def language_model(**changes: object) -> LanguageModel:
+    sizes = {"num_layers": 2, "d_model": 16, "num_heads": 4, "context": 8}
+    changes = {"positions": {"scheme": "none"}, **changes}
+    return LanguageModel.of(LanguageModelConfig.model_validate({**sizes, **changes}), "decoder", 11)
+
+
+def translator(tie: str) -> EncoderDecoder:
+    sizes = {"d_model": 16, "d_ff": 8, "num_heads": 2, "tie_embeddings": tie}
+    return EncoderDecoder.of(PRESETS["tiny"].model_copy(update=sizes), 11, 11)
+
+
+MADE = {
+    **{name: lambda name=name: language_model(attention={"projections": name}) for name in PARAMETERISATIONS},
+    "learned positions": lambda: language_model(positions={"scheme": "learned", "max_tokens": 8}),
+    "gated, without ties": lambda: language_model(
+        tie_embeddings=False, gated=True, activation="swish", bias=False, norm_kind="rms"
+    ),
+    **{f"translator, {tie}": lambda tie=tie: translator(tie) for tie in ("all", "target", "none")},
+}
+
+
+@pytest.mark.parametrize("by_name", [None, 7], ids=["in order", "by name"])
+@pytest.mark.parametrize("kind", MADE)
+def test_values_made_later_are_those_of_a_model_made_at_once(kind: str, by_name: int | None) -> None:
+    torch.manual_seed(3)
+    with Draws() as draws:
+        whole = MADE[kind]()
+    if by_name is not None:
+        draws.again_by_name(whole, by_name)
+    torch.manual_seed(3)
+    with Later() as later:
+        model = MADE[kind]()
+    torch.manual_seed(4)
+    made = dict(later.values(model, by_name))
+    expected = dict(whole.named_parameters())
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name], value) for name, value in expected.items())
+    assert all(weight.is_meta for weight in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def test_numbers_drawn_before_they_are_a_parameter_cannot_be_made_later() -> None:
+    with pytest.raises(AssertionError, match="numbers were drawn that no parameter holds"), Later():
+        torch.nn.Parameter(torch.empty(3).normal_())
+    layer = torch.nn.Linear(2, 2)
+    assert not layer.weight.is_meta, "the context is left"
+
+
+def test_a_change_that_is_no_fill_of_a_whole_parameter_is_refused() -> None:
+    with Later():
+        layer = torch.nn.Linear(2, 2)
+        with torch.no_grad(), pytest.raises(AssertionError, match="mul_ cannot be done later"):
+            layer.weight.mul_(2)
+        with torch.no_grad(), pytest.raises(AssertionError, match="normal_ cannot be done later"):
+            layer.weight[0].normal_()

@@ -22,6 +22,7 @@ from triptych.errors import TriptychError
 from triptych.launch import end_now
 from triptych.models import PRESETS, EncoderDecoder, LanguageModel, LanguageModelConfig
 from triptych.models.blocks import recompute_activations
+from triptych.models.initial import Later
 from triptych.models.storage import model_tensors
 from triptych.text import EncodedCorpus, LanguageBatch, TokenBatches, TokenSequences
 from triptych.text.packing import NOT_COUNTED
@@ -29,7 +30,16 @@ from triptych.training import TrainingConfig, ValidationConfig
 from triptych.training.language import TokensOfText
 from triptych.training.objectives import Objective, Translation
 from triptych.training.optimizers import Optimizer
-from triptych.training.parallel import Alone, Computing, NotCounted, OneProcess, World, launched, rows_of_rank
+from triptych.training.parallel import (
+    Alone,
+    Computing,
+    NotCounted,
+    OneProcess,
+    Unmade,
+    World,
+    launched,
+    rows_of_rank,
+)
 from triptych.training.parallel.saving import ShardedStates, read_shards
 from triptych.training.parallel.spreading import spread
 from triptych.training.sections import OptimisationConfig
@@ -289,6 +299,51 @@ def states_in_shards(world: World, arguments: Sequence[str]) -> None:
         weights = dict(objective.model.named_parameters())
         for name, weight in alone.model.named_parameters():
             require_close(f"{kind}: {name}", whole(weights[name]), weight.detach(), rtol=1e-4)
+
+
+def made_in_shards(world: World, arguments: Sequence[str]) -> None:
+    """A model that is made in shards begins as one that is made whole, and is never whole."""
+    for kind in arguments:
+        for precision in ("fp32", "bf16"):
+            for make in (translation, language, lambda: language("encoder", tie=False, positions="learned")):
+                torch.manual_seed(3)
+                expected = dict(make().model.named_parameters())
+                torch.manual_seed(3)
+                with Later() as later:
+                    objective = make()
+                unmade = Unmade(torch.device("cpu"), later.values(objective.model))
+                computing = spread(objective, kind, precision, world, unmade=unmade)  # type: ignore[arg-type]
+                found = {name: whole(weight) for name, weight in objective.model.named_parameters()}
+                assert found.keys() == expected.keys()
+                assert all(torch.equal(found[name], value) for name, value in expected.items())
+                if precision == "fp32":
+                    assert learn(computing, objective, world, 2)[0] > 0
+
+
+def memory_of_shards(world: World, arguments: Sequence[str]) -> None:
+    """Building takes the memory of the shards and of a few parameters, not that of the model."""
+    sizes = {"num_layers": 24, "d_model": 256, "d_ff": 1024, "num_heads": 2, "context": CONTEXT}
+    with Later() as later:
+        small = language()
+    unmade = Unmade(torch.device("cpu"), later.values(small.model))
+    spread(small, "fsdp", "fp32", world, unmade=unmade)  # torch imports what it needs
+    with Later() as later:
+        model = LanguageModel.of(LanguageModelConfig.model_validate(sizes), "decoder", VOCAB)
+    rows = Rows(masked=False)
+    objective = TokensOfText(model, rows, rows, 1.0)  # type: ignore[arg-type]
+    num_bytes = sum(4 * weight.numel() for weight in model.parameters())
+    assert num_bytes > 70e6
+    unmade = Unmade(torch.device("cpu"), later.values(model))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = resident_bytes("VmRSS")
+    spread(objective, "fsdp", "fp32", world, unmade=unmade)
+    taken = resident_bytes("VmHWM") - before
+    assert taken < 0.75 * num_bytes, (taken, num_bytes)
+
+
+def resident_bytes(name: str) -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith(f"{name}:")) * 1024
 
 
 def full_disk(world: World, arguments: Sequence[str]) -> None:

@@ -1,9 +1,5 @@
 """Several processes learn what one process does. What each of them checks is in `ranks.py`."""
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from training.launching import run_ranks, start
 from triptych.errors import DataError, UsageError
 from triptych.files import hold_folder
 from triptych.runs import resume, train
@@ -21,39 +18,6 @@ from triptych.training.parallel import rows_of_rank
 from triptych.training.parallel.spreading import mesh_shape
 from triptych.training.progress import SilentDisplay
 from triptych.training.state import Counters, find_state, read_counters, shards_folder, write_marker
-
-RANKS = Path(__file__).with_name("ranks.py")
-
-
-def run_ranks(size: int, *arguments: str) -> None:
-    """Run a check of `ranks.py` in so many processes; the output of one that fails is the message."""
-    answers = start(size, str(RANKS), *arguments)
-    assert [code for code, _ in answers] == [0] * size, "\n".join(said for _, said in answers)
-
-
-def start(size: int, *arguments: str, timeout: float = 600) -> list[tuple[int, str]]:
-    """Start Python in so many processes as torchrun does; exit code and output of each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    given |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            env={**os.environ, **given, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -93,6 +57,18 @@ def test_in_bfloat16_two_ranks_stay_near_float32() -> None:
 @pytest.mark.slow
 def test_blocks_that_compute_again_give_the_same_bits_on_two_ranks() -> None:
     run_ranks(2, "blocks_that_compute_again", "ddp", "fsdp")
+
+
+@pytest.mark.slow
+def test_models_that_are_made_in_shards_begin_as_those_of_one_process() -> None:
+    run_ranks(2, "made_in_shards", "fsdp")
+    run_ranks(4, "made_in_shards", "hybrid")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory of Linux")
+def test_a_model_is_made_in_shards_with_the_memory_of_its_shards() -> None:
+    run_ranks(2, "memory_of_shards")
 
 
 @pytest.mark.slow

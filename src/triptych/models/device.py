@@ -1,8 +1,18 @@
 """Where a model computes."""
 
+from typing import TypeVar
+
 import torch
+from torch import nn
 
 from triptych.errors import UsageError
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def to_device(model: ModelT, device: torch.device) -> ModelT:
+    """Move a model; one whose parameters have no memory yet stays as it is."""
+    return model if any(weight.is_meta for weight in model.parameters()) else model.to(device)
 
 
 def find_device(name: str) -> torch.device:

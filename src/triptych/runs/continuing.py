@@ -126,8 +126,8 @@ def _prepared(
 ) -> Prepared:
     def objective() -> TokensOfText:
         model = loaded.model
-        for parameter in model.parameters():  # which may be mapped from a file
-            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        for parameter in model.parameters():  # which are mapped from a file where they can be
+            parameter.data = parameter.data.contiguous()
         tie_shared(model, checkpoint)
         return tokens_of_text(recipe, model, tokenizer, *shards)
 

@@ -10,7 +10,7 @@ from triptych.decoding.sampling import SamplingOptions
 from triptych.decoding.text_engine import TextEngine
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
-from triptych.models.device import find_device
+from triptych.models.device import find_device, to_device
 from triptych.models.storage import OwnModel, write_config
 from triptych.runs.preparing import Prepared, digests
 from triptych.text import (
@@ -170,7 +170,7 @@ def tokens_of_text(
     recipe: TextRecipe, model: LanguageModel, tokenizer: Tokenizer, train: TokenShards, valid: TokenShards
 ) -> TokensOfText:
     """What a run learns, of both of its texts."""
-    model = model.to(find_device(recipe.training.device))
+    model = to_device(model, find_device(recipe.training.device))
     learned = _batches(recipe, tokenizer, train, shuffle=True)
     judged = _batches(recipe, tokenizer, valid, shuffle=False)
     sample = _sampler(recipe, tokenizer) if recipe.task == "language-model" else None

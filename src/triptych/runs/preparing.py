@@ -18,7 +18,8 @@ class Prepared:
 
     Attributes:
         recipe: every choice made.
-        objective: makes the objective, and draws the initial weights.
+        objective: makes the objective, and draws the initial weights; those that are read may still be mapped
+            from their file.
         begin: writes into a folder what lies there from the start of the run: configuration and tokenizers.
         fingerprints: hashes of what must not change before a run is resumed, by the words that name it.
         publish: writes `model.safetensors`.

@@ -14,7 +14,7 @@ from triptych.errors import UsageError
 from triptych.files import hold_folder, write_folder, write_text
 from triptych.launch import num_restarts
 from triptych.models.device import find_device
-from triptych.models.initial import Draws
+from triptych.models.initial import Draws, Later
 from triptych.models.storage import OwnModel
 from triptych.runs.card import write_card
 from triptych.runs.continuing import prepare_continued, take_up_continued
@@ -34,7 +34,15 @@ from triptych.training import (
     read_recipe,
 )
 from triptych.training.objectives import Objective
-from triptych.training.parallel import World, choose_parallel, code_digests, launched
+from triptych.training.parallel import (
+    ONE_PROCESS,
+    Layout,
+    Unmade,
+    World,
+    choose_parallel,
+    code_digests,
+    launched,
+)
 from triptych.training.plan import describe_plan
 from triptych.training.progress import Display, LineDisplay, LoggedDisplay, SilentDisplay
 from triptych.training.state import Counters, find_state, own_files, read_counters
@@ -108,10 +116,13 @@ def train(recipe: AnyRecipe, folder: Path, display: Display | None = None, *, fo
 
         def begin() -> None:
             require_place(folder, force=force)
-            prepared.append(prepare(recipe, base, shown))
+            new = prepare(recipe, base, shown)
             if world.size > 1:
-                with _threads_and_seed(prepared[0].recipe):
-                    _make_folder(folder, prepared[0], prepared[0].objective().model)
+                with _threads_and_seed(new.recipe):
+                    _make_folder(folder, new, _without_memory(new)[0].model)
+            # What was read of a checkpoint is let go: each process maps what the folder holds of it.
+            if world.size == 1 or not isinstance(recipe, ContinuedRecipe):
+                prepared.append(new)
 
         world.on_first(begin, patiently=True)
 
@@ -276,24 +287,57 @@ def _trainer(prepared: Prepared, folder: Path, base: Path, world: World, display
     if world.size > 1:
         digest = hashlib.sha256(recipe.to_toml().encode()).hexdigest()
         world.require_same({**fingerprints, "the recipe": digest, **code_digests()})
-    objective = world.on_all(lambda: _objective(prepared))
-    parallel, why = choose_parallel(recipe.training, objective.model, world)
-    if why:
-        display.say(why)
+    objective, layout = _laid_out(prepared, world, display)
     counters = Counters(fingerprints=fingerprints, started_in=str(base))
     every = recipe.validation.every_steps
-    return Trainer(recipe.training, every, objective, folder, counters, prepared.publish, world, parallel)
+    return Trainer(recipe.training, every, objective, folder, counters, prepared.publish, layout)
+
+
+def _laid_out(prepared: Prepared, world: World, display: Display) -> tuple[Objective[Any, Any], Layout]:
+    """What is learned, and how its model lies on the processes; in shards it has no memory yet."""
+    recipe = prepared.recipe
+    if world.size == 1:
+        return _objective(prepared), ONE_PROCESS
+    objective, later = world.on_all(lambda: _without_memory(prepared))
+    kind, why = choose_parallel(recipe.training, objective.model, world)
+    display.say(why)
+    if kind == "ddp":
+        return world.on_all(lambda: _objective(prepared)), Layout(world, kind)
+    if later is None:
+        return objective, Layout(world, kind)
+    values = later.values(objective.model, _seed_by_name(recipe))
+    return objective, Layout(world, kind, Unmade(find_device(recipe.training.device), values))
+
+
+def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], Later | None]:
+    """With a model whose values are made later; with one that is mapped from its files if it is read."""
+    if isinstance(prepared.recipe, ContinuedRecipe):
+        return prepared.objective(), None
+    with Later() as later:
+        return prepared.objective(), later
 
 
 def _objective(prepared: Prepared) -> Objective[Any, Any]:
-    recipe = prepared.recipe
-    if isinstance(recipe, ContinuedRecipe) or recipe.initial_values != "by_name":
-        return prepared.objective()
-    with Draws() as draws:
-        objective = prepared.objective()
-    draws.again_by_name(objective.model, recipe.seed)
-    torch.manual_seed(recipe.seed)  # dropout begins alike, too
+    """With a model that has its first values, in memory of its own."""
+    by_name = _seed_by_name(prepared.recipe)
+    if by_name is not None:
+        with Draws() as draws:
+            objective = prepared.objective()
+        draws.again_by_name(objective.model, by_name)
+        torch.manual_seed(by_name)  # dropout begins alike, too
+        return objective
+    objective = prepared.objective()
+    if isinstance(prepared.recipe, ContinuedRecipe):
+        for parameter in objective.model.parameters():
+            parameter.data = parameter.data.clone()
     return objective
+
+
+def _seed_by_name(recipe: AnyRecipe) -> int | None:
+    """Of values that depend on names; None if they are drawn one after the other, or read."""
+    if isinstance(recipe, ContinuedRecipe) or recipe.initial_values != "by_name":
+        return None
+    return recipe.seed
 
 
 def _run(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summary:

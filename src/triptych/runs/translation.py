@@ -7,7 +7,7 @@ from pathlib import Path
 from triptych.decoding import SearchOptions, Translator, score_bleu
 from triptych.errors import DataError
 from triptych.models import EncoderDecoder
-from triptych.models.device import find_device
+from triptych.models.device import find_device, to_device
 from triptych.models.storage import OwnModel, write_config
 from triptych.runs.folder import check_tokenizers
 from triptych.runs.preparing import Prepared, digests
@@ -62,7 +62,7 @@ def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts") -> Pre
         sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
         model = EncoderDecoder.of(recipe.model, *sizes, tokenizers.target.pad_id)
         return Translation(
-            model.to(find_device(recipe.training.device)),
+            to_device(model, find_device(recipe.training.device)),
             _batches(recipe, texts.train, tokenizers, shuffle=True),
             _batches(recipe, texts.valid, tokenizers, shuffle=False),
             recipe.training,

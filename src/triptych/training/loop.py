@@ -26,7 +26,7 @@ from triptych.training.judging import Score
 from triptych.training.metrics import MetricsLog
 from triptych.training.objectives import Batches, Objective, TrainingBatch
 from triptych.training.optimizers import Optimizer
-from triptych.training.parallel import Alone, Computing, Kind, NotCounted, OneProcess, World, rows_of_rank
+from triptych.training.parallel import ONE_PROCESS, Computing, Layout, NotCounted, OneProcess, rows_of_rank
 from triptych.training.peak import count_operations, measure_peak
 from triptych.training.progress import Display, Moment
 from triptych.training.schedule import learning_rate
@@ -87,8 +87,7 @@ class Trainer:
         folder: Path,
         counters: Counters,
         publish: Publish = publish_weights,
-        world: World | None = None,
-        parallel: Kind | None = None,
+        layout: Layout = ONE_PROCESS,
     ) -> None:
         """Prepare a run.
 
@@ -99,8 +98,7 @@ class Trainer:
             folder: the run folder; must exist when the run begins.
             counters: of a new run, with fingerprints and folder filled in.
             publish: writes `model.safetensors`.
-            world: the processes that train together; this one alone if None.
-            parallel: how the model lies on them; None for one process.
+            layout: the processes that train together, and how the model lies on them.
         """
         self.config = config
         self.validate_every = validate_every
@@ -110,9 +108,9 @@ class Trainer:
         self.folder, self._publish = folder, publish
         self.state_folder = folder / "state"
         self.counters = counters
+        self.world = layout.world
+        self.computing = _computing(objective, config, layout)
         self.device = next(self.model.parameters()).device
-        self.world = world or Alone()
-        self.computing = _computing(objective, config, self.world, parallel)
         self.optimizer = Optimizer(config, self.model)
         self.metrics = MetricsLog(folder)
         self._states: ShardedStates | None = None  # of several processes, once the run begins
@@ -456,13 +454,11 @@ class Trainer:
         )
 
 
-def _computing(
-    objective: Objective[Any, Any], config: OptimisationConfig, world: World, parallel: Kind | None
-) -> Computing:
-    device = next(objective.model.parameters()).device
+def _computing(objective: Objective[Any, Any], config: OptimisationConfig, layout: Layout) -> Computing:
+    device = next(objective.model.parameters()).device if layout.unmade is None else layout.unmade.device
     if config.activation_checkpointing:
         recompute_activations(objective.blocks(objective.model))
-    if parallel is None:
+    if layout.kind is None:
         alone = OneProcess(objective, config.precision)
         if config.compile:
             compile_blocks(list(objective.blocks(alone.model)), device)
@@ -470,4 +466,4 @@ def _computing(
     if config.compile:
         compile_blocks(list(objective.blocks(objective.model)), device)
     spread: Callable[..., Computing] = import_module(_SPREADING).spread
-    return spread(objective, parallel, config.precision, world, config.shard_size)
+    return spread(objective, layout.kind, config.precision, layout.world, config.shard_size, layout.unmade)

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from triptych.errors import UsageError
+from triptych.models.device import find_device
 from triptych.models.storage import OwnModel
 from triptych.training.parallel.computing import Kind
 from triptych.training.parallel.world import World
@@ -37,7 +38,7 @@ def choose_parallel(config: OptimisationConfig, model: OwnModel, world: World) -
         )
     if config.parallel is not None:
         return config.parallel, f"{world.size} processes, {config.parallel}"
-    device = next(model.parameters()).device
+    device = find_device(config.device)
     needed = _BYTES_PER_PARAMETER * sum(weight.numel() for weight in model.parameters())
     memory = _device_bytes(device, world)
     sharded: Kind = "hybrid" if 1 < world.num_nodes < world.size else "fsdp"

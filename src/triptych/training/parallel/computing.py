@@ -1,9 +1,9 @@
 """How the model computes: whole in one process, as copies, or in shards."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,39 @@ from triptych.models.storage import OwnModel, load_tensors
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
 from triptych.training.parallel.striping import NotCounted
+from triptych.training.parallel.world import Alone, World
 from triptych.training.precision import NarrowTwin
 
 Kind = Literal["ddp", "fsdp", "hybrid"]
+
+
+class Unmade(NamedTuple):
+    """What is to become the weights of a model whose parameters are on the "meta" device.
+
+    Attributes:
+        device: where they are to be.
+        values: name and whole value of each, made one after the other.
+    """
+
+    device: torch.device
+    values: Iterable[tuple[str, Tensor]]
+
+
+class Layout(NamedTuple):
+    """The processes of a run, and how its model lies on them.
+
+    Attributes:
+        world: the processes.
+        kind: None for one process.
+        unmade: the weights of a model that has none yet; None if it has.
+    """
+
+    world: World = Alone()
+    kind: Kind | None = None
+    unmade: Unmade | None = None
+
+
+ONE_PROCESS = Layout()
 
 
 class Computing(ABC):

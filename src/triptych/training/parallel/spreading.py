@@ -7,7 +7,7 @@ is one, too (pytorch #162338), so no average is ever asked for.
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -26,7 +26,7 @@ from triptych.models.blocks import OffsetNorm
 from triptych.models.storage import OwnModel, load_tensors, model_tensors
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
-from triptych.training.parallel.computing import Computing, Kind, LossOfBatch
+from triptych.training.parallel.computing import Computing, Kind, LossOfBatch, Unmade
 from triptych.training.parallel.world import World
 
 
@@ -36,23 +36,31 @@ def spread(
     precision: str,
     world: World,
     shard_size: int | None = None,
+    unmade: Unmade | None = None,
 ) -> Computing:
     """Lay a model on the processes.
 
     Args:
-        objective: its model is whole and the same in every process; with "fsdp" and "hybrid" its parameters
-            become shards.
+        objective: its model is whole and the same in every process, or not made yet; with "fsdp" and "hybrid"
+            its parameters become shards.
         kind: "ddp": a copy for each process; "fsdp": a shard for each; "hybrid": a shard for each process of
             a group, and each group has them all.
         precision: "fp32", or "bf16" for blocks that compute in bfloat16 and sum gradients in float32.
         world: the processes.
         shard_size: processes of a group of "hybrid"; those of a machine if None.
+        unmade: the weights of a model that is not made yet, for "fsdp" and "hybrid": each process makes one
+            at a time and keeps its shard.
 
     Raises:
         UsageError: a kind that these processes cannot do.
     """
-    device = next(objective.model.parameters()).device.type
-    return lay(objective, make_mesh(kind, precision, device, world, shard_size), precision, world)
+    device = next(objective.model.parameters()).device if unmade is None else unmade.device
+    mesh = make_mesh(kind, precision, device.type, world, shard_size)
+    computing = lay(objective, mesh, precision, world)
+    if unmade is not None:
+        assert isinstance(computing, Shards), "copies are made whole"
+        computing.make(unmade.values)
+    return computing
 
 
 def make_mesh(
@@ -214,6 +222,24 @@ class Shards(_Spread):
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+
+    @torch.no_grad()
+    def make(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Give weights to a model that has none: name and whole value of each, of which a shard is kept."""
+        model, device = self.objective.model, self._mesh.device_type
+        buffers = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        model.to_empty(device=device)
+        for module, name, buffer in buffers:  # which were made as ever
+            setattr(module, name, buffer.to(device))
+        left = dict(model.named_parameters())
+        for name, value in values:
+            parameter = left.pop(name)
+            parameter.copy_(self.place(parameter, value))
+        assert not left, f"no values for {', '.join(left)}"
 
     def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
         assert isinstance(self._root, FSDPModule)

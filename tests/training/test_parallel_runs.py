@@ -1,0 +1,114 @@
+"""Whole runs by several processes beside those of one: all three kinds of model, and checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from small_checkpoints import gpt2_that_runs
+from training.launching import start
+from triptych import runs
+from triptych.checkpoints.models import load_language_model
+from triptych.training import resolve
+from triptych.training.metrics import read_metrics
+from triptych.training.progress import SilentDisplay
+
+pytestmark = pytest.mark.slow
+
+STEPS = 200
+TEXT = [f"the {c} {a} sat on the {p}" for c in ("red", "old") for a in ("cat", "dog", "owl")
+        for p in ("mat", "roof", "step", "chair")]  # fmt: skip
+SIZES = {"num_layers": 1, "d_model": 16, "d_ff": 32, "num_heads": 2, "context": 12}
+TRAINING = {
+    "max_steps": STEPS, "warmup_steps": 20, "learning_rate": 0.003, "clip_norm": 1.0, "log_every_steps": 1,
+    "save_every_steps": 100, "average_last": 2, "threads": 1, "adam_epsilon": 1e-6,
+}  # fmt: skip
+
+
+def of_text(task: str, folder: Path) -> dict[str, Any]:
+    (folder / "text.txt").write_text("\n".join(TEXT * 4) + "\n")
+    return {
+        "task": task,
+        "data": {"train": {"files": [str(folder / "text.txt")], "documents": "line"},
+                 "cache": str(folder / "cache")},
+        "tokenizer": {"vocab_size": 301},
+        "model": SIZES,
+        "training": {**TRAINING, "batch_size": 5},
+        "validation": {"every_steps": 100},
+    }  # fmt: skip
+
+
+def translation(folder: Path) -> dict[str, Any]:
+    del folder
+    layers = {"num_layers": 1}
+    return {
+        "data": {"train": {"generated": 200, "generated_part": "train"},
+                 "valid": {"generated": 12, "generated_part": "valid"}, "cache": ""},
+        "tokenizer": {"vocab_size": 301},
+        "model": {"preset": "tiny", "d_model": 16, "d_ff": 32, "num_heads": 2, "dropout": 0.0,
+                  "encoder": layers, "decoder": layers},
+        "training": {**TRAINING, "batch_tokens": 300},
+        "validation": {"every_steps": 100, "bleu": False, "metric": "loss"},
+    }  # fmt: skip
+
+
+KINDS = {
+    "translation": translation,
+    "language-model": lambda folder: of_text("language-model", folder),
+    "masked-language-model": lambda folder: of_text("masked-language-model", folder),
+}
+
+
+def trained(recipe: dict[str, Any], folder: Path, size: int, parallel: str) -> Path:
+    """A run by so many processes; its folder."""
+    if size == 1:
+        runs.train(resolve(recipe), folder, SilentDisplay())
+        return folder
+    path = folder.with_suffix(".toml")
+    path.write_text(resolve(recipe).to_toml())
+    command = ["-m", "triptych", "train", str(path), "--out", str(folder)]
+    answers = start(size, *command, "--set", f"training.parallel={parallel}")
+    assert [code for code, _ in answers] == [0] * size, "\n".join(said for _, said in answers)
+    return folder
+
+
+def losses_of(folder: Path) -> np.ndarray:
+    return np.array([line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_and_four_ranks_have_the_losses_of_one_process_over_200_steps(kind: str, tmp_path: Path) -> None:
+    """Within 1e-3 of each other, step by step; at the first step, before anything adds up, within 1e-6."""
+    recipe = KINDS[kind](tmp_path)
+    alone = losses_of(trained(recipe, tmp_path / "1", 1, "none"))
+    assert len(alone) == STEPS
+    assert alone[-20:].mean() < 0.8 * alone[0], "it learns"
+    for size, parallel in ((2, "ddp"), (4, "hybrid")):
+        found = losses_of(trained(recipe, tmp_path / str(size), size, parallel))
+        np.testing.assert_allclose(found[0], alone[0], rtol=1e-6)
+        np.testing.assert_allclose(found, alone, rtol=1e-3)
+        apart = float(np.abs(found / alone - 1).max())
+        print(json.dumps({"kind": kind, "ranks": size, "parallel": parallel, "largest difference": apart}))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_ranks_go_on_with_a_checkpoint_as_one_process_does(tmp_path: Path) -> None:
+    """Copies and shards: the losses of one process, and a folder of the checkpoint's family."""
+    pytest.importorskip("transformers")
+    gpt2_that_runs(tmp_path / "gpt2")
+    recipe = of_text("language-model", tmp_path)
+    recipe["model"] = {"checkpoint": str(tmp_path / "gpt2"), "context": 16}
+    recipe["training"] |= {"max_steps": 6}
+    del recipe["tokenizer"]
+    alone = trained(recipe, tmp_path / "1", 1, "none")
+    for parallel in ("fsdp", "ddp"):
+        found = trained(recipe, tmp_path / parallel, 2, parallel)
+        np.testing.assert_allclose(losses_of(found), losses_of(alone), rtol=1e-4)
+        ours, theirs = load_file(found / "model.safetensors"), load_file(alone / "model.safetensors")
+        assert ours.keys() == theirs.keys()
+        assert all(torch.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-4) for name in theirs)
+        assert load_language_model(found).family == "GPT-2"
