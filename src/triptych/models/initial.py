@@ -108,12 +108,13 @@ class Later(TorchFunctionMode):
 
     def __enter__(self) -> "Later":
         self._random = torch.get_rng_state()
-        self._hook = register_module_parameter_registration_hook(self._registered)
-        super().__enter__()
+        registered: Callable[..., Any] = self._registered
+        self._hook = register_module_parameter_registration_hook(registered)
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._hook.remove()
         assert raised[0] is not None or torch.equal(torch.get_rng_state(), self._random), (
             "numbers were drawn that no parameter holds"
