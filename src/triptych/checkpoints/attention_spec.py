@@ -46,11 +46,13 @@ class HeadNormSpec(Spec):
             Likewise `k`.
         kind: LayerNorm or RMSNorm.
         over: each head by itself, or the channels of all heads side by side.
-        eps: an expression.
-        offset: what the stored gain is relative to.
+        eps: added to the variance, or the mean square, below the root.
+        offset: added to the stored gain: 1 where the file holds the gain less 1.
         turned: whether they follow the rotation, and are only there where positions turn something; all of a
             head must be turned then.
         when: on what condition they are there.
+
+    Source: Henry et al. 2020, arXiv 2010.04245.
     """
 
     q: str
@@ -67,12 +69,15 @@ class HeadNormSpec(Spec):
 class TemperatureSpec(Spec):
     """Queries that count for more the further they stand in a text.
 
+    That at position m is multiplied by `1 + strength · ln(1 + ⌊(m + first) / every⌋)`; for the source see
+    `Temperature` in `algebra/semantics.py`.
+
     Attributes:
         when: on what condition of the configuration they do.
         unturned: whether they do only in layers whose positions turn nothing.
-        strength: of the growth; none if no alternative gives anything.
-        every: how many positions share a factor.
-        first: the number of the first position.
+        strength: of the growth. Where the configuration gives nothing for it, queries are left alone.
+        every: how many positions share a factor, above 0.
+        first: the number of position m = 0.
     """
 
     when: Expression = ""
@@ -87,8 +92,8 @@ class PatchesSpec(Spec):
     """Tokens that are the patches of a picture, row by row, after some others.
 
     Attributes:
-        image: height and width of the picture, or one number for both.
-        patch: those of a patch.
+        image: height and width of the picture in pixels, or one number for both.
+        patch: height and width of a patch in pixels, likewise.
         before: how many tokens stand before the patches, in parts that are added.
     """
 
@@ -102,14 +107,16 @@ class PositionSpec(Spec):
     """How positions are told apart, on a condition.
 
     Attributes:
-        kind: of positions.
+        kind: "sinusoidal" and "learned" are added to the embeddings (`[model]` says how); the attention layer
+            knows the others: "rotary" turns queries and keys, "alibi" and "distance table" add a number to
+            each score, "disentangled" products with embeddings of distances. "convolution" is over the input.
         when: on what condition; the first position of a list whose condition holds counts.
-        pairing: of rotary channels.
-        width: channels turned; all of a head if empty. `start` is the first of them.
+        pairing: which channels of a head turn together: i and i + n/2 of n ("halves"), or 2i and 2i + 1.
+        width: number of channels turned; all of a head if empty. `start` is the first of them.
         share: of the width that is turned, rounded down (an odd number is refused); all of it if not given,
             whatever the configuration says: few models read its `partial_rotary_factor`.
-        base: of the frequencies.
-        scaling: paths of the record that scales them; the first that is one.
+        base: b of the frequencies b^(−2i/n), in radians a position.
+        scaling: paths of the record that scales them, such as `rope_scaling`; the first that is one.
         factor: what turned channels are multiplied by under a scaling, instead of what its kind makes it.
         slopes: how ALiBi's are found: as its authors do, or as MPT does.
         before_scale: whether ALiBi's biases are added before the scores are scaled, and not after.
@@ -119,13 +126,16 @@ class PositionSpec(Spec):
         more_tables: those that are added to it.
         table_norm: the norm that a table of embeddings passes, if the configuration says so.
         both_ways: whether distances have a sign.
-        buckets: of distances; of a table all rows if empty.
-        max_distance: from where on they share a bucket.
+        buckets: number of groups of distances that share a row; of a table all its rows if empty.
+        max_distance: distance in tokens from which on all share the last bucket.
         patches: what positions are, if they are not places in a text. Rotary pairs turn by rows and columns,
             and a distance table has an entry for each pair of them.
         key_map: disentangled: within the attention, the map of the distances that queries meet; likewise
             `query_map` of those that keys meet.
         shared_maps: on what condition the maps of keys and queries serve instead; never if empty.
+
+    Source: rotary: Su et al. 2021, arXiv 2104.09864; ALiBi: Press et al. 2021, arXiv 2108.12409; tables of
+    distances: Raffel et al. 2019, arXiv 1910.10683; disentangled: He et al. 2020, arXiv 2006.03654.
     """
 
     kind: Literal[
@@ -161,12 +171,14 @@ class LatentSpec(Spec):
     Attributes:
         q_down: modules within the attention; likewise the others. Queries have a single map where there is no
             `q_rank`.
-        rank: of the latent of keys and values.
-        q_rank: of that of queries.
-        plain: channels of a head that are not turned.
-        turned: those that are; keys share one for all heads.
+        rank: width of the latent of keys and values.
+        q_rank: width of that of queries.
+        plain: number of channels of a head that are not turned.
+        turned: number of those that are, after the plain ones; keys share one for all heads.
         value: width of a head's values.
-        eps: of the norms of the latents.
+        eps: of the RMSNorms of the latents.
+
+    Source: DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.
     """
 
     q_down: str = "q_a_proj"
@@ -230,13 +242,13 @@ class AttentionSpec(Spec):
         positions: the first that applies.
         also_read_by: what else reads the norm's output, on conditions.
         other_norms: norms that maps outside the attention read.
-        window: of keys that are seen.
-        chunk: of the text, in whose pieces queries see keys.
-        temperature: of queries.
+        window: how many keys a query sees, its own among them; all if no choice holds, or it gives nothing.
+        chunk: tokens of the pieces of the text in which queries see keys, likewise.
+        temperature: what makes queries count for more the further they stand in a text; None for nothing.
         window_around: whether half of the window lies on either side of the query's own place.
-        soft_cap: of scores.
-        clip: of queries, keys and values.
-        sinks: tensor with a score a head.
+        soft_cap: c where scores s become c · tanh(s / c); none if it is empty or gives nothing.
+        clip: c where queries, keys and values are limited to −c … c, likewise.
+        sinks: tensor `[heads]`, of scores that take part in the softmax and move nothing; "" without.
         unwritten: why such layers cannot be rewritten; they can if empty.
         known: tensors within the attention's module that are not maps, as patterns.
         ignored: fields of the configuration that `transformers` has and does not run by.

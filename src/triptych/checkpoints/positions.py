@@ -51,7 +51,7 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
     try:
         found = frequencies(scaling, turned, base, longest, share)
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise DataError(f"{where}: the scaling of rotary positions is not supported:  {error}") from None
+        raise DataError(f"{where}: the scaling of rotary positions is not supported: {error}") from None
     _require_stored(place, tensors, found.per_position)
     factor = found.factor
     if spec.factor and rope_type(scaling) != "default":

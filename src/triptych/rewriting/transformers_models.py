@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -160,24 +160,20 @@ class TransformersModel(RunnableModel):
         return modules[max(ends, key=len)]
 
     def _tokens(self, text: str, *, special: bool, target: bool = False) -> Tensor:
-        tokenizer = self._tokenizer()
         said = {"text_target": text} if target else {"text": text}
-        return torch.tensor(tokenizer(**said, add_special_tokens=special, verbose=False)["input_ids"])
+        return torch.tensor(self._tokenizer(**said, add_special_tokens=special, verbose=False)["input_ids"])
 
+    @cached_property
     def _tokenizer(self) -> Any:
-        if not hasattr(self, "_cached"):
-            import transformers
+        import transformers
 
-            try:
-                self._cached: Any = transformers.AutoTokenizer.from_pretrained(
-                    self._path, local_files_only=True, trust_remote_code=False
-                )
-            # Whatever a tokenizer's own code says of its files, it comes in many classes.
-            except Exception as error:
-                raise DataError(
-                    f"{self._path}: its tokenizer cannot be loaded: {first_line(error)}"
-                ) from error
-        return self._cached
+        try:
+            return transformers.AutoTokenizer.from_pretrained(
+                self._path, local_files_only=True, trust_remote_code=False
+            )
+        # Whatever a tokenizer's own code says of its files, it comes in many classes.
+        except Exception as error:
+            raise DataError(f"{self._path}: its tokenizer cannot be loaded: {first_line(error)}") from error
 
     def _at_most(self, tokens: int) -> int:
         """A number of tokens, limited to the positions that the model has."""
