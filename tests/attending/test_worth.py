@@ -8,7 +8,7 @@ import torch
 
 from attending.tiny_readers import TEXTS, language_reader, pair_reader
 from triptych.algebra.moments import MomentsGatherer
-from triptych.algebra.rewrites.heads import measure_importance
+from triptych.algebra.rewrites.pruning import measure_importance
 from triptych.attending.capture import record_calls
 from triptych.attending.leaving_out import batches_of, head_outputs, run_whole
 from triptych.attending.over_text import cut_windows

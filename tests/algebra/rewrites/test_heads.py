@@ -26,12 +26,8 @@ from triptych.algebra.cost import writing_cost
 from triptych.algebra.function import attend
 from triptych.algebra.moments import MomentsGatherer
 from triptych.algebra.positions import DisentangledBias
-from triptych.algebra.rewrites.heads import (
-    measure_importance,
-    permute_heads,
-    prune_heads,
-    repeat_kv_heads,
-)
+from triptych.algebra.rewrites.heads import permute_heads, repeat_kv_heads
+from triptych.algebra.rewrites.pruning import measure_importance, prune_heads
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import AttentionWeights, Link

@@ -17,13 +17,9 @@ from triptych.algebra.rewrites.folding import (
 from triptych.algebra.rewrites.gauge import GaugeFix, gauge_fix
 from triptych.algebra.rewrites.heads import (
     PermuteHeads,
-    PruneHeads,
     RepeatKVHeads,
     SortHeads,
-    leave_heads,
-    measure_importance,
     permute_heads,
-    prune_heads,
     repeat_kv_heads,
 )
 from triptych.algebra.rewrites.merging import MergeKVHeads, merge_kv_heads
@@ -34,6 +30,7 @@ from triptych.algebra.rewrites.norm_folding import (
     fold_norm_into_map,
     require_readers_foldable,
 )
+from triptych.algebra.rewrites.pruning import PruneHeads, leave_heads, measure_importance, prune_heads
 from triptych.algebra.rewrites.rank import ToLatent, to_latent, truncate
 from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten, of_groups
 from triptych.algebra.rewrites.registry import EXACT, REWRITES, read_rewrite, require_order
