@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
+from triptych.checkpoints.entries import Entry
 from triptych.checkpoints.layer_map import tensor_names
 from triptych.checkpoints.model_spec import ExpertsSpec, FeedForwardSpec
 from triptych.checkpoints.place import Place
@@ -31,8 +32,6 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "tanh": "tanh",
     "sigmoid": "sigmoid",
 }  # fmt: skip
-
-Entry = tuple[tuple[str, ...], Named]
 
 
 def activation(place: Place, expression: str) -> Activation:

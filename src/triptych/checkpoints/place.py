@@ -64,6 +64,10 @@ class Place:
     def number(self, expression: str) -> float:
         return self.settings.number(expression, self.layer)
 
+    def factor(self, expression: str) -> float:
+        """A number; 1 for an empty expression."""
+        return self.number(expression) if expression else 1.0
+
     def optional_number(self, expression: str) -> float | None:
         """None for an empty expression, or one that gives nothing."""
         return None if not expression or self.value(expression) is None else self.number(expression)
