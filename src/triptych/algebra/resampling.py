@@ -5,14 +5,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 RESAMPLES = 1000
+# Share of the resamples between the ends of an interval.
+COVERAGE = 0.95
 
 
 def ratio_intervals(
-    sums: Float[Tensor, "units *figures"],
-    counts: Float[Tensor, "units *counts"],
-    coverage: float = 0.95,
+    sums: Float[Tensor, "units *figures"], counts: Float[Tensor, "units *counts"]
 ) -> tuple[Float[Tensor, "*figures"], Float[Tensor, "*figures"]]:
-    """Bootstrap intervals of `Σ sums / Σ counts` over units, such as documents.
+    """95 % bootstrap intervals of `Σ sums / Σ counts` over units, such as documents.
 
     Each of 1,000 resamples draws as many units as there are, with replacement, the same ones for every
     figure. The draws are the same every time.
@@ -20,7 +20,6 @@ def ratio_intervals(
     Args:
         sums: of each unit.
         counts: of each unit; broadcasts with the sums. A resample in which they sum to 0 is left out.
-        coverage: share of the resamples between the ends.
 
     Returns:
         The lower and the upper end, in float64; NaN where the counts of all units are 0.
@@ -32,7 +31,7 @@ def ratio_intervals(
     drawn = _times_drawn(units)
     totals = drawn @ counts.reshape(units, -1)
     ratios = drawn @ sums.double().reshape(units, -1) / totals.where(totals > 0, torch.nan)
-    tail = (1 - coverage) / 2
+    tail = (1 - COVERAGE) / 2
     low, high = ratios.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.float64), dim=0)
     return low.reshape(shape), high.reshape(shape)
 

@@ -33,12 +33,11 @@ class Value(NamedTuple):
         return f"{self.layer.name}, head {self.head}"
 
 
-def values_of(inspection: Inspection, measure: str, kind: str = "") -> list[Value]:
-    """The values of a measure for all heads that have it, optionally of one kind of layers."""
+def values_of(inspection: Inspection, measure: str) -> list[Value]:
+    """The values of a measure for all heads that have it."""
     return [
         Value(value, layer, head)
         for layer in inspection.layers
-        if not kind or layer.kind == kind
         for head, value in zip(layer.heads, layer.figures[measure], strict=True)
         if value is not None
     ]

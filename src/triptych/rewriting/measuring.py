@@ -68,9 +68,7 @@ def measure_change(
     return _measured(before, after, x, memory, bounded, most_numbers)
 
 
-def measure_change_on(
-    before: AttentionLayer, after: AttentionLayer, given: Seen, *, most_numbers: int = MOST_NUMBERS
-) -> Measured:
+def measure_change_on(before: AttentionLayer, after: AttentionLayer, given: Seen) -> Measured:
     """Measure how far the output of a layer moves on inputs from a text.
 
     Args:
@@ -78,11 +76,10 @@ def measure_change_on(
         after: the rewritten layer, read back from the saved file.
         given: the inputs of the original, after the norm before it. A layer whose norm was folded gets them
             without that norm's weight and bias.
-        most_numbers: larger layers are measured a few groups of heads at a time.
     """
     x = before_gain(given.x.double(), before.weights.norm)
     memory = None if given.memory is None else before_gain(given.memory.double(), before.weights.memory_norm)
-    return _measured(before, after, x, memory, False, most_numbers)
+    return _measured(before, after, x, memory, False, MOST_NUMBERS)
 
 
 def rounding_of(
@@ -92,7 +89,6 @@ def rounding_of(
     given: Seen | None = None,
     *,
     probes: Probes = PROBES,
-    most_numbers: int = MOST_NUMBERS,
 ) -> Rounding:
     """Measure how far rounding alone can move a layer's output.
 
@@ -102,7 +98,6 @@ def rounding_of(
         stored: the coarsest dtype of the changed tensors; None if numbers were only moved.
         given: inputs of the original on a text; the probes if None.
         probes: as those of `measure_change`.
-        most_numbers: larger layers are taken a few groups of heads at a time.
 
     Returns:
         Norms relative to the norm of the original's output, the largest of a few draws.
@@ -115,13 +110,13 @@ def rounding_of(
             None if given.memory is None else before_gain(given.memory.double(), before.weights.memory_norm)
         )
     tiny = torch.finfo(torch.float64).tiny
-    original = _output(before, x, memory, torch.float64, most_numbers)
-    in_dtype = _output(before, x, memory, before.weights.dtype, most_numbers).double()
-    reference = _output(after, x, memory, torch.float64, most_numbers)
+    original = _output(before, x, memory, torch.float64, MOST_NUMBERS)
+    in_dtype = _output(before, x, memory, before.weights.dtype, MOST_NUMBERS).double()
+    reference = _output(after, x, memory, torch.float64, MOST_NUMBERS)
     size, changed, most = original.norm().clamp(min=tiny), changed_numbers(before, after), 0.0
     for seed in range(_DRAWS):
         again = RoundedAgain(changed, stored, torch.Generator().manual_seed(seed))
-        moved = _output(after, x, memory, torch.float64, most_numbers, again)
+        moved = _output(after, x, memory, torch.float64, MOST_NUMBERS, again)
         most = max(most, float((moved - reference).norm() / size))
     return Rounding(most, float((in_dtype - original).norm() / size))
 
@@ -388,17 +383,11 @@ def move_of_forms(
     )
 
 
-def rounding_of_forms(
-    before: AttentionLayer,
-    after: AttentionLayer,
-    stored: torch.dtype | None,
-    *,
-    most_numbers: int = MOST_NUMBERS,
-) -> float:
+def rounding_of_forms(before: AttentionLayer, after: AttentionLayer, stored: torch.dtype | None) -> float:
     """The norm by which a form of a head moves if the changed numbers are rounded at random."""
     weights = after.weights
     whole = not separable(weights)
-    runs = [(0, weights.num_heads)] if whole else groups_of(weights, most_numbers)
+    runs = [(0, weights.num_heads)] if whole else groups_of(weights, MOST_NUMBERS)
     again = RoundedAgain(changed_numbers(before, after), stored, torch.Generator().manual_seed(0))
     most = 0.0
     for run in runs:

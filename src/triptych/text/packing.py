@@ -61,7 +61,7 @@ class PackedBatches:
     and the last row of an epoch may be short; what fills them up is not counted.
 
     The order is a function of the corpus, `context`, `batch_size`, `seed` and the epoch alone: processes that
-    share the work take every n-th batch of the same plan.
+    train together take rows of the same batches.
 
     Args:
         shards: the corpus.
@@ -70,7 +70,6 @@ class PackedBatches:
         seed: with the epoch, determines the order; 0 or more.
         within_documents: tokens attend to those of their own document alone.
         shuffle: False gives the rows from the first token on, in order, for evaluation.
-        fill_id: fills short rows up.
 
     Raises:
         UsageError: a corpus of fewer than two tokens.
@@ -85,13 +84,11 @@ class PackedBatches:
         seed: int,
         within_documents: bool = False,
         shuffle: bool = True,
-        fill_id: int = 0,
     ) -> None:
         if shards.num_tokens < 2:
             raise UsageError(f"the corpus in {shards.folder} has fewer than two tokens; give more text")
         self._shards, self._context, self._batch_size = shards, context, batch_size
-        self._seed, self._shuffle, self._fill_id = seed, shuffle, fill_id
-        self._within_documents = within_documents
+        self._seed, self._shuffle, self._within_documents = seed, shuffle, within_documents
 
     def plan(self, epoch: int) -> list[Int64[np.ndarray, "batch"]]:
         """The places at which the rows of each batch of an epoch begin.
@@ -109,7 +106,7 @@ class PackedBatches:
     def collate(self, indices: Int64[np.ndarray, "batch"]) -> LanguageBatch:
         """Make the tensors of one batch of a plan."""
         shape = (len(indices), self._context)
-        ids = np.full(shape, self._fill_id, dtype=np.int64)
+        ids = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, NOT_COUNTED, dtype=np.int64)
         starts = np.zeros(shape, dtype=np.int64)
         for row, place in enumerate(indices.tolist()):
