@@ -18,9 +18,12 @@ from triptych.algebra.positions import (
 from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import MultiHeadAttention, PositionIds
+from triptych.attention.projections import PARAMETERISATIONS
+from triptych.costing import CostSpec, cost
 from triptych.decoding.fused import FusedAttention, fused
 from triptych.decoding.maps import Maps, PackedLinear
-from triptych.models import LanguageModel
+from triptych.decoding.text_engine import TextEngine
+from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.models.architecture import (
     BlockConfig,
     EmbeddingsConfig,
@@ -136,7 +139,7 @@ def test_a_layer_with_norms_between_its_maps_stays_as_it_is_written() -> None:
     maps = Maps.of("fp32", torch.float64)
     with pytest.raises(ValueError, match="a layer with a norm between two maps cannot be fused"):
         fused(model, maps)
-    quick = fused(model, maps, keep_others=True)
+    quick = fused(model, maps, small_cache=True)
     ids = torch.randint(VOCAB, (2, LENGTH))
     assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
 
@@ -166,3 +169,43 @@ def test_a_packed_map_computes_what_the_map_does_for_any_number_of_rows(dtype: t
             x = torch.randn(2, rows, 33).to(dtype)
             assert_same(made(x), nn.functional.linear(x, weight, given), kind="output")
     assert not isinstance(Maps.of("fp32", torch.float64, packed=True).linear(weight, bias), PackedLinear)
+
+
+def drawn_anew(written: str, scheme: str) -> LanguageModel:
+    """A model of a recipe with attention written so, in float64, biases included."""
+    options = {"key_value": {"kv_bias": True}, "shared": {"qkv_bias": True}, "grouped": {"num_kv_heads": 2}}
+    latent = {"d_latent": 7, "k_bias": True, "v_bias": True, "down_bias": True, "o_bias": True}
+    site = {"projections": written, **{**options, "latent": latent}.get(written, {})}
+    sizes = {"num_layers": 2, "d_model": 24, "num_heads": 4, "d_ff": 20, "context": LENGTH}
+    positions = {"scheme": scheme, "max_tokens": LENGTH}
+    config = LanguageModelConfig.model_validate({**sizes, "attention": site, "positions": positions})
+    model = LanguageModel.of(config, "decoder", VOCAB).double().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+SMALL = [("grouped", "rotary"), ("key_value", "learned"), ("key_value", "rotary"), ("key_value", "alibi")]
+SMALL += [("shared", "rotary"), ("latent", "learned"), ("latent", "alibi")]
+
+
+@pytest.mark.parametrize(("written", "scheme"), SMALL)
+@torch.no_grad()
+def test_a_small_cache_holds_what_cost_counts_and_gives_the_same_logits(written: str, scheme: str) -> None:
+    model = drawn_anew(written, scheme)
+    quick = fused(model, Maps.of("fp32", torch.float64), small_cache=True)
+    assert all(isinstance(block.self_attention, FusedAttention) for block in quick.blocks)
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
+    assert_same(quick(ids).logits, model(ids).logits, kind="output")
+
+
+@pytest.mark.parametrize("written", PARAMETERISATIONS)
+def test_the_bytes_of_a_cache_are_those_that_cost_counts(written: str) -> None:
+    model = drawn_anew(written, "learned").float()
+    opened, _ = TextEngine(model).read([[1] * LENGTH] * 3)
+    held = sum(entry.nbytes for entry in opened.cache.own[0].entries)
+    sizes = {"grouped": {"num_kv_heads": 2}, "latent": {"d_latent": 7}}.get(written, {})
+    spec = CostSpec(d_model=24, num_heads=4, context=LENGTH, batch=3, parameterisations=(written,), **sizes)
+    (row,) = cost(spec).rows
+    assert held == row.cache_bytes

@@ -9,7 +9,7 @@ layer, whatever its parameterisation, by `FusedAttention`, its maps multiplied o
 import copy
 import math
 from dataclasses import replace
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from jaxtyping import Float
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych import thresholds
+from triptych.algebra.cost import cached_numbers
 from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
@@ -30,10 +31,13 @@ from triptych.attention import (
     attention,
     causal_mask,
 )
+from triptych.decoding.mapped import MappedFiles
 from triptych.decoding.maps import Maps, constant
 from triptych.models.blocks import OffsetNorm
 from triptych.models.experts import Experts
 from triptych.models.feed_forward import FeedForward
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 @final
@@ -42,23 +46,25 @@ class FusedAttention(nn.Module):
 
     Keys and values come in `groups` heads; each serves `num_heads / groups` query heads. All have one width:
     the narrower are filled up with zeros. Self-attention makes queries, keys and values in one product;
-    cross-attention makes queries only, and reads keys and values from its cache.
+    cross-attention makes queries only, and reads keys and values from its cache. With `once`, keys and values
+    that are the same, but for positions that turn keys, are made and kept once.
 
     Attributes:
         memory_rows: of cross-attention, the map from the memory to keys and values, and its bias: for one
             product for all layers.
     """
 
-    def __init__(self, layer: MultiHeadAttention, maps: Maps, is_cross: bool) -> None:
+    def __init__(self, weights: AttentionWeights, maps: Maps, is_cross: bool, once: bool = False) -> None:
         super().__init__()
-        weights = layer.weights()
         if foreign := _beyond_fusing(weights, is_cross):
             raise ValueError(f"a layer with {', '.join(foreign)} cannot be fused")
         self.num_heads, self.is_cross = weights.num_heads, is_cross
         self.groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
         q, k, v = (weights.multiplied(side) for side in ("q", "k", "v"))
         self.width, self.d_k = max(q.d_out, v.d_out), q.d_out
-        self._parts = self.num_heads, self.groups, self.groups
+        self.same = once and not is_cross and _keeps_once(weights)
+        kept = [self.groups] if self.same else [self.groups, self.groups]
+        self._parts = [self.num_heads, *kept]
         self.semantics = semantics = _for_steps(weights, self.groups)
         self.rotary, self.bias = semantics.rotary, semantics.bias
         self.positional = semantics.bias is not None or semantics.is_local
@@ -71,7 +77,7 @@ class FusedAttention(nn.Module):
         scaled = Link(q.weight * scale, None if q.bias is None else q.bias * scale)
         queries = _stacked_rows(scaled.of_heads(self.num_heads), self.width)
         keys, values = (_stacked_rows(link.of_heads(self.groups), self.width) for link in (k, v))
-        joined = [queries] if is_cross else [queries, keys, values]
+        joined = [queries] if is_cross else [queries, keys] if self.same else [queries, keys, values]
         self.inward = maps.linear(*(torch.cat(parts) for parts in zip(*joined, strict=True)))
         self.outward = maps.linear(*_output_rows(weights, self.width))
         if is_cross:
@@ -114,7 +120,7 @@ class FusedAttention(nn.Module):
             few = torch.compiler.is_compiling() or (rows.is_cpu and rows.shape[1] <= thresholds.FEW_QUERIES)
             if not few:
                 mixed = self._by_kernel(rows, k, v, mask)
-            elif isinstance(cache, LayerCache) and cache.even:
+            elif isinstance(cache, LayerCache) and cache.even and not (self.same and self.rotary):
                 mixed = self._by_even_products(rows, cache, mask)
             else:
                 mixed = self._by_products(rows, k, v, mask)
@@ -126,6 +132,8 @@ class FusedAttention(nn.Module):
     def _of_one_sequence(
         self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None
     ) -> tuple[Tensor, Tensor, Tensor, Places]:
+        if self.same:
+            return self._of_one_memory(heads, cache, positions)
         q, k, v = torch.split_with_sizes(heads, self._parts, 1)
         places, semantics = Places.of(cache, positions), self.semantics
         if self.changed:
@@ -146,6 +154,22 @@ class FusedAttention(nn.Module):
         else:
             k, v = cache.append((k, v))
         return q, k, v, places
+
+    def _of_one_memory(
+        self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None
+    ) -> tuple[Tensor, Tensor, Tensor, Places]:
+        """`_of_one_sequence` where values are the keys as they are before they turn."""
+        q, v = torch.split_with_sizes(heads, self._parts, 1)
+        places, rotary = Places.of(cache, positions), self.rotary
+        if rotary is not None:
+            q = places.turned(q, rotary)
+        if self.semantics.temperature is not None:
+            q = self.semantics.temperature(q, places.of_tokens(q))
+        if cache is not None and (self.positional or rotary is not None):
+            places, (v,) = places.kept(cache, (v,))
+        elif cache is not None:
+            (v,) = cache.append((v,))
+        return q, v if rotary is None else places.turned_keys(v, rotary), v, places
 
     def _normalised(self, heads: Tensor, norm: HeadNorm | None) -> Tensor:
         if norm is None:
@@ -216,7 +240,7 @@ class FusedAttention(nn.Module):
 
         oneDNN writes a program for every shape, which for every length would take longer than the product.
         """
-        k, v = cache.whole[:2]
+        k, v = cache.whole[:1] * 2 if self.same else cache.whole[:2]
         missing = k.shape[2] - cache.length
         if missing and mask is not None:
             mask = F.pad(mask, (0, missing), value=-math.inf)
@@ -236,6 +260,53 @@ class FusedAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
 
 
+def _keeps_once(weights: AttentionWeights) -> bool:
+    """Whether keys and values are the same, but for positions that turn keys."""
+    semantics = weights.semantics
+    return weights.tied("k", "v") and semantics.k_norm is None and semantics.clip is None
+
+
+def _as_remembered(weights: AttentionWeights) -> AttentionWeights:
+    """The same layer with what keys and values have in common as both of them, as `Latent` absorbs it.
+
+    Of keys `c U^K` and values `c U^V` only c is remembered: U^K goes to the queries, and U^V to the output. A
+    bias of the keys adds the same to all scores of a query and is left out. Layers without such a map stay as
+    they are; so do those where something stands between queries and keys, or depends on a whole score.
+    """
+    semantics = weights.semantics
+    common = [link for link in weights.k if any(link is other for other in weights.v)]
+    between = semantics.rotary is not None or semantics.qk_norm or semantics.clip is not None
+    if semantics.bias is not None and semantics.bias.reads_content:
+        between = True
+    rest_k, rest_v = weights.k[len(common) :], weights.v[len(common) :]
+    ordered = weights.k[: len(common)] == tuple(common) == weights.v[: len(common)]
+    if weights.tied("k", "v") or between or not (common and ordered and rest_k and rest_v):
+        return weights
+    if any(link.copies > 1 or link.norm is not None for link in common):
+        return weights
+    up_k, up_v = (
+        replace(weights, k=chain).multiplied("k").of_heads(weights.num_heads) for chain in (rest_k, rest_v)
+    )
+    if up_k.bias is not None and (semantics.sinks is not None or semantics.soft_cap is not None):
+        return weights
+    queries = weights.multiplied("q").of_heads(weights.num_heads).then(Link(up_k.weight.mT))
+    per_head, o_bias = weights.W_O, weights.o_bias
+    if up_v.bias is not None:
+        added = torch.einsum("hv,hvd->d", up_v.bias, per_head)
+        o_bias = added if o_bias is None else o_bias + added
+    memory = tuple(common)
+    return replace(
+        weights, q=(queries,), k=memory, v=memory, o=(Link(up_v.weight @ per_head),), o_bias=o_bias
+    )
+
+
+def _keeps_more(weights: AttentionWeights) -> bool:
+    """Whether a `FusedAttention` of a layer would keep more numbers of a token than `cost` counts."""
+    groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
+    chains = (weights.k,) if _keeps_once(weights) else (weights.k, weights.v)
+    return cached_numbers(weights) < groups * sum(c[-1].d_out if c else weights.d_model for c in chains)
+
+
 def _beyond_fusing(weights: AttentionWeights, is_cross: bool) -> list[str]:
     """What a layer does that a `FusedAttention` does not."""
     found = list(weights.semantics.beyond(("scale", "kind", "dropout"))) if is_cross else []
@@ -244,7 +315,7 @@ def _beyond_fusing(weights: AttentionWeights, is_cross: bool) -> list[str]:
     return found
 
 
-def fused(model: nn.Module, maps: Maps, *, keep_others: bool = False) -> nn.Module:
+def fused(model: nn.Module, maps: Maps, *, small_cache: bool = False) -> nn.Module:
     """A copy of a model for evaluation, its layers replaced; it shares memory with the model where it can.
 
     The embeddings are the caller's to replace, and the output layer.
@@ -252,26 +323,54 @@ def fused(model: nn.Module, maps: Maps, *, keep_others: bool = False) -> nn.Modu
     Args:
         model: left as it is.
         maps: makes the linear maps.
-        keep_others: leave attention layers as they are that cannot be fused.
+        small_cache: keep no more of a token than `cost` counts, a latent in the place of the keys and values
+            that it makes; attention layers that cannot be fused, or not so, stay as they are.
 
     Raises:
         ValueError: a layer cannot be fused.
     """
-    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
+    copied = evaluating_copy(model)
+    fuse(copied, maps, small_cache=small_cache)
+    return copied
+
+
+def evaluating_copy(model: ModuleT) -> ModuleT:
+    """A copy of a model's modules, in evaluation mode, with the model's own parameters."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
+
+
+def fuse(
+    copied: nn.Module, maps: Maps, *, small_cache: bool = False, files: MappedFiles | None = None
+) -> None:
+    """Replace the layers of a model; see `fused`.
+
+    Args:
+        copied: an `evaluating_copy`.
+        maps: makes the linear maps.
+        small_cache: see `fused`.
+        files: lets go of the pages of the weights that have been copied.
+    """
     for parent in list(copied.modules()):
         if isinstance(parent, FeedForward):
+            given = list(parent.parameters())
             maps.feed_forward(parent)
+            if files is not None:
+                files.let_go(given)
         elif isinstance(parent, Experts):
             maps.experts(parent)
         for name, layer in parent.named_children():
             if isinstance(layer, MultiHeadAttention):
                 is_cross = name == "cross_attention"
-                if keep_others and _beyond_fusing(layer.weights(), is_cross):
-                    continue
-                setattr(parent, name, FusedAttention(layer, maps, is_cross))
+                weights = layer.weights()
+                if small_cache:
+                    weights = _as_remembered(weights)
+                    if _beyond_fusing(weights, is_cross) or _keeps_more(weights):
+                        continue
+                setattr(parent, name, FusedAttention(weights, maps, is_cross, once=small_cache))
+                if files is not None:
+                    files.let_go(layer.parameters())
             elif isinstance(layer, nn.LayerNorm | nn.RMSNorm | OffsetNorm | LearnedPositions):
                 cast_parameters(layer, maps.dtype)
-    return copied
 
 
 def call_directly(model: nn.Module) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from triptych import thresholds
 from triptych.attention import DecoderCache, LayerCache, MultiHeadAttention, PositionIds
-from triptych.decoding.fused import call_directly, cast_parameters, fused, numbers_of
+from triptych.decoding.fused import call_directly, cast_parameters, evaluating_copy, fuse, numbers_of
+from triptych.decoding.mapped import MappedFiles
 from triptych.decoding.maps import Maps, Precision, unsupported_precision
 from triptych.models import LanguageModel
 from triptych.models.blocks import Block
@@ -169,18 +170,23 @@ def _has_room_for_another(model: LanguageModel) -> bool:
 
 def _prepared(model: LanguageModel, maps: Maps) -> tuple[LanguageModel, Callable[[Tensor], Tensor]]:
     """A model with fused layers and maps of a precision, and its head."""
-    own = cast(LanguageModel, fused(model, maps, keep_others=True))
-    for module in own.modules():
-        cast_parameters(module, maps.dtype)
+    own, files = evaluating_copy(model), MappedFiles()
     own.embeddings.stream_dtype = None
     head = own.head
     assert head is not None
+    table = own.embeddings.table
+    cast_parameters(table, maps.dtype)
     if head.config.tied:
-        head.output.weight = own.embeddings.table.weight
-    for parent, name in ((head, "map"), (head, "output"), (own.embeddings, "map")):
+        head.output.weight = table.weight
+    # The largest map first: beside the fewest others, for it is there twice for a moment.
+    for parent, name in ((head, "output"), (head, "map"), (own.embeddings, "map")):
         layer = getattr(parent, name)
         if layer is not None:
             setattr(parent, name, maps.linear(layer.weight, layer.bias))
+            files.let_go(layer.parameters())
+    fuse(own, maps, small_cache=True, files=files)
+    for module in own.modules():
+        cast_parameters(module, maps.dtype)
     # A layer that was left as it is reads parameters of its parts, which calling directly hides.
     if not any(isinstance(module, MultiHeadAttention | Experts) for module in own.modules()):
         call_directly(own)
