@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 from safetensors.torch import load_file
 
@@ -69,7 +70,7 @@ def trained(recipe: dict[str, Any], folder: Path, size: int, parallel: str) -> P
         runs.train(resolve(recipe), folder, SilentDisplay())
         return folder
     path = folder.with_suffix(".toml")
-    path.write_text(resolve(recipe).to_toml())
+    path.write_text(tomli_w.dumps(recipe))
     command = ["-m", "triptych", "train", str(path), "--out", str(folder)]
     answers = start(size, *command, "--set", f"training.parallel={parallel}")
     assert [code for code, _ in answers] == [0] * size, "\n".join(said for _, said in answers)
@@ -82,15 +83,18 @@ def losses_of(folder: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_and_four_ranks_have_the_losses_of_one_process_over_200_steps(kind: str, tmp_path: Path) -> None:
-    """Within 1e-3 of each other, step by step; at the first step, before anything adds up, within 1e-6."""
+    """Step by step within 1e-5; float32 rounds to 6e-8."""
     recipe = KINDS[kind](tmp_path)
     alone = losses_of(trained(recipe, tmp_path / "1", 1, "none"))
     assert len(alone) == STEPS
     assert alone[-20:].mean() < 0.8 * alone[0], "it learns"
     for size, parallel in ((2, "ddp"), (4, "hybrid")):
-        found = losses_of(trained(recipe, tmp_path / str(size), size, parallel))
-        np.testing.assert_allclose(found[0], alone[0], rtol=1e-6)
-        np.testing.assert_allclose(found, alone, rtol=1e-3)
+        folder = trained(recipe, tmp_path / str(size), size, parallel)
+        found = losses_of(folder)
+        np.testing.assert_allclose(found, alone, rtol=1e-5)
+        last = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line][-1]
+        assert len(last["ranks_tokens_per_second"]) == len(last["ranks_waiting_for_others"]) == size
+        assert all(0 <= share <= 1 for share in last["ranks_waiting_for_data"])
         apart = float(np.abs(found / alone - 1).max())
         print(json.dumps({"kind": kind, "ranks": size, "parallel": parallel, "largest difference": apart}))
 

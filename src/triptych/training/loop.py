@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,7 +23,7 @@ from triptych.training.ahead import ahead
 from triptych.training.compiling import compile_blocks
 from triptych.training.interruption import StopRequest
 from triptych.training.judging import Score
-from triptych.training.metrics import MetricsLog
+from triptych.training.metrics import MetricsLog, MetricsRecord
 from triptych.training.objectives import Batches, Objective, TrainingBatch
 from triptych.training.optimizers import Optimizer
 from triptych.training.parallel import ONE_PROCESS, Computing, Layout, NotCounted, OneProcess, rows_of_rank
@@ -44,6 +44,7 @@ from triptych.training.state import (
     read_state,
     write_state,
 )
+from triptych.training.throughput import Throughput
 
 if TYPE_CHECKING:
     from triptych.training.parallel.saving import ShardedStates
@@ -113,6 +114,7 @@ class Trainer:
         self.device = next(self.model.parameters()).device
         self.optimizer = Optimizer(config, self.model)
         self.metrics = MetricsLog(folder)
+        self.throughput = Throughput(self.world)
         self._states: ShardedStates | None = None  # of several processes, once the run begins
         self._saved_step = -1
         self._last_figures: dict[str, float] | None = None
@@ -190,9 +192,11 @@ class Trainer:
             self._save()  # so that there is always something to resume from
             clock = time.monotonic() - self.counters.seconds
             for batches in updates:
-                started = time.monotonic()
+                started, waited = time.monotonic(), self.world.seconds_waited
                 loss, tokens = self._update(batches)
                 now = time.monotonic()
+                own = sum(batch.num_target_tokens for batch in batches)
+                self.throughput.add(own, now - started, self.world.seconds_waited - waited)
                 self.counters.seconds = now - clock
                 self._record(display, loss, tokens, tokens / (now - started))
                 if self.counters.step % self.validate_every == 0:
@@ -226,7 +230,7 @@ class Trainer:
         """The batches of each update from where the counters stand to the end of the run."""
         counters, config = self.counters, self.config
         with closing(ahead(self._batches_from(counters.epoch, counters.batch))) as made:
-            for epoch, used, batches in made:
+            for epoch, used, batches in self.throughput.taken(made):
                 if counters.step >= config.max_steps or self._stops_early():
                     return
                 # Of what is used, not of what is made: a resumed run goes on from here.
@@ -293,6 +297,7 @@ class Trainer:
                     "seconds": round(counters.seconds, 3),
                     "tokens_per_second": round(rate, 1),
                     **({} if share is None else {"peak_share": round(share, 4)}),
+                    **self.throughput.figures(),
                 }
             )
             counters.window_loss, counters.window_tokens = 0.0, 0
@@ -302,7 +307,7 @@ class Trainer:
         dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
         self.peak = max(self.peak or 0.0, measure_peak(self.device, dtype))
 
-    def _note(self, record: Mapping[str, float | int | str]) -> None:
+    def _note(self, record: MetricsRecord) -> None:
         if self.world.is_first:
             self.metrics.add(record)
 

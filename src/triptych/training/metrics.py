@@ -9,6 +9,8 @@ from triptych.errors import DataError, TriptychError
 from triptych.extras import is_installed
 from triptych.files import write_text
 
+MetricsRecord = Mapping[str, float | int | str | list[float]]
+
 
 @final
 class MetricsLog:
@@ -17,7 +19,7 @@ class MetricsLog:
         self._board: Any = None
         self._forgotten_from: int | None = None  # TensorBoard shows nothing older of this step and later ones
 
-    def add(self, record: Mapping[str, float | int | str]) -> None:
+    def add(self, record: MetricsRecord) -> None:
         """Append a record; its "step" places it.
 
         Raises:

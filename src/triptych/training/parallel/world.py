@@ -61,6 +61,10 @@ class World(ABC):
         """The largest of the processes' numbers."""
 
     @abstractmethod
+    def gathered(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The numbers of each process, by its rank."""
+
+    @abstractmethod
     def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
         """Act in the first process alone, and give its result (anything JSON can hold) to all.
 
@@ -103,6 +107,9 @@ class Alone(World):
 
     def largest(self, number: int) -> int:
         return number
+
+    def gathered(self, numbers: Sequence[float]) -> list[list[float]]:
+        return [list(numbers)]
 
     def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
         del patiently
@@ -155,6 +162,9 @@ class Launched(World):
         dist.all_reduce(values, by)  # on the CPU: the group has a backend for it
         self.seconds_waited += time.monotonic() - started
         return values
+
+    def gathered(self, numbers: Sequence[float]) -> list[list[float]]:
+        return [json.loads(text) for text in self._gathered(json.dumps(list(numbers)))]
 
     def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
         done, self._num_waits = f"done-{self._num_waits}", self._num_waits + 1
