@@ -86,6 +86,9 @@ KEPT = {
     "grouped": 3 * D + D_K + D_V,
     "latent": 5 * D + 128,
     "collaborative": D + (D + H * D) + D + 2 * D,  # x W^Q, which the m_i multiply, and the queries
+    "identity_query": 4 * D,  # a slice is a view of the input
+    "identity_value": 4 * D,
+    "identity_output": 5 * D,
 }
 
 

@@ -75,6 +75,11 @@ def fields_of(name: str) -> list[str]:
     return [field.name for field in dataclasses.fields(PARAMETERISATIONS[name])]
 
 
+def has_free_widths(name: str) -> bool:
+    """Whether no width of a head is bound to d_model / num_heads."""
+    return "d_k" in fields_of(name) and not name.startswith("identity")
+
+
 def written(name: str, *, biased: bool, **widths: int) -> Parameterisation:
     """One of the parameterisations: all biases on or off, and those of the sizes that it has."""
     biases = {field: biased for field in fields_of(name) if field.endswith("_bias")}
@@ -182,7 +187,7 @@ def cases() -> list[Any]:
         for name, cls in PARAMETERISATIONS.items()
         for size, (_, _, widths) in SIZES.items()
         for kind in TRIED[size]
-        if not widths or "d_k" in fields_of(name)
+        if not widths or has_free_widths(name)
         if kind != "three sequences" or not cls().build(24, 4).no_two_memories
     ]
 
@@ -296,7 +301,7 @@ def rows(matrix: np.ndarray, head: int, num_heads: int) -> np.ndarray:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_forms_of_a_head_are_the_products_of_its_maps(name: str, size: str) -> None:
-    if SIZES[size][2] and "d_k" not in fields_of(name):
+    if SIZES[size][2] and not has_free_widths(name):
         size = "shared out"  # its widths cannot be chosen
     layer = make_layer(name, size)
     weights, num_heads = layer.weights(), layer.num_heads
@@ -320,7 +325,7 @@ def table(name: str, layer: MultiHeadAttention, i: int) -> tuple[np.ndarray, np.
     """W_QK and W_OV of head i, as the table of parameterisations has them."""
     h, maps = layer.num_heads, stored(layer)
     d_k = layer.projections.d_k
-    o = rows(maps["o_proj.weight"], i, h)
+    o = rows(maps["o_proj.weight"], i, h) if "o_proj.weight" in maps else np.empty(0)
 
     def of(map_name: str, heads: int = h) -> np.ndarray:
         return columns(maps[f"{map_name}.weight"], i * heads // h, heads)
@@ -345,6 +350,13 @@ def table(name: str, layer: MultiHeadAttention, i: int) -> tuple[np.ndarray, np.
         case "direct":
             selected = columns(np.eye(layer.d_model), i, h)
             return selected @ selected.T, selected @ o
+        case "identity_query":
+            return columns(np.eye(layer.d_model), i, h) @ of("k_proj").T, of("v_proj") @ o
+        case "identity_value":
+            return of("q_proj") @ of("k_proj").T, columns(np.eye(layer.d_model), i, h) @ o
+        case "identity_output":
+            placed = columns(np.eye(layer.d_model), i, h).T
+            return of("q_proj") @ of("k_proj").T, of("v_proj") @ placed
         case "grouped":
             return of("q_proj") @ of("k_proj", 2).T, of("v_proj", 2) @ o
         case "latent":
@@ -361,11 +373,11 @@ def table(name: str, layer: MultiHeadAttention, i: int) -> tuple[np.ndarray, np.
     "name",
     [
         "factored", "bilinear", "stacked", "symmetric", "shared", "key_value", "four_matrix", "direct",
-        "grouped", "latent", "collaborative",
+        "grouped", "latent", "collaborative", "identity_query", "identity_value", "identity_output",
     ],
 )  # fmt: skip
 def test_the_forms_are_those_of_the_table(name: str) -> None:
-    layer = make_layer(name, "wider values" if "d_k" in fields_of(name) else "shared out")
+    layer = make_layer(name, "wider values" if has_free_widths(name) else "shared out")
     for i, head in enumerate(layer.heads):
         qk, ov = table(name, layer, i)
         assert_same(head.qk.dense(), torch.from_numpy(qk), kind="output")
@@ -447,7 +459,7 @@ def test_a_layer_comes_back_from_its_weights(name: str, positions: AttentionPosi
     for size, (_, _, widths) in SIZES.items():
         if positions is not None and (widths or "num_kv_heads" in widths):
             continue  # odd widths do not turn
-        if widths and "d_k" not in fields_of(name):
+        if widths and not has_free_widths(name):
             continue
         for biased in (False, True):
             layer = make_layer(name, size, biased=biased, positions=positions)
@@ -639,7 +651,7 @@ def test_scores_and_values_begin_with_the_same_spread(d: int, h: int, widths: di
     draws, length = 16, 40
     spreads: dict[str, tuple[float, float]] = {}
     for name in NAMES:
-        if widths and "d_k" not in fields_of(name):
+        if widths and not has_free_widths(name):
             continue
         sizes = {k: v for k, v in widths.items() if k in fields_of(name)}
         if "d_v" not in fields_of(name):  # values as wide as keys: the spread of W_OV is compared there
@@ -865,7 +877,9 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_width_that_is_not_divisible_must_be_chosen(name: str) -> None:
-    with pytest.raises(ValueError, match=r"num_heads 4 does not divide d_model 22: (give|direct gives)"):
+    with pytest.raises(
+        ValueError, match=r"num_heads 4 does not divide d_model 22: (give|direct gives|identity_.* gives)"
+    ):
         MultiHeadAttention(22, 4, written(name, biased=False))
 
 

@@ -51,6 +51,9 @@ FITTING: dict[str, dict[str, Any]] = {
     "grouped": {"projections": "grouped", "num_kv_heads": 2, **BIASES},
     "latent": {"projections": "latent", "d_latent": 9, "down_bias": True, **BIASES},
     "collaborative": {"projections": "collaborative", "d_shared": 6, **BIASES},
+    "identity_query": {"projections": "identity_query", "k_bias": True, "v_bias": True, "o_bias": True},
+    "identity_value": {"projections": "identity_value", "q_bias": True, "k_bias": True, "o_bias": True},
+    "identity_output": {"projections": "identity_output", **BIASES},
 }
 WIDE: dict[str, tuple[dict[str, Any], str]] = {
     "wide keys": ({"projections": "factored", "d_k": 8}, "W_QK of rank 8, and .* = 6 channels.*qk_rank=6"),

@@ -65,6 +65,9 @@ FITTING: dict[str, dict[str, Any]] = {
     "direct": {**LEARNED, "attention": {"projections": "direct"}},
     "latent": {**LEARNED, "attention": {"projections": "latent", "d_latent": 9}},
     "collaborative": {**LEARNED, "attention": {"projections": "collaborative", "d_shared": 6}},
+    "identity_query": {**LEARNED, "attention": {"projections": "identity_query"}},
+    "identity_value": {**LEARNED, "attention": {"projections": "identity_value"}},
+    "identity_output": {**LEARNED, "attention": {"projections": "identity_output"}},
 }
 
 

@@ -217,6 +217,9 @@ def test_forms_are_written_from_the_maps_and_what_they_share() -> None:
         "grouped": ("W_i^Q W_g^Kᵀ", "W_g^V W_i^O"),
         "latent": ("W_i^Q (W^KV W_i^K)ᵀ", "W^KV W_i^V W_i^O"),
         "collaborative": ("W^Q diag(m_i) W^Kᵀ", "W_i^V W_i^O"),
+        "identity_query": ("I_i W_i^Kᵀ", "W_i^V W_i^O"),
+        "identity_value": ("W_i^Q W_i^Kᵀ", "I_i W_i^O"),
+        "identity_output": ("W_i^Q W_i^Kᵀ", "W_i^V I_iᵀ"),
     }
 
 

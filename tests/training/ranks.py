@@ -209,6 +209,9 @@ SITES: dict[str, dict[str, Any]] = {
     "grouped": {"num_kv_heads": 1},
     "latent": {"d_latent": 9},
     "collaborative": {"d_shared": 6},
+    "identity_query": {},
+    "identity_value": {},
+    "identity_output": {},
 }
 
 

@@ -190,7 +190,7 @@ class _Measured:
         self._whole.index_add_(0, rows, self._last)
         self._tokens.index_add_(0, rows, batch.predicts.sum(dim=1).double().cpu())
         for site in self._sites:
-            W_O = site.layer.projections.o_proj.weight.view(-1, site.layer.num_heads, whole.width_of(site))
+            W_O = site.layer.weights().o[-1].weight.permute(2, 0, 1)  # [d_model, heads, d_v]
             kept = batch.tokens_of(site, whole.model)
             for joined in whole.outputs[site.name]:
                 z = joined[kept].view(-1, *W_O.shape[1:])

@@ -168,7 +168,7 @@ class MultiHeadAttention(nn.Module):
 
     def _hold(self, semantics: Semantics) -> None:
         """Do this besides the maps, with learned numbers of the layer's own."""
-        like, learned = self.projections.o_proj.weight, semantics.learned()
+        like, learned = next(self.projections.parameters()), semantics.learned()
         for name, tensor in learned.items():
             held = torch.empty_like(tensor, dtype=like.dtype, device=like.device).copy_(tensor.detach())
             self.register_parameter(name, nn.Parameter(held))
@@ -353,7 +353,7 @@ class MultiHeadAttention(nn.Module):
 
     def _zeros(self, batch: int, length: int, width: int) -> Tensor:
         """An input, which has a gradient if the layer's own numbers do."""
-        own = self.projections.o_proj.weight
+        own = next(self.projections.parameters())
         shape = batch, length, width
         return torch.zeros(shape, dtype=own.dtype, device=own.device, requires_grad=own.requires_grad)
 

@@ -355,5 +355,5 @@ def _name(link: Link, weights: AttentionWeights) -> str:
     if link.diagonal:
         return f"diag(m{index})" if link.learned else f"c{index}"
     if not link.learned:
-        return f"I{index}"
+        return f"I{index}ᵀ" if link in weights.o else f"I{index}"
     return f"W{index}^{''.join(side.upper() for side in SIDES if link in weights.chain(side))}"

@@ -20,7 +20,9 @@ from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import AttentionWeights, Norm, Side
 from triptych.attention.projections import PARAMETERISATIONS
 
-NAMES = tuple(name for name in PARAMETERISATIONS if name != "direct")
+# A fixed map takes up nothing.
+FIXED = {"direct": "q", "identity_query": "q", "identity_value": "v"}
+NAMES = tuple(name for name in PARAMETERISATIONS if name not in FIXED)
 
 
 def make(
@@ -148,9 +150,11 @@ def test_without_a_norm_there_is_nothing_to_fold() -> None:
         fold_norm(replace(weights, memory_norm=make_norm()))
 
 
-def test_a_fixed_map_takes_up_nothing_until_it_is_expanded() -> None:
-    weights = make("direct")
-    with pytest.raises(RewriteRefusedError, match=r"q reads the norm through a fixed map.*; expand it first"):
+@pytest.mark.parametrize("name", FIXED)
+def test_a_fixed_map_takes_up_nothing_until_it_is_expanded(name: str) -> None:
+    weights = make(name)
+    reason = f"{FIXED[name]} reads the norm through a fixed map.*; expand it first"
+    with pytest.raises(RewriteRefusedError, match=reason):
         fold_norm(weights)
     assert_same_function(weights, fold_norm(expand(weights).weights).weights)
 

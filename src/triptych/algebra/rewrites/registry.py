@@ -54,13 +54,16 @@ EXACT: tuple[Rewrite, ...] = (
 )
 
 
-def read_rewrite(given: Rewrite | str | Mapping[str, Any]) -> Rewrite:
+def read_rewrite(given: object) -> Rewrite:
     """A rewrite as it is, from a call (`"truncate(rank=6)"`, `"expand"`), or from a table with its name.
 
     Calls are parsed, never run: options are literals, given by name.
 
+    Args:
+        given: a `Rewrite`, a string or a mapping; files and users may give anything.
+
     Raises:
-        UsageError: no call; or a rewrite, an option or a value that there is not.
+        UsageError: none of these, or no call; a rewrite, an option or a value that there is not.
     """
     if isinstance(given, Rewrite):
         return given

@@ -22,6 +22,7 @@ from triptych.attention.projections.direct import Direct
 from triptych.attention.projections.factored import Factored
 from triptych.attention.projections.four_matrix import FourMatrix
 from triptych.attention.projections.grouped import Grouped
+from triptych.attention.projections.identity import IdentityOutput, IdentityQuery, IdentityValue
 from triptych.attention.projections.key_value import KeyValue
 from triptych.attention.projections.latent import Latent
 from triptych.attention.projections.shared import Shared
@@ -43,6 +44,9 @@ PARAMETERISATIONS: dict[str, type[Parameterisation]] = {
         Grouped,
         Latent,
         Collaborative,
+        IdentityQuery,
+        IdentityValue,
+        IdentityOutput,
     )
 }
 
@@ -58,6 +62,9 @@ __all__ = [
     "Factored",
     "FourMatrix",
     "Grouped",
+    "IdentityOutput",
+    "IdentityQuery",
+    "IdentityValue",
     "KeyValue",
     "Latent",
     "Parameterisation",

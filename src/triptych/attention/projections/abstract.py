@@ -19,7 +19,7 @@ from triptych.algebra.cost import Route
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side, standard_scale
-from triptych.attention.projections.maps import HeadMap, Held
+from triptych.attention.projections.maps import Beside, HeadMap, Held
 
 _READ_OFF = {"d_k": "q_proj", "d_v": "v_proj"}
 
@@ -133,10 +133,10 @@ class Projections(nn.Module):
         d_model: width of input and output.
         num_heads: number of query heads.
         d_k: the width whose root the scores are divided by.
-        o_proj: W^O, from the heads side by side to the model's width.
+        o_proj: W^O, from the heads side by side to the model's width: `nn.Linear`, or `Beside`.
     """
 
-    o_proj: nn.Linear
+    o_proj: nn.Linear | Beside
 
     def __init__(self, parameterisation: Parameterisation, d_model: int, num_heads: int) -> None:
         """Make the maps and draw their numbers.
@@ -230,7 +230,7 @@ class Projections(nn.Module):
 
     def weights(self) -> AttentionWeights:
         """The matrices as chains of maps: views of the parameters, sharing included."""
-        like = self.o_proj.weight
+        like = next(self.parameters())
         links = {name: own.link(self._held(name), like) for name, own in self._maps.items()}
         chains: dict[tuple[str, ...], Chain] = {}
         for names in self._chains.values():
@@ -385,6 +385,19 @@ def head_width(width: int | None, name: str, d_model: int, num_heads: int) -> in
         return at_least_one(width, name)
     if d_model % num_heads:
         raise ValueError(f"num_heads {num_heads} does not divide d_model {d_model}: give {name} explicitly")
+    return d_model // num_heads
+
+
+def slice_width(name: str, d_model: int, num_heads: int) -> int:
+    """The width of a head's slice of the stream.
+
+    Raises:
+        ValueError: num_heads does not divide d_model.
+    """
+    if d_model % at_least_one_head(num_heads):
+        raise ValueError(
+            f"num_heads {num_heads} does not divide d_model {d_model}: {name} gives each head a slice of it"
+        )
     return d_model // num_heads
 
 

@@ -45,15 +45,16 @@ class AsWritten(Parameterisation):
 
     @classmethod
     def of(cls, weights: AttentionWeights) -> "tuple[AttentionWeights, AsWritten]":
-        """The parameterisation that holds a writing, and the writing with an output map for each head.
+        """The parameterisation that holds a writing, and the writing with a learned output map for each head.
 
         Raises:
             ValueError: the output has no map to end with.
         """
         last = weights.o[-1] if weights.o else None
-        if last is None or not last.learned or last.diagonal or last.norm is not None:
+        if last is None or last.diagonal or last.norm is not None:
             raise ValueError("the heads' outputs need a map of their own at the end")
-        weights = replace(weights, o=(*weights.o[:-1], last.of_heads(weights.num_heads)))
+        last = replace(last.of_heads(weights.num_heads), learned=True)
+        weights = replace(weights, o=(*weights.o[:-1], last))
         links = list(weights.links())
         names = {id(link): f"map_{i}" for i, link in enumerate(links)}
         names[id(weights.o[-1])] = "o_proj"

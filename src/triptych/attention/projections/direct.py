@@ -6,7 +6,7 @@ from typing import ClassVar, final
 from triptych.attention.projections.abstract import (
     Parameterisation,
     ParameterisationSizes,
-    at_least_one_head,
+    slice_width,
 )
 from triptych.attention.projections.maps import FromHeads, Slices
 
@@ -34,12 +34,7 @@ class Direct(Parameterisation):
     o_bias: bool = False
 
     def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
-        if d_model % at_least_one_head(num_heads):
-            raise ValueError(
-                f"num_heads {num_heads} does not divide d_model {d_model}: direct gives each head a slice of "
-                "the input"
-            )
-        width = d_model // num_heads
+        width = slice_width(self.name, d_model, num_heads)
         return ParameterisationSizes(
             width,
             {

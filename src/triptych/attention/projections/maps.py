@@ -230,6 +230,58 @@ class Slices(_Fixed):
         return Link(eye.view(self.num_heads, self.width, joined).mT, learned=False)
 
 
+@final
+class Beside(nn.Module):
+    """The heads next to each other, as an output map would read them, and a bias where there is one.
+
+    Attributes:
+        bias: `[width]`, or None.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__()
+        self.register_parameter("bias", nn.Parameter(torch.empty(width)) if bias else None)
+
+    def forward(self, joined: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch length width"]:
+        return joined if self.bias is None else joined + self.bias
+
+
+@final
+@dataclass(frozen=True)
+class Joined(HeadMap):
+    """W^O = I: head i writes the i-th slice of the output.
+
+    Attributes:
+        num_heads: how many there are.
+        width: of each slice.
+        bias: whether the output has one. It belongs to all heads together and is not part of the link.
+    """
+
+    num_heads: int
+    width: int
+    bias: bool
+
+    def make(self) -> Beside:
+        return Beside(self.num_heads * self.width, self.bias)
+
+    def initialise(self, held: Held) -> None:
+        assert isinstance(held, Beside)
+        if held.bias is not None:
+            nn.init.zeros_(held.bias)
+
+    def apply(self, held: Held, x: Tensor) -> Tensor:
+        assert isinstance(held, Beside)
+        joined: Tensor = held(join_heads(x))
+        return joined[:, None]
+
+    def link(self, held: Held, like: Tensor) -> Link:
+        joined = self.num_heads * self.width
+        eye = torch.eye(joined, dtype=like.dtype, device=like.device)
+        return Link(eye.view(self.num_heads, self.width, joined), learned=False)
+
+
 def split_heads(
     x: Float[Tensor, "batch length joined"], num_heads: int
 ) -> Float[Tensor, "batch num_heads length width"]:
