@@ -31,6 +31,7 @@ from triptych.costing import measure_times as measure_times
 from triptych.decoding import GenerationOptions as GenerationOptions
 from triptych.decoding import SamplingOptions as SamplingOptions
 from triptych.demonstration import demo as demo
+from triptych.engines import evaluate_text as evaluate_text
 from triptych.engines import load as load
 from triptych.engines import load_generator as load_generator
 from triptych.errors import DataError as DataError
@@ -59,7 +60,6 @@ from triptych.rewriting.recipe import read_rewrite_recipe as read_rewrite_recipe
 from triptych.rewriting.verification import verify as verify
 from triptych.runs import Run as Run
 from triptych.runs import evaluate as evaluate
-from triptych.runs import evaluate_text as evaluate_text
 from triptych.runs import fill as fill
 from triptych.runs import resume as resume
 from triptych.runs import train as train

@@ -105,7 +105,7 @@ def test_encoders_and_other_formats_are_refused(tmp_path: Path) -> None:
     run_of(tmp_path / "run", {}, "encoder")
     with pytest.raises(UsageError, match="it is an encoder"):
         convert(tmp_path / "run", tmp_path / "out", "hf")
-    with pytest.raises(UsageError, match="converted --to hf alone"):
+    with pytest.raises(UsageError, match="converted --to hf or ctranslate2 alone"):
         convert(tmp_path / "run", tmp_path / "out", "onnx")
 
 
@@ -130,3 +130,25 @@ def test_a_run_that_went_on_with_a_checkpoint_is_written_in_its_format(tmp_path:
     with torch.no_grad():
         expected = load_language_model(tmp_path / "run").model(ids).logits
         assert float((other(ids).logits - expected).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("quantization", ["float32", "int8"])
+def test_language_models_are_written_for_ctranslate2_with_their_tokenizer(
+    quantization: Any, tmp_path: Path
+) -> None:
+    ctranslate2 = pytest.importorskip("ctranslate2", reason="needs CTranslate2")
+    run_of(tmp_path / "run", GPT2["grouped"])
+    gpt2_that_runs(tmp_path / "gpt2")
+    for name in ("run", "gpt2"):
+        found = convert(tmp_path / name, tmp_path / f"{name}-out", "ctranslate2", quantization)
+        (check,) = found.checks
+        assert check.tried
+        generator = ctranslate2.Generator(str(tmp_path / f"{name}-out"))
+        assert generator.compute_type.startswith("int8" if quantization == "int8" else "float32")
+        opened = runs.open_text_model(tmp_path / name, "cpu")
+        ids = opened.tokenizer.encode(["the cat"])[0]
+        (scored,) = generator.score_batch([[str(token) for token in ids]])
+        logits = opened.model(torch.tensor([ids])).logits[0].log_softmax(dim=-1)
+        expected = [float(logits[place, token]) for place, token in enumerate(ids[1:])]
+        assert scored.log_probs == pytest.approx(expected, abs=0.5 if quantization == "int8" else 1e-4)
+        assert (tmp_path / f"{name}-out" / "tokenizer.json").exists()

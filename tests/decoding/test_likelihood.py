@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from small_checkpoints import gpt2_that_runs
+from triptych.decoding import GenerationOptions
 from triptych.decoding.likelihood import measure_likelihood, token_losses
+from triptych.engines import evaluate_text, load_generator
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel, LanguageModelConfig, PositionsConfig
-from triptych.runs import evaluate_text
 from triptych.text import Tokenizer, TokenizerSpec, train_tokenizers
 
 TEXTS = ["the cat sat on the mat", "a dog ran", "", "where is the cat now, and where is the dog?"]
@@ -115,3 +117,32 @@ def test_trained_models_have_the_loss_that_transformers_computes(
     text = whole[int(len(whole) * 0.95) :][:characters]
     found = evaluate_text(SHARED / "checkpoints" / name, [text], "cpu", context=128)
     assert found.nats_per_token == pytest.approx(nats, abs=1e-6)
+
+
+def test_ctranslate2_scores_a_text_as_the_model_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ctranslate2", reason="needs CTranslate2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gpt2_that_runs(tmp_path / "gpt2")
+    text = "What a piece of work is a man! " * 4
+    ours, theirs = (
+        evaluate_text(tmp_path / "gpt2", [text], "cpu", context=16, stride=9, engine=engine)
+        for engine in ("triptych", "ctranslate2")
+    )
+    assert theirs.tokens == ours.tokens
+    assert theirs.nats == pytest.approx(ours.nats, rel=1e-5)
+    with pytest.raises(UsageError, match="in float32: leave out --dtype"):
+        evaluate_text(tmp_path / "gpt2", [text], engine="ctranslate2", dtype=torch.float32)
+
+
+def test_a_model_is_run_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    gpt2_that_runs(tmp_path / "gpt2")
+    text = "What a piece of work is a man! " * 4
+    exact, rounded = (
+        evaluate_text(tmp_path / "gpt2", [text], "cpu", context=16, dtype=dtype)
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    assert rounded.nats != exact.nats
+    assert rounded.nats == pytest.approx(exact.nats, rel=1e-2)
+    generator = load_generator(tmp_path / "gpt2", "cpu", dtype=torch.bfloat16)
+    assert generator.model.embeddings.table.weight.dtype == torch.bfloat16
+    assert generator.generate(["What"], GenerationOptions(3))[0][0].ids

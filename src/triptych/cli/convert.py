@@ -8,14 +8,14 @@ import typer
 from rich.console import Console
 
 import triptych
+from triptych.converting.checks import Quantization
 from triptych.converting.conversion import Conversion
-from triptych.converting.ctranslate2 import Quantization
 from triptych.errors import UsageError
 
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="A run folder, or a folder with a Marian model in Hugging Face's format.")
+        Path, typer.Argument(help="A run folder, or a folder with a model in Hugging Face's format.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The output folder; it must not exist.")],
     to: Annotated[

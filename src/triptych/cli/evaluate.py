@@ -12,10 +12,13 @@ from triptych.cli.options import (
     AlphaOption,
     BeamOption,
     DeviceOption,
+    DtypeOption,
+    EngineOption,
     PrecisionOption,
     StopOption,
     WorkersOption,
     number_of_workers,
+    torch_dtype,
 )
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.cli.progress import progress_bar
@@ -89,7 +92,9 @@ def evaluate(
     workers: WorkersOption = None,
     out: OutOption = None,
     force: ForceOption = False,
+    engine: EngineOption = "triptych",
     device: DeviceOption = "auto",
+    dtype: DtypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
     """Score a translator on a test text, or a language model.
@@ -113,15 +118,27 @@ def evaluate(
         if precision != "fp32":
             raise UsageError("--precision is for translators: --text scores a model as it is")
         corpus = LanguageCorpusSpec(files=(str(text),), documents=documents)
-        likelihood = _score_text(run, corpus, device, context, stride)
+        with progress_bar("{task.description}", "scoring", of_bytes=False) as tell:
+            likelihood = triptych.evaluate_text(
+                run,
+                list(whole_documents(read_documents(corpus))),
+                device,
+                context=context,
+                stride=stride,
+                engine=engine,
+                dtype=torch_dtype(dtype),
+                progress=lambda done, total: tell("scoring", done, total),
+            )
         print(json.dumps({"model": run, **likelihood.figures()})) if as_json else _print_likelihood(
             likelihood
         )
         return
     if source is None or reference is None:
         raise UsageError("give --text for a language model, or --source and --reference for a translator")
-    if context is not None or stride is not None or documents != "file":
-        raise UsageError("--context, --stride and --documents go with --text")
+    if context is not None or stride is not None or documents != "file" or dtype is not None:
+        raise UsageError("--context, --stride, --documents and --dtype go with --text")
+    if engine != "triptych":
+        raise UsageError("--engine goes with --text here: score a translator with --engine triptych")
     sources, references = _read_pairs(source, reference)
     require_free([Output(out, unmarked)], (Path(run), source, reference), force=force)
     with progress_bar("{task.description}", "translating", of_bytes=False) as tell:
@@ -140,21 +157,6 @@ def evaluate(
     if out is not None:
         write_text(out, "".join(f"{text}\n" for text in evaluation.translations))
     print(json.dumps({"run": run, **evaluation.figures()})) if as_json else _print_scores(evaluation)
-
-
-def _score_text(
-    model: str, corpus: LanguageCorpusSpec, device: str, context: int | None, stride: int | None
-) -> Likelihood:
-    documents = list(whole_documents(read_documents(corpus)))
-    with progress_bar("{task.description}", "scoring", of_bytes=False) as tell:
-        return triptych.evaluate_text(
-            model,
-            documents,
-            device,
-            context=context,
-            stride=stride,
-            progress=lambda done, total: tell("scoring", done, total),
-        )
 
 
 def _read_pairs(source: Path, reference: Path) -> tuple[list[str], list[str]]:

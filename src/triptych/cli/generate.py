@@ -12,7 +12,7 @@ import typer
 import triptych
 from triptych.attending import LanguageReader, reader_of
 from triptych.attending.saving import head_records
-from triptych.cli.options import DeviceOption, EngineOption, PrecisionOption
+from triptych.cli.options import DeviceOption, DtypeOption, EngineOption, PrecisionOption, torch_dtype
 from triptych.cli.selection import HeadSelection, parse_index
 from triptych.decoding import Continuation, GenerationOptions, SamplingOptions, TextGenerator
 from triptych.errors import UsageError
@@ -95,6 +95,7 @@ def generate(
     precision: PrecisionOption = "fp32",
     engine: EngineOption = "triptych",
     device: DeviceOption = "auto",
+    dtype: DtypeOption = None,
     as_json: JsonOption = False,
     attention: AttentionOption = None,
 ) -> None:
@@ -114,7 +115,9 @@ def generate(
     if attention and engine != "triptych":
         raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
     prompts = _prompts(prompt, file)
-    generator = triptych.load_generator(model, device, precision=precision, engine=engine)
+    generator = triptych.load_generator(
+        model, device, precision=precision, engine=engine, dtype=torch_dtype(dtype)
+    )
     wanted = [_selection(text, generator) for text in attention or []]
     if as_json:
         for given, found in _continued(generator, prompts, options, chat):

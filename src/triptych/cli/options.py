@@ -3,10 +3,13 @@
 import os
 from typing import Annotated, Literal
 
+import torch
 import typer
 
 from triptych.decoding import Precision
 from triptych.engines import EngineName
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 PrecisionOption = Annotated[
     Precision,
@@ -30,6 +33,11 @@ BeamOption = Annotated[
 AlphaOption = Annotated[float | None, typer.Option("--alpha", min=0, help="Exponent of the length penalty.")]
 DeviceOption = Annotated[
     str, typer.Option("--device", help="auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.")
+]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option("--dtype", help="Language models: type of the numbers. Default: that of the file."),
 ]
 LanguagesOption = Annotated[
     tuple[str, str] | None,
@@ -55,6 +63,11 @@ WorkersOption = Annotated[
         help="Number of processes that translate in parallel, one thread each. Default: the cores. CPU only.",
     ),
 ]
+
+
+def torch_dtype(name: Dtype | None) -> torch.dtype | None:
+    """The dtype of a name; None for None."""
+    return None if name is None else {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}[name]
 
 
 def number_of_workers(given: int | None) -> int:

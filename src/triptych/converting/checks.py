@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ _SAMPLES = (
     "",
 )
 _SPELLED_OUT = ("an <eos> in the <bos> middle<pad>", "</s> <unk>")
+
+
+# Types of the matrices that CTranslate2 holds.
+Quantization = Literal["float32", "int8"]
 
 
 @final
@@ -124,6 +128,18 @@ def compare_logits(
             f"{what}: they are off by {difference:.3g}, and {allowed:.3g} is allowed: nothing is written"
         )
     return ConversionCheck(what, True, difference, note)
+
+
+def rounded_difference(what: str, expected: Tensor, found: Tensor) -> ConversionCheck:
+    """How far numbers of a model whose matrices are rounded to int8 are from the model's; none is refused.
+
+    Raises:
+        DataError: they are not finite.
+    """
+    difference = float((found - expected).abs().max())
+    if not difference < float("inf"):
+        raise DataError(f"{what}: they are not finite: nothing is written")
+    return ConversionCheck(what, True, difference, "the rounding of int8 is part of it")
 
 
 def compare_tokenizers(

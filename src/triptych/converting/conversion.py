@@ -12,8 +12,10 @@ from typing import Any, Literal, final
 import torch
 
 from triptych.checkpoints import model_type
-from triptych.converting.checks import ConversionCheck, Written
-from triptych.converting.ctranslate2 import Quantization, write_ctranslate2
+from triptych.checkpoints.family import family_of
+from triptych.converting.checks import ConversionCheck, Quantization, Written
+from triptych.converting.ctranslate2 import write_ctranslate2
+from triptych.converting.generators import write_text_generator
 from triptych.converting.hugging_face import write_hf
 from triptych.converting.language_models import write_language_model
 from triptych.converting.onnx import write_onnx
@@ -61,7 +63,7 @@ def convert(
 
     Args:
         source: a run, or the folder of one or of a Marian checkpoint. For a language model, the folder of its
-            run, and "hf".
+            run, with "hf" or "ctranslate2", or of a checkpoint, with "ctranslate2".
         target: a folder that does not exist yet.
         to: the format: of `transformers` ("hf"), CTranslate2 or ONNX; "triptych", for a Marian checkpoint,
             makes a folder of ours, which `translate` and `evaluate` take.
@@ -75,8 +77,10 @@ def convert(
     """
     if quantization != "float32" and to != "ctranslate2":
         raise UsageError(f"--quantization {quantization} goes with --to ctranslate2, not with --to {to}")
-    if not isinstance(source, Run) and holds_language_model(Path(source)):
-        return _convert_language_model(Path(source), target, to)
+    if not isinstance(source, Run) and (
+        holds_language_model(Path(source)) or (to == "ctranslate2" and _holds_decoder(Path(source)))
+    ):
+        return _convert_language_model(Path(source), target, to, quantization)
     run = source if isinstance(source, Run) else Run.open(Path(source), "cpu")
     run.require_recipe()
     if to == "triptych" and model_type(run.folder) is None:
@@ -91,16 +95,32 @@ def convert(
     return Conversion(str(run.folder), str(target), "run" if to == "triptych" else to, *written)
 
 
-def _convert_language_model(run: Path, target: Path, to: TargetFormat) -> Conversion:
-    """Write the model of a run that learned the tokens of a text.
+def _holds_decoder(folder: Path) -> bool:
+    """Whether a folder is another library's checkpoint of a decoder without an encoder."""
+    family = family_of(model_type(folder) or "")
+    model = None if family is None else family.model
+    return model is not None and model.kind == "decoder" and model.encoder is None
+
+
+def _convert_language_model(
+    source: Path, target: Path, to: TargetFormat, quantization: Quantization
+) -> Conversion:
+    """Write a model of the tokens of a text.
 
     Raises:
         UsageError, DataError: see `convert`.
     """
-    if to != "hf":
-        raise UsageError(f"{run} is a run of a language model, which is converted --to hf alone")
-    written = _written(target, lambda folder: write_language_model(run, folder))
-    return Conversion(str(run), str(target), to, *written)
+    if to not in ("hf", "ctranslate2"):
+        raise UsageError(
+            f"{source} is a run of a language model, which is converted --to hf or ctranslate2 alone"
+        )
+
+    def write(folder: Path) -> Written:
+        if to == "hf":
+            return write_language_model(source, folder)
+        return write_text_generator(source, folder, quantization)
+
+    return Conversion(str(source), str(target), to, *_written(target, write))
 
 
 def _written(target: Path, write: Callable[[Path], Written]) -> Written:

@@ -8,7 +8,7 @@ Source: `specs/transformer_spec.py` of github.com/OpenNMT/CTranslate2, version 4
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +19,14 @@ from triptych.checkpoints.marian_writing import max_positions, position_table
 from triptych.converting.checks import (
     ConversionCheck,
     Pairs,
+    Quantization,
     Written,
     compare_logits,
     logits_of,
     random_pairs,
+    rounded_difference,
 )
 from triptych.converting.plain_heads import plain_model
-from triptych.errors import DataError
 from triptych.extras import require_extra
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import Block, Residual
@@ -33,7 +34,6 @@ from triptych.models.feed_forward import FeedForward
 from triptych.runs import Run
 from triptych.text import SentencePieceTokenizer
 
-Quantization = Literal["float32", "int8"]
 _TOLERANCE = 1e-4
 
 
@@ -161,12 +161,10 @@ def _check(run: Run, folder: Path, quantization: Quantization) -> ConversionChec
     scores = translator.score_batch(sources, outputs)
     found = torch.tensor([score.log_probs for score in scores])
     what = "log-probabilities of tokens by CTranslate2 and by the model"
+    expected = _log_probs(run.model, pairs, target.eos_id)
     if quantization == "int8":
-        difference = float((found - _log_probs(run.model, pairs, target.eos_id)).abs().max())
-        if not difference < float("inf"):
-            raise DataError(f"{what}: they are not finite: nothing is written")
-        return ConversionCheck(what, True, difference, "the rounding of int8 is part of it")
-    return compare_logits(what, _log_probs(run.model, pairs, target.eos_id), found, _TOLERANCE)
+        return rounded_difference(what, expected, found)
+    return compare_logits(what, expected, found, _TOLERANCE)
 
 
 def _log_probs(model: EncoderDecoder, pairs: Pairs, eos_id: int) -> Tensor:

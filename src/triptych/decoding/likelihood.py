@@ -17,6 +17,9 @@ from triptych.text import Tokenizer
 _LONGEST_CONTEXT = 1024  # where the model itself sets no limit
 _LOGITS_AT_A_TIME = 1 << 26
 
+# From token ids `[rows, length]` to the logits of the token after each.
+Logits = Callable[[Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class Likelihood:
@@ -72,7 +75,7 @@ class Likelihood:
 
 @torch.inference_mode()
 def token_losses(
-    model: LanguageModel, ids: Sequence[int], context: int, stride: int
+    model: LanguageModel, ids: Sequence[int], context: int, stride: int, compute: Logits | None = None
 ) -> list[Float[Tensor, " tokens"]]:
     """The negative log-probabilities in nats of the tokens of a text but its first, window by window.
 
@@ -84,6 +87,7 @@ def token_losses(
         ids: the text.
         context: tokens that a window reads, at least 1.
         stride: between 1 and `context`.
+        compute: the logits, in the place of the model's own.
     """
     whole = torch.tensor(ids, device=model.embeddings.table.weight.device)
     last = len(ids) - 1  # tokens that are read
@@ -100,7 +104,7 @@ def token_losses(
         batch = [w for w in windows[place : place + at_a_time] if w[1] - w[0] == length]
         place += len(batch)
         read = torch.stack([whole[begin:end] for begin, end, _ in batch])
-        logits = model(read).logits
+        logits = model(read).logits if compute is None else compute(read)
         for (begin, end, before), row in zip(batch, logits, strict=True):
             own = row[before - begin :]
             own = own if own.dtype == torch.float64 else own.float()
@@ -153,6 +157,7 @@ def measure_likelihood(
     context: int | None = None,
     stride: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    compute: Logits | None = None,
 ) -> Likelihood:
     """Score a model on texts, each by itself and over its whole length.
 
@@ -165,6 +170,7 @@ def measure_likelihood(
         context: tokens of a window; if None, as many as the model has positions for, and 1,024 at most.
         stride: tokens by which a window begins after the one before; `context` if None: side by side.
         progress: told how many documents of how many are done.
+        compute: the logits, in the place of the model's own.
 
     Raises:
         UsageError: an encoder, a context past the model's positions, or a stride past the context.
@@ -185,7 +191,7 @@ def measure_likelihood(
     for done, document in enumerate(documents, start=1):
         if document:
             (ids,) = tokenizer.encode([document], add_special=True)
-            losses.append(token_losses(model, ids, context, stride))
+            losses.append(token_losses(model, ids, context, stride, compute))
             num_bytes += len(document.encode()) - _bytes_not_predicted(tokenizer, ids)
         progress(done, len(documents))
     units = "documents" if len(losses) > 1 else "windows"

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
+import numpy
 import torch
-from torch import nn
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from triptych.converting.generators import write_generator
 from triptych.decoding import Precision, length_penalty
@@ -121,6 +123,11 @@ class CTranslate2Generator(OtherEngine):
             yield new
             if new.finish is not None:
                 return
+
+    def logits(self, ids: Int[Tensor, "rows length"]) -> Float[Tensor, "rows length vocab"]:
+        """Logits of the token after each of `ids`; on the CPU, and in fp32."""
+        found = self._generator.forward_batch([[str(token) for token in row] for row in ids.tolist()])
+        return torch.as_tensor(numpy.asarray(found))
 
     @staticmethod
     def check(options: GenerationOptions) -> None:

@@ -3,12 +3,15 @@
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from triptych.checkpoints.translators import Languages
 from triptych.decoding import Precision, Stop, TextGenerator, Translator
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.engines.ctranslate2 import require_ctranslate2
 from triptych.engines.generating import CTranslate2Generator
 from triptych.engines.translating import CTranslate2Searcher
+from triptych.errors import UsageError
 from triptych.runs import Run, open_text_model
 
 EngineName = Literal["triptych", "ctranslate2"]
@@ -70,6 +73,7 @@ def load_generator(
     *,
     precision: Precision = "fp32",
     engine: EngineName = "triptych",
+    dtype: torch.dtype | None = None,
 ) -> TextGenerator:
     """A model that continues text: `load_generator("gpt2").generate(["Once upon"], GenerationOptions())`.
 
@@ -79,6 +83,7 @@ def load_generator(
         precision: of the model's maps, as in `TextGenerator`; "ctranslate2" rounds in its own way.
         engine: "triptych", or "ctranslate2" for models of GPT-2's or Llama's structure, greedy or by beam.
             The model is converted when it is first used, and kept in `~/.cache/triptych`.
+        dtype: of the model's numbers, with "triptych"; the one that most of the file's have if None.
 
     Raises:
         UsageError: no such device, an encoder, a precision that the device cannot have, a model that does not
@@ -86,9 +91,11 @@ def load_generator(
         DataError: files missing or damaged, or a family that cannot be run.
     """
     if engine == "triptych":
-        model, tokenizer, end_ids = open_text_model(path, device)
+        model, tokenizer, end_ids = open_text_model(path, device, dtype)
         return TextGenerator(model, tokenizer, precision=precision, end_ids=end_ids)
     require_ctranslate2()
+    if dtype is not None:
+        raise UsageError("--engine ctranslate2 rounds by --precision: leave out --dtype")
     model, tokenizer, end_ids = open_text_model(path, "cpu")
     check_vocabulary(model, tokenizer)
     other = CTranslate2Generator(model, precision, device, tokenizer.vocab_size)

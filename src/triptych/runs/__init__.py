@@ -5,7 +5,6 @@ from triptych.runs.evaluation import Evaluation, evaluate
 from triptych.runs.folder import Run, holds_run
 from triptych.runs.generation import (
     OpenedModel,
-    evaluate_text,
     fill,
     open_language_model,
     open_text_model,
@@ -19,7 +18,6 @@ __all__ = [
     "Summary",
     "copy_checkpoint",
     "evaluate",
-    "evaluate_text",
     "fill",
     "goes_on",
     "holds_language_model",

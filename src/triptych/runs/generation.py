@@ -1,17 +1,14 @@
 """Language models that continue, score and fill in text: of a run, a checkpoint or the Hub."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from triptych.checkpoints.models import load_language_model
 from triptych.checkpoints.own import is_own
-from triptych.decoding import (
-    Filling,
-    Likelihood,
-    fill_masks,
-    measure_likelihood,
-)
+from triptych.decoding import Filling, fill_masks
 from triptych.errors import DataError
 from triptych.models import LanguageModel
 from triptych.models.device import find_device
@@ -36,16 +33,22 @@ class OpenedModel(NamedTuple):
     end_ids: tuple[int, ...]
 
 
-def open_text_model(path: str | Path, device: str = "auto") -> OpenedModel:
+def open_text_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> OpenedModel:
     """The language model of a run, of a folder in Hugging Face's format, or of a repository on the Hub.
+
+    Args:
+        path: the folder or the id.
+        device: where the model goes; "auto" takes a GPU if there is one.
+        dtype: of its numbers; the one that most of the file's have if None.
 
     Raises:
         UsageError: no such device.
         DataError: files missing or damaged, or a family that cannot be run.
     """
     if Path(path).is_dir() and is_own(settings(Path(path))):
-        return open_language_model(path, device)
-    loaded = load_language_model(path, find_device(device))
+        opened = open_language_model(path, device)
+        return opened if dtype is None else opened._replace(model=opened.model.to(dtype))
+    loaded = load_language_model(path, find_device(device), dtype)
     tokenizer = load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
     return OpenedModel(loaded.model, tokenizer, _end_ids(loaded.folder, loaded.config))
 
@@ -69,33 +72,6 @@ def open_language_model(path: str | Path, device: str = "auto") -> OpenedModel:
         )
     ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     return OpenedModel(model.to(find_device(device)), tokenizer, ends)
-
-
-def evaluate_text(
-    path: str | Path,
-    documents: Sequence[str],
-    device: str = "auto",
-    *,
-    context: int | None = None,
-    stride: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Likelihood:
-    """Score a language model on texts; see `triptych.decoding.measure_likelihood`.
-
-    Args:
-        path: a run folder, a folder in Hugging Face's format, or a name on the Hub.
-        documents: texts, each scored by itself.
-        device: where the model goes; "auto" takes a GPU if there is one.
-        context: tokens of a window.
-        stride: tokens by which a window begins after the one before.
-        progress: told how many documents of how many are done.
-
-    Raises:
-        UsageError: no such device, an encoder, or a context or stride that is not possible.
-        DataError: files missing or damaged, a family that cannot be run, or nothing to predict.
-    """
-    model, tokenizer, _ = open_text_model(path, device)
-    return measure_likelihood(model, tokenizer, documents, context, stride, progress)
 
 
 def fill(path: str | Path, text: str, count: int = 5, device: str = "auto") -> list[list[Filling]]:
