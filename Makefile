@@ -60,7 +60,7 @@ mutants: $(STAMP)
 $(BENCH_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt
 	@echo "== install the peers into $(BENCH) (once; a few minutes)"
 	$(PYTHON) -m venv $(BENCH)
-	PIP_CONSTRAINT=constraints.txt $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check -e .
+	PIP_CONSTRAINT=constraints.txt $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[all]" altair
 	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt
 	@touch $(BENCH_STAMP)
 

@@ -20,6 +20,7 @@ from triptych.attending.saving import (
     write_csv,
     write_npz,
 )
+from triptych.models.dropout import Dropout
 
 TEXT = "to be or not to be"
 
@@ -92,6 +93,21 @@ def test_generated_tokens_are_marked_and_looked_with_as_while_generating(decoder
         close(found.weights[1][:, place, : place + 1], step.weights[1][0, :, 0])
         if len(TEXT) - 1 <= place < len(found.ids) - 1:
             assert int(step.logits.argmax()) == found.ids[place + 1]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_reads_in_evaluation_mode_and_stays_in_its_own(
+    decoder: LanguageReader, pairs: PairReader, training: bool
+) -> None:
+    for reader, more in ((decoder, {"max_new_tokens": 2}), (pairs, {"target": TEXT})):
+        expected = attend(reader, TEXT, **more).weights[-1]  # type: ignore[call-overload]
+        for module in reader.model.modules():
+            if isinstance(module, Dropout):
+                module.p = 0.5
+        reader.model.train(training)
+        close(attend(reader, TEXT, **more).weights[-1], expected)  # type: ignore[call-overload]
+        assert reader.model.training is training
+        reader.model.eval()
 
 
 def test_pairs_have_three_kinds_of_attention_with_their_own_tokens(pairs: PairReader) -> None:

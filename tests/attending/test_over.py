@@ -30,10 +30,10 @@ def test_a_record_has_every_figure_of_every_head_and_is_json() -> None:
 def test_a_page_of_tables_has_every_head_beside_looking_evenly() -> None:
     found = attend_over(language_reader(), TEXTS, context=16)
     near, far = over_report(found).tables[-2:]
-    heads = [f"decoder {i} head {j}" for i in (0, 1) for j in range(4)]
+    heads = [f"{i}.{j}" for i in (0, 1) for j in range(4)]
     assert [row[0] for row in near.rows] == ["evenly", *heads]
     figure, column = found.behaviour.layers[1].figures["previous"], near.columns.index("previous token")
-    said = f"{figure.value[2]:.2f} [{figure.low[2]:.2f}, {figure.high[2]:.2f}]"
+    said = f"{figure.value[2]:.2f} [{figure.low[2]:.2f},\u202f{figure.high[2]:.2f}]"
     assert (near.rows[7][column], near.rows[0][column]) == (said, f"{figure.even:.2f}")
     assert far.columns[2:4] == ("distance 1", "distance 2")
 

@@ -31,7 +31,7 @@ def test_pages_have_a_row_for_every_head_or_the_heads_of_a_text_with_what_they_d
 ) -> None:
     text, page = tmp_path / "text.txt", tmp_path / "page.html"
     text.write_text("eins zwei\nzwei drei vier\nvier eins\n")
-    for given, expected in (([], "<td>cross 1 head 1</td>"), (["Vier."], '["diagonal","0.')):
+    for given, expected in (([], "<h2>Heads of cross attention"), (["Vier."], '["diagonal","0.')):
         answer = triptych("attend", small_run, *given, "--over", text, "--html", page)
         assert answer.code == 0, answer.err
         assert f"written: {page}" in answer.out

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from triptych.attending.attention import HeadNote
-from triptych.attending.behaviour import FIGURES, Behaviour, Figure, LayerBehaviour, figures_of
+from triptych.attending.behaviour import FIGURES, Behaviour, Figure, HeadFigures, LayerBehaviour, figures_of
 from triptych.attending.over import OverText
 from triptych.reports import Report, Table
 
@@ -17,6 +17,8 @@ _OTHER_FACTS = {
     "aligned_read": "words aligned, one step later",
 }
 _SIGNED = ("worth",)
+# Does not break a line.
+_NARROW = "\u202f"
 
 
 def over_report(found: OverText) -> Report:
@@ -27,7 +29,6 @@ def over_report(found: OverText) -> Report:
     """
     about = found.behaviour
     facts = (
-        ("model", about.model),
         ("tokens", f"{about.tokens:,}"),
         (about.units, f"{about.num_units:,}"),
         ("longest window, tokens", f"{about.context:,}"),
@@ -94,19 +95,21 @@ def _table(title: str, layers: Sequence[LayerBehaviour], figures: Sequence[Figur
         found = [layer.figures[figure.name] for figure in figures]
         # Layers that see the same keys have the same line.
         if (even := [f"{one.even:.2f}" if one.count else "" for one in found]) != evenly:
-            rows.append((f"evenly, from layer {layer.layer} on" if evenly else "evenly", "", *even))
+            rows.append((f"evenly, from {layer.layer}.0" if evenly else "evenly", "", *even))
             evenly = even
         for head in range(layer.num_heads):
-            cells = [
-                f"{one.value[head]:.2f} [{one.low[head]:.2f}, {one.high[head]:.2f}]" if one.count else ""
-                for one in found
-            ]
-            rows.append((f"{layer.name} head {head}", layer.called(head), *cells))
+            cells = [_cell(one, head) for one in found]
+            rows.append((f"{layer.layer}.{head}", layer.called(head), *cells))
     return Table(
         title=title,
         columns=("head", "called", *(figure.title for figure in figures)),
         rows=tuple(rows),
-        numeric=tuple(range(2, 2 + len(figures))),
-        caption="Means over the queries that can show it, with 95 % intervals; evenly: what a head that "
-        "looks at all visible keys alike gives.",
+        caption="LAYER.HEAD. Means over the queries that can show it, with 95 % intervals; evenly: what a "
+        "head that looks at all visible keys alike gives.",
     )
+
+
+def _cell(figure: HeadFigures, head: int) -> str:
+    if not figure.count:
+        return ""
+    return f"{figure.value[head]:.2f} [{figure.low[head]:.2f},{_NARROW}{figure.high[head]:.2f}]"

@@ -16,7 +16,7 @@ from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.models import load_encoder_decoder
 from triptych.checkpoints.own import is_own
 from triptych.decoding import GenerationOptions, TextGenerator, Translator
-from triptych.decoding.batches import batches_of_like_length
+from triptych.decoding.batches import EvaluationMode, batches_of_like_length
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.models import EncoderDecoder, LanguageModel
@@ -34,7 +34,7 @@ class Reader(ABC):
 
     Attributes:
         name: the path of the model, or its id on the Hub.
-        model: the model, in evaluation mode.
+        model: the model; it reads in evaluation mode and is left in the mode that it was in.
     """
 
     name: str
@@ -76,7 +76,7 @@ class LanguageReader(Reader):
         """
         check_vocabulary(opened.model, opened.tokenizer)
         self.name, self.tokenizer = name, opened.tokenizer
-        self.model: LanguageModel = opened.model.eval()
+        self.model: LanguageModel = opened.model
         self._end_ids = opened.end_ids
         config = self.model.architecture.embeddings
         masked = None if config.masked is None else config.masked.padding
@@ -102,7 +102,8 @@ class LanguageReader(Reader):
         self._check(ids)
         generator = TextGenerator(self.model, self.tokenizer, end_ids=self._end_ids)
         options = GenerationOptions(max_new_tokens)
-        found = [new.ids for (new,) in generator.continue_tokens(ids, options)]
+        with EvaluationMode(self.model):
+            found = [new.ids for (new,) in generator.continue_tokens(ids, options)]
         if self.model.max_tokens is not None:  # the last token needs a position here
             room = [self.model.max_tokens - len(own) for own in ids]
             found = [new[:most] for new, most in zip(found, room, strict=True)]
@@ -141,7 +142,7 @@ class LanguageReader(Reader):
         if not self.model.causal and len({len(own) for own in texts}) > 1:
             lengths = torch.tensor([len(own) for own in texts], device=device)
             mask = (torch.arange(ids.shape[1], device=device) < lengths[:, None])[:, None, None, :]
-        with record_calls(self.model) as calls:
+        with EvaluationMode(self.model), record_calls(self.model) as calls:
             self.model.hidden(ids, mask=mask)
         return calls
 
@@ -161,7 +162,7 @@ class PairReader(Reader):
     ) -> None:
         """Put a reader together."""
         self.name, self._tokens = name, tokenizers
-        self.model: EncoderDecoder = model.eval()
+        self.model: EncoderDecoder = model
 
     def read(
         self, texts: Sequence[str], targets: Sequence[str] | None = None, max_new_tokens: int = 0
@@ -229,7 +230,7 @@ class PairReader(Reader):
         model, device = self.model, next(self.model.parameters()).device
         src = _padded(sources, model.pad_id, device)
         shifted = [[self._tokens.start_id, *ids[:-1]] for ids in targets]
-        with record_calls(model) as calls:
+        with EvaluationMode(model), record_calls(model) as calls:
             memory = model.encode(src)
             model.decode(_padded(shifted, model.pad_id, device), memory, model.memory_mask(src))
         return calls

@@ -23,6 +23,7 @@ from triptych.attending.leaving_out import (
 )
 from triptych.attending.over_text import Told, Windows
 from triptych.attending.readers import Reader
+from triptych.decoding.batches import EvaluationMode
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.models.sites import AttentionSite, attention_sites
@@ -110,7 +111,7 @@ def measure_worth(
     units = max(windows.unit_of) + 1
     measured = _Measured(sites, units)
     done, total = 0, len(batches) * len(sites)
-    with torch.no_grad():
+    with torch.no_grad(), EvaluationMode(model):
         means = _mean_outputs(reader, sites, batches) if instead == "mean" else {}
         for batch in batches:
             whole = WholeRun.of(model, sites, batch)

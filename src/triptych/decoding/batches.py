@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from triptych.decoding.engine import Engine
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions
@@ -64,7 +64,7 @@ def batches_of_like_length(
 class EvaluationMode:
     """Evaluation mode inside, the mode before it afterwards."""
 
-    def __init__(self, model: EncoderDecoder) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.was_training = model.training
 
