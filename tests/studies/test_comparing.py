@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from triptych.studies import (
     StudyStoppedError,
     compare_study,
     read_study,
+    running,
     write_study_page,
     write_study_pictures,
 )
@@ -140,3 +142,19 @@ def test_a_missing_test_text_is_said_before_anything_is_made(place: Path, stand_
     with pytest.raises(UsageError, match=r"\[test\]: .*gone\.en"):
         made(place)
     assert not (place / "out").exists()
+
+
+def test_runs_at_a_time_have_a_gpu_each(place: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in.write_text(
+        stand_in.read_text().replace(
+            "figures = {",
+            '(folder / "gpu").write_text(__import__("os").environ["CUDA_VISIBLE_DEVICES"])\nfigures = {',
+        )
+    )
+    gpus = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2)
+    monkeypatch.setattr(running, "torch", SimpleNamespace(cuda=gpus))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    change(place, "seeds = 3", "seeds = 3\n[jobs]\nworkers = 2")
+    made(place)
+    seen = [path.read_text() for path in place.glob("out/runs/*/gpu")]
+    assert set(seen) == {"3", "5"}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
+import torch
+
 from triptych.errors import TriptychError
 from triptych.files import write_text
 from triptych.studies.job import Job, Result, read_result
@@ -101,7 +103,9 @@ def run_all(
         try:
             while waiting or running:
                 while waiting and len(running) < workers:
-                    running.append(_Process(waiting.pop(0), folder))
+                    taken = {process.place for process in running}
+                    place = next(place for place in range(workers) if place not in taken)
+                    running.append(_Process(waiting.pop(0), folder, place))
                 time.sleep(_LOOK_EVERY)
                 if stop.signal_number is not None:
                     raise StudyStoppedError(stop.signal_number, folder)
@@ -154,17 +158,22 @@ class _Clock:
 
 @final
 class _Process:
-    """A process that does a job; what it prints goes to a file."""
+    """A process that does a job; what it prints goes to a file.
 
-    def __init__(self, planned: Planned, folder: Path) -> None:
-        self.planned = planned
-        place = folder / "jobs"
-        place.mkdir(exist_ok=True)
-        job_file = place / f"{planned.name}.json"
+    Attributes:
+        planned: what it does.
+        place: its number among those that run at a time, from 0; of GPUs it gets the one of that number.
+    """
+
+    def __init__(self, planned: Planned, folder: Path, place: int) -> None:
+        self.planned, self.place = planned, place
+        jobs = folder / "jobs"
+        jobs.mkdir(exist_ok=True)
+        job_file = jobs / f"{planned.name}.json"
         write_text(job_file, planned.job.model_dump_json(indent=2) + "\n")
-        self.log = place / f"{planned.name}.log"
+        self.log = jobs / f"{planned.name}.log"
         # One thread a core and no more, also in libraries that do not ask torch.
-        environment = {**os.environ, "OMP_NUM_THREADS": str(planned.threads)}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(planned.threads), **_own_gpu(place)}
         planned.job.folder.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
@@ -194,3 +203,12 @@ class _Process:
         code = self.popen.returncode
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         return f"{how}: {last} (all of it in {self.log})"
+
+
+def _own_gpu(place: int) -> dict[str, str]:
+    """The variable that shows a process one GPU and no other; nothing where there are none."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    return {"CUDA_VISIBLE_DEVICES": visible[place % count]}
