@@ -32,6 +32,7 @@ from benchmarks.tables import (
     generation,
     gpu,
     inspection,
+    parallel,
     parameterisations,
     rewriting,
     scaling,
@@ -59,6 +60,7 @@ TABLES = {
     "busy": busy.measure,
     "gpu": gpu.measure,
     "viewers": viewers.measure,
+    "parallel": parallel.measure,
 }
 
 

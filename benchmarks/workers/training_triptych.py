@@ -18,14 +18,14 @@ from triptych.training.objectives import Translation
 from triptych.training.sections import ValidationConfig
 from triptych.training.state import Counters
 
-_CONFIG = PRESETS["small"].model_copy(update={"d_ff": D_FF, "norm": "post", "dropout": DROPOUT})
+CONFIG = PRESETS["small"].model_copy(update={"d_ff": D_FF, "norm": "post", "dropout": DROPOUT})
 
 
 @final
 class TrainerLearner(Learner):
     """A `Trainer` that is handed its batches; `_step` is the one place that knows its inside."""
 
-    def __init__(self, options: Options, text: Text, config: ModelConfig = _CONFIG) -> None:
+    def __init__(self, options: Options, text: Text, config: ModelConfig = CONFIG) -> None:
         self.text = text
         self.model = EncoderDecoder.of(config, text.vocab_size, text.vocab_size, text.pad_id)
         self.model.to(options.get("device", "cpu"))
@@ -36,7 +36,7 @@ class TrainerLearner(Learner):
             ),
             validate_every=1000,
             objective=Translation(
-                self.model, _no_text(text), _no_text(text), SCHEDULE, ValidationConfig(), score=None
+                self.model, no_text(text), no_text(text), SCHEDULE, ValidationConfig(), score=None
             ),
             folder=Path(self.folder.name),
             counters=Counters(),
@@ -55,7 +55,7 @@ class TrainerLearner(Learner):
         )
 
 
-def _no_text(text: Text) -> TokenBatches:
+def no_text(text: Text) -> TokenBatches:
     """One pair: the batches come from the driver."""
     ids = TokenSequences(np.array([3], dtype=np.int32), np.array([0, 1]))
     return TokenBatches(

@@ -4,7 +4,9 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 RANKS = Path(__file__).with_name("ranks.py")
 
@@ -15,8 +17,17 @@ def run_ranks(size: int, *arguments: str) -> None:
     assert [code for code, _ in answers] == [0] * size, "\n".join(said for _, said in answers)
 
 
-def start(size: int, *arguments: str, timeout: float = 600) -> list[tuple[int, str]]:
-    """Start Python in so many processes as torchrun does; exit code and output of each."""
+def start(
+    size: int, *arguments: str, timeout: float = 600, last: Mapping[str, str] = MappingProxyType({})
+) -> list[tuple[int, str]]:
+    """Start Python in so many processes as torchrun does; exit code and output of each.
+
+    Args:
+        size: number of processes.
+        arguments: of Python.
+        timeout: in seconds.
+        last: what the environment of the last process has besides.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -25,7 +36,13 @@ def start(size: int, *arguments: str, timeout: float = 600) -> list[tuple[int, s
     processes = [
         subprocess.Popen(
             [sys.executable, *arguments],
-            env={**os.environ, **given, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={
+                **os.environ,
+                **given,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                **(last if rank == size - 1 else {}),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

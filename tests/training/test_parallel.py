@@ -1,5 +1,6 @@
 """Several processes learn what one process does. What each of them checks is in `ranks.py`."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import triptych
 from training.launching import run_ranks, start
 from triptych.errors import DataError, UsageError
 from triptych.files import hold_folder
@@ -167,16 +169,62 @@ def test_ranks_with_another_text_are_refused_in_all_ranks() -> None:
         ("training.paralel='ddp'", 2, "unknown key training.paralel"),
         ("training.parallel='none'", 2, "'none' is for one process, and 2 were started"),
         ("data.train.generated_part='none'", 2, "data.train"),
+        ("training.parallel='hybrid'", 2, "2 processes in 1 machines cannot do that"),
+        pytest.param(
+            "training.device='cuda'",
+            2,
+            "torchrun started 2 processes on a machine of 0 GPUs",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs"),
+        ),
     ],
 )
 def test_bad_input_is_one_line_of_rank_0_and_the_same_code_everywhere(
     given: str, code: int, said: str, tmp_path: Path
 ) -> None:
-    command = ["-m", "triptych", "train", "demo", "--out", str(tmp_path / "run"), "--set", "data.cache=''"]
-    small = ["--set", "data.train={generated=50, generated_part='train'}", "--set", "training.max_steps=1"]
-    answers = start(2, *command, *small, "--set", given)
-    assert [found for found, _ in answers] == [code, code], answers
+    assert_one_line(start(2, *new_run(tmp_path / "run"), "--set", given), code, said)
+
+
+def new_run(folder: Path) -> list[str]:
+    return [
+        *("-m", "triptych", "train", "demo", "--out", str(folder), "--set", "data.cache=''"),
+        *("--set", "data.train={generated=50, generated_part='train'}", "--set", "training.max_steps=1"),
+        *("--set", "validation.bleu=false", "--set", "validation.metric='loss'"),
+    ]
+
+
+def assert_one_line(answers: list[tuple[int, str]], code: int, said: str) -> None:
+    """Rank 0 says it, and all end with the code."""
+    assert [found for found, _ in answers] == [code] * len(answers), answers
     errors = [line for _, text in answers for line in text.splitlines() if line.startswith("triptych: ")]
     assert len(errors) == 1, answers
     assert said in errors[0]
     assert errors[0] in answers[0][1]
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_be_resumed_is_one_line_of_rank_0(tmp_path: Path) -> None:
+    """Without --resume, with a shard that is missing, and with a state of another format."""
+    folder = tmp_path / "run"
+    again = ["-m", "triptych", "train", "--resume", str(folder), "--set", "training.max_steps=2"]
+    assert [code for code, _ in start(2, *new_run(folder))] == [0, 0]
+    assert_one_line(start(3, *new_run(folder)), 2, "--resume")
+    state = find_state(folder / "state")
+    assert state is not None
+    shard = state / sorted(path.name for path in state.glob("*.safetensors"))[1]
+    held = shard.read_bytes()
+    shard.unlink()
+    assert_one_line(start(2, *again), 1, f"{shard.name} is missing: put the shard back")
+    shard.write_bytes(held)
+    marker = state / "complete.json"
+    marker.write_text(marker.read_text().replace('"format": 1', '"format": 7'))
+    assert_one_line(start(2, *again), 1, "has format 7, this triptych reads 1")
+
+
+@pytest.mark.slow
+def test_a_rank_with_other_code_is_refused(tmp_path: Path) -> None:
+    source = Path(triptych.__file__).parent
+    shutil.copytree(source, tmp_path / "src" / "triptych")
+    with (tmp_path / "src" / "triptych" / "threads.py").open("a") as file:
+        file.write("# changed\n")
+    answers = start(2, *new_run(tmp_path / "run"), last={"PYTHONPATH": str(tmp_path / "src")})
+    assert_one_line(answers, 1, "rank 1 has another version of the code of triptych than rank 0")

@@ -294,9 +294,11 @@ def _take_gpu(device: str) -> None:
         raise UsageError(
             f"training.device is {device!r}, but each process needs a GPU of its own: use 'cuda'"
         )
-    if local >= found:
+    # All processes of the machine see it, so that none waits for another to join.
+    started = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local + 1)
+    if started > found:
         raise UsageError(
-            f"torchrun started process {local + 1} on a machine of {found} GPUs: lower --nproc-per-node, or "
+            f"torchrun started {started} processes on a machine of {found} GPUs: lower --nproc-per-node, or "
             "set training.device = 'cpu'"
         )
     torch.cuda.set_device(local)
