@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("storage", "text"),
     },
     "costing": {"algebra", "attention", "reports"},
+    "planning": {"algebra", "models", "reports", "text", "training"},  # a run on devices that are not here
     "recipes": set(),
     "studies": {
         *("algebra", "checkpoints", "inspection", "models", "recipes", "reports", "runs", "text", "training"),

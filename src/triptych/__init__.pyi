@@ -41,6 +41,8 @@ from triptych.inspection import inspect as inspect
 from triptych.models import PRESETS as PRESETS
 from triptych.models import EncoderDecoder as EncoderDecoder
 from triptych.models import ModelConfig as ModelConfig
+from triptych.planning import Cluster as Cluster
+from triptych.planning import plan as plan
 from triptych.rewriting import drop_key_bias as drop_key_bias
 from triptych.rewriting import expand as expand
 from triptych.rewriting import factor as factor

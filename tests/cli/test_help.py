@@ -47,6 +47,7 @@ VERBS = {
     "verify": ("verify",),
     "convert": ("convert",),
     "compare": ("compare_study",),
+    "plan": ("plan",),
     "cost": ("cost", "measure_times"),
 }
 

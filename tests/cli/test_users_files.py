@@ -69,6 +69,7 @@ WRITES: dict[str, list[list[str]]] = {
     "verify": [["."], ["{gpt2}"]],
     "convert": [["{run}", "--to", "hf", "--out", name] for name in (".", "notes.txt")],
     "compare": [["study.toml", "--out", "."], ["study.toml", "--out", "notes.txt"]],
+    "plan": [],
     "cost": [["--d-model", "16", "--num-heads", "2", "--html", "report.html"]],
 }
 CASES = [(command, options) for command, calls in WRITES.items() for options in calls]

@@ -27,6 +27,7 @@ COMMANDS = {
     "verify": "Check a certificate again; exit code 1 if a claim fails.",
     "convert": "Convert a model to or from the format of another library.",
     "compare": "Train variants of a recipe over several seeds and compare them.",
+    "plan": "Predict memory and time of training on given devices.",
     "cost": "Compare the costs of the parameterisations of attention.",
 }
 _ABOUT = "Train, run, inspect and rewrite Transformers, with the attention matrices of every head at hand."

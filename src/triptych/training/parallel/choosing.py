@@ -26,17 +26,8 @@ def choose_parallel(config: OptimisationConfig, model: OwnModel, world: World) -
     """
     if world.size == 1:
         return None, ""
-    if config.parallel == "none":
-        raise UsageError(
-            f"training.parallel = 'none' is for one process, and {world.size} were started: use 'ddp' or "
-            "'fsdp'"
-        )
-    if config.optimizer == "muon" and config.parallel != "ddp":
-        raise UsageError(
-            "training.optimizer = 'muon' needs whole matrices: set training.parallel = 'ddp', or "
-            "optimizer = 'adamw'"
-        )
-    if config.parallel is not None:
+    require_kind(config, world)
+    if config.parallel is not None and config.parallel != "none":
         return config.parallel, f"{world.size} processes, {config.parallel}"
     device = find_device(config.device)
     needed = _BYTES_PER_PARAMETER * sum(weight.numel() for weight in model.parameters())
@@ -47,6 +38,24 @@ def choose_parallel(config: OptimisationConfig, model: OwnModel, world: World) -
         f"{world.size} processes; training.parallel left out, chosen: {kind} (weights, gradients and "
         f"optimizer take {needed / 2**30:.2f} GiB, a device has {memory / 2**30:.0f} GiB)"
     )
+
+
+def require_kind(config: OptimisationConfig, world: World) -> None:
+    """Several processes can do what a recipe asks for.
+
+    Raises:
+        UsageError: they cannot: it asks for none, or for shards of what its optimizer needs whole.
+    """
+    if config.parallel == "none":
+        raise UsageError(
+            f"training.parallel = 'none' is for one process, and {world.size} were started: use 'ddp' or "
+            "'fsdp'"
+        )
+    if config.optimizer == "muon" and config.parallel != "ddp":
+        raise UsageError(
+            "training.optimizer = 'muon' needs whole matrices: set training.parallel = 'ddp', or "
+            "optimizer = 'adamw'"
+        )
 
 
 def _device_bytes(device: torch.device, world: World) -> int:
