@@ -3,11 +3,12 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
 import triptych
+from triptych.cli.groups import grouped
 from triptych.cli.options import (
     AlphaOption,
     BeamOption,
@@ -77,24 +78,37 @@ StrideOption = Annotated[
 OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Write the translations to this file.")]
 
 
+class OfTranslators(NamedTuple):
+    """What is asked of a translator."""
+
+    source: SourceOption = None
+    reference: ReferenceOption = None
+    beam: BeamOption = None
+    alpha: AlphaOption = None
+    stop: StopOption = None
+    workers: WorkersOption = None
+    out: OutOption = None
+    precision: PrecisionOption = "fp32"
+    force: ForceOption = False
+
+
+class OfTexts(NamedTuple):
+    """What is asked of a language model."""
+
+    text: TextOption = None
+    context: ContextOption = None
+    stride: StrideOption = None
+    dtype: DtypeOption = None
+    documents: DocumentsOption = "file"
+    engine: EngineOption = "triptych"
+
+
+@grouped
 def evaluate(
     run: Model,
-    source: SourceOption = None,
-    reference: ReferenceOption = None,
-    text: TextOption = None,
-    documents: DocumentsOption = "file",
-    context: ContextOption = None,
-    stride: StrideOption = None,
-    beam: BeamOption = None,
-    alpha: AlphaOption = None,
-    stop: StopOption = None,
-    precision: PrecisionOption = "fp32",
-    workers: WorkersOption = None,
-    out: OutOption = None,
-    force: ForceOption = False,
-    engine: EngineOption = "triptych",
+    translating: OfTranslators,
+    scoring: OfTexts,
     device: DeviceOption = "auto",
-    dtype: DtypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
     """Score a translator on a test text, or a language model.
@@ -103,55 +117,60 @@ def evaluate(
     bootstrap intervals. Language models (--text): nats per token with a 95 % bootstrap interval, perplexity,
     and bits per byte.
     """
-    if text is not None:
-        of_translators = {
-            "--source": source,
-            "--reference": reference,
-            "--beam": beam,
-            "--alpha": alpha,
-            "--stop": stop,
-            "--workers": workers,
-            "--out": out,
-        }
-        if given := [name for name, value in of_translators.items() if value is not None]:
-            raise UsageError(f"{given[0]} is for translators, and --text for language models: give one")
-        if precision != "fp32":
-            raise UsageError("--precision is for translators: --text scores a model as it is")
-        corpus = LanguageCorpusSpec(files=(str(text),), documents=documents)
-        with progress_bar("{task.description}", "scoring", of_bytes=False) as tell:
-            likelihood = triptych.evaluate_text(
-                run,
-                list(whole_documents(read_documents(corpus))),
-                device,
-                context=context,
-                stride=stride,
-                engine=engine,
-                dtype=torch_dtype(dtype),
-                progress=lambda done, total: tell("scoring", done, total),
-            )
-        print(json.dumps({"model": run, **likelihood.figures()})) if as_json else _print_likelihood(
-            likelihood
+    if scoring.text is not None:
+        _score_text(run, scoring.text, translating, scoring, device, as_json)
+    else:
+        _score_translator(run, translating, scoring, device, as_json)
+
+
+def _score_text(
+    run: str, text: Path, others: OfTranslators, asked: OfTexts, device: str, as_json: bool
+) -> None:
+    values = zip(OfTranslators._fields, others, strict=True)
+    given = [name for name, value in values if name not in ("precision", "force") and value is not None]
+    if given:
+        raise UsageError(f"--{given[0]} is for translators, and --text for language models: give one")
+    if others.precision != "fp32":
+        raise UsageError("--precision is for translators: --text scores a model as it is")
+    corpus = LanguageCorpusSpec(files=(str(text),), documents=asked.documents)
+    with progress_bar("{task.description}", "scoring", of_bytes=False) as tell:
+        likelihood = triptych.evaluate_text(
+            run,
+            list(whole_documents(read_documents(corpus))),
+            device,
+            context=asked.context,
+            stride=asked.stride,
+            engine=asked.engine,
+            dtype=torch_dtype(asked.dtype),
+            progress=lambda done, total: tell("scoring", done, total),
         )
-        return
+    if as_json:
+        print(json.dumps({"model": run, **likelihood.figures()}))
+    else:
+        _print_likelihood(likelihood)
+
+
+def _score_translator(run: str, asked: OfTranslators, others: OfTexts, device: str, as_json: bool) -> None:
+    source, reference, out = asked.source, asked.reference, asked.out
     if source is None or reference is None:
         raise UsageError("give --text for a language model, or --source and --reference for a translator")
-    if context is not None or stride is not None or documents != "file" or dtype is not None:
+    if (others.context, others.stride, others.dtype, others.documents) != (None, None, None, "file"):
         raise UsageError("--context, --stride, --documents and --dtype go with --text")
-    if engine != "triptych":
+    if others.engine != "triptych":
         raise UsageError("--engine goes with --text here: score a translator with --engine triptych")
     sources, references = _read_pairs(source, reference)
-    require_free([Output(out, unmarked)], (Path(run), source, reference), force=force)
+    require_free([Output(out, unmarked)], (Path(run), source, reference), force=asked.force)
     with progress_bar("{task.description}", "translating", of_bytes=False) as tell:
         evaluation = triptych.evaluate(
             run,
             sources,
             references,
             device,
-            beam_size=beam,
-            alpha=alpha,
-            stop=stop,
-            precision=precision,
-            workers=number_of_workers(workers),
+            beam_size=asked.beam,
+            alpha=asked.alpha,
+            stop=asked.stop,
+            precision=asked.precision,
+            workers=number_of_workers(asked.workers),
             progress=lambda done, total: tell("translating", done, total),
         )
     if out is not None:

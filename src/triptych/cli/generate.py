@@ -5,13 +5,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 import triptych
 from triptych.attending import LanguageReader, reader_of
 from triptych.attending.saving import head_records
+from triptych.cli.groups import grouped
 from triptych.cli.options import DeviceOption, DtypeOption, EngineOption, PrecisionOption, torch_dtype
 from triptych.cli.selection import HeadSelection, parse_index
 from triptych.decoding import Continuation, GenerationOptions, SamplingOptions, TextGenerator
@@ -76,26 +77,61 @@ AttentionOption = Annotated[
 ]
 
 
+class Continuing(NamedTuple):
+    """How texts are continued."""
+
+    max_new_tokens: MaxNewTokensOption = 128
+    temperature: TemperatureOption = 0.0
+    top_k: TopKOption = None
+    top_p: TopPOption = None
+    min_p: MinPOption = None
+    repetition_penalty: RepetitionPenaltyOption = 1.0
+    seed: SeedOption = 0
+    num_samples: NumSamplesOption = 1
+    beam: BeamOption = 1
+    alpha: AlphaOption = 0.0
+    stop: StopOption = None
+
+    def options(self) -> GenerationOptions:
+        """The library's options.
+
+        Raises:
+            UsageError: values that do not go together.
+        """
+        try:
+            sampling = SamplingOptions(
+                self.repetition_penalty, self.temperature, self.top_k, self.top_p, self.min_p
+            )
+            return GenerationOptions(
+                self.max_new_tokens,
+                sampling,
+                self.seed,
+                self.num_samples,
+                self.beam,
+                self.alpha,
+                stop_texts=tuple(self.stop or ()),
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+
+class RunBy(NamedTuple):
+    """What the model is run by, where, and in which numbers."""
+
+    precision: PrecisionOption = "fp32"
+    engine: EngineOption = "triptych"
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = None
+
+
+@grouped
 def generate(
     model: Model,
+    continuing: Continuing,
+    by: RunBy,
     prompt: Prompt = None,
     file: FileOption = None,
-    max_new_tokens: MaxNewTokensOption = 128,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    min_p: MinPOption = None,
-    repetition_penalty: RepetitionPenaltyOption = 1.0,
-    seed: SeedOption = 0,
-    num_samples: NumSamplesOption = 1,
-    beam: BeamOption = 1,
-    alpha: AlphaOption = 0.0,
-    stop: StopOption = None,
     chat: ChatOption = False,
-    precision: PrecisionOption = "fp32",
-    engine: EngineOption = "triptych",
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = None,
     as_json: JsonOption = False,
     attention: AttentionOption = None,
 ) -> None:
@@ -105,24 +141,18 @@ def generate(
     """
     if attention and not as_json:
         raise UsageError("--attention goes with --json")
-    try:
-        sampling = SamplingOptions(repetition_penalty, temperature, top_k, top_p, min_p)
-        options = GenerationOptions(
-            max_new_tokens, sampling, seed, num_samples, beam, alpha, stop_texts=tuple(stop or ())
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    if attention and engine != "triptych":
-        raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
+    options = continuing.options()
+    if attention and by.engine != "triptych":
+        raise UsageError(f"--attention goes with --engine triptych: {by.engine} gives no attention weights")
     prompts = _prompts(prompt, file)
     generator = triptych.load_generator(
-        model, device, precision=precision, engine=engine, dtype=torch_dtype(dtype)
+        model, by.device, precision=by.precision, engine=by.engine, dtype=torch_dtype(by.dtype)
     )
     wanted = [_selection(text, generator) for text in attention or []]
     if as_json:
         for given, found in _continued(generator, prompts, options, chat):
             print(json.dumps(_record(generator, given, found, wanted, chat), ensure_ascii=False))
-    elif file is None and num_samples == beam == 1:
+    elif file is None and options.num_samples == options.beam_size == 1:
         _stream(generator, next(prompts), options, chat)
     else:
         for number, (_, found) in enumerate(_continued(generator, prompts, options, chat), start=1):

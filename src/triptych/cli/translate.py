@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -13,6 +13,7 @@ import triptych
 from triptych.attending import reader_of
 from triptych.attending.saving import head_records
 from triptych.attending.viewing import write_attention_page
+from triptych.cli.groups import grouped
 from triptych.cli.options import (
     AlphaOption,
     BeamOption,
@@ -39,38 +40,52 @@ _FIRST_LINES, _LINES_AT_A_TIME = 16, 512
 # Lines whose attention a page shows.
 _MOST_VIEWED = 20
 _KINDS = ("encoder", "decoder", "cross")
+# From a translation and the number of its line to the lines that are printed.
+Renderer = Callable[[Translation, int], list[str]]
 
 
-def translate(
-    run: Annotated[
-        Path,
-        typer.Argument(help="A run folder, or a folder with an encoder-decoder in Hugging Face's format."),
-    ],
-    file: Annotated[
-        Path | None, typer.Argument(help="Text to translate, one sentence per line. Default: standard input.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The output file. Default: standard output.")
-    ] = None,
-    force: ForceOption = False,
-    beam: BeamOption = None,
-    alpha: AlphaOption = None,
-    num_best: Annotated[int, typer.Option("--n-best", min=1, help="Number of translations per line.")] = 1,
+class Searching(NamedTuple):
+    """How translations are searched for."""
+
+    beam: BeamOption = None
+    alpha: AlphaOption = None
+    num_best: Annotated[int, typer.Option("--n-best", min=1, help="Number of translations per line.")] = 1
     max_extra: Annotated[
         int | None,
         typer.Option(
             "--max-extra-tokens", min=1, help="Longest output: the length of the input plus this many tokens."
         ),
-    ] = None,
-    stop: StopOption = None,
-    precision: PrecisionOption = "fp32",
-    workers: WorkersOption = None,
-    engine: EngineOption = "triptych",
-    device: DeviceOption = "auto",
-    languages: LanguagesOption = None,
+    ] = None
+    stop: StopOption = None
+    precision: PrecisionOption = "fp32"
+    workers: WorkersOption = None
+    engine: EngineOption = "triptych"
+    device: DeviceOption = "auto"
+    languages: LanguagesOption = None
+
+    def translator(self, run: Path) -> Translator:
+        """The translator of a run that searches so."""
+        return triptych.load(
+            run,
+            self.device,
+            beam_size=self.beam,
+            alpha=self.alpha,
+            num_best=self.num_best,
+            max_extra_tokens=self.max_extra,
+            stop=self.stop,
+            precision=self.precision,
+            workers=number_of_workers(self.workers),
+            engine=self.engine,
+            languages=self.languages,
+        )
+
+
+class Showing(NamedTuple):
+    """What is shown beside the translations."""
+
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line, with scores and tokens.")
-    ] = False,
+    ] = False
     attention: Annotated[
         list[str] | None,
         typer.Option(
@@ -78,44 +93,58 @@ def translate(
             help="With --json: add attention weights, as KIND:LAYER:HEAD (kinds encoder, decoder, cross; "
             "numbers from 0, or 'all'). May be repeated.",
         ),
-    ] = None,
+    ] = None
     html: Annotated[
         Path | None,
         typer.Option(
             "--attention-html", help=f"Write a page with the attention of the first {_MOST_VIEWED} lines."
         ),
+    ] = None
+
+    def renderer(self, translator: Translator, num_best: int) -> Renderer:
+        """What is printed of each line's translation.
+
+        Raises:
+            UsageError: attention that there is not, or without JSON.
+        """
+        wanted = [_parse_selection(text, translator.model) for text in self.attention or []]
+        if wanted and not self.as_json:
+            raise UsageError("--attention goes with --json")
+        return _json_renderer(translator, wanted) if self.as_json else _text_renderer(num_best)
+
+
+@grouped
+def translate(
+    run: Annotated[
+        Path,
+        typer.Argument(help="A run folder, or a folder with an encoder-decoder in Hugging Face's format."),
+    ],
+    searching: Searching,
+    showing: Showing,
+    file: Annotated[
+        Path | None, typer.Argument(help="Text to translate, one sentence per line. Default: standard input.")
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The output file. Default: standard output.")
+    ] = None,
+    force: ForceOption = False,
 ) -> None:
     """Translate text line by line, in the order of the input.
 
     An empty line gives an empty line, and with --n-best one empty translation. A line longer than the
     model's limit is translated in pieces, and standard error says so.
     """
-    if (attention or html) and engine != "triptych":
-        raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
+    html = showing.html
+    if (showing.attention or html) and searching.engine != "triptych":
+        raise UsageError(
+            f"--attention goes with --engine triptych: {searching.engine} gives no attention weights"
+        )
     require_free(
         [Output(out, unmarked), Output(html, is_page)], (run, *([] if file is None else [file])), force=force
     )
-    translator = triptych.load(
-        run,
-        device,
-        beam_size=beam,
-        alpha=alpha,
-        num_best=num_best,
-        max_extra_tokens=max_extra,
-        stop=stop,
-        precision=precision,
-        workers=number_of_workers(workers),
-        engine=engine,
-        languages=languages,
-    )
-    model = translator.model
-    wanted = [_parse_selection(text, model) for text in attention or []]
-    if wanted and not as_json:
-        raise UsageError("--attention goes with --json")
-    render = _json_renderer(translator, wanted) if as_json else _text_renderer(num_best)
+    translator = searching.translator(run)
+    render = showing.renderer(translator, searching.num_best)
     lines = _standard_input() if file is None else iterate_file(file)
-
     viewed: list[str] = []
 
     def rendered() -> Iterator[str]:
@@ -123,8 +152,8 @@ def translate(
         for number, translation in enumerate(translator.translate_stream(_as_they_come(lines)), start=1):
             if translation.num_pieces > 1:
                 print(
-                    f"line {number}: longer than the model's limit of {model.max_source_tokens} tokens, "
-                    f"translated in {translation.num_pieces} pieces",
+                    f"line {number}: longer than the model's limit of {translator.model.max_source_tokens} "
+                    f"tokens, translated in {translation.num_pieces} pieces",
                     file=sys.stderr,
                 )
             if html and translation.num_pieces == 1 and len(viewed) < _MOST_VIEWED:
@@ -170,7 +199,7 @@ def _standard_input() -> Iterator[str]:
     return iterate_lines(own, "standard input")
 
 
-def _text_renderer(num_best: int) -> Callable[[Translation, int], list[str]]:
+def _text_renderer(num_best: int) -> Renderer:
     def render(translation: Translation, number: int) -> list[str]:
         if num_best == 1:
             return [translation.text]
@@ -179,9 +208,7 @@ def _text_renderer(num_best: int) -> Callable[[Translation, int], list[str]]:
     return render
 
 
-def _json_renderer(
-    translator: Translator, wanted: list[HeadSelection]
-) -> Callable[[Translation, int], list[str]]:
+def _json_renderer(translator: Translator, wanted: list[HeadSelection]) -> Renderer:
     def render(translation: Translation, number: int) -> list[str]:
         record: dict[str, Any] = {
             "line": number,
