@@ -1,6 +1,7 @@
 """Real processes under `torchrun` that are killed, stopped, or hang."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,6 +142,82 @@ def test_a_run_whose_ranks_are_killed_ends_as_an_undisturbed_one(undisturbed: Pa
     require_same_weights(folder, undisturbed)
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
     assert "resuming" in (folder / "logs" / "rank-1.log").read_text()
+
+
+# Long enough for a link to drop and come back.
+LONG = [f"--set=training.{key}" for key in ("max_steps=120", "save_every_steps=7", "log_every_steps=2")]
+LONG.append("--set=validation.every_steps=60")
+
+
+@pytest.fixture(scope="module")
+def long_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("long") / "run"
+    with launch(folder, *LONG) as started:
+        said, _ = started.communicate(timeout=600)
+    assert started.returncode == 0, said
+    return folder
+
+
+def run_ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def two_machines() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with one link between them: 10.77.23.1 and 10.77.23.2."""
+    names = f"tri{os.getpid()}a", f"tri{os.getpid()}b"
+    if shutil.which("ip") is None:
+        pytest.skip("needs iproute2")
+    try:
+        for name in names:
+            run_ip("netns", "add", name)
+        run_ip("link", "add", "ends", "netns", names[0], "type", "veth", "peer", "ends", "netns", names[1])
+        for number, name in enumerate(names, start=1):
+            run_ip("-n", name, "address", "add", f"10.77.23.{number}/24", "dev", "ends")
+            run_ip("-n", name, "link", "set", "ends", "up")
+            run_ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces are not permitted here: {error.stderr!r}")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def test_a_link_between_two_machines_that_drops_and_comes_back_changes_nothing(
+    long_undisturbed: Path, two_machines: tuple[str, str], tmp_path: Path
+) -> None:
+    folder, recipe = tmp_path / "run", tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.replace("DROPOUT", "0.1"))
+    launchers = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+             "--nproc-per-node=1", f"--node-rank={number - 1}", "--rdzv-backend=c10d", "--rdzv-id=23",
+             "--rdzv-endpoint=10.77.23.1:29517", f"--rdzv-conf=is_host={2 - number}",
+             f"--local-addr=10.77.23.{number}",
+             "-m", "triptych", "train", str(recipe), "--out", str(folder), *LONG],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "ends"},
+        )
+        for number, name in enumerate(two_machines, start=1)
+    ]  # fmt: skip
+    try:
+        for begun in (20, 60):
+            wait_for(lambda begun=begun: step_of(folder) >= begun)  # type: ignore[misc]
+            run_ip("-n", two_machines[0], "link", "set", "ends", "down")
+            time.sleep(1.0)
+            stood = step_of(folder)
+            time.sleep(2.0)
+            assert step_of(folder) == stood, "without the link no step is made"
+            run_ip("-n", two_machines[0], "link", "set", "ends", "up")
+        said = [launcher.communicate(timeout=600)[0] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            for process in ranks_of(launcher.pid).values():
+                os.kill(process, signal.SIGKILL)
+            launcher.kill()
+    assert [launcher.returncode for launcher in launchers] == [0, 0], "\n".join(said)
+    require_same_weights(folder, long_undisturbed)
 
 
 def test_a_run_stopped_by_sigterm_is_resumed_in_any_layout(undisturbed: Path, tmp_path: Path) -> None:
