@@ -68,7 +68,7 @@ def simulated_processes(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def sum_in_place(state: None, bucket: Any) -> Future[Tensor]:
+def sum_in_place(state: None, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """DDP's sum of gradients; a simulated group returns no tensors, as DDP's own way expects."""
     del state
     dist.all_reduce(bucket.buffer())
