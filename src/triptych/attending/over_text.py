@@ -208,7 +208,7 @@ def read_windows(
         together, held = [], 0
 
 
-def kind_of(attention: Attention, stack: Stack) -> Kind:
+def kind_of(stack: Stack) -> Kind:
     """Which tokens the queries of a stack may look at."""
     if stack.kind == "cross":
         return "cross"
@@ -255,7 +255,7 @@ def measure_behaviour(
     for unit, attention in read_windows(reader, windows, progress):
         shared: dict[str, RowFigures] = {}
         for stack, layer in layers_of(attention):
-            compared, kind = layer.queries_and_keys(), kind_of(attention, stack)
+            compared, kind = layer.queries_and_keys(), kind_of(stack)
             visible = compared.visible()[0, 0].cpu()
             figures = shared.get(stack.kind)
             if figures is None or not torch.equal(figures.visible, visible):

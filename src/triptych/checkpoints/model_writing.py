@@ -190,7 +190,7 @@ def _numbers(place: Place, weights: AttentionWeights) -> dict[str, Tensor]:
 
     Gains that reading multiplied into the next map are 1.
     """
-    found = _of_latent(place, weights) if place.spec.latent else _of_maps(place, weights)
+    found = _of_latent(place, weights) if place.spec.latent else _of_maps(weights)
     found["o"] = weights.o[-1].weight
     if weights.o_bias is not None:
         found["o.bias"] = weights.o_bias
@@ -206,7 +206,7 @@ def _numbers(place: Place, weights: AttentionWeights) -> dict[str, Tensor]:
     return {part: numbers.detach().cpu() for part, numbers in found.items()}
 
 
-def _of_maps(place: Place, weights: AttentionWeights) -> dict[str, Tensor]:
+def _of_maps(weights: AttentionWeights) -> dict[str, Tensor]:
     found = {}
     for side, chain in (("q", weights.q), ("k", weights.k), ("v", weights.v)):
         link = chain[0]  # after which normalised values pass a fixed map

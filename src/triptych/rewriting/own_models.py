@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -23,10 +23,8 @@ from triptych.rewriting.running import (
     Seen,
     Window,
     read_pairs,
-    read_whole_text,
-    side_by_side,
     up_to,
-    window_of_line,
+    windows_of_text,
 )
 from triptych.runs import Run
 from triptych.text import Tokenizer, load_tokenizer, read_tokenizer
@@ -71,24 +69,20 @@ class LanguageRunnable(_OwnRunnable):
         self.kind = "causal" if self.model.causal and self.model.head is not None else "encoder"
         self._path = path
         self._longest = checkpoint.longest_text(checkpoint.sites[0])
-        self._tokenizer: Tokenizer | None = None
 
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
         """Windows of 128 tokens side by side; for encoders a line is one."""
-        if self._tokenizer is None:
-            self._tokenizer = (
-                read_tokenizer(self._path / "tokenizer.json")
-                if self._is_own
-                else load_tokenizer(self._path, vocab_size=self.model.vocab_size)
-            )
-        encode, length = self._tokenizer.encode, min(WINDOW_TOKENS, self._longest)
-        whole = read_whole_text(text)
-        if self.kind == "causal":
-            ids = torch.tensor(encode([whole], parse_special=True)[0])
-            return side_by_side(ids[: most_tokens + 1], length)
-        lines = [line for line in whole.splitlines() if line.strip()]
-        texts = (encode([line], add_special=True)[0][:length] for line in lines)
-        return up_to(most_tokens, map(window_of_line, texts))
+        length = min(WINDOW_TOKENS, self._longest)
+        return windows_of_text(text, most_tokens, length, self._encode, causal=self.kind == "causal")
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        return self._tokenizer.encode([text], add_special=special, parse_special=not special)[0]
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        if self._is_own:
+            return read_tokenizer(self._path / "tokenizer.json")
+        return load_tokenizer(self._path, vocab_size=self.model.vocab_size)
 
     def random_windows(self, seed: int) -> Iterator[Window]:
         generator = torch.Generator().manual_seed(seed)

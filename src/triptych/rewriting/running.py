@@ -2,7 +2,7 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -161,7 +161,36 @@ def largest_difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().nan_to_num(nan=torch.inf).masked_fill(same, 0.0).max())
 
 
-def side_by_side(ids: Tensor, length: int) -> Iterator[Window]:
+def windows_of_text(
+    text: Path,
+    most_tokens: int,
+    length: int,
+    encode: Callable[[str, bool], Sequence[int]],
+    *,
+    causal: bool,
+) -> Iterator[Window]:
+    """Windows of a text for a model that reads one sequence.
+
+    Args:
+        text: a file.
+        most_tokens: that are read or predicted.
+        length: most tokens of a window.
+        encode: token ids of a text, with what the tokenizer puts around each text or without.
+        causal: the text is cut into windows side by side; otherwise a line is one, in which nothing is
+            predicted.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    whole = read_whole_text(text)
+    if causal:
+        ids = torch.tensor(encode(whole, False))
+        return _side_by_side(ids[: most_tokens + 1], length)
+    lines = (line for line in whole.splitlines() if line.strip())
+    return up_to(most_tokens, (_window_of_line(encode(line, True)[:length]) for line in lines))
+
+
+def _side_by_side(ids: Tensor, length: int) -> Iterator[Window]:
     """Windows of so many tokens, each token after the first predicted once."""
     for start in range(0, len(ids) - 1, length):
         piece = ids[start : start + length + 1]
@@ -178,7 +207,7 @@ def up_to(most_tokens: int, windows: Iterable[Window]) -> Iterator[Window]:
             return
 
 
-def window_of_line(ids: Sequence[int]) -> Window:
+def _window_of_line(ids: Sequence[int]) -> Window:
     """The window of a line in which nothing is predicted."""
     return Window({"input_ids": torch.tensor([ids])}, None)
 

@@ -19,10 +19,8 @@ from triptych.rewriting.running import (
     Window,
     first_line,
     read_pairs,
-    read_whole_text,
-    side_by_side,
     up_to,
-    window_of_line,
+    windows_of_text,
 )
 
 
@@ -73,15 +71,10 @@ class TransformersModel(RunnableModel):
 
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
         """Windows of 128 tokens side by side; for pairs a line with a tab is one, for encoders a line."""
-        if self.kind == "causal":
-            ids = self._tokens(read_whole_text(text), special=False)
-            return side_by_side(ids[: most_tokens + 1], self._at_most(WINDOW_TOKENS))
         if self.kind == "pairs":
             return up_to(most_tokens, self._pairs(text))
         length = self._at_most(WINDOW_TOKENS)
-        lines = (line for line in read_whole_text(text).splitlines() if line.strip())
-        texts = (self._tokens(line, special=True)[:length].tolist() for line in lines)
-        return up_to(most_tokens, map(window_of_line, texts))
+        return windows_of_text(text, most_tokens, length, self._encode, causal=self.kind == "causal")
 
     def random_windows(self, seed: int) -> Iterator[Window]:
         generator = torch.Generator().manual_seed(seed)
@@ -159,9 +152,10 @@ class TransformersModel(RunnableModel):
             raise DataError(f"{self._path}: transformers has no module {name}, whose input is to be measured")
         return modules[max(ends, key=len)]
 
-    def _tokens(self, text: str, *, special: bool, target: bool = False) -> Tensor:
+    def _encode(self, text: str, special: bool, *, target: bool = False) -> list[int]:
         said = {"text_target": text} if target else {"text": text}
-        return torch.tensor(self._tokenizer(**said, add_special_tokens=special, verbose=False)["input_ids"])
+        ids: list[int] = self._tokenizer(**said, add_special_tokens=special, verbose=False)["input_ids"]
+        return ids
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -183,9 +177,10 @@ class TransformersModel(RunnableModel):
     def _pairs(self, text: Path) -> Iterator[Window]:
         start = torch.tensor([self._config.decoder_start_token_id])
         for source, target in read_pairs(text):
-            wanted = self._tokens(target, special=True, target=True)[: self._at_most(WINDOW_TOKENS)]
+            wanted = torch.tensor(self._encode(target, True, target=True)[: self._at_most(WINDOW_TOKENS)])
+            read = self._encode(source, True)[: self._at_most(4 * WINDOW_TOKENS)]
             inputs = {
-                "input_ids": self._tokens(source, special=True)[None, : self._at_most(4 * WINDOW_TOKENS)],
+                "input_ids": torch.tensor([read]),
                 "decoder_input_ids": torch.cat([start, wanted[:-1]])[None],
             }
             yield Window(inputs, wanted)
