@@ -18,8 +18,8 @@ from triptych.attention.checks import (
     check_sizes,
     map_takes_up_scale,
 )
-from triptych.attention.operation import Explanation, attention, explain_attention
-from triptych.attention.planning import Path
+from triptych.attention.operation import Explanation, attend, explain
+from triptych.attention.planning import Inputs, Path
 from triptych.attention.positions import AttentionPositions, Places, PositionIds
 from triptych.attention.projections import (
     AsWritten,
@@ -46,17 +46,6 @@ class LayerOutput(NamedTuple):
 
     output: Float[Tensor, "batch query_len d_model"]
     weights: Float[Tensor, "batch num_heads query_len key_len"] | None
-
-
-class _Inputs(NamedTuple):
-    """What the operation is called with, and the way the heads' outputs must be read."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    route: Route
 
 
 @final
@@ -260,22 +249,9 @@ class MultiHeadAttention(nn.Module):
         causal = semantics.kind == "causal" if causal is None else causal
         dropout = self.dropout if self.training else 0.0
         q, places, remembered = self._remembered(semantics, x, memory, value_memory, cache, positions)
-        inputs = self._inputs(semantics, q, places, remembered, mask, causal, dropout, path)
-        attended = attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            mask=inputs.mask,
-            bias=inputs.bias,
-            causal=causal,
-            scale=semantics.scale,
-            soft_cap=semantics.soft_cap,
-            sinks=semantics.sinks,
-            dropout=dropout,
-            need_weights=need_weights,
-            path=path,
-        )
-        return LayerOutput(self.projections.output(attended.output, inputs.route), attended.weights)
+        inputs, route = self._inputs(semantics, q, places, remembered, mask, causal, dropout, path)
+        attended = attend(inputs, need_weights, path)
+        return LayerOutput(self.projections.output(attended.output, route), attended.weights)
 
     def queries_and_keys(
         self,
@@ -334,22 +310,8 @@ class MultiHeadAttention(nn.Module):
             self._stored(semantics, self.projections.remember(y, y), None),
         )
         places = Places(max(0, key_len - query_len))
-        inputs = self._inputs(semantics, q, places, remembered, mask, causal, dropout, path)
-        found = explain_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            mask=inputs.mask,
-            bias=inputs.bias,
-            causal=causal,
-            scale=semantics.scale,
-            soft_cap=semantics.soft_cap,
-            sinks=semantics.sinks,
-            dropout=dropout,
-            need_weights=need_weights,
-            path=path,
-        )
-        return inputs.route, found
+        inputs, route = self._inputs(semantics, q, places, remembered, mask, causal, dropout, path)
+        return route, explain(inputs, need_weights, path)
 
     def _zeros(self, batch: int, length: int, width: int) -> Tensor:
         """An input, which has a gradient if the layer's own numbers do."""
@@ -438,7 +400,8 @@ class MultiHeadAttention(nn.Module):
         causal: bool,
         dropout: float,
         path: Path,
-    ) -> _Inputs:
+    ) -> tuple[Inputs, Route]:
+        """What the operation is called with, and the way the heads' outputs must be read."""
         key_len = remembered[0].shape[2]
         route = self.projections.route(q.shape[2], key_len)
         # Under a causal mask the first of more queries than keys see nothing.
@@ -449,10 +412,13 @@ class MultiHeadAttention(nn.Module):
             route = "expanded"  # keys and values are no product of a map and what is cached
         if semantics.soft_cap is not None or semantics.sinks is not None:
             route = "expanded"  # the key bias, which the absorbed route leaves out, counts
+        scale, cap, sinks = semantics.scale, semantics.soft_cap, semantics.sinks
         if self._plain:
             if route == "absorbed":
-                return _Inputs(*self.projections.absorbed(q, remembered), mask, None, route)
-            return _Inputs(q, *self.projections.keys_values(remembered), mask, None, route)
+                q, k, v = self.projections.absorbed(q, remembered)
+            else:
+                k, v = self.projections.keys_values(remembered)
+            return Inputs(q, k, v, mask, None, causal, scale, cap, sinks, dropout), route
         bias, positional = semantics.bias, semantics.bias is not None or semantics.is_local
         turned_late = semantics.rotary is not None and self._turned_when_stored is None
         if turned_late or (bias is not None and bias.reads_content):
@@ -469,7 +435,7 @@ class MultiHeadAttention(nn.Module):
                 added = bias(q, k, queries, keys)
             near = semantics.visible(queries, keys)
             mask = near if mask is None else mask if near is None else mask & near
-        return _Inputs(q, k, v, mask, added, route)
+        return Inputs(q, k, v, mask, added, causal, scale, cap, sinks, dropout), route
 
     def _compared_queries(self, semantics: Semantics, q: Tensor, places: Places) -> Tensor:
         """Queries of the maps as they meet the keys."""

@@ -120,6 +120,15 @@ def attention(
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     given = Inputs(q, k, v, mask, bias, causal, scale, soft_cap, sinks, dropout)
+    return attend(given, need_weights, path)
+
+
+def attend(given: Inputs, need_weights: bool, path: Path) -> Attended:
+    """`attention` of inputs that are put together already, as a layer has them.
+
+    Raises:
+        ValueError: as `attention`.
+    """
     given.check()
     plan = make_plan(given, need_weights, path)
     if plan.path == "written out in pieces":
@@ -134,7 +143,7 @@ def attention(
         call.v,
         attn_mask=call.mask,
         is_causal=call.is_causal,
-        scale=scale,
+        scale=given.scale,
         enable_gqa=call.enable_gqa,
     )
     return Attended(_restore(plan, output, given), None)
@@ -180,6 +189,15 @@ def explain_attention(
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     given = Inputs(q, k, v, mask, bias, causal, scale, soft_cap, sinks, dropout)
+    return explain(given, need_weights, path)
+
+
+def explain(given: Inputs, need_weights: bool, path: Path) -> Explanation:
+    """`explain_attention` of inputs that are put together already.
+
+    Raises:
+        ValueError: as `attention`.
+    """
     given.check()
     plan = make_plan(given, need_weights, path)
     kernel: Kernel = "batched products"
@@ -191,7 +209,7 @@ def explain_attention(
             call.v,
             attn_mask=call.mask,
             is_causal=call.is_causal,
-            scale=scale,
+            scale=given.scale,
             enable_gqa=call.enable_gqa,
         )
         kernel = _KERNELS.get(choice, "the device's own")
