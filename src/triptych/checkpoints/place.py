@@ -53,15 +53,27 @@ class Place:
     inner: int
 
     def holds(self, condition: str) -> bool:
+        """Whether a condition holds for this layer; an empty one does."""
         return self.settings.holds(condition, self.layer)
 
     def value(self, expression: str) -> Any:
+        """What the configuration has for this layer; None if nothing."""
         return self.settings.value(expression, self.layer)
 
     def count(self, expression: str) -> int:
+        """A whole number above 0.
+
+        Raises:
+            DataError: the configuration has none.
+        """
         return self.settings.count(expression, self.layer)
 
     def number(self, expression: str) -> float:
+        """A number.
+
+        Raises:
+            DataError: the configuration has none.
+        """
         return self.settings.number(expression, self.layer)
 
     def factor(self, expression: str) -> float:
@@ -73,6 +85,7 @@ class Place:
         return None if not expression or self.value(expression) is None else self.number(expression)
 
     def first(self, choices: Sequence[_Conditional]) -> _Conditional | None:
+        """The first whose condition holds; None if none does."""
         return next((choice for choice in choices if self.holds(choice.when)), None)
 
     def chosen(self, choices: Sequence[Choice]) -> str:

@@ -52,6 +52,7 @@ def _three_digits(number: float) -> str:
 
 
 def setting(spec: CostSpec) -> str:
+    """The layer whose costs are counted, in one line."""
     heads = "1 head" if spec.num_heads == 1 else f"{spec.num_heads} heads"
     biases = "with biases" if spec.biases else "no biases"
     return (
@@ -61,6 +62,7 @@ def setting(spec: CostSpec) -> str:
 
 
 def work(spec: CostSpec) -> str:
+    """The work that is counted, in one line: sequences, tokens of training and prefill, context."""
     sequences = "1 sequence" if spec.batch == 1 else f"{spec.batch:,} sequences"
     return (
         f"{sequences}: training and prefill of {spec.length:,} tokens, decoding at a context of "
@@ -96,6 +98,7 @@ def notes(report: CostReport) -> list[str]:
 
 
 def cost_table(report: CostReport) -> Table:
+    """A row for each parameterisation, its costs in columns."""
     return Table(
         title="Cost",
         columns=(
@@ -166,6 +169,7 @@ _PASSES = ("forward", "fwd+bwd", "decode")
 
 
 def machine(timed: TimingReport) -> str:
+    """What times were measured on, and its rates, in one line."""
     found = timed.machine
     threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
     product = count(found.gemm_flops_per_second)
@@ -185,6 +189,7 @@ def _cells(timing: Timing) -> tuple[str, str, str]:
 
 
 def cost_page(report: CostReport, timed: TimingReport | None = None, command: str = "") -> Report:
+    """The page of a count, with times if there are any; `command` is shown as what made it."""
     spec = report.spec
     rows = report.rows
     charts = [

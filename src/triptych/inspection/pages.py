@@ -24,6 +24,8 @@ _SHADES = " ░▒▓█"
 
 
 class Value(NamedTuple):
+    """A measure of one head."""
+
     value: float
     layer: InspectedLayer
     head: int

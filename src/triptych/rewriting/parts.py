@@ -210,6 +210,7 @@ def _some_passed_on(parts: Sequence[AttentionWeights]) -> bool:
 
 
 def joined_shapes(parts: Sequence[AttentionWeights]) -> AttentionWeights:
+    """The shapes of a layer from those of its parts, as `Storage.together` joins their maps."""
     if _some_passed_on(parts):
         parts = [replace(part, v=(replace(part.v[0], bias=None),)) for part in parts]
     return joined(parts)

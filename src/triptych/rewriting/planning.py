@@ -28,6 +28,7 @@ from triptych.rewriting.formats import Format, format_of
 from triptych.rewriting.head_losses import measure_head_losses
 from triptych.rewriting.layers import RewrittenLayer, rewrite_layer, rewritten_parts
 from triptych.rewriting.other_norms import OtherNorms
+from triptych.rewriting.parts import shape_of
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import read_whole_text
 from triptych.storage.hub import download_checkpoint, is_hub_id
@@ -199,6 +200,7 @@ class Plan:
 
 
 def total(costs: Sequence[Cost]) -> Cost:
+    """The sum of costs; nothing for none."""
     return reduce(Cost.plus, costs, Cost(parameters=0, flops_per_token=0, kv_bytes_per_token=0))
 
 
@@ -232,6 +234,7 @@ def costs_of(read: AttentionLayer, done: RewrittenLayer, written: AttentionWeigh
 
 
 def total_costs(costs: Sequence[Costs]) -> Costs:
+    """The sums over layers, each by itself."""
     return Costs(*(total(of_one) for of_one in zip(*costs, strict=True)))
 
 
@@ -315,11 +318,11 @@ def written_layer(
             record if record.refused else StepRecord(rewrite=record.rewrite, refused=refused.reason)
             for record in done.records
         )
-        shapes = read.weights.mapped(lambda tensor: tensor.to("meta"))
-        return RewrittenLayer(read.weights, None, records), WrittenLayer({}, {}, shapes)
+        return RewrittenLayer(read.weights, None, records), WrittenLayer({}, {}, shape_of(read.weights))
 
 
 def fixed_sizes(form: Format, prepared: Prepared) -> set[str]:
+    """Names of the layers that keep their sizes after the steps that resize; none without such steps."""
     sized = [number for number, step in enumerate(prepared.steps, start=1) if step.resizes]
     if not sized:
         return set()

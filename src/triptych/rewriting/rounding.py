@@ -210,6 +210,7 @@ def unit(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Random numbers that are 1 or −1, of the shape and dtype of a tensor."""
     return torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8).to(like.dtype) * 2 - 1
 
 

@@ -216,6 +216,11 @@ def _read_decoding(path: Path) -> DecodingConfig:
 
 
 def check_tokenizers(tokenizers: TokenizerPair, recipe: Recipe, folder: Path) -> None:
+    """Check that a run's folder has as many tokenizers as its recipe says.
+
+    Raises:
+        DataError: the target's own is missing, or left over.
+    """
     if tokenizers.joint != recipe.tokenizer.joint:
         state = "left over" if recipe.tokenizer.joint else "missing"
         raise DataError(

@@ -398,6 +398,7 @@ def _open_file(path: Path, mapped: bool) -> TensorFile:
 
 
 def of_one(file: TensorFile) -> Tensors:
+    """All tensors of a checkpoint that is one file."""
     return Tensors(file.name, dict.fromkeys(file.infos, file))
 
 

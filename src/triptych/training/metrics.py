@@ -14,6 +14,8 @@ MetricsRecord = Mapping[str, float | int | str | list[float]]
 
 @final
 class MetricsLog:
+    """The figures of a run: lines of JSON in `metrics.jsonl`, and TensorBoard's files if it is installed."""
+
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
         self._board: Any = None

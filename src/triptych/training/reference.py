@@ -38,10 +38,14 @@ def with_keys(page: str) -> str:
 
 def keys() -> str:
     """A table for every section of both kinds of recipes: key, type, default, meaning."""
-    return "\n".join([*_section(Recipe, ""), "## Every key of a language model's recipe\n",
-                      *_section(LanguageRecipe, ""),
-                      "## A model that begins as a checkpoint, instead of `[tokenizer]` and `[model]`\n",
-                      *_section(ContinuedModelConfig, "model")])  # fmt: skip
+    lines = [
+        *_section(Recipe, ""),
+        "## Every key of a language model's recipe\n",
+        *_section(LanguageRecipe, ""),
+        "## A model that begins as a checkpoint, instead of `[tokenizer]` and `[model]`\n",
+        *_section(ContinuedModelConfig, "model"),
+    ]
+    return "\n".join(lines)
 
 
 def _section(model: type[BaseModel], path: str) -> Iterator[str]:

@@ -217,6 +217,16 @@ def taken(link: Link, copies: Tensor) -> Link:
 
 
 def require_heads_without_numbers(name: str, weights: AttentionWeights, distances_follow: bool) -> None:
+    """Check that positions add nothing of each head's own, which would stay in its place.
+
+    Args:
+        name: of the rewrite.
+        weights: the layer.
+        distances_follow: whether the maps of distances move with the heads.
+
+    Raises:
+        RewriteRefusedError: they do.
+    """
     stays = ("alibi", "relative") if distances_follow else ("alibi", "relative", "disentangled")
     if weights.semantics.positions in stays:
         raise RewriteRefusedError(
