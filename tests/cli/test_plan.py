@@ -16,6 +16,7 @@ training = {batch_size = 1, max_steps = 10}
 """
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_copies_and_shards_hold_and_send(triptych: Command, tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE)

@@ -66,6 +66,17 @@ def test_a_recipe_that_goes_on_with_a_checkpoint_is_refused() -> None:
         filled(resolve(tree))
 
 
+def test_of_two_processes_each_holds_half_and_gathers_the_rest() -> None:
+    with simulated_processes(2):
+        step = simulate_step(recipe(), Cluster(2, 10**9), "fsdp")
+    assert step.parameters == step.gradients
+    assert step.optimizer == pytest.approx(2 * step.parameters, rel=0.01)
+    assert step.peak > step.parameters + step.gradients + step.optimizer
+    whole = 2 * step.parameters
+    assert step.sent[Exchange("reducescatter", 2, 1)] == pytest.approx(whole / 2, rel=0.01)
+    assert whole / 2 <= step.sent[Exchange("allgather", 2, 1)] <= whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 @pytest.mark.parametrize("kind", [None, "ddp", "fsdp", "hybrid"])
