@@ -1,6 +1,7 @@
 """Real processes under `torchrun` that are killed, stopped, or hang."""
 
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -156,6 +157,41 @@ def long_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         said, _ = started.communicate(timeout=600)
     assert started.returncode == 0, said
     return folder
+
+
+# Twenty lives, each of which loses what it did since the last save.
+LONGEST = [*LONG, "--set=training.max_steps=400"]
+
+
+@pytest.fixture(scope="module")
+def longest_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("longest") / "run"
+    with launch(folder, *LONGEST) as started:
+        said, _ = started.communicate(timeout=600)
+    assert started.returncode == 0, said
+    return folder
+
+
+def test_a_rank_killed_at_twenty_random_moments_changes_nothing(
+    longest_undisturbed: Path, tmp_path: Path
+) -> None:
+    """While processes start, join and resume; between steps, and before, in and after saves."""
+    drawn, folder, killed = random.Random(23), tmp_path / "run", 0
+    with launch(folder, *LONGEST, restarts=20) as started:
+        while killed < 20:
+            wait_for(lambda: len(ranks_of(started.pid)) == 2)
+            alive, begun = ranks_of(started.pid), step_of(folder)
+            if killed % 2:
+                time.sleep(drawn.uniform(0, 3))
+            else:
+                wait_for(lambda begun=begun: step_of(folder) != begun)  # type: ignore[misc]
+                time.sleep(drawn.uniform(0, 0.5))
+            os.kill(alive[drawn.randrange(2)], signal.SIGKILL)
+            killed += 1
+            wait_for(lambda alive=alive: not {*ranks_of(started.pid).values()} & {*alive.values()})  # type: ignore[misc]
+        said, _ = started.communicate(timeout=600)
+    assert started.returncode == 0, said
+    require_same_weights(folder, longest_undisturbed)
 
 
 def run_ip(*arguments: str) -> None:
