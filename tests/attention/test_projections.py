@@ -701,14 +701,14 @@ def test_the_explanation_is_that_of_the_operation_it_calls(
 ) -> None:
     from triptych.attention import layer as layer_module
 
-    seen: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = []
-    call = layer_module.attention
+    seen: list[tuple[Any, ...]] = []
+    call = layer_module.attend
 
-    def spy(*args: Tensor, **options: Any) -> Any:
-        seen.append((args, options))
-        return call(*args, **options)
+    def spy(*handed: Any) -> Any:
+        seen.append(handed)
+        return call(*handed)
 
-    monkeypatch.setattr(layer_module, "attention", spy)
+    monkeypatch.setattr(layer_module, "attend", spy)
     layer = make_layer(name, biased=False)
     for query_len, key_len, options in [
         (6, 6, {}),
@@ -724,9 +724,13 @@ def test_the_explanation_is_that_of_the_operation_it_calls(
                     layer(x[:, : key_len - query_len], causal=True, cache=cache)
                 seen.clear()
                 layer(x[:, key_len - query_len :], cache=cache, path=path, **options)
-                ((args, handed),) = seen
+                ((given, need_weights, way),) = seen
+                q, k, v, *_ = given
+                others = {key: value for key, value in given._asdict().items() if key not in ("q", "k", "v")}
                 route, explanation = layer.explain(query_len, key_len, batch=BATCH, path=path, **options)
-                assert explanation == explain_attention(*args, **handed)
+                assert explanation == explain_attention(
+                    q, k, v, **others, need_weights=need_weights, path=way
+                )
                 assert explanation.reason.endswith(".")
                 if path == "reference":
                     assert (route, explanation.path) == ("expanded", "written out")

@@ -54,6 +54,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     "codegen": {"ln_f": "lm_head"},
     "gptj": {"ln_f": "lm_head"},
     "opt": {"final_layer_norm": "fc1", "decoder.final_layer_norm": "! tied"},
+    "opt, narrow embeddings": {"final_layer_norm": "! post"},
     "bloom": {"post_attention_layernorm": "dense_h_to_4h", "ln_f": "! tied"},
     "bloom, six heads": {"post_attention_layernorm": "dense_h_to_4h", "ln_f": "! tied"},
     "falcon, one key head": {"ln_f": "! tied"},

@@ -162,6 +162,7 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
     d_model, full = beside.shape
     of_keys, of_values = k.copies * k.d_out, v.copies * v.d_out
     rank = min(d_model, full) if rank is None else rank
+    require_whole_number("to_latent", "rank", rank)
     _require_latent_rank(rank, d_model, full)
     require_finite("to_latent", weights)
     W_D, U, needed = _product_of_rank(beside, rank)
@@ -301,7 +302,6 @@ def _truncate_ov(
 
 
 def _require_latent_rank(rank: int, d_model: int, full: int) -> None:
-    require_whole_number("to_latent", "rank", rank)
     if not (1 <= rank <= min(d_model, full) or rank == full):
         whole = f", or {full} as they are" if full > d_model else ""
         raise RewriteRefusedError(
