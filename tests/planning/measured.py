@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from triptych.launch import end_now
+from triptych.models.blocks import recompute_activations
 from triptych.planning.standing_in import batches_of, filled, objective_of
 from triptych.training import AnyRecipe, resolve
 from triptych.training.optimizers import Optimizer
@@ -35,6 +36,8 @@ def main(kind: str, overrides: list[str]) -> int:
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen,
     ):
         objective, batches = objective_of(recipe), batches_of(recipe)
+        if config.activation_checkpointing:
+            recompute_activations(objective.blocks(objective.model))
         computing: Computing
         if kind == "none":
             computing = OneProcess(objective, config.precision)
