@@ -131,7 +131,7 @@ def test_greedy_and_beam_search_find_what_generate_of_transformers_finds(name: s
         assert [found.ids for found in of_beam] == [output for output, _ in theirs]
         # `transformers` rounds the logits of a beam search to float32, whatever the model's dtype is.
         assert [found.log_prob for found in of_beam] == pytest.approx(
-            [score for _, score in theirs], abs=1e-6
+            [score for _, score in theirs], rel=1e-6, abs=1e-6
         )
 
 
