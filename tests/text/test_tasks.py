@@ -1,10 +1,12 @@
 """The small synthetic tasks: every answer is right, and a tokenizer has a token for every word."""
 
+from typing import get_args
+
 import pytest
 
 from triptych.errors import UsageError
 from triptych.text import CorpusSpec, TokenizerSpec, generate_pairs, read_parallel, train_tokenizers
-from triptych.text.tasks import TASKS
+from triptych.text.tasks import TASKS, Task
 
 
 def answer_of_recall(source: str) -> str:
@@ -57,6 +59,10 @@ def test_a_corpus_of_a_task_is_read_and_more_pairs_than_there_are_is_an_error() 
     assert read_parallel(spec).target[0] == generate_pairs(1, "test", 0, "ring")[0][1]
     with pytest.raises(UsageError, match=r"^generated = 5000, .* asked for 5000 distinct sentences"):
         read_parallel(spec.model_copy(update={"generated": 5000, "generated_task": "modular-addition"}))
+
+
+def test_recipes_may_name_every_task_and_no_other() -> None:
+    assert get_args(Task) == tuple(TASKS)
 
 
 def test_an_unknown_task_is_refused_with_the_known_ones() -> None:

@@ -225,7 +225,7 @@ def _intervals(chart: IntervalChart) -> Spec | None:
     rows = [{"name": one.name, **_height(one)} for one in chart.intervals if math.isfinite(one.mean)]
     if not rows:
         return None
-    names = [row["name"] for row in rows]
+    names, height = [row["name"] for row in rows], 24 * len(rows)
     told = [
         _of("name:N", title="of"),
         _of("mean:Q", title=chart.x_title, format="+.4~g"),
@@ -235,12 +235,12 @@ def _intervals(chart: IntervalChart) -> Spec | None:
     return {
         "data": {"values": rows},
         "width": "container",
-        "height": {"step": 24},
+        "height": height,
         "encoding": {"y": _of("name:N", title=None, sort=names)},
         "layer": [
             {
                 "mark": {"type": "rule", "color": _PALE},
-                "encoding": {"x": {"datum": 0}, "y": {"value": 0}, "y2": {"value": 24 * len(rows)}},
+                "encoding": {"x": {"datum": 0}, "y": {"value": 0}, "y2": {"value": height}},
             },
             {
                 "mark": {"type": "rule", "strokeWidth": 2, "color": _INK},

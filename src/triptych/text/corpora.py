@@ -12,6 +12,7 @@ from triptych.text.alignment import locate_slip
 from triptych.text.generated import generate_pairs
 from triptych.text.lines import read_lines
 from triptych.text.records import NumberedTexts, read_hub, read_jsonl, read_parquet, read_tsv
+from triptych.text.tasks import Task
 
 DEFAULT_MAX_LINE_CHARS = 10_000
 
@@ -63,9 +64,7 @@ class CorpusSpec(BaseModel):
     generated: int | None = Field(default=None, ge=1)
     generated_part: Literal["train", "valid", "test"] | None = None
     generated_seed: int = Field(default=0, ge=0)
-    generated_task: Literal[
-        "german-english", "copy", "reverse", "sort", "recall", "ring", "modular-addition"
-    ] = "german-english"
+    generated_task: Literal["german-english"] | Task = "german-english"
 
     @model_validator(mode="after")
     def _check_that_the_options_agree(self) -> "CorpusSpec":

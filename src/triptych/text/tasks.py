@@ -19,6 +19,7 @@ from Power et al. 2022 (arXiv 2201.02177); the ring is that of `docs/questions.m
 from collections.abc import Callable, Mapping
 from random import Random
 from string import ascii_lowercase
+from typing import Literal
 
 from triptych.text.spelled import TextPair
 
@@ -70,6 +71,8 @@ def _draw_modular_addition(rng: Random) -> TextPair:
     return f"{one} {other}", str((one + other) % _MODULUS)
 
 
+# As a recipe names them; a test compares the two.
+Task = Literal["copy", "reverse", "sort", "recall", "ring", "modular-addition"]
 # By name, what draws a pair.
 TASKS: Mapping[str, Callable[[Random], TextPair]] = {
     "copy": _draw_copy,

@@ -1,11 +1,12 @@
 """One of the four maps taken away: the heads read, or write, slices of the stream."""
 
+from abc import ABC
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 
-from triptych.algebra.weights import AttentionWeights, Link
+from triptych.algebra.weights import AttentionWeights, Side
 from triptych.attention.projections.abstract import (
     Parameterisation,
     ParameterisationSizes,
@@ -16,20 +17,36 @@ from triptych.attention.projections.abstract import (
 from triptych.attention.projections.maps import FromHeads, Joined, Slices, ToHeads
 
 
-def _selects(link: Link, fixed: Slices | Joined) -> bool:
-    """Whether a link is this choice of channels, not learned; on the meta device, whether its shape is."""
-    own = fixed.link(fixed.make(), link.weight).weight
-    same = own.shape == link.weight.shape and not link.learned
-    return same and (own.is_meta or torch.equal(own, link.weight))
+@dataclass(frozen=True)
+class _Identity(Parameterisation, ABC):
+    """One side is slices of the stream.
+
+    Attributes:
+        taken: that side.
+    """
+
+    taken: ClassVar[Side]
+
+    @classmethod
+    def fitting(cls, weights: AttentionWeights) -> Parameterisation | None:
+        found = super().fitting(weights)
+        if found is None or weights.chain(cls.taken)[0].learned:
+            return None
+        link, width = weights.chain(cls.taken)[0], weights.d_model // weights.num_heads
+        fixed = (
+            Joined(weights.num_heads, width, False) if cls.taken == "o" else Slices(weights.num_heads, width)
+        )
+        own = fixed.link(fixed.make(), link.weight).weight
+        same = own.shape == link.weight.shape and (own.is_meta or torch.equal(own, link.weight))
+        return found if same else None
 
 
 @final
 @dataclass(frozen=True)
-class IdentityQuery(Parameterisation):
+class IdentityQuery(_Identity):
     """W^Q = I: the i-th slice of the input is the query of head i, `W_QK = I_i W_i^Kᵀ`.
 
-    d_k = d_model / num_heads. All heads together, W^Q can be absorbed by what stands before it, where nothing
-    else reads that (arXiv 2510.23912).
+    d_k = d_model / num_heads. Source: arXiv 2510.23912.
 
     Attributes:
         d_v: width of values; d_model / num_heads if None.
@@ -37,6 +54,7 @@ class IdentityQuery(Parameterisation):
     """
 
     name: ClassVar[str] = "identity_query"
+    taken: ClassVar[Side] = "q"
     parameters_formula: ClassVar[str] = "h*d*d_k + 2*h*d*d_v"
     cache_formula: ClassVar[str] = "h*(d_k + d_v)"
     q: ClassVar[tuple[str, ...]] = ("slices",)
@@ -45,12 +63,6 @@ class IdentityQuery(Parameterisation):
     k_bias: bool = False
     v_bias: bool = False
     o_bias: bool = False
-
-    @classmethod
-    def fitting(cls, weights: AttentionWeights) -> Parameterisation | None:
-        found = super().fitting(weights)
-        slices = Slices(weights.num_heads, weights.d_model // weights.num_heads)
-        return found if found and _selects(weights.q[0], slices) else None
 
     def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
         d_k = slice_width(self.name, d_model, num_heads)
@@ -70,10 +82,10 @@ class IdentityQuery(Parameterisation):
 
 @final
 @dataclass(frozen=True)
-class IdentityValue(Parameterisation):
+class IdentityValue(_Identity):
     """W^V = I: the i-th slice of the input is the value of head i, `W_OV = I_i W_i^O`.
 
-    d_v = d_model / num_heads. With W^O = I too in He and Hofmann 2023 (arXiv 2311.01906).
+    d_v = d_model / num_heads. Source: He and Hofmann 2023, arXiv 2311.01906, who take W^O away too.
 
     Attributes:
         d_k: width of queries and keys; d_model / num_heads if None.
@@ -81,6 +93,7 @@ class IdentityValue(Parameterisation):
     """
 
     name: ClassVar[str] = "identity_value"
+    taken: ClassVar[Side] = "v"
     parameters_formula: ClassVar[str] = "2*h*d*d_k + h*d*d_v"
     cache_formula: ClassVar[str] = "h*(d_k + d_v)"
     v: ClassVar[tuple[str, ...]] = ("slices",)
@@ -89,12 +102,6 @@ class IdentityValue(Parameterisation):
     q_bias: bool = False
     k_bias: bool = False
     o_bias: bool = False
-
-    @classmethod
-    def fitting(cls, weights: AttentionWeights) -> Parameterisation | None:
-        found = super().fitting(weights)
-        slices = Slices(weights.num_heads, weights.d_model // weights.num_heads)
-        return found if found and _selects(weights.v[0], slices) else None
 
     def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
         d_v = slice_width(self.name, d_model, num_heads)
@@ -113,7 +120,7 @@ class IdentityValue(Parameterisation):
 
 @final
 @dataclass(frozen=True)
-class IdentityOutput(Parameterisation):
+class IdentityOutput(_Identity):
     """W^O = I: head i writes the i-th slice of the output, `W_OV = W_i^V I_iᵀ`.
 
     d_v = d_model / num_heads. Heads no longer mix before the residual sum.
@@ -124,6 +131,7 @@ class IdentityOutput(Parameterisation):
     """
 
     name: ClassVar[str] = "identity_output"
+    taken: ClassVar[Side] = "o"
     parameters_formula: ClassVar[str] = "2*h*d*d_k + h*d*d_v"
     cache_formula: ClassVar[str] = "h*(d_k + d_v)"
 
@@ -132,12 +140,6 @@ class IdentityOutput(Parameterisation):
     k_bias: bool = False
     v_bias: bool = False
     o_bias: bool = False
-
-    @classmethod
-    def fitting(cls, weights: AttentionWeights) -> Parameterisation | None:
-        found = super().fitting(weights)
-        joined = Joined(weights.num_heads, weights.d_model // weights.num_heads, False)
-        return found if found and _selects(weights.o[0], joined) else None
 
     def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
         d_v = slice_width(self.name, d_model, num_heads)
