@@ -106,5 +106,7 @@ def test_only_a_page_with_charts_needs_the_library_that_draws(
     assert not (tmp_path / "bars.html").exists()
 
 
-def test_what_is_installed_is_no_error() -> None:
-    require_extra("demo", "sys", "json", what="nothing")
+def test_what_is_installed_is_no_error_and_not_called_missing() -> None:
+    require_extra("demo", "sys", "json", what="this")
+    with pytest.raises(UsageError, match=r"^this needs no_such_library: pip install"):
+        require_extra("demo", "sys", "no_such_library", "json", what="this")

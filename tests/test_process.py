@@ -92,7 +92,8 @@ def test_training_with_threads_of_its_own(tmp_path: Path) -> None:
 
 def test_resuming(tmp_path: Path) -> None:
     triptych.train(recipe(threads=1), tmp_path / "run")
-    triptych.resume(tmp_path / "run", ["training.max_steps=4"])
+    resumed = triptych.resume(tmp_path / "run", ["training.max_steps=4"])
+    assert resumed.outcome.counters.step == 4
 
 
 def test_training_that_fails(tmp_path: Path) -> None:
@@ -116,4 +117,4 @@ def test_translating_with_workers_even_between_two_lines(run: Path) -> None:
 
 
 def test_inspecting(run: Path) -> None:
-    inspect(open_checkpoint(str(run)))
+    assert inspect(open_checkpoint(str(run))).layers

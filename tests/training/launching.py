@@ -11,8 +11,8 @@ from types import MappingProxyType
 RANKS = Path(__file__).with_name("ranks.py")
 
 
-def run_ranks(size: int, *arguments: str) -> None:
-    """Run a check of `ranks.py` in so many processes; the output of one that fails is the message."""
+def assert_ranks_pass(size: int, *arguments: str) -> None:
+    """A check of `ranks.py` passes in so many processes; the output of one that fails is the message."""
     answers = start(size, str(RANKS), *arguments)
     assert [code for code, _ in answers] == [0] * size, "\n".join(said for _, said in answers)
 

@@ -162,7 +162,9 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
-def compare(make: Callable[[], Objective[Any, Any]], kind: str, world: World, rounds: int = 2) -> None:
+def assert_learns_alike(
+    make: Callable[[], Objective[Any, Any]], kind: str, world: World, rounds: int = 2
+) -> None:
     """A spread model and one process learn the same."""
     torch.manual_seed(3)
     alone = make()
@@ -172,29 +174,29 @@ def compare(make: Callable[[], Objective[Any, Any]], kind: str, world: World, ro
     found = learn(computing, together, world, rounds)
     assert found[2].keys() == expected[2].keys(), found[2].keys() ^ expected[2].keys()
     for name, gradient in expected[2].items():
-        require_close(name, found[2][name], gradient, rtol=1e-5)
+        assert_close(name, found[2][name], gradient, rtol=1e-5)
     assert abs(found[0] - expected[0]) < 1e-4 * abs(expected[0]), (found[0], expected[0])
     assert abs(found[1] - expected[1]) < 1e-4 * expected[1], (found[1], expected[1])
     weights = dict(together.model.named_parameters())
     for name, weight in alone.model.named_parameters():
-        require_close(name, whole(weights[name]), weight.detach(), rtol=1e-4)
+        assert_close(name, whole(weights[name]), weight.detach(), rtol=1e-4)
     with computing.whole() as gathered:
         assert (gathered is not None) == world.is_first
         if gathered is not None:
             batch = alone.train.collate(UPDATE[0])
             expected_loss, loss = (alone.loss(model, batch).likelihood for model in (alone.model, gathered))
-            require_close("the whole model's loss", loss, expected_loss, rtol=1e-4)
+            assert_close("the whole model's loss", loss, expected_loss, rtol=1e-4)
 
 
-def require_close(name: str, found: torch.Tensor, expected: torch.Tensor, rtol: float) -> None:
+def assert_close(name: str, found: torch.Tensor, expected: torch.Tensor, rtol: float) -> None:
     torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6, msg=lambda told: f"{name}: {told}")
 
 
 def gradients_of_three_kinds(world: World, arguments: Sequence[str]) -> None:
     for kind in arguments:
-        compare(translation, kind, world)
-        compare(lambda: language("decoder", tie=False), kind, world)
-        compare(lambda: language("encoder", positions="learned"), kind, world)
+        assert_learns_alike(translation, kind, world)
+        assert_learns_alike(lambda: language("decoder", tie=False), kind, world)
+        assert_learns_alike(lambda: language("encoder", positions="learned"), kind, world)
 
 
 SITES: dict[str, dict[str, Any]] = {
@@ -219,7 +221,7 @@ def every_parameterisation(world: World, arguments: Sequence[str]) -> None:
     assert SITES.keys() == PARAMETERISATIONS.keys()
     for kind in arguments:
         for name, options in SITES.items():
-            compare(
+            assert_learns_alike(
                 lambda site={"projections": name, **options}: translation("target", **site), kind, world, 1
             )
 
@@ -301,7 +303,7 @@ def states_in_shards(world: World, arguments: Sequence[str]) -> None:
         learn(computing, objective, None if kind == "alone" else world, 1, resumed)
         weights = dict(objective.model.named_parameters())
         for name, weight in alone.model.named_parameters():
-            require_close(f"{kind}: {name}", whole(weights[name]), weight.detach(), rtol=1e-4)
+            assert_close(f"{kind}: {name}", whole(weights[name]), weight.detach(), rtol=1e-4)
 
 
 def made_in_shards(world: World, arguments: Sequence[str]) -> None:

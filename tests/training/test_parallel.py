@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import triptych
-from training.launching import run_ranks, start
+from training.launching import assert_ranks_pass, start
 from triptych.errors import DataError, UsageError
 from triptych.files import hold_folder
 from triptych.runs import resume, train
@@ -33,49 +33,49 @@ def test_the_ranks_rows_together_are_the_batch(size: int, num_rows: int) -> None
 
 def test_two_ranks_make_the_gradients_of_one_process() -> None:
     """Copies and shards; tied and other tables; uneven shards; parts without a row or with more tokens."""
-    run_ranks(2, "gradients_of_three_kinds", "ddp", "fsdp")
+    assert_ranks_pass(2, "gradients_of_three_kinds", "ddp", "fsdp")
 
 
 def test_a_state_in_shards_is_read_by_every_layout_with_the_moments_of_adam(tmp_path: Path) -> None:
-    run_ranks(2, "states_in_shards", str(tmp_path))
+    assert_ranks_pass(2, "states_in_shards", str(tmp_path))
 
 
 @pytest.mark.slow
 def test_four_ranks_make_the_gradients_of_one_process() -> None:
-    run_ranks(4, "gradients_of_three_kinds", "ddp", "fsdp", "hybrid")
+    assert_ranks_pass(4, "gradients_of_three_kinds", "ddp", "fsdp", "hybrid")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_every_parameterisation_learns_on_two_ranks_what_it_does_on_one(kind: str) -> None:
-    run_ranks(2, "every_parameterisation", kind)
+    assert_ranks_pass(2, "every_parameterisation", kind)
 
 
 @pytest.mark.slow
 def test_in_bfloat16_two_ranks_stay_near_float32() -> None:
-    run_ranks(2, "narrow_blocks", "ddp", "fsdp")
+    assert_ranks_pass(2, "narrow_blocks", "ddp", "fsdp")
 
 
 @pytest.mark.slow
 def test_blocks_that_compute_again_give_the_same_bits_on_two_ranks() -> None:
-    run_ranks(2, "blocks_that_compute_again", "ddp", "fsdp")
+    assert_ranks_pass(2, "blocks_that_compute_again", "ddp", "fsdp")
 
 
 @pytest.mark.slow
 def test_models_that_are_made_in_shards_begin_as_those_of_one_process() -> None:
-    run_ranks(2, "made_in_shards", "fsdp")
-    run_ranks(4, "made_in_shards", "hybrid")
+    assert_ranks_pass(2, "made_in_shards", "fsdp")
+    assert_ranks_pass(4, "made_in_shards", "hybrid")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory of Linux")
 def test_a_model_is_made_in_shards_with_the_memory_of_its_shards() -> None:
-    run_ranks(2, "memory_of_shards")
+    assert_ranks_pass(2, "memory_of_shards")
 
 
 @pytest.mark.slow
 def test_muon_changes_matrices_on_two_ranks_as_on_one() -> None:
-    run_ranks(2, "muon", "ddp")
+    assert_ranks_pass(2, "muon", "ddp")
 
 
 @pytest.mark.parametrize(
@@ -154,12 +154,12 @@ def test_a_folder_in_which_a_run_trains_is_refused_to_another(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_full_disk_of_one_rank_leaves_the_state_before(tmp_path: Path) -> None:
-    run_ranks(2, "full_disk", str(tmp_path))
+    assert_ranks_pass(2, "full_disk", str(tmp_path))
 
 
 @pytest.mark.slow
 def test_ranks_with_another_text_are_refused_in_all_ranks() -> None:
-    run_ranks(2, "another_text")
+    assert_ranks_pass(2, "another_text")
 
 
 @pytest.mark.slow

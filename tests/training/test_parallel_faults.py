@@ -122,7 +122,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def require_same_weights(folder: Path, expected: Path) -> None:
+def assert_same_run(folder: Path, expected: Path) -> None:
     ours, theirs = load_file(folder / "model.safetensors"), load_file(expected / "model.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     losses = [
@@ -140,7 +140,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_an_undisturbed_one(undisturbed: Pa
             os.kill(ranks_of(started.pid)[rank], signal.SIGKILL)
         said, _ = started.communicate(timeout=600)
     assert started.returncode == 0, said
-    require_same_weights(folder, undisturbed)
+    assert_same_run(folder, undisturbed)
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
     assert "resuming" in (folder / "logs" / "rank-1.log").read_text()
 
@@ -191,7 +191,7 @@ def test_a_rank_killed_at_twenty_random_moments_changes_nothing(
             wait_for(lambda alive=alive: not {*ranks_of(started.pid).values()} & {*alive.values()})  # type: ignore[misc]
         said, _ = started.communicate(timeout=600)
     assert started.returncode == 0, said
-    require_same_weights(folder, longest_undisturbed)
+    assert_same_run(folder, longest_undisturbed)
 
 
 def run_ip(*arguments: str) -> None:
@@ -253,7 +253,7 @@ def test_a_link_between_two_machines_that_drops_and_comes_back_changes_nothing(
                 os.kill(process, signal.SIGKILL)
             launcher.kill()
     assert [launcher.returncode for launcher in launchers] == [0, 0], "\n".join(said)
-    require_same_weights(folder, long_undisturbed)
+    assert_same_run(folder, long_undisturbed)
 
 
 def test_a_run_stopped_by_sigterm_is_resumed_in_any_layout(undisturbed: Path, tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_run_stopped_by_sigterm_is_resumed_in_any_layout(undisturbed: Path, tm
     with launch(folder, again=True) as started:
         said, _ = started.communicate(timeout=600)
     assert started.returncode == 0, said
-    require_same_weights(folder, undisturbed)
+    assert_same_run(folder, undisturbed)
 
 
 def test_another_number_of_ranks_or_kind_goes_on_within_a_tolerance(tmp_path: Path) -> None:
