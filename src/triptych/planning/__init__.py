@@ -1,12 +1,12 @@
 """What a run would need on devices that are not here: memory, time, communication."""
 
 from triptych.planning.cluster import Cluster, read_quantity
-from triptych.planning.plans import Layout, Plan, PlannedLayout, plan
+from triptych.planning.plans import LayoutSettings, Plan, PlannedLayout, plan
 from triptych.planning.tables import advice, plan_table, setting
 
 __all__ = [
     "Cluster",
-    "Layout",
+    "LayoutSettings",
     "Plan",
     "PlannedLayout",
     "advice",

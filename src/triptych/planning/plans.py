@@ -27,8 +27,8 @@ USABLE = 0.9
 _WORTH = 1.02
 
 
-class Layout(NamedTuple):
-    """How a model lies on devices.
+class LayoutSettings(NamedTuple):
+    """What a recipe says of how a model lies on devices.
 
     Attributes:
         kind: as `training.parallel`.
@@ -68,7 +68,7 @@ class PlannedLayout:
         fits: whether the peak is within the share `USABLE` of a device's memory.
     """
 
-    layout: Layout
+    layout: LayoutSettings
     step: Step
     flops: int
     compute_seconds: float
@@ -191,23 +191,23 @@ def plan(recipe: AnyRecipe, cluster: Cluster, tell: Callable[[str], None] | None
     )
 
 
-def name_of(layout: Layout) -> str:
+def name_of(layout: LayoutSettings) -> str:
     """A layout in words."""
     shards = f", shards of {layout.shards}" if layout.kind == "hybrid" else ""
     return f"{layout.kind}{shards}{', recomputing' if layout.checkpointing else ''}"
 
 
-def _layouts(recipe: AnyRecipe, cluster: Cluster) -> Iterator[Layout]:
+def _layouts(recipe: AnyRecipe, cluster: Cluster) -> Iterator[LayoutSettings]:
     """Simplest first; those that the recipe's optimizer cannot do are left out."""
     world = Simulated(cluster.devices, cluster.num_nodes)
     for checkpointing in (False, True):
         if cluster.devices == 1:
-            yield Layout("none", 1, checkpointing)
+            yield LayoutSettings("none", 1, checkpointing)
             continue
         for layout in (
-            Layout("ddp", 1, checkpointing),
-            *(Layout("hybrid", shards, checkpointing) for shards in _shard_sizes(cluster)),
-            Layout("fsdp", cluster.devices, checkpointing),
+            LayoutSettings("ddp", 1, checkpointing),
+            *(LayoutSettings("hybrid", shards, checkpointing) for shards in _shard_sizes(cluster)),
+            LayoutSettings("fsdp", cluster.devices, checkpointing),
         ):
             try:
                 require_kind(layout.applied(recipe).training, world)
@@ -231,7 +231,7 @@ def _shard_sizes(cluster: Cluster) -> list[int]:
     return sizes
 
 
-def _step(recipe: AnyRecipe, layout: Layout, cluster: Cluster) -> Step:
+def _step(recipe: AnyRecipe, layout: LayoutSettings, cluster: Cluster) -> Step:
     kind = None if layout.kind == "none" else layout.kind
     few = layers_to_track(recipe)
     step = simulate_step(recipe, cluster, kind, few)
@@ -249,7 +249,7 @@ def _flops(recipe: AnyRecipe, cluster: Cluster) -> int:
     return flops + (num_layers(recipe) - few) * (more - flops)
 
 
-def _planned(layout: Layout, step: Step, flops: int, cluster: Cluster) -> PlannedLayout:
+def _planned(layout: LayoutSettings, step: Step, flops: int, cluster: Cluster) -> PlannedLayout:
     return PlannedLayout(
         layout=layout,
         step=step,

@@ -1,8 +1,8 @@
 """Many processes in one: tensors without values, and a process group that sends nothing."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -15,38 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from triptych.errors import UsageError
-from triptych.training.parallel import World
-
-T = TypeVar("T")
+from triptych.training.parallel.world import AskingNone
 
 _aten = torch.ops.aten
 
 
 @final
-class Simulated(World):
+class Simulated(AskingNone):
     """The first of many processes, where the others are thought."""
 
     def __init__(self, size: int, num_nodes: int) -> None:
-        self.rank, self.size, self.num_nodes, self.seconds_waited = 0, size, num_nodes, 0.0
-
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        return list(numbers)
-
-    def largest(self, number: int) -> int:
-        return number
-
-    def gathered(self, numbers: Sequence[float]) -> list[list[float]]:
-        return [list(numbers)] * self.size
-
-    def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
-        del patiently
-        return action()
-
-    def on_all(self, action: Callable[[], T]) -> T:
-        return action()
-
-    def require_same(self, what: Mapping[str, str]) -> None:
-        del what
+        self.size, self.num_nodes = size, num_nodes
 
 
 @contextmanager

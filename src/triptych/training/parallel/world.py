@@ -96,11 +96,10 @@ class World(ABC):
         """
 
 
-@final
-class Alone(World):
-    """One process."""
+class AskingNone(World):
+    """A first process that asks no others: what it has itself stands for all."""
 
-    rank, size, num_nodes, seconds_waited = 0, 1, 1, 0.0
+    rank, seconds_waited = 0, 0.0
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         return list(numbers)
@@ -109,7 +108,7 @@ class Alone(World):
         return number
 
     def gathered(self, numbers: Sequence[float]) -> list[list[float]]:
-        return [list(numbers)]
+        return [list(numbers)] * self.size
 
     def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
         del patiently
@@ -120,6 +119,13 @@ class Alone(World):
 
     def require_same(self, what: Mapping[str, str]) -> None:
         del what
+
+
+@final
+class Alone(AskingNone):
+    """One process."""
+
+    size, num_nodes = 1, 1
 
 
 @dataclass(frozen=True)
@@ -272,16 +278,13 @@ def launched(device: str, timeout_minutes: float) -> Iterator[World]:
     world = Launched(store, timeout_minutes)
     try:
         yield world
-    except TriptychError as error:
-        world.tell(error)
-        raise
     except RuntimeError as error:
         explained = world.explained(error)
         world.tell(explained or error)
         if explained is None:
             raise
         raise explained from None
-    except Exception as error:
+    except Exception as error:  # whatever it is, the other processes are told of it
         world.tell(error)
         raise
     finally:
