@@ -26,20 +26,10 @@ from triptych.attending.saving import (
 )
 from triptych.attending.viewing import Told, write_attention_page
 from triptych.attending.writing import TokenWriter
+from triptych.cli.groups import grouped
 from triptych.cli.options import DeviceOption
 from triptych.cli.outputs import ForceOption, Output, require_free
-from triptych.cli.over import (
-    ContextOption,
-    DocumentsOption,
-    ExplainOption,
-    OverChoice,
-    OverOption,
-    OverTargetsOption,
-    TokensOption,
-    WorthOption,
-    is_over_csv,
-    show_over,
-)
+from triptych.cli.over import MoreFigures, OverOptions, is_over_csv, show_over
 from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
 from triptych.errors import UsageError
@@ -95,70 +85,13 @@ PngOption = Annotated[Path | None, typer.Option("--png", help="Draw one head as 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per text, with all weights.")]
 
 
-def attend(
-    model: Model,
-    text: Text = None,
-    file: FileOption = None,
-    target: TargetOption = None,
-    max_new_tokens: MaxNewTokensOption = 0,
-    kind: KindOption = None,
-    layers: LayersOption = None,
-    heads: HeadsOption = None,
-    top: TopOption = None,
-    writes: WritesOption = None,
-    npz: NpzOption = None,
-    csv_file: CsvOption = None,
-    over: OverOption = None,
-    over_targets: OverTargetsOption = None,
-    documents: DocumentsOption = "file",
-    context: ContextOption = None,
-    tokens: TokensOption = None,
-    worth: WorthOption = None,
-    explain: ExplainOption = False,
-    html: HtmlOption = None,
-    svg: SvgOption = None,
-    png: PngOption = None,
-    force: ForceOption = False,
-    device: DeviceOption = "auto",
-    as_json: JsonOption = False,
-) -> None:
-    """Show where every head of a model looks on a text.
-
-    The model runs with its own kernels; the weights are computed from the inputs of its layers. Prints the
-    strongest looks of each head, unless an output is chosen.
-
-    With --over, measures what heads do over a whole text instead; --csv and --html then have a row per head.
-    With a text, --over and --html, the page of the text says of every head what it does.
-    """
-    corpus = OverChoice.of(over, over_targets, documents, context, tokens, worth, explain=explain)
-    texts, chosen = _Texts(text, file, target, max_new_tokens), _Heads(kind, layers, heads, top, writes)
-    files = _Files(npz, csv_file, html, svg, png)
-    is_of_heads = corpus is not None and not texts.are_given
-    read = [Path(model), *texts.read(), *([] if corpus is None else corpus.read())]
-    is_own_csv = is_over_csv if is_of_heads else is_attention_csv
-    require_free(files.outputs(is_own_csv), [path for path in read if path.exists()], force=force)
-    if corpus is not None and is_of_heads:
-        if any(option not in (None, 0) for option in (*texts, *chosen, npz, svg, png)):
-            raise UsageError("--over without a text goes with no options of one but --csv, --html and --json")
-        show_over(corpus.measure(model, device), csv_file, html, as_json=as_json)
-        return
-    if corpus is not None and html is None:
-        raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
-    reader = open_reader(model, device)
-    saved = chosen.of(texts.attend(reader), reader)
-    behaviour = None if corpus is None else corpus.measure(reader)
-    with progress_bar("{task.description}", "writing", of_bytes=False) as tell:
-        files.write(saved, behaviour, tell)
-    _print(saved, files.given(), as_json=as_json)
-
-
 class _Texts(NamedTuple):
     """Texts to read, as the options have them."""
 
-    text: str | None
-    file: Path | None
-    target: str | None
-    max_new_tokens: int
+    text: Text = None
+    file: FileOption = None
+    target: TargetOption = None
+    max_new_tokens: MaxNewTokensOption = 0
 
     @property
     def are_given(self) -> bool:
@@ -198,18 +131,18 @@ class _Texts(NamedTuple):
 class _Heads(NamedTuple):
     """Heads to show, as the options have them, with how many weights and written tokens."""
 
-    kinds: list[str] | None
-    layers: str | None
-    heads: str | None
-    top: int | None
-    writes: int | None
+    kind: KindOption = None
+    layers: LayersOption = None
+    heads: HeadsOption = None
+    top: TopOption = None
+    writes: WritesOption = None
 
     def of(self, attention: AttentionBatch, reader: Reader) -> list[Saved]:
         """What is chosen of each text."""
         layers = None if self.layers is None else numbers(self.layers, "--layers")
         heads = None if self.heads is None else numbers(self.heads, "--heads")
         writer = None if self.writes is None else TokenWriter(reader, self.writes)
-        return [Saved(one, one.parts(self.kinds, layers, heads), self.top, writer) for one in attention]
+        return [Saved(one, one.parts(self.kind, layers, heads), self.top, writer) for one in attention]
 
 
 class _Files(NamedTuple):
@@ -243,6 +176,51 @@ class _Files(NamedTuple):
             write_text(self.svg, head_svg(*picture))
         if self.png is not None and picture is not None:
             write_bytes(self.png, head_png(*picture))
+
+
+@grouped
+def attend(
+    model: Model,
+    texts: _Texts,
+    chosen: _Heads,
+    npz: NpzOption = None,
+    csv_file: CsvOption = None,
+    *,
+    over: OverOptions,
+    more: MoreFigures,
+    html: HtmlOption = None,
+    svg: SvgOption = None,
+    png: PngOption = None,
+    force: ForceOption = False,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Show where every head of a model looks on a text.
+
+    The model runs with its own kernels; the weights are computed from the inputs of its layers. Prints the
+    strongest looks of each head, unless an output is chosen.
+
+    With --over, measures what heads do over a whole text instead; --csv and --html then have a row per head.
+    With a text, --over and --html, the page of the text says of every head what it does.
+    """
+    corpus, files = over.choice(more), _Files(npz, csv_file, html, svg, png)
+    is_of_heads = corpus is not None and not texts.are_given
+    read = [Path(model), *texts.read(), *([] if corpus is None else corpus.read())]
+    is_own_csv = is_over_csv if is_of_heads else is_attention_csv
+    require_free(files.outputs(is_own_csv), [path for path in read if path.exists()], force=force)
+    if corpus is not None and is_of_heads:
+        if any(option not in (None, 0) for option in (*texts, *chosen, npz, svg, png)):
+            raise UsageError("--over without a text goes with no options of one but --csv, --html and --json")
+        show_over(corpus.measure(model, device), csv_file, html, as_json=as_json)
+        return
+    if corpus is not None and html is None:
+        raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
+    reader = open_reader(model, device)
+    saved = chosen.of(texts.attend(reader), reader)
+    behaviour = None if corpus is None else corpus.measure(reader)
+    with progress_bar("{task.description}", "writing", of_bytes=False) as tell:
+        files.write(saved, behaviour, tell)
+    _print(saved, files.given(), as_json=as_json)
 
 
 def _page(saved: Sequence[Saved], behaviour: OverText | None, tell: Told) -> AttentionPage:

@@ -15,17 +15,9 @@ from rich.console import Console
 import triptych
 from triptych.attending.correlations import Beside, correlations_table, put_beside
 from triptych.checkpoints.family import read_family
+from triptych.cli.groups import grouped
 from triptych.cli.outputs import ForceOption, Output, require_free
-from triptych.cli.over import (
-    ContextOption,
-    DocumentsOption,
-    OverChoice,
-    OverOption,
-    OverTargetsOption,
-    TokensOption,
-    print_table,
-    write_rows,
-)
+from triptych.cli.over import MoreFigures, OverOptions, print_table, write_rows
 from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
 from triptych.cli.verbose import VerboseOption
@@ -71,73 +63,41 @@ ParquetOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
-def inspect(
-    checkpoint: CheckpointArgument,
-    layers: LayersOption = None,
-    heads: HeadsOption = None,
-    compare: CompareOption = None,
-    family: FamilyOption = None,
-    ignore_rotary: IgnoreRotaryOption = False,
-    html: HtmlOption = None,
-    csv_file: CsvOption = None,
-    parquet: ParquetOption = None,
-    over: OverOption = None,
-    over_targets: OverTargetsOption = None,
-    documents: DocumentsOption = "file",
-    context: ContextOption = None,
-    tokens: TokensOption = None,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-    verbose: VerboseOption = False,
-) -> None:
-    """Measure the attention weights of a checkpoint, head by head.
+class _Reading(NamedTuple):
+    """Checkpoints to measure, besides the first, and what of them."""
 
-    Reports spectra and ranks of W_QK and W_OV, the similarity of W_Q, W_K and W_V next to chance, symmetry
-    and copying. The model is not run, unless a text is given to measure what heads do (--over).
-    """
-    text = OverChoice.of(over, over_targets, documents, context, tokens)
-    files = _Files(html, csv_file, parquet)
-    names = [checkpoint] if compare is None else [checkpoint, compare]
-    files.require_free([*_read(names), *([] if text is None else text.read())], force=force)
-    own = None if family is None else read_family(family)
-    chosen_layers = None if layers is None else numbers(layers, "--layers")
-    chosen_heads = None if heads is None else numbers(heads, "--heads")
-    found = []
-    for name in names:
-        with progress_bar("reading {task.description}", name) as tell:
-            inspection = triptych.inspect(
-                name,
-                layers=chosen_layers,
-                heads=chosen_heads,
-                family=own,
-                ignore_rotary=ignore_rotary,
-                progress=tell,
-            )
-        found.append(inspection)
-    beside = [
-        put_beside(inspection, text.measure(name).behaviour)
-        for name, inspection in zip(names, found, strict=True)
-        if text is not None
-    ]
-    if len(found) == 2 and found[0].name == found[1].name:
-        found[1] = replace(found[1], name=f"{found[1].name} (2)")
-    files.write(found, beside)
-    if as_json:
-        records = _records(found, beside)
-        print(json.dumps(records[0] if compare is None else records, allow_nan=False))
-        return
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    _print_all(found, beside, console)
-    for path in files.given():
-        console.print(f"written: {path}")
+    layers: LayersOption = None
+    heads: HeadsOption = None
+    compare: CompareOption = None
+    family: FamilyOption = None
+    ignore_rotary: IgnoreRotaryOption = False
+
+    def inspect(self, names: Sequence[str]) -> list[Inspection]:
+        """Measure each checkpoint."""
+        own = None if self.family is None else read_family(self.family)
+        layers = None if self.layers is None else numbers(self.layers, "--layers")
+        heads = None if self.heads is None else numbers(self.heads, "--heads")
+        found = []
+        for name in names:
+            with progress_bar("reading {task.description}", name) as tell:
+                inspection = triptych.inspect(
+                    name,
+                    layers=layers,
+                    heads=heads,
+                    family=own,
+                    ignore_rotary=self.ignore_rotary,
+                    progress=tell,
+                )
+            found.append(inspection)
+        return found
 
 
 class _Files(NamedTuple):
     """Where the options want the figures; None for those that were not given."""
 
-    html: Path | None
-    csv: Path | None
-    parquet: Path | None
+    html: HtmlOption = None
+    csv: CsvOption = None
+    parquet: ParquetOption = None
 
     def require_free(self, read: Sequence[Path], *, force: bool) -> None:
         """Raise where one could not be written, or would take the place of what is read."""
@@ -156,6 +116,43 @@ class _Files(NamedTuple):
     def given(self) -> list[Path]:
         """Those that were given."""
         return [path for path in self if path is not None]
+
+
+@grouped
+def inspect(
+    checkpoint: CheckpointArgument,
+    reading: _Reading,
+    files: _Files,
+    over: OverOptions,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure the attention weights of a checkpoint, head by head.
+
+    Reports spectra and ranks of W_QK and W_OV, the similarity of W_Q, W_K and W_V next to chance, symmetry
+    and copying. The model is not run, unless a text is given to measure what heads do (--over).
+    """
+    text = over.choice(MoreFigures())
+    names = [checkpoint] if reading.compare is None else [checkpoint, reading.compare]
+    files.require_free([*_read(names), *([] if text is None else text.read())], force=force)
+    found = reading.inspect(names)
+    beside = [
+        put_beside(inspection, text.measure(name).behaviour)
+        for name, inspection in zip(names, found, strict=True)
+        if text is not None
+    ]
+    if len(found) == 2 and found[0].name == found[1].name:
+        found[1] = replace(found[1], name=f"{found[1].name} (2)")
+    files.write(found, beside)
+    if as_json:
+        records = _records(found, beside)
+        print(json.dumps(records[0] if len(names) == 1 else records, allow_nan=False))
+        return
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    _print_all(found, beside, console)
+    for path in files.given():
+        console.print(f"written: {path}")
 
 
 def _is_own_csv(path: Path) -> bool:

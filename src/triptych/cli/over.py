@@ -57,8 +57,6 @@ TokensOption = Annotated[
         help="With --over: tokens to read. Default: 65,536, and 8,192 for --worth and --explain.",
     ),
 ]
-
-
 WorthOption = Annotated[
     Literal["zero", "mean", "even"] | None,
     typer.Option(
@@ -78,65 +76,68 @@ ExplainOption = Annotated[
 _CSV_START = b"stack,layer,head,called,"
 
 
-class OverChoice(NamedTuple):
-    """A text to measure heads over, as the options have it."""
+class MoreFigures(NamedTuple):
+    """What is measured besides where heads look."""
 
-    text: Path
-    targets: Path | None
-    documents: Literal["file", "line", "blank-lines"]
-    context: int | None
-    tokens: int | None
-    worth: Literal["zero", "mean", "even"] | None
-    explain: bool
+    worth: WorthOption = None
+    explain: ExplainOption = False
 
-    @classmethod
-    def of(
-        cls,
-        text: Path | None,
-        targets: Path | None,
-        documents: Literal["file", "line", "blank-lines"],
-        context: int | None,
-        tokens: int | None,
-        worth: Literal["zero", "mean", "even"] | None = None,
-        *,
-        explain: bool = False,
-    ) -> "OverChoice | None":
+
+class OverOptions(NamedTuple):
+    """A text to measure heads over, as it is given."""
+
+    over: OverOption = None
+    over_targets: OverTargetsOption = None
+    documents: DocumentsOption = "file"
+    context: ContextOption = None
+    tokens: TokensOption = None
+
+    def choice(self, more: MoreFigures) -> "OverChoice | None":
         """The text; None without --over.
 
         Raises:
             UsageError: options that go with --over are given without it.
         """
-        if text is not None:
-            return cls(text, targets, documents, context, tokens, worth, explain)
+        if self.over is not None:
+            return OverChoice(self.over, self, more)
         given = {
-            "--over-targets": targets is not None,
-            "--documents": documents != "file",
-            "--context": context is not None,
-            "--tokens": tokens is not None,
-            "--worth": worth is not None,
-            "--explain": explain,
+            "--over-targets": self.over_targets is not None,
+            "--documents": self.documents != "file",
+            "--context": self.context is not None,
+            "--tokens": self.tokens is not None,
+            "--worth": more.worth is not None,
+            "--explain": more.explain,
         }
         if found := [name for name, is_given in given.items() if is_given]:
             raise UsageError(f"{found[0]} goes with --over: name a text")
         return None
 
+
+class OverChoice(NamedTuple):
+    """A text to measure heads over, how it is read, and what is measured."""
+
+    text: Path
+    how: OverOptions
+    more: MoreFigures
+
     def read(self) -> list[Path]:
         """The files that are read."""
-        return [path for path in (self.text, self.targets) if path is not None]
+        return [path for path in (self.text, self.how.over_targets) if path is not None]
 
     def measure(self, model: str | Reader, device: str = "auto") -> OverText:
         """Measure what the heads of a model do over the text."""
         reader = model if isinstance(model, Reader) else open_reader(model, device)
-        documents = read_texts(reader, self.text, self.documents)
+        targets = self.how.over_targets
+        documents = read_texts(reader, self.text, self.how.documents)
         with progress_bar("{task.description}", "reading", of_bytes=False) as tell:
             return triptych.attend_over(
                 reader,
                 documents,
-                None if self.targets is None else read_lines(self.targets),
-                worth=self.worth,
-                explain=self.explain,
-                context=self.context,
-                most_tokens=self.tokens,
+                None if targets is None else read_lines(targets),
+                worth=self.more.worth,
+                explain=self.more.explain,
+                context=self.how.context,
+                most_tokens=self.how.tokens,
                 progress=tell,
             )
 
