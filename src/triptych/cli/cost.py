@@ -5,12 +5,13 @@ import math
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 
 import triptych
+from triptych.cli.groups import grouped
 from triptych.cli.outputs import ForceOption, Output, require_free
 from triptych.cli.progress import progress_bar
 from triptych.costing import pages
@@ -67,24 +68,67 @@ HtmlOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
+class _Sizes(NamedTuple):
+    """What is counted."""
+
+    d_model: ModelWidthOption = 512
+    num_heads: HeadsOption = 8
+    d_k: QueryWidthOption = None
+    d_v: ValueWidthOption = None
+    num_kv_heads: KVHeadsOption = None
+    d_latent: LatentOption = None
+    d_shared: SharedOption = None
+    biases: BiasOption = False
+    length: LengthOption = 512
+    context: ContextOption = 2048
+    batch: BatchOption = 1
+    dtype: DtypeOption = "fp32"
+    only: OnlyOption = None
+
+    def spec(self) -> CostSpec:
+        """The library's record.
+
+        Raises:
+            ValueError: values that do not go together.
+        """
+        given: dict[str, Any] = self._asdict()
+        if only := given.pop("only"):
+            given["parameterisations"] = tuple(only)
+        return CostSpec(**given)
+
+
+class _Timing(NamedTuple):
+    """Whether and how speed is measured."""
+
+    measure: MeasureOption = False
+    seconds: SecondsOption = None
+    device: DeviceOption = None
+
+    def measure_times(self, report: CostReport) -> TimingReport | None:
+        """Times, if they are asked for.
+
+        Raises:
+            UsageError: an option of measuring without it, or a time that is none.
+        """
+        if not self.measure:
+            if self.seconds is not None or self.device is not None:
+                given = "--device" if self.seconds is None else "--seconds"
+                raise UsageError(f"{given} needs --measure: add it, or leave out {given}")
+            return None
+        seconds = 1.0 if self.seconds is None else self.seconds
+        if not 0 <= seconds < math.inf:
+            raise UsageError(f"--seconds is {seconds}: it must be 0 or more")
+        with progress_bar("timing {task.description}", of_bytes=False) as tell:
+            found = find_device("cpu" if self.device is None else self.device)
+            return triptych.measure_times(report, seconds=seconds, device=found, progress=tell)
+
+
+@grouped
 def cost(
-    d_model: ModelWidthOption = 512,
-    num_heads: HeadsOption = 8,
-    d_k: QueryWidthOption = None,
-    d_v: ValueWidthOption = None,
-    num_kv_heads: KVHeadsOption = None,
-    d_latent: LatentOption = None,
-    d_shared: SharedOption = None,
-    biases: BiasOption = False,
-    length: LengthOption = 512,
-    context: ContextOption = 2048,
-    batch: BatchOption = 1,
-    dtype: DtypeOption = "fp32",
-    only: OnlyOption = None,
+    sizes: _Sizes,
     formulas: FormulasOption = False,
-    measure: MeasureOption = False,
-    seconds: SecondsOption = None,
-    device: DeviceOption = None,
+    *,
+    timing: _Timing,
     html: HtmlOption = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
@@ -94,28 +138,13 @@ def cost(
     Reports parameters, FLOPs, bytes and cache of each at one size.
     """
     try:
-        spec = CostSpec(
-            d_model=d_model,
-            num_heads=num_heads,
-            d_k=d_k,
-            d_v=d_v,
-            num_kv_heads=num_kv_heads,
-            d_latent=d_latent,
-            d_shared=d_shared,
-            biases=biases,
-            length=length,
-            context=context,
-            batch=batch,
-            dtype=dtype,
-            **({"parameterisations": tuple(only)} if only else {}),
-        )
-        report = triptych.cost(spec)
+        report = triptych.cost(sizes.spec())
     except ValueError as error:
         raise UsageError(str(error)) from None
     require_free([Output(html, is_page)], (), force=force)
     if html is not None:
         require_charts()  # before anything is measured
-    timed = _measured(report, measure, seconds, device)
+    timed = timing.measure_times(report)
     if html is not None:
         command = shlex.join(["triptych", *sys.argv[1:]])
         write_report(pages.cost_page(report, timed, command), html)
@@ -126,27 +155,6 @@ def cost(
     _print(report, timed, formulas)
     if html is not None:
         Console(highlight=False, markup=False).print(f"page: {html}", soft_wrap=True)
-
-
-def _measured(
-    report: CostReport, measure: bool, seconds: float | None, device: str | None
-) -> TimingReport | None:
-    """Times, if they are asked for.
-
-    Raises:
-        UsageError: an option of measuring without it, or a time that is none.
-    """
-    if not measure:
-        if seconds is not None or device is not None:
-            given = "--device" if seconds is None else "--seconds"
-            raise UsageError(f"{given} needs --measure: add it, or leave out {given}")
-        return None
-    seconds = 1.0 if seconds is None else seconds
-    if not 0 <= seconds < math.inf:
-        raise UsageError(f"--seconds is {seconds}: it must be 0 or more")
-    with progress_bar("timing {task.description}", of_bytes=False) as tell:
-        found = find_device("cpu" if device is None else device)
-        return triptych.measure_times(report, seconds=seconds, device=found, progress=tell)
 
 
 def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> None:

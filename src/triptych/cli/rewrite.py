@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 from rich.console import Console
@@ -22,7 +22,8 @@ from triptych.algebra.rewrites.registry import (
     summary,
 )
 from triptych.algebra.rewrites.rewrite import Rewrite
-from triptych.checkpoints.family import read_family
+from triptych.checkpoints.family import Family, read_family
+from triptych.cli.groups import grouped
 from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
 from triptych.cli.verbose import VerboseOption
@@ -130,24 +131,96 @@ PlanOption = Annotated[bool, typer.Option("--plan", help="Report what would be d
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan or the certificate as JSON.")]
 
 
+class _Wanted(NamedTuple):
+    """What is done to a checkpoint."""
+
+    exact: ExactOption = False
+    do: DoOption = None
+    list_rewrites: ListOption = False
+    recipe: RecipeOption = None
+    rank: RankOption = None
+    energy: EnergyOption = None
+    budget: BudgetOption = None
+    forms: FormsOption = "qk,ov"
+    criterion: CriterionOption = None
+    rotary: RotaryOption = None
+    calibrate: CalibrateOption = None
+    kv_heads: KVHeadsOption = None
+    prune: PruneOption = None
+    layers: LayersOption = None
+    skip_refused: SkipRefusedOption = False
+
+    def recipe_for(self, checkpoint: str, family: Family | None) -> RewriteRecipe:
+        """The same as a recipe.
+
+        Raises:
+            UsageError: nothing is asked for, or two ways at once.
+        """
+        steps = self._steps(checkpoint, family)
+        layers = None if self.layers is None else tuple(numbers(self.layers, "--layers"))
+        if self.recipe is not None:
+            if self.exact or steps or layers is not None:
+                raise UsageError("--recipe cannot be combined with --exact, --do and the like")
+            found = read_rewrite_recipe(self.recipe)
+            update: dict[str, Any] = {"skip_refused": found.skip_refused or self.skip_refused}
+            if self.calibrate is not None:
+                update["calibration"] = self.calibrate
+            return found.model_copy(update=update)
+        if self.exact:
+            names = [step.name for step in EXACT]
+            if twice := next((step.name for step in steps if step.name in names), None):
+                raise UsageError(f"--exact does {twice} already: leave one of the two out")
+            steps = sorted([*EXACT, *steps], key=attrgetter("place"))
+        if not steps:
+            raise UsageError(
+                "nothing to do: give --exact, --do REWRITE, --rank, --energy, --budget or --recipe"
+            )
+        if layers is not None:  # a rewrite's own layers go first
+            steps = [step if step.layers else step.model_copy(update={"layers": layers}) for step in steps]
+        require_order(steps)
+        return RewriteRecipe(
+            step=tuple(steps), skip_refused=self.skip_refused or self.exact, calibration=self.calibrate
+        )
+
+    def _steps(self, checkpoint: str, family: Family | None) -> list[Rewrite]:
+        """What is named with --do, in that order, then what has an option of its own."""
+        own = self._truncations()
+        if self.prune is not None:
+            on_text = self.calibrate is not None
+            own.append({"rewrite": "prune_heads", "number": self.prune, "on_text": on_text})
+        if self.kv_heads is not None:
+            kv_rewrite = resize_kv_heads(checkpoint, self.kv_heads, family)
+            own.append({"rewrite": kv_rewrite, "num_kv_heads": self.kv_heads})
+        named = [*map(read_rewrite, self.do or [])]
+        return [*named, *sorted(map(read_rewrite, own), key=attrgetter("place"))]
+
+    def _truncations(self) -> list[dict[str, Any]]:
+        """The truncation that options ask for; empty if none does.
+
+        Raises:
+            UsageError: an option of a truncation without one.
+        """
+        sizes = {"rank": self.rank, "energy": self.energy, "budget": self.budget}
+        cut = {name: value for name, value in sizes.items() if value is not None}
+        for option, value in (("--rotary", self.rotary), ("--criterion", self.criterion)):
+            if value is not None and not cut:
+                raise UsageError(f"{option} needs --rank, --energy or --budget")
+        if not cut:
+            return []
+        how = {
+            "forms": self.forms.split(","),
+            "criterion": self.criterion or ("free" if self.calibrate is None else "centred"),
+            "rotary": self.rotary or "maps",
+        }
+        return [{"rewrite": "truncate", **how, **cut}]
+
+
+@grouped
 def rewrite(
     checkpoint: CheckpointArgument,
     out: OutOption = None,
-    exact: ExactOption = False,
-    do: DoOption = None,
-    list_rewrites: ListOption = False,
-    recipe: RecipeOption = None,
-    rank: RankOption = None,
-    energy: EnergyOption = None,
-    budget: BudgetOption = None,
-    forms: FormsOption = "qk,ov",
-    criterion: CriterionOption = None,
-    rotary: RotaryOption = None,
-    calibrate: CalibrateOption = None,
-    kv_heads: KVHeadsOption = None,
-    prune: PruneOption = None,
-    layers: LayersOption = None,
-    skip_refused: SkipRefusedOption = False,
+    *,
+    wanted: _Wanted,
     text: TextOption = None,
     compare: CompareOption = True,
     family: FamilyOption = None,
@@ -160,24 +233,7 @@ def rewrite(
     The result has the format of the original. The certificate says what was changed and what was measured.
     """
     own = None if family is None else read_family(family)
-    cuts = _truncations(rank, energy, budget, forms, criterion, rotary, on_text=calibrate is not None)
-    shortcuts: list[dict[str, Any]] = []
-    if prune is not None:
-        shortcuts.append({"rewrite": "prune_heads", "number": prune, "on_text": calibrate is not None})
-    if kv_heads is not None:
-        kv_rewrite = resize_kv_heads(checkpoint, kv_heads, own)
-        shortcuts.append({"rewrite": kv_rewrite, "num_kv_heads": kv_heads})
-    chosen = _recipe(
-        recipe=recipe,
-        exact=exact,
-        steps=[
-            *map(read_rewrite, do or []),
-            *sorted(map(read_rewrite, [*shortcuts, *cuts]), key=attrgetter("place")),
-        ],
-        layers=None if layers is None else tuple(numbers(layers, "--layers")),
-        skip_refused=skip_refused,
-        calibrate=calibrate,
-    )
+    chosen = wanted.recipe_for(checkpoint, own)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if plan:
         found = plan_rewrite(checkpoint, chosen, family=own)
@@ -195,74 +251,6 @@ def rewrite(
         print(certificate.as_json().decode(), end="")
     else:
         _print_certificate(certificate, out, console)
-
-
-def _truncations(
-    rank: int | None,
-    energy: float | None,
-    budget: float | None,
-    forms: str,
-    criterion: Criterion | None,
-    rotary: str | None,
-    *,
-    on_text: bool,
-) -> list[dict[str, Any]]:
-    """The truncation that options ask for; empty if none does.
-
-    Raises:
-        UsageError: an option of a truncation without one.
-    """
-    cut = {
-        name: value
-        for name, value in (("rank", rank), ("energy", energy), ("budget", budget))
-        if value is not None
-    }
-    for option, value in (("--rotary", rotary), ("--criterion", criterion)):
-        if value is not None and not cut:
-            raise UsageError(f"{option} needs --rank, --energy or --budget")
-    if not cut:
-        return []
-    how = {
-        "forms": forms.split(","),
-        "criterion": criterion or ("centred" if on_text else "free"),
-        "rotary": rotary or "maps",
-    }
-    return [{"rewrite": "truncate", **how, **cut}]
-
-
-def _recipe(
-    *,
-    recipe: Path | None,
-    exact: bool,
-    steps: list[Rewrite],
-    layers: tuple[int, ...] | None,
-    skip_refused: bool,
-    calibrate: Path | None,
-) -> RewriteRecipe:
-    """What the command asks for, as a recipe.
-
-    Raises:
-        UsageError: nothing, or two ways at once.
-    """
-    if recipe is not None:
-        if exact or steps or layers is not None:
-            raise UsageError("--recipe cannot be combined with --exact, --do and the like")
-        found = read_rewrite_recipe(recipe)
-        update: dict[str, Any] = {"skip_refused": found.skip_refused or skip_refused}
-        if calibrate is not None:
-            update["calibration"] = calibrate
-        return found.model_copy(update=update)
-    if exact:
-        names = [step.name for step in EXACT]
-        if twice := next((step.name for step in steps if step.name in names), None):
-            raise UsageError(f"--exact does {twice} already: leave one of the two out")
-        steps = sorted([*EXACT, *steps], key=attrgetter("place"))
-    if not steps:
-        raise UsageError("nothing to do: give --exact, --do REWRITE, --rank, --energy, --budget or --recipe")
-    if layers is not None:  # a rewrite's own layers go first
-        steps = [step if step.layers else step.model_copy(update={"layers": layers}) for step in steps]
-    require_order(steps)
-    return RewriteRecipe(step=tuple(steps), skip_refused=skip_refused or exact, calibration=calibrate)
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
