@@ -26,6 +26,7 @@ from triptych.converting.checks import (
     random_pairs,
     rounded_difference,
 )
+from triptych.converting.ctranslate2_layers import array, set_linear, set_norm
 from triptych.converting.plain_heads import plain_model
 from triptych.extras import require_extra
 from triptych.models import EncoderDecoder
@@ -88,14 +89,14 @@ def _spec(model: EncoderDecoder, num_heads: dict[str, int], length: int) -> Any:
     decoder = transformer_spec.TransformerDecoderSpec(config.decoder.num_layers, num_heads["decoder"], **same)
     for stack in (encoder, decoder):
         stack.scale_embeddings = float(config.d_model**0.5)
-    encoder.embeddings[0].weight = _array(model.src_embedding.weight)
-    decoder.embeddings.weight = _array(model.tgt_embedding.weight)
-    encoder.position_encodings.encodings = _array(position_table(model, "src", length))
-    decoder.position_encodings.encodings = _array(position_table(model, "tgt", length))
+    encoder.embeddings[0].weight = array(model.src_embedding.weight)
+    decoder.embeddings.weight = array(model.tgt_embedding.weight)
+    encoder.position_encodings.encodings = array(position_table(model, "src", length))
+    decoder.position_encodings.encodings = array(position_table(model, "tgt", length))
     if config.norm == "pre":
-        _set_norm(encoder.layer_norm, model.encoder_norm)
-        _set_norm(decoder.layer_norm, model.decoder_norm)
-    _set_linear(decoder.projection, [model.output])
+        set_norm(encoder.layer_norm, model.encoder_norm)
+        set_norm(decoder.layer_norm, model.decoder_norm)
+    set_linear(decoder.projection, [model.output])
     for layer, block in zip(encoder.layer, model.encoder, strict=True):
         assert isinstance(block, Block)  # a ModuleList does not tell
         _set_self_attention(layer.self_attention, block.self_attention, block.self_residual)
@@ -103,10 +104,10 @@ def _spec(model: EncoderDecoder, num_heads: dict[str, int], length: int) -> Any:
     for layer, block in zip(decoder.layer, model.decoder, strict=True):
         assert isinstance(block, Block)
         _set_self_attention(layer.self_attention, block.self_attention, block.self_residual)
-        _set_linear(layer.attention.linear[0], _maps(block.cross_attention, "q"))
-        _set_linear(layer.attention.linear[1], _maps(block.cross_attention, "kv"))
-        _set_linear(layer.attention.linear[2], _maps(block.cross_attention, "o"))
-        _set_norm(layer.attention.layer_norm, block.cross_residual.norm)
+        set_linear(layer.attention.linear[0], _maps(block.cross_attention, "q"))
+        set_linear(layer.attention.linear[1], _maps(block.cross_attention, "kv"))
+        set_linear(layer.attention.linear[2], _maps(block.cross_attention, "o"))
+        set_norm(layer.attention.layer_norm, block.cross_residual.norm)
         _set_feed_forward(layer.ffn, block.feed_forward, block.feed_forward_residual)
     return transformer_spec.TransformerSpec(encoder, decoder)
 
@@ -118,32 +119,16 @@ def _maps(attention: MultiHeadAttention, sides: str) -> list[torch.nn.Linear]:
 
 
 def _set_self_attention(spec: Any, attention: MultiHeadAttention, residual: Residual) -> None:
-    _set_linear(spec.linear[0], _maps(attention, "qkv"))
-    _set_linear(spec.linear[1], _maps(attention, "o"))
-    _set_norm(spec.layer_norm, residual.norm)
+    set_linear(spec.linear[0], _maps(attention, "qkv"))
+    set_linear(spec.linear[1], _maps(attention, "o"))
+    set_norm(spec.layer_norm, residual.norm)
 
 
 def _set_feed_forward(spec: Any, feed_forward: torch.nn.Module, residual: Residual) -> None:
     assert isinstance(feed_forward, FeedForward)  # recipes have no other
-    _set_linear(spec.linear_0, [feed_forward.inner])
-    _set_linear(spec.linear_1, [feed_forward.outer])
-    _set_norm(spec.layer_norm, residual.norm)
-
-
-def _set_linear(spec: Any, linears: list[torch.nn.Linear]) -> None:
-    """One map, or several below each other."""
-    spec.weight = _array(torch.cat([linear.weight for linear in linears]))
-    if linears[0].bias is not None:
-        spec.bias = _array(torch.cat([linear.bias for linear in linears]))
-
-
-def _set_norm(spec: Any, norm: torch.nn.Module) -> None:
-    assert isinstance(norm, torch.nn.LayerNorm)  # the only norm there is
-    spec.gamma, spec.beta = _array(norm.weight), _array(norm.bias)
-
-
-def _array(tensor: Tensor) -> Any:
-    return tensor.detach().float().cpu().contiguous().numpy()
+    set_linear(spec.linear_0, [feed_forward.inner])
+    set_linear(spec.linear_1, [feed_forward.outer])
+    set_norm(spec.layer_norm, residual.norm)
 
 
 def _check(run: Run, folder: Path, quantization: Quantization) -> ConversionCheck:

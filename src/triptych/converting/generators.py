@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor, nn
 
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.weights import AttentionWeights
@@ -25,13 +24,14 @@ from triptych.converting.checks import (
     compare_logits,
     rounded_difference,
 )
+from triptych.converting.ctranslate2_layers import array, set_linear, set_norm
 from triptych.converting.plain_layers import HeadSizes, head_sizes, padded_maps, plain_layer, rotary_base
 from triptych.errors import UsageError
 from triptych.extras import require_extra
 from triptych.files import write_text
 from triptych.models import LanguageModel
 from triptych.models.architecture import FeedForwardConfig, NormConfig, SublayerConfig
-from triptych.models.blocks import Block, OffsetNorm
+from triptych.models.blocks import Block
 from triptych.models.feed_forward import FeedForward
 from triptych.runs import open_text_model
 from triptych.text import PretrainedTokenizer
@@ -209,27 +209,27 @@ def _spec(model: LanguageModel) -> Any:
     )
     decoder = spec.decoder
     decoder.scale_embeddings = False if made.embeddings.scale == 1.0 else float(made.embeddings.scale)
-    decoder.embeddings.weight = _array(model.embeddings.table.weight)
+    decoder.embeddings.weight = array(model.embeddings.table.weight)
     if made.embeddings.positions == "learned":
         rows = model.embeddings.positions.get_parameter("weight")
-        decoder.position_encodings.encodings = _array(rows[made.embeddings.position_offset :])
-    _set_norm(decoder.layer_norm, model.final_norm, made.d_model)
+        decoder.position_encodings.encodings = array(rows[made.embeddings.position_offset :])
+    set_norm(decoder.layer_norm, model.final_norm)
     assert model.head is not None
     output, scale = model.head.output, model.head.config.scale
-    decoder.projection.weight = _array(output.weight * scale if scale != 1.0 else output.weight)
+    decoder.projection.weight = array(output.weight * scale if scale != 1.0 else output.weight)
     if output.bias is not None:
-        decoder.projection.bias = _array(output.bias * scale)
+        decoder.projection.bias = array(output.bias * scale)
     for layer, block, weights in zip(decoder.layer, blocks, plain, strict=True):
         _set_attention(layer.self_attention, weights, sizes)
-        _set_norm(layer.self_attention.layer_norm, block.self_residual.norm, made.d_model)
+        set_norm(layer.self_attention.layer_norm, block.self_residual.norm)
         feed_forward = block.feed_forward
         assert isinstance(feed_forward, FeedForward)
         gate = feed_forward.gate
-        _set_linear(layer.ffn.linear_0, feed_forward.inner if gate is None else gate)
+        set_linear(layer.ffn.linear_0, [feed_forward.inner if gate is None else gate])
         if gate is not None:
-            _set_linear(layer.ffn.linear_0_noact, feed_forward.inner)
-        _set_linear(layer.ffn.linear_1, feed_forward.outer)
-        _set_norm(layer.ffn.layer_norm, block.feed_forward_residual.norm, made.d_model)
+            set_linear(layer.ffn.linear_0_noact, [feed_forward.inner])
+        set_linear(layer.ffn.linear_1, [feed_forward.outer])
+        set_norm(layer.ffn.layer_norm, block.feed_forward_residual.norm)
     return spec
 
 
@@ -251,31 +251,13 @@ def _rotary(rotary: RotaryEmbedding | None, width: int) -> dict[str, Any]:
 
 def _set_attention(spec: Any, weights: AttentionWeights, sizes: HeadSizes) -> None:
     maps = padded_maps(weights, sizes)
-    spec.linear[0].weight = _array(torch.cat([maps.weights[side] for side in ("q", "k", "v")]))
-    spec.linear[1].weight = _array(maps.weights["o"])
+    spec.linear[0].weight = array(torch.cat([maps.weights[side] for side in ("q", "k", "v")]))
+    spec.linear[1].weight = array(maps.weights["o"])
     biases = [maps.biases[side] for side in ("q", "k", "v")]
     if any(bool(bias.any()) for bias in biases):
-        spec.linear[0].bias = _array(torch.cat(biases))
+        spec.linear[0].bias = array(torch.cat(biases))
     if weights.o_bias is not None:
-        spec.linear[1].bias = _array(weights.o_bias)
-
-
-def _set_linear(spec: Any, linear: nn.Linear) -> None:
-    spec.weight = _array(linear.weight)
-    if linear.bias is not None:
-        spec.bias = _array(linear.bias)
-
-
-def _set_norm(spec: Any, norm: nn.Module, d_model: int) -> None:
-    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-    weight = torch.ones(d_model) if weight is None else weight
-    spec.gamma = _array(weight + norm.offset if isinstance(norm, OffsetNorm) else weight)
-    if isinstance(norm, nn.LayerNorm) or (isinstance(norm, OffsetNorm) and norm.kind == "layer"):
-        spec.beta = _array(torch.zeros(d_model) if bias is None else bias)
-
-
-def _array(tensor: Tensor) -> Any:
-    return tensor.detach().float().cpu().contiguous().numpy()
+        spec.linear[1].bias = array(weights.o_bias)
 
 
 @torch.no_grad()
