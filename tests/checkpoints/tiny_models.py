@@ -36,6 +36,14 @@ _COMMON: dict[str, Any] = {
 }
 _GROUPED = {**_COMMON, "num_key_value_heads": 2}
 _NARROW = {**_GROUPED, "head_dim": 10}
+_OPT: dict[str, Any] = {
+    "hidden_size": 24,
+    "ffn_dim": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+}
 _TWO_STACKS: dict[str, Any] = {
     "d_model": 24,
     "encoder_layers": 2,
@@ -216,32 +224,11 @@ TINY: dict[str, Tiny] = {
         {**_GPT, "n_embd": 32, "n_head": 8, "rotary_dim": 2, "n_ctx": 64},
     ),
     "gptj": Tiny("GPTJForCausalLM", "GPTJConfig", {**_GPT, "rotary_dim": 4}),
-    "opt": Tiny(
-        "OPTForCausalLM",
-        "OPTConfig",
-        {
-            "hidden_size": 24,
-            "ffn_dim": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "vocab_size": 40,
-            "max_position_embeddings": 64,
-            "word_embed_proj_dim": 24,
-        },
-    ),
+    "opt": Tiny("OPTForCausalLM", "OPTConfig", {**_OPT, "word_embed_proj_dim": 24}),
     "opt, narrow embeddings": Tiny(
         "OPTForCausalLM",
         "OPTConfig",
-        {
-            "hidden_size": 24,
-            "ffn_dim": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "vocab_size": 40,
-            "max_position_embeddings": 64,
-            "word_embed_proj_dim": 16,
-            "do_layer_norm_before": False,
-        },
+        {**_OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
     ),
     "bloom": Tiny(
         "BloomForCausalLM", "BloomConfig", {"hidden_size": 24, "n_layer": 2, "n_head": 4, "vocab_size": 40}
