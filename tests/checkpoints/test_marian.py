@@ -385,10 +385,10 @@ def test_the_commands_and_load_take_such_a_folder(tmp_path: Path) -> None:
 
 def test_attention_of_such_a_model_is_over_its_own_pieces(tmp_path: Path) -> None:
     write_marian(tmp_path, dtype=torch.float32)
-    seen = triptych.load(tmp_path, device="cpu").attention("ab a", "ba")
-    assert seen.source_pieces == ("▁", "ab", "▁a", "</s>")
-    assert seen.target_pieces == ("▁", "ba", "</s>")
-    assert seen.cross(2).shape == (2, 3, 4)
+    seen = triptych.attend(tmp_path, "ab a", target="ba", device="cpu")
+    assert seen.source_tokens == ("▁", "ab", "▁a", "</s>")
+    assert seen.tokens == ("▁", "ba", "</s>")
+    assert seen.of("cross")[2].shape == (2, 3, 4)
 
 
 def test_a_folder_of_another_architecture_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -139,11 +139,11 @@ def test_lines_are_translated_as_transformers_does_it_from_the_files_alone(tmp_p
     other = translator_folder(tmp_path, "bart", forced_bos_token_id=1, num_beams=1, no_repeat_ngram_size=2)
     with triptych.load(tmp_path, max_extra_tokens=5) as translator:
         found = translator.translate(["w5 w9 w4", "", "w7"])
-        seen = translator.attention("w5 w9 w4")
+        seen = triptych.attend(translator, "w5 w9 w4")
     assert found[1].text == ""
-    assert seen.source_pieces == ("<s>", "w5", "w9", "w4", "</s>")
-    assert seen.target_pieces[0] == "<s>"  # which is forced
-    assert seen.maps.decoder[0].shape[-1] == len(seen.target_pieces)
+    assert seen.source_tokens == ("<s>", "w5", "w9", "w4", "</s>")
+    assert seen.tokens[0] == "<s>"  # which is forced
+    assert seen.of("decoder")[0].shape[-1] == len(seen.tokens)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     for translation, words in ((found[0], 3), (found[2], 1)):
         given = tokenizer([translation.source], return_tensors="pt")["input_ids"]

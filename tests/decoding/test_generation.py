@@ -15,7 +15,6 @@ from triptych.decoding.generation import (
     GenerationOptions,
     generate_stream,
     generate_tokens,
-    generated_attention,
 )
 from triptych.decoding.maps import PRECISIONS, Maps, Precision
 from triptych.decoding.sampling import SamplingOptions
@@ -216,19 +215,6 @@ def test_a_beam_finds_what_is_at_least_as_probable_as_greedy() -> None:
         assert beam.log_probs == pytest.approx(
             log_probs.gather(1, torch.tensor(beam.ids)[:, None])[:, 0].tolist(), rel=1e-8
         )
-
-
-def test_attention_of_the_new_tokens_is_what_the_model_read_before_each() -> None:
-    model = make()
-    (found,) = generate_tokens(TextEngine(model), [PROMPTS[0]], GenerationOptions(4))[0]
-    layers = generated_attention(model, PROMPTS[0], found.ids)
-    assert [tuple(layer.shape) for layer in layers] == [(2, 4, 8)] * 2
-    for i in range(4):
-        text = [*PROMPTS[0], *found.ids[:i]]
-        one = model(torch.tensor([text]), need_weights=True).weights
-        for layer, expected in zip(layers, one, strict=True):
-            torch.testing.assert_close(layer[:, i, : len(text)], expected[0, :, -1])
-            assert float(layer[:, i, len(text) :].abs().sum()) == 0
 
 
 @pytest.mark.parametrize(

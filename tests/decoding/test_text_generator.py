@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from triptych import attend
 from triptych.decoding import GenerationOptions, SamplingOptions, TextGenerator
 from triptych.decoding.text_generator import TextStream
 from triptych.errors import DataError, UsageError
@@ -147,14 +148,13 @@ def test_rows_of_the_table_past_the_tokenizers_tokens_are_never_chosen(letters: 
             assert max(found.ids) < 257
 
 
-def test_attention_has_a_column_for_every_token_read(letters: Tokenizer) -> None:
+def test_attend_continues_a_text_as_its_generator_does(letters: Tokenizer) -> None:
     generator = TextGenerator(model(), letters)
     (found,) = generator.generate(["Hello"], GenerationOptions(4))[0]
-    columns, layers = generator.attention("Hello", found)
-    assert columns == tuple(letters.pieces([*ids(letters, "Hello"), *found.ids[:3]]))
-    assert [tuple(layer.shape) for layer in layers] == [(2, 4, 8)]
-    torch.testing.assert_close(layers[0].sum(-1), torch.ones(2, 4).double())
-    assert generator.heads_by_layer == [2]
+    seen = attend(generator, "Hello", max_new_tokens=4)
+    assert seen.ids == (*ids(letters, "Hello"), *found.ids)
+    assert seen.num_generated == 4
+    assert [len(layer) for layer in seen.weights] == generator.heads_by_layer == [2]
 
 
 def test_what_cannot_be_is_refused(letters: Tokenizer) -> None:

@@ -9,7 +9,6 @@ from triptych.decoding.generation import (
     NewToken,
     generate_stream,
     generate_tokens,
-    generated_attention,
 )
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions, Stop, length_penalty
 from triptych.decoding.likelihood import Likelihood, measure_likelihood, score_continuations
@@ -18,7 +17,7 @@ from triptych.decoding.sampling import SamplingOptions
 from triptych.decoding.search import search
 from triptych.decoding.text_engine import TextEngine
 from triptych.decoding.text_generator import Continuation, TextGenerator
-from triptych.decoding.translator import Candidate, SentenceAttention, Translation, Translator
+from triptych.decoding.translator import Candidate, Translation, Translator
 
 __all__ = [
     "PRECISIONS",
@@ -35,7 +34,6 @@ __all__ = [
     "Precision",
     "SamplingOptions",
     "SearchOptions",
-    "SentenceAttention",
     "Stop",
     "TextEngine",
     "TextGenerator",
@@ -44,7 +42,6 @@ __all__ = [
     "fill_masks",
     "generate_stream",
     "generate_tokens",
-    "generated_attention",
     "length_penalty",
     "measure_bleu",
     "measure_likelihood",

@@ -6,15 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from triptych import thresholds
 from triptych.decoding.hypotheses import length_penalty
 from triptych.decoding.sampling import Sampler, SamplingOptions
 from triptych.decoding.text_engine import TextEngine
 from triptych.errors import UsageError
-from triptych.models import LanguageModel
 
 Finish = Literal["token", "text", "length", "positions"]
 
@@ -329,23 +326,3 @@ def beam_search(engine: TextEngine, prompt: Sequence[int], options: GenerationOp
     if len(ended) < k:
         ended += [closed(beam.ids, beam.log_probs, at_limit) for beam in beams]
     return sorted(ended, key=lambda found: -found.score)[: options.num_samples]
-
-
-@torch.inference_mode()
-def generated_attention(
-    model: LanguageModel, prompt: Sequence[int], ids: Sequence[int]
-) -> list[Float[Tensor, "num_heads new length"]]:
-    """Attention weights of the tokens of a continuation, layer by layer, from one pass over the whole text.
-
-    Args:
-        model: the model.
-        prompt: token ids.
-        ids: the continuation, at least one token.
-
-    Returns:
-        Row i is the weights with which the model read the text before token i of the continuation; columns
-        are the tokens of the prompt and of the continuation but its last.
-    """
-    whole = torch.tensor([[*prompt, *ids][:-1]], device=model.embeddings.table.weight.device)
-    weights = model.eval()(whole, need_weights=True).weights
-    return [layer[0, :, len(prompt) - 1 :] for layer in weights]

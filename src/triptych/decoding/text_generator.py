@@ -4,9 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, final
 
-import torch
-from jaxtyping import Float
-
 from triptych.decoding.generation import (
     Finish,
     Generated,
@@ -14,7 +11,6 @@ from triptych.decoding.generation import (
     OtherEngine,
     generate_stream,
     generate_tokens,
-    generated_attention,
 )
 from triptych.decoding.maps import Precision
 from triptych.decoding.text_engine import TextEngine
@@ -250,20 +246,6 @@ class TextGenerator:
                 yield given
         if rest := text.finish():
             yield rest
-
-    def attention(
-        self, prompt: str, continuation: Continuation, *, chat: bool = False
-    ) -> tuple[tuple[str, ...], list[Float[torch.Tensor, "num_heads new length"]]]:
-        """The tokens that were read, readable, and the weights of every layer with which each new one was.
-
-        Args:
-            prompt: that was continued.
-            continuation: at least one token.
-            chat: as it was.
-        """
-        ids = self.encode(prompt, chat=chat)
-        weights = generated_attention(self.model, ids, continuation.ids)
-        return tuple(self.tokenizer.pieces([*ids, *continuation.ids[:-1]])), weights
 
     def _encoded(self, prompt: str, number: int, count: int, chat: bool) -> list[int]:
         if not prompt and count > 1:

@@ -6,19 +6,15 @@ from dataclasses import dataclass
 from itertools import count
 from typing import final, overload
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
 from triptych import thresholds
 from triptych.decoding.ahead import Ahead
-from triptych.decoding.batches import EvaluationMode, batch_searcher, batches_of_like_length
+from triptych.decoding.batches import batch_searcher, batches_of_like_length
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions
 from triptych.decoding.maps import Precision, unsupported_precision
 from triptych.decoding.pieces import split_line
 from triptych.decoding.workers import Searcher, WorkerPool
 from triptych.errors import UsageError
-from triptych.models import AttentionMaps, EncoderDecoder
+from triptych.models import EncoderDecoder
 from triptych.text import OutputRules, TokenizerPair, as_lines
 from triptych.threads import torch_threads
 
@@ -63,26 +59,6 @@ class Translation:
     def text(self) -> str:
         """The best translation."""
         return self.candidates[0].text
-
-
-@dataclass(frozen=True)
-class SentenceAttention:
-    """Attention weights of one translation.
-
-    Attributes:
-        source_pieces: source tokens, the end of sentence last.
-        target_pieces: target tokens, the end of sentence last: row i is what was looked at to
-            produce token i.
-        maps: the weights, batch size 1.
-    """
-
-    source_pieces: tuple[str, ...]
-    target_pieces: tuple[str, ...]
-    maps: AttentionMaps
-
-    def cross(self, layer: int) -> Float[Tensor, "num_heads tgt_len src_len"]:
-        """Cross-attention of a decoder layer."""
-        return self.maps.cross[layer][0]
 
 
 @final
@@ -279,33 +255,6 @@ class Translator:
     def _searcher_arguments(self) -> tuple[EncoderDecoder, int, SearchOptions, Precision, OutputRules]:
         src, tgt = self.tokenizers.source, self.tokenizers.target
         return self.model, src.eos_id, self.options, self.precision, tgt.rules
-
-    def attention(self, source: str, target: str | None = None) -> SentenceAttention:
-        """The attention weights of a translation.
-
-        Args:
-            source: a line, within the model's limit.
-            target: its translation; made here if None.
-        """
-        src_ids = self.tokenizers.source.encode([source.strip()])[0]
-        if target is None:
-            hypotheses = self.search_tokens([src_ids])[0]
-            tgt_ids = list(hypotheses[0].ids)
-        else:
-            tgt_ids = self.tokenizers.target.encode([target])[0]
-        src_tok, tgt_tok = self.tokenizers.source, self.tokenizers.target
-        device = next(self.model.parameters()).device
-        src = torch.tensor([[*src_ids, src_tok.eos_id]], device=device)
-        first, *forced = tgt_tok.rules.start
-        tgt_ids = [*forced, *tgt_ids]
-        tgt_in = torch.tensor([[first, *tgt_ids]], device=device)
-        with EvaluationMode(self.model), torch.no_grad():
-            maps = self.model.attention_maps(src, tgt_in)
-        return SentenceAttention(
-            tuple(src_tok.pieces([*src_ids, src_tok.eos_id])),
-            tuple(tgt_tok.pieces([*tgt_ids, tgt_tok.eos_id])),
-            maps,
-        )
 
     def _pieces(self, line: str) -> list[tuple[str, list[int]]]:
         line = line.strip()
