@@ -298,7 +298,7 @@ def explain_text(
         windows: of the text; see `cut_windows`.
         progress: told how many windows of how many are done.
     """
-    units = max(windows.unit_of) + 1
+    units = windows.num_units
     cuts: dict[int, dict[int, AttentionWeights]] = {}
     found: dict[tuple[str, int], list[Explained | None]] = {}
     for unit, attention in read_windows(reader, windows, progress):

@@ -70,6 +70,10 @@ class Windows:
         return tuple(numbers[window.document] for window in self.windows)
 
     @property
+    def num_units(self) -> int:
+        return max(self.unit_of) + 1
+
+    @property
     def num_tokens(self) -> int:
         """Of all windows, both sides of a translator."""
         return sum(window.num_tokens for window in self.windows)
@@ -250,7 +254,7 @@ def measure_behaviour(
         windows: of the text; see `cut_windows`.
         progress: told how many windows of how many are done.
     """
-    units = max(windows.unit_of) + 1
+    units = windows.num_units
     found: dict[tuple[str, int, Kind], list[Sums | None]] = {}
     for unit, attention in read_windows(reader, windows, progress):
         shared: dict[str, RowFigures] = {}

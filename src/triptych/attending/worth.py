@@ -108,8 +108,7 @@ def measure_worth(
     model = reader.model
     sites = attention_sites(model)
     batches = [*batches_of(reader, windows, max(site.layer.num_heads for site in sites))]
-    units = max(windows.unit_of) + 1
-    measured = _Measured(sites, units)
+    measured = _Measured(sites, windows.num_units)
     done, total = 0, len(batches) * len(sites)
     with torch.no_grad(), EvaluationMode(model):
         means = _mean_outputs(reader, sites, batches) if instead == "mean" else {}

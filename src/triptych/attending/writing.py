@@ -157,7 +157,7 @@ def measure_copies(
         windows: of the text; see `cut_windows`.
         progress: told how many windows of how many are done.
     """
-    units = max(windows.unit_of) + 1
+    units = windows.num_units
     found: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
     size = 1
     for unit, attention in read_windows(reader, windows, progress):
