@@ -174,6 +174,15 @@ def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path, content: bytes) 
         read_sentence_tokenizer(tmp_path / "tokenizer.json")
 
 
+def test_a_tokenizer_that_its_library_panics_at_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    ours = json.loads(JOINT["bpe"].to_json())
+    ours["model"]["continuing_subword_prefix"] = "longer than any token"
+    path.write_text(json.dumps(ours))
+    with pytest.raises(DataError, match=r"tokenizer\.json is damaged or not a tokenizer"):
+        read_sentence_tokenizer(path)
+
+
 def test_a_tokenizer_of_another_make_is_refused_with_the_difference(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(path))

@@ -9,7 +9,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from triptych.errors import DataError
 from triptych.text.sentencepiece import SPACE_MARK
-from triptych.text.tokenizers import SentenceTokenizer, encode_batch, ids_of
+from triptych.text.tokenizers import SentenceTokenizer, by_library, encode_batch, ids_of
 
 PAD_ID = 0
 BOS_ID = 1
@@ -86,11 +86,7 @@ class ByteLevelTokenizer(SentenceTokenizer):
             DataError: a text that is damaged or of another make; `origin` says where it came from.
         """
         _require_dense(text, origin)
-        try:
-            inner = tokenizers.Tokenizer.from_str(text)
-        # The library raises bare Exception for whatever is wrong with the text.
-        except Exception as error:
-            raise DataError(f"{origin} is damaged or not a tokenizer: {error}") from error
+        inner = by_library(lambda: tokenizers.Tokenizer.from_str(text), origin)
         difference = _difference_from_ours(inner)
         if difference is not None:
             raise DataError(

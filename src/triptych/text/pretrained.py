@@ -1,9 +1,9 @@
 """Tokenizers of others' checkpoints: `tokenizer.json`, or the older files of vocabularies."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, final
 
 import tokenizers
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -15,7 +15,14 @@ from triptych.text.byte_level import BYTE_OF
 from triptych.text.chat import render_chat
 from triptych.text.sentencepiece import SPACE_MARK
 from triptych.text.tokenizer_pair import read_sentence_tokenizer
-from triptych.text.tokenizers import Tokenizer, encode_batch, ids_of, join_punctuation, read_saved
+from triptych.text.tokenizers import (
+    Tokenizer,
+    by_library,
+    encode_batch,
+    ids_of,
+    join_punctuation,
+    read_saved,
+)
 from triptych.text.vocabularies import (
     NAMED_TOKENS,
     VOCABULARY_FILES,
@@ -24,13 +31,12 @@ from triptych.text.vocabularies import (
     surround,
 )
 
-_Made = TypeVar("_Made")
-
 _FORMAT_START = '{"format":"triptych pretrained'
 # The largest published vocabularies have 262,144 tokens; the library takes memory for every id below the
 # largest one.
 _LARGEST_ID = 1 << 22
 _MAX_BYTES = 1 << 28
+_FETCH_AGAIN = "; fetch it again"
 
 
 @final
@@ -68,7 +74,7 @@ class PretrainedTokenizer(Tokenizer):
 
     def __init__(self, record: PretrainedRecord, origin: str) -> None:
         self._record, self._origin = record, origin
-        self._inner = _made(lambda: tokenizers.Tokenizer.from_str(record.inner), origin)
+        self._inner = by_library(lambda: tokenizers.Tokenizer.from_str(record.inner), origin, _FETCH_AGAIN)
         self._inner.no_truncation()
         self._inner.no_padding()
         added = self._inner.get_added_tokens_decoder()
@@ -107,13 +113,15 @@ class PretrainedTokenizer(Tokenizer):
         def encode() -> list[list[int]]:
             return encode_batch(self._inner, texts, add_special=add_special, parse_special=parse_special)
 
-        return _made(encode, self._origin)
+        return by_library(encode, self._origin, _FETCH_AGAIN)
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
         """Text of each sequence of ids, as `transformers` gives it; broken UTF-8 becomes U+FFFD."""
         sequences = [[int(token) for token in some] for some in ids]
-        texts: list[str] = _made(
-            lambda: self._inner.decode_batch(sequences, skip_special_tokens=skip_special), self._origin
+        texts: list[str] = by_library(
+            lambda: self._inner.decode_batch(sequences, skip_special_tokens=skip_special),
+            self._origin,
+            _FETCH_AGAIN,
         )
         return [join_punctuation(text) for text in texts] if self._record.joins_punctuation else texts
 
@@ -214,7 +222,7 @@ def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> Pretrained
     if path.exists():
         text = _read_text(path)
         _require_moderate_ids(text, str(path))
-        inner = _made(lambda: tokenizers.Tokenizer.from_str(text), str(path))
+        inner = by_library(lambda: tokenizers.Tokenizer.from_str(text), str(path), _FETCH_AGAIN)
         # The defaults of a class are not added where a whole tokenizer does without them.
         present = inner.get_vocab(with_added_tokens=True)
         named = [token for token in settings.tokens.values() if token.content in present]
@@ -225,10 +233,12 @@ def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> Pretrained
         content = _read_bytes(path)
         further = _read_bytes(merges) if path.name == "vocab.json" else b""
         try:
-            inner, more = _made(lambda: build_tokenizer(settings, path.name, content, further), str(path))
+            inner, more = by_library(
+                lambda: build_tokenizer(settings, path.name, content, further), str(path), _FETCH_AGAIN
+            )
             _add_tokens(inner, settings, [*settings.tokens.values(), *settings.extra, *more])
             _require_stated_ids(inner, settings)
-            _made(lambda: surround(inner, settings), str(path))
+            by_library(lambda: surround(inner, settings), str(path), _FETCH_AGAIN)
         except ValueError as error:
             raise DataError(f"{path} is damaged or cannot be read: {error}; fetch it again") from None
     joins = bool(settings.record.get("clean_up_tokenization_spaces"))
@@ -346,23 +356,9 @@ def _chat_templates(folder: Path, settings: TokenizerSettings) -> dict[str, str]
 
 
 def _require_moderate_ids(text: str, origin: str) -> None:
-    ids, _ = ids_of(text, origin, "; fetch it again")
+    ids, _ = ids_of(text, origin, _FETCH_AGAIN)
     if max(ids, default=0) > _LARGEST_ID:
         raise DataError(f"{origin} is damaged: a token has the id {max(ids)}; fetch it again")
-
-
-def _made(make: Callable[[], _Made], origin: str) -> _Made:
-    """What the tokenizers library makes; its errors in one line."""
-    try:
-        return make()
-    except (DataError, ValueError):
-        raise
-    # The library raises bare Exception for whatever is wrong, and PanicException, which is not one.
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{origin} is damaged or not a tokenizer: {first}; fetch it again") from None
 
 
 def _record_at(record: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:

@@ -2,17 +2,19 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import final
+from typing import TypeVar, final
 
 import tokenizers
 
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.text.lines import SURROGATE, as_lines
+
+Made = TypeVar("Made")
 
 # What `parse_special` sets in the library's object must stay until the texts are encoded.
 _ENCODING = Lock()
@@ -185,6 +187,29 @@ def ids_of(text: str, origin: str, advice: str = "") -> tuple[list[int], int]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise DataError(f"{origin} is damaged or not a tokenizer: {what}{advice}") from None
+
+
+def by_library(make: Callable[[], Made], origin: str, advice: str = "") -> Made:
+    """What the tokenizers library makes of a file.
+
+    Args:
+        make: calls the library. Its own `DataError` and `ValueError` go through.
+        origin: what errors call the file.
+        advice: what to do about it, for the error.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    try:
+        return make()
+    except (DataError, ValueError):
+        raise
+    # The library raises bare Exception for whatever is wrong, and PanicException, which is not one.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{origin} is damaged or not a tokenizer: {first}{advice}") from None
 
 
 def encode_batch(
