@@ -230,7 +230,9 @@ def _explained(name: str) -> Iterator[None]:
         ) from None
     except RevisionNotFoundError:
         raise DataError(f"{name}: the repository has no such revision") from None
-    except Exception as error:  # noqa: BLE001 (the network's errors are of the Hub's HTTP library, whichever)
+    # Errors of the network are httpx's, those of a transfer hf_xet's; the Hub's library adds its own. No
+    # class is common to them.
+    except Exception as error:  # noqa: BLE001
         raise DataError(_unreachable(name, error)) from None
 
 

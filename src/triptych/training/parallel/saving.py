@@ -125,7 +125,8 @@ def read_shards(path: Path, model: OwnModel, optimizer: Optimizer, world: World)
     reader = HuggingFaceStorageReader(str(path))
     try:
         held = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # noqa: BLE001 - safetensors' own errors among them
+    # The reader checks nothing: what it stumbles over in a damaged header comes in many classes.
+    except Exception as error:  # noqa: BLE001
         raise DataError(f"{path} is damaged ({_reason(error)}): resume from another state") from None
     wanted: dict[str, Any] = {f"model.{name}": value for name, value in model_tensors(model).items()}
     wanted |= {name: value for name, value in optimizer.empty_tensors().items() if name in held}
