@@ -8,8 +8,8 @@ asks has one answer, so exact match is a fair measure.
 | copy | letters | the same |
 | reverse | letters | from the last to the first |
 | sort | letters | in the order of the alphabet |
-| recall | pairs of a key and a value, then keys | the value of each of these keys |
-| ring | twelve names in rings of three, each with a content | for each name, what its successor carries |
+| recall | six words of a key and a value, then the keys in another order | the value of each of these keys |
+| ring | six names in two rings of three, each with a content | for each name, what its successor carries |
 | modular-addition | two residues modulo 59 | their sum |
 
 Recall is associative recall with several questions (Arora et al. 2023, arXiv 2312.04927); modular addition is
@@ -25,8 +25,9 @@ from triptych.text.spelled import TextPair
 
 _LETTERS = ascii_lowercase[:16]
 _SHORTEST, _LONGEST = 4, 12
-_NUM_PAIRS, _NUM_QUESTIONS = 8, 4
-_NAMES, _CONTENTS = ascii_lowercase[:12], ascii_lowercase[12:24]
+_KEYS, _VALUES = ascii_lowercase[:8], ascii_lowercase[16:24]
+_NUM_PAIRS = 6
+_NAMES, _CONTENTS = ascii_lowercase[:6], ascii_lowercase[12:18]
 _RING = 3
 _MODULUS = 59
 
@@ -51,9 +52,9 @@ def _draw_sort(rng: Random) -> TextPair:
 
 
 def _draw_recall(rng: Random) -> TextPair:
-    values = {key: str(rng.randrange(len(_LETTERS))) for key in rng.sample(_LETTERS, _NUM_PAIRS)}
-    asked = rng.sample(sorted(values), _NUM_QUESTIONS)
-    told = [word for pair in values.items() for word in pair]
+    values = {key: rng.choice(_VALUES) for key in rng.sample(_KEYS, _NUM_PAIRS)}
+    asked = rng.sample(sorted(values), _NUM_PAIRS)
+    told = [key + value for key, value in values.items()]
     return " ".join([*told, "?", *asked]), " ".join(values[key] for key in asked)
 
 
