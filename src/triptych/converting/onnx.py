@@ -196,43 +196,6 @@ class OnnxGraphs:
 
 def _readme(run: Run, length: int) -> str:
     target = run.tokenizers.target
-    if isinstance(run.tokenizers.source, SentencePieceTokenizer):
-        setup = """import json
-import sentencepiece
-
-source = sentencepiece.SentencePieceProcessor(model_file=f"{folder}/source.spm")
-target = sentencepiece.SentencePieceProcessor(model_file=f"{folder}/target.spm")
-ids = json.load(open(f"{folder}/vocab.json", encoding="utf-8"))
-unknown = ids[json.load(open(f"{folder}/tokenizer_config.json", encoding="utf-8"))["unk_token"]]
-
-
-def encode(text):
-    return [ids.get(piece, unknown) for piece in source.encode(text, out_type=str)]
-
-
-def decode(tokens):
-    pieces = {token: piece for piece, token in TARGET_IDS.items()}
-    return target.decode([pieces[token] for token in tokens])
-"""
-        apart = run.tokenizers.source.vocabulary != target.vocabulary
-        of_target = 'json.load(open(f"{folder}/target_vocab.json", encoding="utf-8"))' if apart else "ids"
-        setup = setup.replace("TARGET_IDS", of_target)
-    else:
-        file = "tokenizer.json" if run.tokenizers.joint else f"{TARGET_FOLDER}/tokenizer.json"
-        setup = f"""from tokenizers import Tokenizer
-
-source = Tokenizer.from_file(f"{{folder}}/tokenizer.json")
-source.encode_special_tokens = True
-target = Tokenizer.from_file(f"{{folder}}/{file}")
-
-
-def encode(text):
-    return source.encode(text, add_special_tokens=False).ids
-
-
-def decode(tokens):
-    return target.decode(tokens)
-"""
     extra, never = run.decoding.max_extra_tokens, sorted({target.pad_id, target.bos_id})
     return f"""# A translation model as ONNX graphs, converted with triptych
 
@@ -242,7 +205,7 @@ and values of those before (none at first), and gives logits and the longer keys
 ```python
 import numpy as np
 import onnxruntime
-{setup}
+{_tokenizers(run)}
 
 encoder = onnxruntime.InferenceSession(f"{{folder}}/encoder.onnx")
 decoder = onnxruntime.InferenceSession(f"{{folder}}/decoder.onnx")
@@ -266,4 +229,44 @@ def translate(text):
 
 `folder` is the path to this folder. Rows and lengths are free, up to {length} tokens a side; a short source
 is filled up with token {run.model.pad_id}.
+"""
+
+
+def _tokenizers(run: Run) -> str:
+    """Python that opens the tokenizers of a converted model."""
+    if isinstance(run.tokenizers.source, SentencePieceTokenizer):
+        setup = """import json
+import sentencepiece
+
+source = sentencepiece.SentencePieceProcessor(model_file=f"{folder}/source.spm")
+target = sentencepiece.SentencePieceProcessor(model_file=f"{folder}/target.spm")
+ids = json.load(open(f"{folder}/vocab.json", encoding="utf-8"))
+unknown = ids[json.load(open(f"{folder}/tokenizer_config.json", encoding="utf-8"))["unk_token"]]
+
+
+def encode(text):
+    return [ids.get(piece, unknown) for piece in source.encode(text, out_type=str)]
+
+
+def decode(tokens):
+    pieces = {token: piece for piece, token in TARGET_IDS.items()}
+    return target.decode([pieces[token] for token in tokens])
+"""
+        apart = run.tokenizers.source.vocabulary != run.tokenizers.target.vocabulary
+        of_target = 'json.load(open(f"{folder}/target_vocab.json", encoding="utf-8"))' if apart else "ids"
+        return setup.replace("TARGET_IDS", of_target)
+    file = "tokenizer.json" if run.tokenizers.joint else f"{TARGET_FOLDER}/tokenizer.json"
+    return f"""from tokenizers import Tokenizer
+
+source = Tokenizer.from_file(f"{{folder}}/tokenizer.json")
+source.encode_special_tokens = True
+target = Tokenizer.from_file(f"{{folder}}/{file}")
+
+
+def encode(text):
+    return source.encode(text, add_special_tokens=False).ids
+
+
+def decode(tokens):
+    return target.decode(tokens)
 """
