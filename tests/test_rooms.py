@@ -51,7 +51,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": {"algebra", "models", "reports", "text", "training"},  # a run on devices that are not here
     "recipes": set(),
     "studies": {
-        *("algebra", "checkpoints", "inspection", "models", "recipes", "reports", "runs", "text", "training"),
+        *("algebra", "checkpoints", "inspection", "models", "recipes", "reports", "rewriting", "runs"),
+        *("text", "training"),
     },
     "harness": {"decoding", "models", "runs", "text"},  # a model as another program takes it
     "demonstration": {

@@ -10,12 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from studying import STUDY
+from studying import CUT, STUDY
 from triptych.errors import UsageError
+from triptych.reports import CurveChart, Report
+from triptych.rewriting.recipe import read_rewrite_recipe
 from triptych.studies import (
     Outcome,
     StudyStoppedError,
     compare_study,
+    pages,
     read_study,
     running,
     write_study_page,
@@ -158,3 +161,51 @@ def test_runs_at_a_time_have_a_gpu_each(place: Path, stand_in: Path, monkeypatch
     made(place)
     seen = [path.read_text() for path in place.glob("out/runs/*/gpu")]
     assert set(seen) == {"3", "5"}
+
+
+def test_runs_of_a_variant_are_rewritten_seed_by_seed_once_they_are_trained(
+    place: Path, stand_in: Path
+) -> None:
+    failing = CUT.replace("variants.cut", "variants.refused").replace("rank=2", "rank=2, layers=[9]")
+    (place / "study.toml").write_text(STUDY + CUT + failing + "[sweep]\nlearning_rates = [0.01, 0.02]\n")
+    outcome = made(place)
+    for seed, result in outcome.results["cut"].items():
+        parent = outcome.results["factored"][seed]
+        assert result.figures["loss"] == pytest.approx(parent.figures["loss"] + 0.25)
+        assert result.seconds == parent.seconds
+    assert outcome.results["cut"].keys() == outcome.results["shared"].keys() == {1, 2, 3}
+    assert outcome.failed.keys() == {f"refused-seed-{seed}" for seed in (1, 2, 3)}
+    assert "layer 9 does not exist" in outcome.failed["refused-seed-2"]
+    assert {path.name.split("-")[0] for path in place.glob("out/sweep/*.toml")} == {"factored", "shared"}
+    (line,) = [line for line in conclusions(outcome) if line.startswith("cut")]
+    assert line.startswith("cut: worse by +0.2500")
+    text = markdown(outcome)
+    assert "Rewritten: cut from factored, refused from factored" in text
+    assert read_rewrite_recipe(place / "out/runs/cut-seed-1.toml").step[0].options()["rank"] == 2
+    assert figures(made(place)) == figures(outcome)
+    calls = {path.parent.name: path.read_text() for path in place.glob("out/runs/*/calls")}
+    assert calls["cut-seed-1"] == calls["factored-seed-1"] == "1"
+    assert calls["refused-seed-1"] == "11"
+
+
+def test_a_page_counts_the_training_of_rewritten_runs_once_and_draws_its_curve_once(
+    place: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in.write_text(stand_in.read_text().replace('"seconds": 0.4', '"seconds": 60.0'))
+    (place / "study.toml").write_text(STUDY + CUT)
+    reports: list[Report] = []
+    monkeypatch.setattr(pages, "write_report", lambda report, path: reports.append(report))
+    write_study_page(made(place), place / "page.html")
+    (report,) = reports
+    curves = [plot for plot in report.plots if isinstance(plot, CurveChart) and plot.x_title == "updates"]
+    assert [[name for name, _ in plot.lines] for plot in curves] == [["factored", NOISE, "shared"]]
+    assert dict(report.facts)["training"] == "9.0 min in all"  # nine runs of a minute, not twelve
+
+
+def test_nothing_is_rewritten_of_a_run_that_failed(place: Path, stand_in: Path) -> None:
+    text = STUDY + CUT.replace('"factored"', '"bad"') + "[variants.bad]\ntraining.learning_rate = 13.0\n"
+    (place / "study.toml").write_text(text)
+    outcome = made(place)
+    assert outcome.failed.keys() == {f"bad-seed-{seed}" for seed in (1, 2, 3)}
+    assert outcome.results.keys() == {"factored", NOISE, "shared"}
+    assert "| cut |" in markdown(outcome)

@@ -4,10 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from studying import STUDY
+from studying import CUT, STUDY
+from triptych.algebra.rewrites.registry import read_rewrite
 from triptych.errors import UsageError
+from triptych.models import LanguageModelConfig
 from triptych.studies import read_study
-from triptych.studies.study import recipes_of
+from triptych.studies.study import recipes_of, rewrites_of
+
+STUDIES = Path(__file__).parents[2] / "docs" / "studies"
+# What studies change.
+BASES = {"characters.toml", "tasks.toml"}
 
 
 def test_a_variant_is_the_base_with_its_changes(place: Path) -> None:
@@ -24,6 +30,30 @@ def test_set_changes_every_variant(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", sorted(path.name for path in STUDIES.glob("*.toml") if path.name not in BASES)
+)
+def test_the_studies_of_the_documentation_can_be_planned(name: str) -> None:
+    study = read_study(STUDIES / name)
+    assert f"{study.name}.toml" == name
+    _, trained = recipes_of(study, STUDIES)
+    assert trained.keys() == study.trained.keys()
+
+
+def test_a_study_cuts_trained_runs_to_the_ranks_that_it_trains_too() -> None:
+    study = read_study(STUDIES / "low-rank.toml")
+    _, trained = recipes_of(study, STUDIES)
+    for rank in (2, 4, 8):
+        model = trained[f"d_k-{rank}"].model
+        assert isinstance(model, LanguageModelConfig)
+        assert (model.d_k, model.d_v) == (rank, None)
+        for name in (f"cut-{rank}", f"cut-data-{rank}"):
+            assert study.parent_of(name) == "factored"
+            (call,) = study.rewritten[name]["rewrite"]["do"]
+            assert read_rewrite(call).options()["rank"] == rank
+            assert read_rewrite(call).options()["forms"] == ["qk"]
+
+
+@pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("seeds = 3", "seed = 3", "unknown key seed: did you mean seeds"),
@@ -32,7 +62,7 @@ def test_set_changes_every_variant(place: Path) -> None:
         ("seeds = 3", 'seeds = 3\nmetrics = ["bleu"]', r"bleu needs \[test\]"),
         ("seeds = 3", 'seeds = 3\nmetrics = ["memory"]', "memory cannot decide"),
         ("seeds = 3", 'seeds = 3\nmetrics = ["loss", "loss"]', "each once"),
-        ("seeds = 3", 'seeds = 3\nbaseline = "none"', "none of factored, shared"),
+        ("seeds = 3", 'seeds = 3\nbaseline = "none"', "which there is not: it is one of factored, shared"),
         ('free = "model.d_ff"', "", "needs free"),
         ('hold = "parameters"', "", "say what is held"),
         ('hold = "parameters"', 'hold = "seconds"', "leave free out"),
@@ -65,3 +95,85 @@ def test_a_metric_must_be_one_of_the_task(place: Path) -> None:
     (place / "study.toml").write_text(text)
     with pytest.raises(UsageError, match="chrf is of translation, not of a language-model"):
         recipes_of(read_study(place / "study.toml"), place)
+
+
+def test_a_rewritten_variant_is_read_as_a_recipe_of_rewriting(place: Path) -> None:
+    calibrated = """
+[variants.on-text]
+rewrite_of = "shared"
+[variants.on-text.rewrite]
+calibration = "text.txt"
+[[variants.on-text.rewrite.step]]
+rewrite = "truncate"
+rank = 2
+criterion = "centred"
+layers = [0]
+"""
+    (place / "study.toml").write_text(STUDY + CUT + calibrated)
+    study = read_study(place / "study.toml")
+    _, trained = recipes_of(study, place)
+    assert trained.keys() == {"factored", "shared"}
+    rewrites = rewrites_of(study, place)
+    assert [step.options()["rank"] for step in rewrites["cut"].step] == [2]
+    assert rewrites["cut"].calibration is None
+    assert [step.layers for step in rewrites["on-text"].step] == [(0,)]
+    assert rewrites["on-text"].calibration == place / "text.txt"
+    assert study.parent_of("on-text") == "shared"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('rewrite_of = "factored"', "", "variants.cut: rewrite_of is missing"),
+        ("rewrite.do", "# rewrite.do", "variants.cut: rewrite is missing"),
+        (
+            '"factored"',
+            '"narrow"',
+            "rewrite_of is 'narrow', which is none of those trained: factored, shared",
+        ),
+        ('"factored"', '"cut"', "rewrite_of is 'cut', which is none of those trained"),
+        ('"factored"', '["factored"]', r"rewrite_of is \['factored'\], which is none of those trained"),
+        ("rewrite.do", "model.d_k = 2\nrewrite.do", "model is a key of training"),
+        ("rewrite.do = [", "rewrite = [", "rewrite is a table"),
+        ("rewrite.do", "rewrite.rank = 2\nrewrite.do", "variant cut: rewrite: rank: there is no such key"),
+        ("truncate", "truncat", "variant cut: rewrite: there is no rewrite truncat"),
+        ("['qk']", "['qk'], criterion='centred'", "variant cut: rewrite: truncate needs a text"),
+        ("rewrite.do", 'rewrite.calibration = "text.txt"\nrewrite.do', "no step uses the calibration text"),
+        ("rank=2", "ranks=2", "truncate has no option ranks"),
+    ],
+)
+def test_what_is_wrong_with_a_rewritten_variant_is_said_in_a_line(
+    place: Path, old: str, new: str, message: str
+) -> None:
+    assert old in CUT
+    (place / "study.toml").write_text(STUDY + CUT.replace(old, new))
+    with pytest.raises(UsageError, match=message) as caught:
+        rewrites_of(read_study(place / "study.toml"), place)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (CUT.replace("variants.cut", "variants.again"), "variants cut and again are equal"),
+        ("baseline", "baseline is 'cut', which is rewritten from another: it is one of factored, shared"),
+        ("free_of", "free_of names 'cut', which is no trained variant"),
+        ("calibration", r"variant cut: rewrite: .*gone\.txt: No such file"),
+    ],
+)
+def test_a_rewritten_variant_is_no_baseline_and_has_no_budget(place: Path, more: str, message: str) -> None:
+    text = STUDY + CUT
+    match more:
+        case "baseline":
+            text = text.replace("seeds = 3", 'seeds = 3\nbaseline = "cut"')
+        case "free_of":
+            text = text.replace("[variants.factored]", 'free_of = { cut = "model.d_k" }\n[variants.factored]')
+        case "calibration":
+            text = (
+                text.replace("['qk']", "['qk'], criterion='centred'") + 'rewrite.calibration = "gone.txt"\n'
+            )
+        case _:
+            text += more
+    (place / "study.toml").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        rewrites_of(read_study(place / "study.toml"), place)

@@ -29,8 +29,7 @@ from triptych.rewriting.head_losses import measure_head_losses
 from triptych.rewriting.layers import RewrittenLayer, rewrite_layer, rewritten_parts
 from triptych.rewriting.other_norms import OtherNorms
 from triptych.rewriting.parts import shape_of
-from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.running import read_whole_text
+from triptych.rewriting.recipe import RewriteRecipe, require_calibration
 from triptych.storage.hub import download_checkpoint, is_hub_id
 
 
@@ -85,15 +84,7 @@ def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Pre
             folded, and `skip_refused` is not set.
     """
     _require_layers(source, recipe.step)
-    if any(step.needs_text for step in recipe.step):
-        if recipe.calibration is None:
-            name = next(step.name for step in recipe.step if step.needs_text)
-            raise UsageError(f"{name} needs a text: give one with --calibrate, or use criterion free")
-        read_whole_text(recipe.calibration)
-    elif recipe.calibration is not None:
-        raise UsageError(
-            "no step uses the calibration text: leave it out, or choose a criterion that uses it"
-        )
+    require_calibration(recipe)
     norms = OtherNorms(format_of(source), recipe.step, recipe.skip_refused)
     prepared = Prepared(recipe.step, {}, recipe.skip_refused, norms)
     for number, step in enumerate(recipe.step):

@@ -1,8 +1,10 @@
 """Recipes of rewriting: which rewrites, in which order."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, final
 
+import tomli_w
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -16,6 +18,7 @@ from pydantic import (
 from triptych.algebra.rewrites.registry import read_rewrite, require_order
 from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.errors import UsageError
+from triptych.rewriting.running import read_whole_text
 from triptych.toml import read_toml
 
 
@@ -45,6 +48,14 @@ class RewriteRecipe(BaseModel):
             raise ValueError("do and [[step]] say the same in two ways: give one of the two")
         return {"step" if name == "do" else name: value for name, value in found.items()}
 
+    def to_toml(self) -> str:
+        """The recipe as a file has it."""
+        record: dict[str, Any] = {"step": [step.options() for step in self.step]}
+        record["skip_refused"] = self.skip_refused
+        if self.calibration is not None:
+            record["calibration"] = str(self.calibration.absolute())
+        return tomli_w.dumps(record)
+
 
 def read_rewrite_recipe(path: Path) -> RewriteRecipe:
     """Read a recipe from a file.
@@ -52,17 +63,50 @@ def read_rewrite_recipe(path: Path) -> RewriteRecipe:
     Raises:
         UsageError: the file does not exist, is not TOML, or has unknown names.
     """
-    record = read_toml(path, "recipe")
+    return rewrite_recipe_of(read_toml(path, "recipe"), path.parent, str(path))
+
+
+def rewrite_recipe_of(record: Mapping[str, Any], folder: Path, origin: str) -> RewriteRecipe:
+    """Make a recipe of its keys.
+
+    Args:
+        record: the keys, as a file has them.
+        folder: the folder that the calibration text is relative to.
+        origin: where the keys stand, for messages.
+
+    Raises:
+        UsageError: unknown names, values that are not valid, or steps in an order that is not possible.
+    """
     try:
-        recipe = RewriteRecipe.model_validate(record)
+        recipe = RewriteRecipe.model_validate(dict(record))
+        require_order(recipe.step)
     except UsageError as error:
-        raise UsageError(f"{path}: {error}") from None
+        raise UsageError(f"{origin}: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         what = first["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{path}: {where}: {what}" if where else f"{path}: {what}") from None
-    if recipe.calibration is not None and not recipe.calibration.is_absolute():
-        recipe = recipe.model_copy(update={"calibration": path.parent / recipe.calibration})
-    require_order(recipe.step)
+        if first["type"] == "extra_forbidden":
+            what = f"there is no such key: there are do, {', '.join(RewriteRecipe.model_fields)}"
+        raise UsageError(f"{origin}: {where}: {what}" if where else f"{origin}: {what}") from None
+    if recipe.calibration is not None:
+        recipe = recipe.model_copy(update={"calibration": folder / recipe.calibration})
     return recipe
+
+
+def require_calibration(recipe: RewriteRecipe) -> None:
+    """Check that a recipe has a text if a step looks at one, and only then.
+
+    Raises:
+        UsageError: it has none, or none that can be read; or no step looks at it.
+    """
+    needing = [step.name for step in recipe.step if step.needs_text]
+    if needing and recipe.calibration is None:
+        how = "give one with --calibrate, or as calibration of a recipe, or use criterion free"
+        raise UsageError(f"{needing[0]} needs a text: {how}")
+    if recipe.calibration is not None:
+        if not needing:
+            raise UsageError(
+                "no step uses the calibration text: leave it out, or choose a criterion that uses it"
+            )
+        read_whole_text(recipe.calibration)

@@ -9,7 +9,7 @@ from triptych.runs.generation import (
     open_language_model,
     open_text_model,
 )
-from triptych.runs.training import Summary, resume, train
+from triptych.runs.training import Summary, resume, train, validate
 
 __all__ = [
     "Evaluation",
@@ -26,4 +26,5 @@ __all__ = [
     "open_text_model",
     "resume",
     "train",
+    "validate",
 ]

@@ -1,4 +1,4 @@
-"""From a recipe to a trained model: `train` starts a run, `resume` goes on with one."""
+"""From a recipe to a trained model (`train`, `resume`), and what that is worth (`validate`)."""
 
 import hashlib
 import json
@@ -13,9 +13,9 @@ import torch
 from triptych.errors import UsageError
 from triptych.files import hold_folder, write_folder, write_text
 from triptych.launch import num_restarts
-from triptych.models.device import find_device
+from triptych.models.device import find_device, to_device
 from triptych.models.initial import Draws, Later
-from triptych.models.storage import OwnModel
+from triptych.models.storage import OwnModel, read_own_model
 from triptych.runs.card import write_card
 from triptych.runs.continuing import prepare_continued, take_up_continued
 from triptych.runs.folder import RECIPE, SUMMARY, holds_run, require_place
@@ -37,6 +37,7 @@ from triptych.training.objectives import Objective
 from triptych.training.parallel import (
     ONE_PROCESS,
     Layout,
+    OneProcess,
     Unmade,
     World,
     choose_parallel,
@@ -157,6 +158,33 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
     recipe = _recipe_of(folder, overrides)
     with launched(recipe.training.device, recipe.training.timeout_minutes) as world:
         return _go_on(folder, overrides, display or LineDisplay(), world)
+
+
+def validate(folder: Path, base: Path | None = None) -> dict[str, float]:
+    """The figures of a run's model on its validation text, as training measures them.
+
+    Args:
+        folder: the run folder; its model may have been rewritten.
+        base: the folder that relative paths of the recipe are relative to; the current folder if None.
+
+    Returns:
+        "valid_loss" in nats a token, and what else its task has.
+
+    Raises:
+        TriptychError: no run there, or files or texts missing or damaged.
+    """
+    recipe = read_recipe(folder / RECIPE)
+    with _threads_and_seed(recipe):
+        objective = _taken_up(recipe, folder, base or Path.cwd(), SilentDisplay()).objective()
+        if not isinstance(recipe, ContinuedRecipe):
+            # Not of the recipe's sizes, where it was rewritten.
+            objective.model = to_device(read_own_model(folder), find_device(recipe.training.device))
+        computing = OneProcess(objective, recipe.training.precision)
+        computing.set_mode(training=False)
+        text = objective.valid
+        loss, tokens = computing.judge_all(text.collate(indices) for indices in text.plan(0))
+        with torch.no_grad():
+            return objective.figures(loss / tokens, objective.model)
 
 
 def _go_on(folder: Path, overrides: Sequence[str], display: Display, world: World) -> Summary:

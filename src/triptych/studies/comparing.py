@@ -14,11 +14,12 @@ import torch
 from triptych.errors import TriptychError, UsageError
 from triptych.extras import require_extra
 from triptych.files import write_text
+from triptych.rewriting.recipe import RewriteRecipe
 from triptych.runs.training import prepare
 from triptych.studies.budget import Solved, Vocabulary, amount, solve, training_flops
-from triptych.studies.job import Job, Result
+from triptych.studies.job import Job, Result, TrainedRun
 from triptych.studies.running import Planned, StudyProgress, run_all
-from triptych.studies.study import Study, recipes_of
+from triptych.studies.study import Study, recipes_of, rewrites_of
 from triptych.text import read_parallel
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import SilentDisplay
@@ -41,10 +42,11 @@ class Variant:
 
     Attributes:
         name: of the variant.
-        recipe: held to the budget, at its learning rate.
+        recipe: held to the budget, at its learning rate; of the runs that are rewritten, where they are.
         solved: how it was held to the budget; None if nothing was.
         swept: validation loss by learning rate, where a sweep chose it; NaN where training failed.
         flops: operations of training, a token of the target; None where they are not counted.
+        rewrite_of: the variant whose runs are rewritten; None for one that is trained.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Variant:
     solved: Solved | None = None
     swept: Mapping[float, float] = field(default_factory=dict)
     flops: float | None = None
+    rewrite_of: str | None = None
 
 
 @final
@@ -74,6 +77,12 @@ class Outcome:
     results: dict[str, dict[int, Result]]
     failed: dict[str, str]
     sweep_seconds: float
+
+    @property
+    def trained(self) -> dict[str, dict[int, Result]]:
+        """The results of those that are not rewritten from others."""
+        rewritten = {name for name, one in self.variants.items() if one.rewrite_of is not None}
+        return {name: results for name, results in self.results.items() if name not in rewritten}
 
     def values(self, metric: str) -> dict[str, dict[int, float]]:
         """A figure by variant and seed, of the runs that have it."""
@@ -112,6 +121,7 @@ def compare_study(
     """
     require_extra("studies", "scipy", what="a study")
     base, made = recipes_of(study, origin)
+    rewrites = rewrites_of(study, origin)
     _check_test(study)
     vocabulary, filled = _prepared(base)
     choices = filled.model_dump(mode="json", exclude_unset=True)
@@ -119,23 +129,31 @@ def compare_study(
     held = _held(study, made, vocabulary)  # most mistakes show here, before a folder is made
     _claim(folder, study)
     runner = _Runner(study, folder, tell)
-    variants = [
+    trained = [
         replace(one, flops=training_flops(one.recipe, vocabulary))
         for one in (_swept(runner, one, say) for one in _timed(runner, study, held))
     ]
-    for one in variants:
+    for one in trained:
         if one.solved is not None:
             say(f"{one.name}: {one.solved.describe(study.budget.hold)}")
     planned = {
         (name, seed): runner.planned("runs", recipe, _run_name(name, seed))
-        for name, seed, recipe in _seeded(study, variants)
+        for name, seed, recipe in _seeded(study, trained)
     }
     found, failed = runner.run("runs", list(planned.values()))
+    done = {place: run for place, run in planned.items() if run.name in found}
+    rewritten = dict(_rewritten(runner, rewrites, done))
+    more, failed_too = runner.run("rewrites", list(rewritten.values()))
+    found, failed = found | more, failed | failed_too
     results: dict[str, dict[int, Result]] = {}
-    for (name, seed), run in planned.items():
+    for (name, seed), run in (planned | rewritten).items():
         if run.name in found:
             results.setdefault(name, {})[seed] = found[run.name]
-    return Outcome(study, folder, {one.name: one for one in variants}, results, failed, runner.sweep_seconds)
+    variants = {one.name: one for one in trained}
+    for name in rewrites:
+        parent = variants[study.parent_of(name)]
+        variants[name] = Variant(name, parent.recipe, flops=parent.flops, rewrite_of=parent.name)
+    return Outcome(study, folder, variants, results, failed, runner.sweep_seconds)
 
 
 def _check_test(study: Study) -> None:
@@ -272,6 +290,16 @@ def _seeded(study: Study, variants: Sequence[Variant]) -> Iterator[tuple[str, in
                 yield NOISE, seed, with_values(_seed(one.recipe, seed), {"seed": seed + _OTHER_SEED})
 
 
+def _rewritten(
+    runner: "_Runner", rewrites: Mapping[str, RewriteRecipe], done: Mapping[tuple[str, int], Planned]
+) -> Iterator[tuple[tuple[str, int], Planned]]:
+    """Every rewrite of a run that is done, by variant and seed."""
+    for (trained, seed), run in done.items():
+        for name, recipe in rewrites.items():
+            if runner.study.parent_of(name) == trained:
+                yield (name, seed), runner.planned_rewrite(recipe, _run_name(name, seed), run)
+
+
 def _seed(recipe: AnyRecipe, seed: int) -> AnyRecipe:
     return with_values(recipe, {"seed": seed, "data_seed": seed, "initial_values": "by_name"})
 
@@ -298,24 +326,34 @@ class _Runner:
         recipe = with_values(
             recipe, {"name": name, "training.threads": threads, "training.log_every_steps": log_every}
         )
-        file = place / f"{name}.toml"
-        write_text(file, recipe.to_toml())
-        job = Job(
-            recipe=file,
-            folder=place / name,
-            result=place / f"{name}.result.json",
-            test=self.study.test if stage == "runs" else None,
-            test_sentences=self.study.test_sentences,
-            heads=stage == "runs",
-        )
+        job = self._job(place / name, recipe.to_toml(), whole=stage == "runs")
         return Planned(name, job, recipe.training.max_steps, threads)
+
+    def planned_rewrite(self, recipe: RewriteRecipe, name: str, of: Planned) -> Planned:
+        """A run that is another's, rewritten; the recipe is kept."""
+        trained = TrainedRun(folder=of.job.folder, result=of.job.result)
+        job = self._job(of.job.folder.parent / name, recipe.to_toml(), whole=True)
+        return Planned(name, job.model_copy(update={"rewrite_of": trained}), 1, of.threads)
+
+    def _job(self, folder: Path, recipe: str, *, whole: bool) -> Job:
+        """What is to be done for a run, with its recipe and its result beside its folder."""
+        file = folder.parent / f"{folder.name}.toml"
+        write_text(file, recipe)
+        return Job(
+            recipe=file,
+            folder=folder,
+            result=folder.parent / f"{folder.name}.result.json",
+            test=self.study.test if whole else None,
+            test_sentences=self.study.test_sentences,
+            heads=whole,
+        )
 
     def run(
         self, stage: str, planned: Sequence[Planned], workers: int | None = None, *, must: bool = False
     ) -> tuple[dict[str, Result], dict[str, str]]:
         """Make them; with `must`, one that fails is an error."""
         most = workers or self.study.jobs.workers or self._room()
-        found, failed = run_all(planned, self.folder / stage, most, lambda made: self.tell(stage, made))
+        found, failed = run_all(planned, self.folder, most, lambda made: self.tell(stage, made))
         if must and failed:
             name, what = next(iter(failed.items()))
             raise TriptychError(f"{stage} of {name} failed: {what}")

@@ -1,14 +1,14 @@
 """One run of a study, which has a process of its own (`cli/job.py`).
 
-The process trains, or goes on where it was stopped, measures, and writes its result last: a result that is
-there is whole.
+The process trains, or goes on where it was stopped, or rewrites a run that is trained; it measures, and
+writes its result last: a result that is there is whole.
 """
 
 import json
 import resource
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -19,8 +19,10 @@ from triptych.files import write_text
 from triptych.inspection.checkpoint import inspect
 from triptych.models import EncoderDecoder
 from triptych.models.storage import read_own_model
+from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.recipe import read_rewrite_recipe
 from triptych.runs.evaluation import evaluate
-from triptych.runs.training import resume, train
+from triptych.runs.training import resume, train, validate
 from triptych.studies.budget import cache_bytes
 from triptych.text import CorpusSpec, read_parallel
 from triptych.training.metrics import read_metrics
@@ -28,11 +30,27 @@ from triptych.training.recipe import read_recipe
 
 
 @final
+class TrainedRun(BaseModel):
+    """A run that another one is rewritten from.
+
+    Attributes:
+        folder: of the run.
+        result: its file.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: Path
+    result: Path
+
+
+@final
 class Job(BaseModel):
     """What a process is told.
 
     Attributes:
-        recipe: file of the recipe, with every choice made.
+        recipe: file of the recipe, with every choice made; of rewriting if `rewrite_of` is given.
+        rewrite_of: the run that is rewritten; None to train one.
         folder: of the run.
         result: the file that is written at the end.
         test: pairs whose source is translated; None for nothing.
@@ -43,6 +61,7 @@ class Job(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     recipe: Path
+    rewrite_of: TrainedRun | None = None
     folder: Path
     result: Path
     test: CorpusSpec | None = None
@@ -58,7 +77,7 @@ class Result:
     Attributes:
         figures: by metric.
         heads: means over the heads of measures of `inspect`, by the measure's name.
-        seconds: of training.
+        seconds: of training; of the run that was rewritten, where one was; likewise the rest.
         steps: updates made.
         tokens: target tokens learned from.
     """
@@ -86,36 +105,51 @@ def read_result(path: Path) -> Result | None:
 
 
 def work(job: Job) -> int:
-    """Train and measure.
+    """Train or rewrite, and measure.
 
     Returns:
         The exit code: 0, or 128 and the number of the signal that interrupted it.
     """
+    return _train(job) if job.rewrite_of is None else _rewrite(job, job.rewrite_of)
+
+
+def _train(job: Job) -> int:
     if (job.folder / "recipe.toml").exists():
         summary = resume(job.folder)
     else:
         summary = train(read_recipe(job.recipe), job.folder)
     if summary.outcome.signal_number is not None:
         return 128 + summary.outcome.signal_number
-    record = {
-        "figures": _figures(job, summary.num_parameters, summary.figures()),
-        "heads": _heads(job.folder) if job.heads else {},
-        "seconds": summary.outcome.counters.seconds,
-        "steps": summary.outcome.counters.step,
-        "tokens": summary.outcome.counters.tokens,
+    figures = {
+        **_validation(job.folder),
+        "tokens_per_second": summary.figures()["tokens_per_second"],
+        "memory": _peak_memory(),
+        **_figures(job),
     }
-    write_text(job.result, json.dumps(record, indent=2) + "\n")
+    heads, counters = _heads(job.folder) if job.heads else {}, summary.outcome.counters
+    return _write(job, Result(figures, heads, counters.seconds, counters.step, counters.tokens))
+
+
+def _rewrite(job: Job, of: TrainedRun) -> int:
+    trained = read_result(of.result)
+    if trained is None:
+        raise DataError(f"{of.result} is missing: {of.folder} is not trained to its end")
+    if not job.folder.exists():
+        rewrite_checkpoint(str(of.folder), job.folder, read_rewrite_recipe(job.recipe), compare=False)
+    of_training = {name: trained.figures[name] for name in ("tokens_per_second", "memory")}
+    figures = {**_named(validate(job.folder)), **of_training, **_figures(job)}
+    return _write(job, replace(trained, figures=figures, heads=_heads(job.folder) if job.heads else {}))
+
+
+def _write(job: Job, result: Result) -> int:
+    write_text(job.result, json.dumps(asdict(result), indent=2) + "\n")
     return 0
 
 
-def _figures(job: Job, num_parameters: int, summary: Mapping[str, Any]) -> dict[str, float]:
-    figures = {
-        **_validation(job.folder),
-        "tokens_per_second": summary["tokens_per_second"],
-        "memory": _peak_memory(),
-        "parameters": num_parameters,
-    }
+def _figures(job: Job) -> dict[str, Any]:
+    """What is counted of a model, and measured on the test text."""
     model = read_own_model(job.folder)
+    figures: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
     if isinstance(model, EncoderDecoder) or model.causal:
         figures["cache_bytes"] = cache_bytes(model)
     if job.test is not None:
@@ -131,8 +165,13 @@ def _validation(folder: Path) -> dict[str, float]:
     found = {name.removeprefix("average_"): v for name, v in last.items() if name.startswith("average_")}
     best = min(validations, key=lambda r: r["valid_loss"], default=found)
     chosen = best if best["valid_loss"] < found["valid_loss"] else found
+    return _named(chosen)
+
+
+def _named(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics, of the figures of a validation."""
     names = {"loss": "valid_loss", "bits_per_byte": "valid_bits_per_byte"}
-    return {name: chosen[key] for name, key in names.items() if key in chosen}
+    return {name: figures[key] for name, key in names.items() if key in figures}
 
 
 def _translations(folder: Path, test: CorpusSpec, count: int | None) -> dict[str, float]:

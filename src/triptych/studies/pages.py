@@ -88,11 +88,12 @@ def _differences(outcome: Outcome) -> list[IntervalChart]:
 def _facts(outcome: Outcome) -> list[tuple[str, str]]:
     study = outcome.study
     runs = [one for results in outcome.results.values() for one in results.values()]
+    seconds = sum(one.seconds for results in outcome.trained.values() for one in results.values())
     found = [
         ("base", study.base),
         ("baseline", study.baseline_name),
         ("runs", f"{len(runs)}" + (f", {len(outcome.failed)} failed" if outcome.failed else "")),
-        ("training", f"{sum(one.seconds for one in runs) / 60:.1f} min in all"),
+        ("training", f"{seconds / 60:.1f} min in all"),
     ]
     if study.budget.hold != "none":
         solved = outcome.variants[study.baseline_name].solved
@@ -104,10 +105,10 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _curves(outcome: Outcome) -> list[CurveChart]:
-    """Validation loss against `_AXES`, a line a variant with the interval over seeds."""
+    """Validation loss against `_AXES`, a line a trained variant with the interval over seeds."""
     histories = {
         name: [_history(outcome.run_folder(name, seed), _flops(outcome, name)) for seed in results]
-        for name, results in outcome.results.items()
+        for name, results in outcome.trained.items()
     }
     charts = []
     for key, title in _AXES.items():

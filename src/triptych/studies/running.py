@@ -77,7 +77,7 @@ def run_all(
 
     Args:
         planned: the runs; each has a name of its own.
-        folder: of the study, for the files of the jobs and what the processes print.
+        folder: of the study.
         workers: processes at a time.
         tell: is told how far they are, several times a second.
 
@@ -105,7 +105,7 @@ def run_all(
                 while waiting and len(running) < workers:
                     taken = {process.place for process in running}
                     place = next(place for place in range(workers) if place not in taken)
-                    running.append(_Process(waiting.pop(0), folder, place))
+                    running.append(_Process(waiting.pop(0), place))
                 time.sleep(_LOOK_EVERY)
                 if stop.signal_number is not None:
                     raise StudyStoppedError(stop.signal_number, folder)
@@ -165,16 +165,15 @@ class _Process:
         place: its number among those that run at a time, from 0; of GPUs it gets the one of that number.
     """
 
-    def __init__(self, planned: Planned, folder: Path, place: int) -> None:
+    def __init__(self, planned: Planned, place: int) -> None:
         self.planned, self.place = planned, place
-        jobs = folder / "jobs"
-        jobs.mkdir(exist_ok=True)
+        jobs = planned.job.folder.parent / "jobs"
+        jobs.mkdir(parents=True, exist_ok=True)
         job_file = jobs / f"{planned.name}.json"
         write_text(job_file, planned.job.model_dump_json(indent=2) + "\n")
         self.log = jobs / f"{planned.name}.log"
         # One thread a core and no more, also in libraries that do not ask torch.
         environment = {**os.environ, "OMP_NUM_THREADS": str(planned.threads), **_own_gpu(place)}
-        planned.job.folder.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
                 [*_COMMAND, str(job_file)],

@@ -18,6 +18,10 @@ A study is TOML:
 
     [variants.shared]
     model.attention.projections = "shared"
+
+    [variants.cut]                      # trains nothing: the runs of another variant, rewritten
+    rewrite_of = "factored"
+    rewrite.do = ["truncate(rank=4)"]
 """
 
 from collections.abc import Mapping
@@ -28,6 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from triptych import recipes
 from triptych.errors import UsageError
+from triptych.rewriting.recipe import RewriteRecipe, require_calibration, rewrite_recipe_of
 from triptych.text import CorpusSpec
 from triptych.toml import read_toml
 from triptych.training.recipe import AnyRecipe, explain, merge, resolve
@@ -132,7 +137,9 @@ class Study(_Section):
         noise: whether the baseline is also trained with other initial values and dropout on the same
             text, to show how far two runs of one recipe lie apart.
         set: changes of the base that every variant has.
-        variants: by name, the keys of the recipe that differ.
+        variants: by name, the keys of the recipe that differ; or, of one that trains nothing, `rewrite_of`,
+            the variant whose runs are rewritten, and `rewrite`, the keys of a recipe of `triptych rewrite`,
+            in which a calibration text is relative to the study's file.
         budget: what is held equal.
         sweep: how learning rates are chosen.
         jobs: how runs share the machine.
@@ -170,10 +177,13 @@ class Study(_Section):
         for name in self.variants:
             if not _is_name(name):
                 raise ValueError(f"variants.{name}: a variant names a folder: letters, digits, . _ - only")
-        if self.baseline is not None and self.baseline not in self.variants:
-            raise ValueError(f"baseline is {self.baseline!r}, which is none of {', '.join(self.variants)}")
-        if unknown := self.budget.free_of.keys() - self.variants.keys():
-            raise ValueError(f"budget.free_of names {sorted(unknown)[0]!r}, which is no variant")
+        _check_rewritten(self.trained, self.rewritten)
+        if self.baseline_name not in self.trained:
+            what = "is rewritten from another" if self.baseline_name in self.variants else "there is not"
+            known = ", ".join(self.trained)
+            raise ValueError(f"baseline is {self.baseline_name!r}, which {what}: it is one of {known}")
+        if unknown := self.budget.free_of.keys() - self.trained.keys():
+            raise ValueError(f"budget.free_of names {sorted(unknown)[0]!r}, which is no trained variant")
         if not self.metrics or len(set(self.metrics)) < len(self.metrics):
             raise ValueError("metrics: name one or more, each once")
         if self.metrics[0] in OF_COST:
@@ -181,6 +191,20 @@ class Study(_Section):
         if (wanted := sorted(OF_TRANSLATIONS & set(self.metrics))) and self.test is None:
             raise ValueError(f"metrics: {wanted[0]} needs [test] with source and target, or another corpus")
         return self
+
+    @property
+    def trained(self) -> dict[str, dict[str, Any]]:
+        """The changes of the variants that are trained."""
+        return {name: keys for name, keys in self.variants.items() if not _is_rewritten(keys)}
+
+    @property
+    def rewritten(self) -> dict[str, dict[str, Any]]:
+        """The keys of the variants that are rewritten from others."""
+        return {name: keys for name, keys in self.variants.items() if _is_rewritten(keys)}
+
+    def parent_of(self, variant: str) -> str:
+        """The variant whose runs are rewritten to get those of another."""
+        return str(self.variants[variant]["rewrite_of"])
 
     @property
     def seed_list(self) -> tuple[int, ...]:
@@ -198,6 +222,33 @@ def _is_name(text: str) -> bool:
     return text[:1].isalnum() and all(c.isascii() and (c.isalnum() or c in "._-") for c in text)
 
 
+def _is_rewritten(keys: Mapping[str, Any]) -> bool:
+    return "rewrite_of" in keys or "rewrite" in keys
+
+
+def _check_rewritten(trained: Mapping[str, Any], rewritten: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that each rewritten variant says how, and of which that is trained, and nothing else.
+
+    Raises:
+        ValueError: one does not, or two are equal.
+    """
+    for number, (name, keys) in enumerate(rewritten.items()):
+        if missing := {"rewrite_of", "rewrite"} - keys.keys():
+            raise ValueError(f"variants.{name}: {missing.pop()} is missing: give rewrite_of and rewrite")
+        if extra := sorted(keys.keys() - {"rewrite_of", "rewrite"}):
+            raise ValueError(
+                f"variants.{name}: {extra[0]} is a key of training, and a rewrite of trained runs trains "
+                "nothing: leave it out"
+            )
+        if not isinstance(keys["rewrite"], dict):
+            raise ValueError(f"variants.{name}: rewrite is a table, as in rewrite.do = ['truncate(rank=4)']")
+        if keys["rewrite_of"] not in list(trained):
+            what = f"variants.{name}: rewrite_of is {keys['rewrite_of']!r}"
+            raise ValueError(f"{what}, which is none of those trained: {', '.join(trained)}")
+        if twin := next((one for one in list(rewritten)[:number] if rewritten[one] == keys), None):
+            raise ValueError(f"variants {twin} and {name} are equal: leave one of them out")
+
+
 def read_study(path: Path) -> Study:
     """Read a study.
 
@@ -212,7 +263,7 @@ def read_study(path: Path) -> Study:
 
 
 def recipes_of(study: Study, folder: Path) -> tuple[AnyRecipe, dict[str, AnyRecipe]]:
-    """The base, and every variant, before budget, seeds and learning rate are known.
+    """The base, and every variant that is trained, before budget, seeds and learning rate are known.
 
     Args:
         study: the study.
@@ -225,7 +276,7 @@ def recipes_of(study: Study, folder: Path) -> tuple[AnyRecipe, dict[str, AnyReci
     base = _base_tree(study, folder)
     made = {
         name: resolve(merge(base, changes), origin=f"variant {name}")
-        for name, changes in study.variants.items()
+        for name, changes in study.trained.items()
     }
     for name, recipe in made.items():
         for other in made:
@@ -235,6 +286,27 @@ def recipes_of(study: Study, folder: Path) -> tuple[AnyRecipe, dict[str, AnyReci
                 raise UsageError(f"variants {other} and {name} are equal: leave one of them out")
     _check_task(study, made)
     return resolve(base, origin=f"base {study.base}"), made
+
+
+def rewrites_of(study: Study, folder: Path) -> dict[str, RewriteRecipe]:
+    """How each variant that is not trained is rewritten.
+
+    Args:
+        study: the study.
+        folder: that of its file, which calibration texts are relative to.
+
+    Raises:
+        UsageError: a key or value is not valid, or a text is missing.
+    """
+    found = {}
+    for name, keys in study.rewritten.items():
+        origin = f"variant {name}: rewrite"
+        found[name] = rewrite_recipe_of(keys["rewrite"], folder, origin)
+        try:
+            require_calibration(found[name])
+        except UsageError as error:
+            raise UsageError(f"{origin}: {error}") from None
+    return found
 
 
 def _base_tree(study: Study, folder: Path) -> dict[str, Any]:

@@ -352,13 +352,10 @@ class Trainer:
     def _measure(self) -> dict[str, float]:
         self.computing.set_mode(training=False)
         try:
+            text = self.objective.valid
+            own = self.computing.judge_all(self._part(text, indices) for indices in text.plan(0))
+            loss, tokens = self.world.sum(own)
             with torch.no_grad():
-                loss = tokens = 0.0
-                for indices in self.objective.valid.plan(0):
-                    batch = self._part(self.objective.valid, indices)
-                    loss += self.computing.judge(batch).likelihood.item()
-                    tokens += batch.num_target_tokens
-                loss, tokens = self.world.sum([loss, tokens])
                 figures = self._with_model(lambda model: self.objective.figures(loss / tokens, model))
         finally:
             self.computing.set_mode(training=True)

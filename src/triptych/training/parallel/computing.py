@@ -83,6 +83,18 @@ class Computing(ABC):
     def judge(self, batch: TrainingBatch) -> Loss:
         """The validation's loss of this process's part of a batch, without gradients."""
 
+    def judge_all(self, batches: Iterable[TrainingBatch]) -> tuple[float, float]:
+        """The validation's loss of this process's parts of a text in nats, summed, and its tokens.
+
+        The model must be in evaluation mode.
+        """
+        loss = tokens = 0.0
+        with torch.no_grad():
+            for batch in batches:
+                loss += self.judge(batch).likelihood.item()
+                tokens += batch.num_target_tokens
+        return loss, tokens
+
     @abstractmethod
     def clip(self, limit: float) -> float:
         """Scale the gradients to at most this norm, over the whole model; returns the norm before."""
