@@ -113,6 +113,7 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> EncoderDecoderMap:
     if spec is None or spec.encoder is None:
         raise DataError(
             f"{checkpoint.name}: {checkpoint.family.name} is not run as an encoder with a decoder"
+            + ("" if spec is None else ": triptych generate and fill run language models")
         )
     sites = checkpoint.sites
     encoder = tuple(site for site in sites if site.stack == spec.encoder.stack)
