@@ -148,11 +148,11 @@ class _Heads(NamedTuple):
 class _Files(NamedTuple):
     """Files to write."""
 
-    npz: Path | None
-    csv: Path | None
-    html: Path | None
-    svg: Path | None
-    png: Path | None
+    npz: NpzOption = None
+    csv: CsvOption = None
+    html: HtmlOption = None
+    svg: SvgOption = None
+    png: PngOption = None
 
     def outputs(self, is_own_csv: Callable[[Path], bool]) -> tuple[Output, ...]:
         """The files, and which there may be written anew."""
@@ -183,14 +183,10 @@ def attend(
     model: Model,
     texts: _Texts,
     chosen: _Heads,
-    npz: NpzOption = None,
-    csv_file: CsvOption = None,
-    *,
+    files: _Files,
     over: OverOptions,
     more: MoreFigures,
-    html: HtmlOption = None,
-    svg: SvgOption = None,
-    png: PngOption = None,
+    *,
     force: ForceOption = False,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
@@ -203,17 +199,17 @@ def attend(
     With --over, measures what heads do over a whole text instead; --csv and --html then have a row per head.
     With a text, --over and --html, the page of the text says of every head what it does.
     """
-    corpus, files = over.choice(more), _Files(npz, csv_file, html, svg, png)
+    corpus = over.choice(more)
     is_of_heads = corpus is not None and not texts.are_given
     read = [Path(model), *texts.read(), *([] if corpus is None else corpus.read())]
     is_own_csv = is_over_csv if is_of_heads else is_attention_csv
     require_free(files.outputs(is_own_csv), [path for path in read if path.exists()], force=force)
     if corpus is not None and is_of_heads:
-        if any(option not in (None, 0) for option in (*texts, *chosen, npz, svg, png)):
+        if any(option not in (None, 0) for option in (*texts, *chosen, files.npz, files.svg, files.png)):
             raise UsageError("--over without a text goes with no options of one but --csv, --html and --json")
-        show_over(corpus.measure(model, device), csv_file, html, as_json=as_json)
+        show_over(corpus.measure(model, device), files.csv, files.html, as_json=as_json)
         return
-    if corpus is not None and html is None:
+    if corpus is not None and files.html is None:
         raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
     reader = open_reader(model, device)
     saved = chosen.of(texts.attend(reader), reader)
