@@ -6,10 +6,31 @@ from typing import NoReturn
 
 from triptych.errors import ElsewhereError
 
+# Beginnings of the names of its variables.
+_SAID = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_"),
+)
+
 
 def num_launched() -> int:
     """How many processes a launcher has started; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def num_on_machine() -> int:
+    """How many of them are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_launched()))
+
+
+def place_on_machine() -> int:
+    """The number of this process among those of its machine, from 0."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def environment_alone() -> dict[str, str]:
+    """The environment for a process that is none of those that were launched."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_SAID)}
 
 
 def num_restarts() -> int:

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import sacrebleu
@@ -60,3 +61,34 @@ def test_an_empty_test_text_is_refused(triptych: Command, small_run: Path, tmp_p
     )
     assert answer.code == 1
     assert "empty" in answer.err
+
+
+def test_several_translators_are_a_list_in_their_order_or_a_table(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    text = _write(tmp_path / "text", ["Vier.", "Heute ist Montag."])
+    other = tmp_path / "other"
+    shutil.copytree(small_run, other)
+    texts = ("--source", text, "--reference", text, "--workers", "1")
+    alone = json.loads(triptych("evaluate", small_run, *texts, "--json").out)
+    records = json.loads(triptych("evaluate", other, small_run, *texts, "--json").out)
+    assert [record["run"] for record in records] == [str(other), str(small_run)]
+    assert [record["scores"] for record in records] == [alone["scores"]] * 2
+    table = triptych("evaluate", other, small_run, *texts).out
+    value = f"{alone['scores'][0]['value']:.2f}"
+    assert [
+        value in line for line in table.splitlines() if str(tmp_path) in line or str(small_run) in line
+    ] == [
+        True,
+        True,
+    ]
+    assert f"BLEU: {alone['scores'][0]['signature']}" in table
+
+
+def test_translations_of_several_models_have_no_file(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    text, out = _write(tmp_path / "text", ["Vier."]), tmp_path / "out"
+    answer = triptych("evaluate", small_run, small_run, "--source", text, "--reference", text, "--out", out)
+    assert (answer.code, out.exists()) == (2, False)
+    assert "--out takes the translations of one model" in answer.err

@@ -323,3 +323,18 @@ def test_every_option_that_the_docs_name_is_one(triptych: Command) -> None:
     assert len(named) > 15
     helped = "".join(triptych(command, "--help").out for command in ("generate", "evaluate", "fill"))
     assert {name for name in named if not re.search(rf"{name}\b", helped)} == set()
+
+
+def test_several_models_are_scored_in_a_list_or_a_table(
+    triptych: Command, checkpoint: Path, tmp_path: Path
+) -> None:
+    text, other = tmp_path / "text.txt", tmp_path / "other"
+    text.write_text("some text to score\nand some more\n")
+    shutil.copytree(checkpoint, other)
+    asked = ("--text", text, "--documents", "line")
+    alone = json.loads(triptych("evaluate", checkpoint, *asked, "--json").out)
+    records = json.loads(triptych("evaluate", other, checkpoint, *asked, "--json").out)
+    assert records == [{**alone, "model": str(other)}, alone]
+    table = triptych("evaluate", other, checkpoint, *asked).out
+    assert table.count(f"{alone['nats_per_token']:.4f}") == 2
+    assert table.count(f"{alone['bits_per_byte']:.4f}") == 2

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet
@@ -202,3 +203,24 @@ def test_over_a_text_every_head_has_what_it_does_beside_its_weights(
     lost = triptych("inspect", small_run, "--tokens", "5")
     assert lost.code == 2
     assert "--tokens goes with --over" in lost.err
+
+
+def test_several_checkpoints_are_inspected_at_once(
+    triptych: Command, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(small_run, "one")
+    gpt2(Path("two"))
+    three = ("inspect", "one", "two", "one", "--layers", "0", "--csv", "heads.csv")
+    records = json.loads(triptych(*three, "--json").out)
+    names = ["one", "two", "one (2)"]
+    assert [record["name"] for record in records] == names
+    rows = csv.DictReader(io.StringIO(Path("heads.csv").read_text()))
+    heads = zip(names, (6, 4, 6), strict=True)
+    assert [row["checkpoint"] for row in rows] == [name for name, number in heads for _ in range(number)]
+    out = triptych(*three).out
+    side_by_side = out[out.rindex("mean over the heads") :].splitlines()
+    assert side_by_side[0].split()[-4:] == ["one", "two", "one", "(2)"]
+    line = next(line for line in side_by_side if line.strip().startswith("copying score of W_OV"))
+    first, between, last = line.split()[-3:]
+    assert first == last != between

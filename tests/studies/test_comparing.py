@@ -209,3 +209,15 @@ def test_nothing_is_rewritten_of_a_run_that_failed(place: Path, stand_in: Path) 
     assert outcome.failed.keys() == {f"bad-seed-{seed}" for seed in (1, 2, 3)}
     assert outcome.results.keys() == {"factored", NOISE, "shared"}
     assert "| cut |" in markdown(outcome)
+
+
+@pytest.mark.parametrize(("workers", "count"), [(2, 2), (4, 3), (1, 3), (8, 3)])
+def test_processes_of_a_machine_share_its_runs_at_a_time(
+    workers: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = list[int]()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(count))
+    for rank in range(count):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        places += running.own_places(workers)
+    assert places == [*range(workers)]

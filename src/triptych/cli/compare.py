@@ -13,8 +13,10 @@ from rich.text import Text
 
 import triptych
 from triptych.files import write_text
+from triptych.launch import speaks
 from triptych.reports.terminal import render_table
 from triptych.studies import StudyProgress, read_study, tables, write_study_page, write_study_pictures
+from triptych.training.parallel import launched
 
 
 def compare(
@@ -32,28 +34,37 @@ def compare(
     """
     read = read_study(study)
     folder = out or Path("studies") / read.name
-    errors = Console(stderr=True, highlight=False, markup=False)
-    with Live(console=errors, auto_refresh=False, transient=True) as live:
+    errors = Console(stderr=True, highlight=False, markup=False, quiet=not speaks())
+    with launched("cpu") as world:
+        with Live(console=errors, auto_refresh=False, transient=True) as live:
 
-        def tell(stage: str, progress: StudyProgress) -> None:
-            if errors.is_terminal:
-                live.update(Text(_state(stage, progress)), refresh=True)
+            def tell(stage: str, progress: StudyProgress) -> None:
+                if errors.is_terminal:
+                    live.update(Text(_state(stage, progress)), refresh=True)
 
-        outcome = triptych.compare_study(
-            read, folder, origin=study.parent, tell=tell, say=lambda line: errors.print(line)
-        )
+            outcome = triptych.compare_study(
+                read, folder, origin=study.parent, tell=tell, say=lambda line: errors.print(line), world=world
+            )
+
+        def show() -> None:
+            _write(outcome, folder)
+            if as_json:
+                print(json.dumps(tables.figures(outcome), indent=2))
+            else:
+                _print(outcome, folder)
+            for name, what in outcome.failed.items():
+                errors.print(f"failed: {name}: {what}")
+
+        world.on_first(show)
+    if outcome.failed:
+        raise typer.Exit(1)
+
+
+def _write(outcome: "triptych.studies.Outcome", folder: Path) -> None:
     write_text(folder / "runs.csv", tables.runs_csv(outcome))
     write_text(folder / "README.md", tables.markdown(outcome))
     write_study_page(outcome, folder / "report.html")
     write_study_pictures(outcome, folder)
-    if as_json:
-        print(json.dumps(tables.figures(outcome), indent=2))
-    else:
-        _print(outcome, folder)
-    for name, what in outcome.failed.items():
-        errors.print(f"failed: {name}: {what}")
-    if outcome.failed:
-        raise typer.Exit(1)
 
 
 def _state(stage: str, progress: StudyProgress) -> str:

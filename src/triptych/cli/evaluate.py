@@ -2,10 +2,12 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
+from rich.console import Console
 
 import triptych
 from triptych.cli.groups import grouped
@@ -26,15 +28,18 @@ from triptych.cli.progress import progress_bar
 from triptych.decoding import Likelihood
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
+from triptych.reports import Table, render_table
 from triptych.runs import Evaluation
 from triptych.text import read_lines
 from triptych.text.documents import LanguageCorpusSpec, read_documents, whole_documents
+from triptych.training.parallel import World, do_each, launched
 
-Model = Annotated[
-    str,
+Models = Annotated[
+    list[str],
     typer.Argument(
-        metavar="MODEL",
-        help="A run folder, a folder in Hugging Face's format, or (with --text) a name on the Hub.",
+        metavar="MODEL...",
+        help="A run folder, a folder in Hugging Face's format, or (with --text) a name on the Hub; one or "
+        "more.",
     ),
 ]
 SourceOption = Annotated[
@@ -105,7 +110,7 @@ class OfTexts(NamedTuple):
 
 @grouped
 def evaluate(
-    run: Model,
+    models: Models,
     translating: OfTranslators,
     scoring: OfTexts,
     device: DeviceOption = "auto",
@@ -115,16 +120,23 @@ def evaluate(
 
     Translators (--source and --reference): sacreBLEU's BLEU and chrF, with their signatures and 95 %
     bootstrap intervals. Language models (--text): nats per token with a 95 % bootstrap interval, perplexity,
-    and bits per byte.
+    and bits per byte. Several models are a table, or a list of JSON.
     """
-    if scoring.text is not None:
-        _score_text(run, scoring.text, translating, scoring, device, as_json)
-    else:
-        _score_translator(run, translating, scoring, device, as_json)
+    with launched(device) as world:
+        if scoring.text is not None:
+            _score_text(models, scoring.text, translating, scoring, device, as_json, world)
+        else:
+            _score_translators(models, translating, scoring, device, as_json, world)
 
 
 def _score_text(
-    run: str, text: Path, others: OfTranslators, asked: OfTexts, device: str, as_json: bool
+    models: Sequence[str],
+    text: Path,
+    others: OfTranslators,
+    asked: OfTexts,
+    device: str,
+    as_json: bool,
+    world: World,
 ) -> None:
     values = zip(OfTranslators._fields, others, strict=True)
     given = [name for name, value in values if name not in ("precision", "force") and value is not None]
@@ -133,24 +145,37 @@ def _score_text(
     if others.precision != "fp32":
         raise UsageError("--precision is for translators: --text scores a model as it is")
     corpus = LanguageCorpusSpec(files=(str(text),), documents=asked.documents)
-    with progress_bar("{task.description}", "scoring", of_bytes=False) as tell:
-        likelihood = triptych.evaluate_text(
-            run,
-            list(whole_documents(read_documents(corpus))),
-            device,
-            context=asked.context,
-            stride=asked.stride,
-            engine=asked.engine,
-            dtype=torch_dtype(asked.dtype),
-            progress=lambda done, total: tell("scoring", done, total),
-        )
-    if as_json:
-        print(json.dumps({"model": run, **likelihood.figures()}))
-    else:
-        _print_likelihood(likelihood)
+    documents = world.on_all(lambda: list(whole_documents(read_documents(corpus))))
+
+    def score(model: str) -> Likelihood:
+        with progress_bar("{task.description}", "scoring", of_bytes=False) as tell:
+            return triptych.evaluate_text(
+                model,
+                documents,
+                device,
+                context=asked.context,
+                stride=asked.stride,
+                engine=asked.engine,
+                dtype=torch_dtype(asked.dtype),
+                progress=lambda done, total: tell(_doing("scoring", model, models), done, total),
+            )
+
+    found = do_each(models, score, world, Likelihood)
+
+    def show() -> None:
+        if as_json:
+            _print_records("model", models, [one.figures() for one in found])
+        elif len(found) == 1:
+            _print_likelihood(found[0])
+        else:
+            _print_table(_likelihoods(models, found))
+
+    world.on_first(show)
 
 
-def _score_translator(run: str, asked: OfTranslators, others: OfTexts, device: str, as_json: bool) -> None:
+def _score_translators(
+    runs: Sequence[str], asked: OfTranslators, others: OfTexts, device: str, as_json: bool, world: World
+) -> None:
     source, reference, out = asked.source, asked.reference, asked.out
     if source is None or reference is None:
         raise UsageError("give --text for a language model, or --source and --reference for a translator")
@@ -158,24 +183,86 @@ def _score_translator(run: str, asked: OfTranslators, others: OfTexts, device: s
         raise UsageError("--context, --stride, --documents and --dtype go with --text")
     if others.engine != "triptych":
         raise UsageError("--engine goes with --text here: score a translator with --engine triptych")
-    sources, references = _read_pairs(source, reference)
-    require_free([Output(out, unmarked)], (Path(run), source, reference), force=asked.force)
-    with progress_bar("{task.description}", "translating", of_bytes=False) as tell:
-        evaluation = triptych.evaluate(
-            run,
-            sources,
-            references,
-            device,
-            beam_size=asked.beam,
-            alpha=asked.alpha,
-            stop=asked.stop,
-            precision=asked.precision,
-            workers=number_of_workers(asked.workers),
-            progress=lambda done, total: tell("translating", done, total),
+    if out is not None and len(runs) > 1:
+        raise UsageError("--out takes the translations of one model: name one, or leave out --out")
+    sources, references = world.on_all(lambda: _read_pairs(source, reference))
+    read = *map(Path, runs), source, reference
+    world.on_first(lambda: require_free([Output(out, unmarked)], read, force=asked.force))
+
+    def score(run: str) -> Evaluation:
+        with progress_bar("{task.description}", "translating", of_bytes=False) as tell:
+            return triptych.evaluate(
+                run,
+                sources,
+                references,
+                device,
+                beam_size=asked.beam,
+                alpha=asked.alpha,
+                stop=asked.stop,
+                precision=asked.precision,
+                workers=number_of_workers(asked.workers),
+                progress=lambda done, total: tell(_doing("translating", run, runs), done, total),
+            )
+
+    found = do_each(runs, score, world, Evaluation)
+
+    def show() -> None:
+        if out is not None:
+            write_text(out, "".join(f"{text}\n" for text in found[0].translations))
+        if as_json:
+            _print_records("run", runs, [one.figures() for one in found])
+        elif len(found) == 1:
+            _print_scores(found[0])
+        else:
+            _print_table(_scores(runs, found))
+
+    world.on_first(show)
+
+
+def _doing(what: str, name: str, names: Sequence[str]) -> str:
+    """What a progress bar says of one of several models."""
+    return what if len(names) == 1 else f"{what} {name}"
+
+
+def _print_records(key: str, names: Sequence[str], figures: Sequence[dict[str, Any]]) -> None:
+    """Print the figures of a model as JSON, or those of several as a list."""
+    records = [{key: name, **own} for name, own in zip(names, figures, strict=True)]
+    print(json.dumps(records[0] if len(records) == 1 else records))
+
+
+def _likelihoods(models: Sequence[str], found: Sequence[Likelihood]) -> Table:
+    rows = tuple(
+        (
+            model,
+            f"{one.nats_per_token:.4f}",
+            "{:.4f} to {:.4f}".format(*one.interval),
+            f"{one.perplexity:.2f}",
+            f"{one.bits_per_byte:.4f}",
+            f"{one.tokens:,}",
         )
-    if out is not None:
-        write_text(out, "".join(f"{text}\n" for text in evaluation.translations))
-    print(json.dumps({"run": run, **evaluation.figures()})) if as_json else _print_scores(evaluation)
+        for model, one in zip(models, found, strict=True)
+    )
+    columns = ("model", "nats per token", "95 % interval", "perplexity", "bits per byte", "tokens")
+    return Table("Likelihoods", columns, rows, numeric=(1, 2, 3, 4, 5))
+
+
+def _scores(runs: Sequence[str], found: Sequence[Evaluation]) -> Table:
+    rows = tuple(
+        (run, *(f"{score.value:.2f} [{score.low:.2f}, {score.high:.2f}]" for score in one.scores))
+        for run, one in zip(runs, found, strict=True)
+    )
+    names = (score.name for score in found[0].scores)
+    signatures = "\n".join(f"{score.name}: {score.signature}" for score in found[0].scores)
+    return Table("Scores", ("run", *names), rows, caption=signatures, numeric=(1, 2))
+
+
+def _print_table(table: Table) -> None:
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 200
+    console.print(render_table(table))
+    if table.caption:
+        console.print(table.caption, soft_wrap=True)
 
 
 def _read_pairs(source: Path, reference: Path) -> tuple[list[str], list[str]]:

@@ -4,10 +4,11 @@ import json
 import math
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, final
 
 import typer
 from rich.console import Console
@@ -34,22 +35,27 @@ from triptych.inspection.pages import (
     summary,
 )
 from triptych.reports import is_page, is_parquet, render_table, write_parquet
+from triptych.training.parallel import do_each, launched
 
 _CSV_START = b"checkpoint,stack,layer,kind,head,module,"
 _MAPS = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying")
 
 
-CheckpointArgument = Annotated[
-    str,
-    typer.Argument(help="A folder, a tensor file next to its config.json, a run, or a name on the Hub."),
+CheckpointsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="CHECKPOINT...",
+        help="A folder, a tensor file next to its config.json, a run, or a name on the Hub; or several, side "
+        "by side.",
+    ),
 ]
 LayersOption = Annotated[
     str | None, typer.Option("--layers", help="Layers to read: 0,3 or 0-5. Default: all.")
 ]
 HeadsOption = Annotated[str | None, typer.Option("--heads", help="Heads to read: 0,3 or 0-5. Default: all.")]
-CompareOption = Annotated[str | None, typer.Option("--compare", help="A second checkpoint to compare with.")]
+CompareOption = Annotated[str | None, typer.Option("--compare", help="Another checkpoint to compare with.")]
 FamilyOption = Annotated[
-    Path | None, typer.Option("--family", help="A family file that describes both checkpoints.")
+    Path | None, typer.Option("--family", help="A family file that describes the checkpoints.")
 ]
 IgnoreRotaryOption = Annotated[
     bool,
@@ -64,7 +70,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JS
 
 
 class _Reading(NamedTuple):
-    """Checkpoints to measure, besides the first, and what of them."""
+    """What of the checkpoints is measured."""
 
     layers: LayersOption = None
     heads: HeadsOption = None
@@ -72,24 +78,26 @@ class _Reading(NamedTuple):
     family: FamilyOption = None
     ignore_rotary: IgnoreRotaryOption = False
 
-    def inspect(self, names: Sequence[str]) -> list[Inspection]:
-        """Measure each checkpoint."""
-        own = None if self.family is None else read_family(self.family)
-        layers = None if self.layers is None else numbers(self.layers, "--layers")
-        heads = None if self.heads is None else numbers(self.heads, "--heads")
-        found = []
-        for name in names:
-            with progress_bar("reading {task.description}", name) as tell:
-                inspection = triptych.inspect(
-                    name,
-                    layers=layers,
-                    heads=heads,
-                    family=own,
-                    ignore_rotary=self.ignore_rotary,
-                    progress=tell,
-                )
-            found.append(inspection)
-        return found
+    def inspect(self, name: str) -> Inspection:
+        """Measure a checkpoint."""
+        with progress_bar("reading {task.description}", name) as tell:
+            return triptych.inspect(
+                name,
+                layers=None if self.layers is None else numbers(self.layers, "--layers"),
+                heads=None if self.heads is None else numbers(self.heads, "--heads"),
+                family=None if self.family is None else read_family(self.family),
+                ignore_rotary=self.ignore_rotary,
+                progress=tell,
+            )
+
+
+@final
+@dataclass(frozen=True)
+class _Found:
+    """What was found in a checkpoint, and over a text if one was given."""
+
+    inspection: Inspection
+    beside: Beside | None
 
 
 class _Files(NamedTuple):
@@ -120,7 +128,7 @@ class _Files(NamedTuple):
 
 @grouped
 def inspect(
-    checkpoint: CheckpointArgument,
+    checkpoints: CheckpointsArgument,
     reading: _Reading,
     files: _Files,
     over: OverOptions,
@@ -134,25 +142,43 @@ def inspect(
     and copying. The model is not run, unless a text is given to measure what heads do (--over).
     """
     text = over.choice(MoreFigures())
-    names = [checkpoint] if reading.compare is None else [checkpoint, reading.compare]
-    files.require_free([*_read(names), *([] if text is None else text.read())], force=force)
-    found = reading.inspect(names)
-    beside = [
-        put_beside(inspection, text.measure(name).behaviour)
-        for name, inspection in zip(names, found, strict=True)
-        if text is not None
-    ]
-    if len(found) == 2 and found[0].name == found[1].name:
-        found[1] = replace(found[1], name=f"{found[1].name} (2)")
+    names = checkpoints if reading.compare is None else [*checkpoints, reading.compare]
+    read = [*_read(names), *([] if text is None else text.read())]
+
+    def measure(name: str) -> _Found:
+        inspection = reading.inspect(name)
+        return _Found(
+            inspection, None if text is None else put_beside(inspection, text.measure(name).behaviour)
+        )
+
+    with launched("cpu" if text is None else "auto") as world:
+        world.on_first(lambda: files.require_free(read, force=force))
+        found = do_each(names, measure, world, _Found)
+        world.on_first(lambda: _show(found, files, as_json=as_json))
+
+
+def _show(all_found: Sequence[_Found], files: _Files, *, as_json: bool) -> None:
+    found = _numbered([one.inspection for one in all_found])
+    beside = [one.beside for one in all_found if one.beside is not None]
     files.write(found, beside)
     if as_json:
         records = _records(found, beside)
-        print(json.dumps(records[0] if len(names) == 1 else records, allow_nan=False))
+        print(json.dumps(records[0] if len(records) == 1 else records, allow_nan=False))
         return
     console = Console(highlight=False, markup=False, soft_wrap=True)
     _print_all(found, beside, console)
     for path in files.given():
         console.print(f"written: {path}")
+
+
+def _numbered(found: Sequence[Inspection]) -> list[Inspection]:
+    """Checkpoints of the same name have numbers from the second on."""
+    seen, numbered = Counter[str](), []
+    for one in found:
+        seen[one.name] += 1
+        number = seen[one.name]
+        numbered.append(one if number == 1 else replace(one, name=f"{one.name} ({number})"))
+    return numbered
 
 
 def _is_own_csv(path: Path) -> bool:
@@ -209,7 +235,7 @@ def _print_all(found: Sequence[Inspection], beside: Sequence[Beside], console: C
         _print(inspection, console)
     for one in beside:
         print_table(correlations_table(one), console)
-    if len(found) == 2:
+    if len(found) > 1:
         console.print(render_table(side_by_side(*found)))
 
 

@@ -101,5 +101,6 @@ def _run() -> None:
     except OSError as error:
         # typer itself ends quietly when whoever read our output has seen enough.
         where = f"{error.filename}: " if error.filename else ""
-        print(f"triptych: {where}{error.strerror or error}", file=sys.stderr)
+        if speaks(error):
+            print(f"triptych: {where}{error.strerror or error}", file=sys.stderr)
         sys.exit(1)

@@ -8,6 +8,7 @@ import typer
 
 from triptych.decoding import Precision
 from triptych.engines import EngineName
+from triptych.launch import num_on_machine
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -71,9 +72,8 @@ def torch_dtype(name: Dtype | None) -> torch.dtype | None:
 
 
 def number_of_workers(given: int | None) -> int:
-    """The workers asked for, or one for each core that this process may use."""
+    """The workers asked for, or one for each core that this process may use and shares with no other rank."""
     if given is not None:
         return given
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // num_on_machine(), 1)

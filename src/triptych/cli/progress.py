@@ -1,4 +1,4 @@
-"""A progress bar on standard error, where that is a terminal."""
+"""A progress bar on standard error, where that is a terminal; of several processes the first has one."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from triptych.launch import speaks
 
 
 @contextmanager
@@ -19,7 +21,7 @@ def progress_bar(text: str, first: str = "", *, of_bytes: bool = True) -> Iterat
     """
     middle = [DownloadColumn()] if of_bytes else []
     columns = TextColumn(text), BarColumn(), *middle, TimeRemainingColumn()
-    shown = sys.stderr.isatty()
+    shown = sys.stderr.isatty() and speaks()
     with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
         task = bar.add_task(first, total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)

@@ -297,21 +297,24 @@ def near_copies(inspection: Inspection) -> Table:
     )
 
 
-def side_by_side(one: Inspection, other: Inspection) -> Table:
-    """A table of the means over the heads of two checkpoints, and their differences."""
+def side_by_side(*inspections: Inspection) -> Table:
+    """A table of the means over the heads of several checkpoints; of two, with their differences."""
     rows: list[tuple[str, ...]] = []
-    of = [", ".join(sorted({layer.qk_of for layer in i.layers})) for i in (one, other)]
-    if of[0] != of[1]:
-        rows.append(("figures of W_QK are those of the", *of, "not to be compared"))
+    of = [", ".join(sorted({layer.qk_of for layer in i.layers})) for i in inspections]
+    of_two = len(inspections) == 2
+    alike = len(set(of)) == 1
+    if not alike:
+        rows.append(("figures of W_QK are those of the", *of, *["not to be compared"] * of_two))
     for measure in MEASURES:
-        if of[0] != of[1] and measure.by_qk:
+        if measure.by_qk and not alike:
             continue
-        found = [values_of(inspection, measure.name) for inspection in (one, other)]
+        found = [values_of(inspection, measure.name) for inspection in inspections]
         if all(found):
-            first, second = map(_mean, found)
-            apart = "–" if math.isinf(first) and math.isinf(second) else _shown(second - first, "+.3g")
-            rows.append((measure.title, _shown(first, ".4g"), _shown(second, ".4g"), apart))
-    columns = ("mean over the heads", one.name, other.name, "difference")
+            means = [*map(_mean, found)]
+            apart = "–" if all(map(math.isinf, means)) else _shown(means[1] - means[0], "+.3g")
+            rows.append((measure.title, *(_shown(mean, ".4g") for mean in means), *[apart] * of_two))
+    names = (inspection.name for inspection in inspections)
+    columns = ("mean over the heads", *names, *["difference"] * of_two)
     return Table(title="Side by side", columns=columns, rows=tuple(rows))
 
 

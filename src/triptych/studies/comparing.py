@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -18,10 +18,11 @@ from triptych.rewriting.recipe import RewriteRecipe
 from triptych.runs.training import prepare
 from triptych.studies.budget import Solved, Vocabulary, amount, solve, training_flops
 from triptych.studies.job import Job, Result, TrainedRun
-from triptych.studies.running import Planned, StudyProgress, run_all
+from triptych.studies.running import ALONE, Planned, StudyProgress, run_all
 from triptych.studies.study import Study, recipes_of, rewrites_of
 from triptych.text import read_parallel
 from triptych.training.metrics import read_metrics
+from triptych.training.parallel import World, code_digests
 from triptych.training.progress import SilentDisplay
 from triptych.training.recipe import AnyRecipe, Recipe, with_values
 
@@ -104,6 +105,7 @@ def compare_study(
     origin: Path = Path(),
     tell: Tell = lambda stage, progress: None,
     say: Say = lambda line: None,
+    world: World = ALONE,
 ) -> Outcome:
     """Make the runs of a study that have not been made, and collect all of them.
 
@@ -113,6 +115,7 @@ def compare_study(
         origin: the folder that `study.base` is relative to.
         tell: is told how far the runs of a stage are.
         say: is told what was chosen.
+        world: processes that share the runs; all of them see the folder, and get the same outcome.
 
     Raises:
         UsageError: the folder is another study's, a recipe is not valid, the budget cannot be met, or a
@@ -120,15 +123,22 @@ def compare_study(
         StudyStoppedError: a signal came; the same call goes on.
     """
     require_extra("studies", "scipy", what="a study")
+    if world.size > 1:
+        world.require_same({"the study": study.model_dump_json(), **code_digests()})
     base, made = recipes_of(study, origin)
     rewrites = rewrites_of(study, origin)
-    _check_test(study)
-    vocabulary, filled = _prepared(base)
-    choices = filled.model_dump(mode="json", exclude_unset=True)
+
+    def begin() -> tuple[tuple[int, int], dict[str, Any]]:
+        _check_test(study)
+        vocabulary, filled = _prepared(base)
+        return (vocabulary.source, vocabulary.target), filled.model_dump(mode="json", exclude_unset=True)
+
+    sizes, choices = world.on_first(begin, patiently=True)
+    vocabulary = Vocabulary(*sizes)
     made = {name: recipe.filled(choices) for name, recipe in made.items()}
     held = _held(study, made, vocabulary)  # most mistakes show here, before a folder is made
-    _claim(folder, study)
-    runner = _Runner(study, folder, tell)
+    world.on_first(lambda: _claim(folder, study))
+    runner = _Runner(study, folder, tell, world)
     trained = [
         replace(one, flops=training_flops(one.recipe, vocabulary))
         for one in (_swept(runner, one, say) for one in _timed(runner, study, held))
@@ -312,14 +322,13 @@ def _run_name(variant: str, seed: int) -> str:
 class _Runner:
     """Makes runs of a study, in the folder of their stage."""
 
-    def __init__(self, study: Study, folder: Path, tell: Tell) -> None:
-        self.study, self.folder, self.tell = study, folder, tell
+    def __init__(self, study: Study, folder: Path, tell: Tell, world: World) -> None:
+        self.study, self.folder, self.tell, self.world = study, folder, tell, world
         self.sweep_seconds = 0.0
 
     def planned(self, stage: str, recipe: AnyRecipe, name: str) -> Planned:
         """A run, whose recipe is kept."""
         place = self.folder / stage
-        place.mkdir(exist_ok=True)
         threads = self.study.jobs.threads
         # A line of metrics at every validation, so that curves know their tokens and seconds.
         log_every = min(recipe.training.log_every_steps, recipe.validation.every_steps)
@@ -338,7 +347,12 @@ class _Runner:
     def _job(self, folder: Path, recipe: str, *, whole: bool) -> Job:
         """What is to be done for a run, with its recipe and its result beside its folder."""
         file = folder.parent / f"{folder.name}.toml"
-        write_text(file, recipe)
+
+        def keep() -> None:
+            file.parent.mkdir(exist_ok=True)
+            write_text(file, recipe)
+
+        self.world.on_first(keep)
         return Job(
             recipe=file,
             folder=folder,
@@ -353,7 +367,7 @@ class _Runner:
     ) -> tuple[dict[str, Result], dict[str, str]]:
         """Make them; with `must`, one that fails is an error."""
         most = workers or self.study.jobs.workers or self._room()
-        found, failed = run_all(planned, self.folder, most, lambda made: self.tell(stage, made))
+        found, failed = run_all(planned, self.folder, most, lambda made: self.tell(stage, made), self.world)
         if must and failed:
             name, what = next(iter(failed.items()))
             raise TriptychError(f"{stage} of {name} failed: {what}")

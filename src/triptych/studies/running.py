@@ -1,12 +1,13 @@
 """Runs of a study side by side, each in a process of its own."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import final
 
@@ -14,13 +15,17 @@ import torch
 
 from triptych.errors import TriptychError
 from triptych.files import write_text
+from triptych.launch import environment_alone, num_on_machine, place_on_machine
 from triptych.studies.job import Job, Result, read_result
 from triptych.training.interruption import StopRequest
 from triptych.training.metrics import read_metrics
+from triptych.training.parallel import Alone, World
+from triptych.training.parallel.turns import Turns
 
 # The process that does a job; it gets the job's file.
 _COMMAND = (sys.executable, "-m", "triptych.cli.job")
 _LOOK_EVERY = 0.2  # seconds
+ALONE = Alone()
 
 
 @final
@@ -71,15 +76,20 @@ class StudyStoppedError(TriptychError):
 
 
 def run_all(
-    planned: Sequence[Planned], folder: Path, workers: int, tell: Callable[[StudyProgress], None]
+    planned: Sequence[Planned],
+    folder: Path,
+    workers: int,
+    tell: Callable[[StudyProgress], None],
+    world: World = ALONE,
 ) -> tuple[dict[str, Result], dict[str, str]]:
     """Make all runs that have no result yet.
 
     Args:
         planned: the runs; each has a name of its own.
         folder: of the study.
-        workers: processes at a time.
+        workers: runs at a time of a machine, which the processes on it share.
         tell: is told how far they are, several times a second.
+        world: processes that share the runs: each takes the next one when it has room.
 
     Returns:
         The results by name, and of runs that failed what went wrong.
@@ -87,25 +97,57 @@ def run_all(
     Raises:
         StudyStoppedError: a signal came; runs that were in progress have saved their state.
     """
-    progress = StudyProgress(len(planned))
-    results: dict[str, Result] = {}
-    waiting: list[Planned] = []
-    for one in planned:
-        found = read_result(one.job.result)
-        if found is None:
-            waiting.append(one)
-        else:
-            results[one.name] = found
-            progress.done.append(one.name)
+    turns = world.turns(len(planned))
+
+    def make_own() -> tuple[dict[str, Result], dict[str, str]]:
+        with turns.given_up_on_error():
+            return _make(planned, folder, own_places(workers), tell, turns)
+
+    found, failed = world.on_all(make_own)
+    results = dict[str, Result]()
+    for text in world.gathered_texts(
+        json.dumps([{name: asdict(one) for name, one in found.items()}, failed])
+    ):
+        records, complaints = json.loads(text)
+        results |= {name: Result(**record) for name, record in records.items()}
+        failed |= complaints
+    return results, failed
+
+
+def own_places(workers: int) -> range:
+    """Which of the runs at a time of this machine this process makes."""
+    number, count = place_on_machine(), num_on_machine()
+    return range(workers * number // count, workers * (number + 1) // count)
+
+
+def _make(
+    planned: Sequence[Planned],
+    folder: Path,
+    places: range,
+    tell: Callable[[StudyProgress], None],
+    turns: Turns,
+) -> tuple[dict[str, Result], dict[str, str]]:
+    """Make the runs that this process takes, and wait for those of the others; its results and failures."""
+    held = {one.name: found for one in planned if (found := read_result(one.job.result)) is not None}
+    waiting = {one.name: one for one in planned if one.name not in held}  # not taken here
+    progress, results = StudyProgress(len(planned), [*held]), dict[str, Result]()
     running: list[_Process] = []
-    clock = _Clock(sum(one.steps for one in waiting))
+    clock = _Clock(sum(one.steps for one in waiting.values()))
     with StopRequest() as stop:
         try:
-            while waiting or running:
-                while waiting and len(running) < workers:
+            while True:
+                while len(running) < len(places) and (number := turns.take()) is not None:
+                    one = planned[number]
+                    if one.name in held:
+                        results[one.name] = held[one.name]
+                        turns.end_one()
+                        continue
+                    del waiting[one.name]
                     taken = {process.place for process in running}
-                    place = next(place for place in range(workers) if place not in taken)
-                    running.append(_Process(waiting.pop(0), place))
+                    place = next(place for place in places if place not in taken)
+                    running.append(_Process(one, place))
+                if turns.are_over:
+                    break
                 time.sleep(_LOOK_EVERY)
                 if stop.signal_number is not None:
                     raise StudyStoppedError(stop.signal_number, folder)
@@ -113,6 +155,11 @@ def run_all(
                     running.remove(process)
                     clock.finished += process.planned.steps
                     _collect(process, results, progress)
+                    turns.end_one()
+                for one in [one for one in waiting.values() if one.job.result.exists()]:
+                    del waiting[one.name]  # another process has made it
+                    progress.done.append(one.name)
+                    clock.finished += one.steps
                 progress.running = {one.planned.name: one.share_done() for one in running}
                 now = sum((one.share_done() * one.planned.steps for one in running), 0.0)
                 progress.seconds_left = clock.seconds_left(now)
@@ -173,7 +220,7 @@ class _Process:
         write_text(job_file, planned.job.model_dump_json(indent=2) + "\n")
         self.log = jobs / f"{planned.name}.log"
         # One thread a core and no more, also in libraries that do not ask torch.
-        environment = {**os.environ, "OMP_NUM_THREADS": str(planned.threads), **_own_gpu(place)}
+        environment = {**environment_alone(), "OMP_NUM_THREADS": str(planned.threads), **_own_gpu(place)}
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
                 [*_COMMAND, str(job_file)],

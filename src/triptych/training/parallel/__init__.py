@@ -2,6 +2,7 @@
 
 from triptych.training.parallel.choosing import choose_parallel
 from triptych.training.parallel.computing import ONE_PROCESS, Computing, Kind, Layout, OneProcess, Unmade
+from triptych.training.parallel.pieces import do_each
 from triptych.training.parallel.striping import NotCounted, rows_of_rank
 from triptych.training.parallel.world import Alone, Launched, World, code_digests, launched
 
@@ -18,6 +19,7 @@ __all__ = [
     "World",
     "choose_parallel",
     "code_digests",
+    "do_each",
     "launched",
     "rows_of_rank",
 ]

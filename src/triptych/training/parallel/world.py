@@ -22,7 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from triptych.errors import ElsewhereError, TriptychError, UsageError
-from triptych.launch import num_launched, num_restarts
+from triptych.launch import num_launched, num_on_machine, num_restarts, place_on_machine
+from triptych.training.parallel.turns import Turns, counts_of_one_process
 
 T = TypeVar("T")
 
@@ -30,6 +31,7 @@ _ERROR_KEY = "error"
 # How long the message of a process that failed is waited for.
 _SECONDS_FOR_MESSAGE = 3.0
 _ALL_DAY = timedelta(days=30)
+_MINUTES_OF_A_WEEK = 7 * 24 * 60.0
 
 
 class World(ABC):
@@ -63,6 +65,14 @@ class World(ABC):
     @abstractmethod
     def gathered(self, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of each process, by its rank."""
+
+    @abstractmethod
+    def gathered_texts(self, text: str) -> list[str]:
+        """The text of each process, by its rank."""
+
+    @abstractmethod
+    def turns(self, count: int) -> Turns:
+        """Numbers of pieces of work, each of which one process takes; the same call in every process."""
 
     @abstractmethod
     def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
@@ -110,6 +120,12 @@ class AskingNone(World):
     def gathered(self, numbers: Sequence[float]) -> list[list[float]]:
         return [list(numbers)] * self.size
 
+    def gathered_texts(self, text: str) -> list[str]:
+        return [text] * self.size
+
+    def turns(self, count: int) -> Turns:
+        return Turns(counts_of_one_process(), count)
+
     def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
         del patiently
         return action()
@@ -152,9 +168,9 @@ class Launched(World):
 
     def __init__(self, store: Store, timeout_minutes: float) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        local = num_on_machine()
         self.num_nodes = self.size // local if self.size % local == 0 else 1
-        self.seconds_waited, self._num_waits = 0.0, 0
+        self.seconds_waited, self._num_waits, self._num_turns = 0.0, 0, 0
         self._store, self._timeout_minutes = store, timeout_minutes
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
@@ -170,7 +186,7 @@ class Launched(World):
         return values
 
     def gathered(self, numbers: Sequence[float]) -> list[list[float]]:
-        return [json.loads(text) for text in self._gathered(json.dumps(list(numbers)))]
+        return [json.loads(text) for text in self.gathered_texts(json.dumps(list(numbers)))]
 
     def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
         done, self._num_waits = f"done-{self._num_waits}", self._num_waits + 1
@@ -187,7 +203,7 @@ class Launched(World):
                     self._store.set(done, "")
 
         result = self.on_all(act)
-        text = self._gathered(json.dumps(result))[0]
+        text = self.gathered_texts(json.dumps(result))[0]
         return result if self.rank == 0 else json.loads(text)  # type: ignore[return-value]
 
     def on_all(self, action: Callable[[], T]) -> T:
@@ -197,7 +213,7 @@ class Launched(World):
         except Exception as error:  # noqa: BLE001 - it is raised below, once the others know
             own = error
         failure = None if own is None else _Failure.of(self.rank, own)
-        gathered = self._gathered(json.dumps(None if failure is None else vars(failure)))
+        gathered = self.gathered_texts(json.dumps(None if failure is None else vars(failure)))
         failures = [_Failure(**json.loads(one)) for one in gathered if json.loads(one) is not None]
         if own is not None and (self.rank == 0 or not isinstance(own, TriptychError)):
             raise own
@@ -205,8 +221,7 @@ class Launched(World):
             raise failures[0].error()
         return result
 
-    def _gathered(self, text: str) -> list[str]:
-        """Every process's text."""
+    def gathered_texts(self, text: str) -> list[str]:
         content = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         length = self.largest(len(content))
         padded = torch.full((length,), ord(" "), dtype=torch.uint8)
@@ -215,8 +230,13 @@ class Launched(World):
         dist.all_gather(texts, padded)
         return [bytes(one.tolist()).decode() for one in texts]
 
+    def turns(self, count: int) -> Turns:
+        self._num_turns += 1
+        key = f"turns-{self._num_turns}"
+        return Turns(lambda name, more: self._store.add(f"{key}-{name}", more), count)
+
     def require_same(self, what: Mapping[str, str]) -> None:
-        of_ranks = [json.loads(text) for text in self._gathered(json.dumps(dict(what)))]
+        of_ranks = [json.loads(text) for text in self.gathered_texts(json.dumps(dict(what)))]
         for rank, other in enumerate(of_ranks):
             for name in of_ranks[0].keys() | other.keys():
                 if other.get(name) != of_ranks[0].get(name):
@@ -250,19 +270,20 @@ class Launched(World):
                 return _Failure(**json.loads(self._store.get(_ERROR_KEY))).error()
             time.sleep(0.05)
         return ElsewhereError(
-            "another process ended without a word (killed, or out of memory): --resume goes on from the last "
-            "saved state",
+            "another process ended without a word (killed, or out of memory); what is saved is whole: train "
+            "goes on from it with --resume",
             1,
         )
 
 
 @contextmanager
-def launched(device: str, timeout_minutes: float) -> Iterator[World]:
+def launched(device: str, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> Iterator[World]:
     """The processes that `torchrun` started, joined inside the block; `Alone` without a launcher.
 
     Args:
-        device: the recipe's.
-        timeout_minutes: how long a process waits for the others before it gives up.
+        device: where the processes compute: "cpu", "cuda" or "auto".
+        timeout_minutes: how long a process waits for the others before it gives up; where they do pieces of
+            work by themselves, one may take hours longer than another.
 
     Raises:
         UsageError: more processes than GPUs, or a launcher that says too little.
@@ -292,17 +313,15 @@ def launched(device: str, timeout_minutes: float) -> Iterator[World]:
 
 
 def _take_gpu(device: str) -> None:
-    local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local, found = place_on_machine(), torch.cuda.device_count()
     if device not in ("auto", "cuda"):
-        raise UsageError(
-            f"training.device is {device!r}, but each process needs a GPU of its own: use 'cuda'"
-        )
+        raise UsageError(f"the device is {device!r}, but each process needs a GPU of its own: use 'cuda'")
     # All processes of the machine see it, so that none waits for another to join.
-    started = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local + 1)
+    started = max(num_on_machine(), local + 1)
     if started > found:
         raise UsageError(
             f"torchrun started {started} processes on a machine of {found} GPUs: lower --nproc-per-node, or "
-            "set training.device = 'cpu'"
+            "take the device 'cpu'"
         )
     torch.cuda.set_device(local)
 
