@@ -30,7 +30,56 @@ def test_set_changes_every_variant(place: Path) -> None:
     assert {recipe.training.max_steps for recipe in made.values()} == {7}
 
 
-@pytest.mark.parametrize("name", [name for name, keys in OF_DOCUMENTATION.items() if "base" in keys])
+def test_a_study_that_is_like_another_has_its_keys_where_it_gives_none(place: Path) -> None:
+    (place / "other.toml").write_text("""
+like = "study.toml"
+name = "other"
+seeds = 4
+[set]
+training.max_steps = 7
+[variants.shared]
+model.d_k = 4
+""")
+    (place / "third.toml").write_text('like = "other.toml"\nname = "third"\n')
+    study, other, third = (read_study(place / f"{name}.toml") for name in ("study", "other", "third"))
+    assert (other.name, other.seeds, other.budget) == ("other", 4, study.budget)
+    assert list(other.variants) == ["factored", "shared"]
+    _, made = recipes_of(other, place)
+    assert made["shared"].model.attention.projections == "shared"
+    assert made["shared"].model.d_k == 4
+    assert third.model_dump(exclude={"name"}) == other.model_dump(exclude={"name"})
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ('"gone.toml"', r"there is no study .*gone\.toml"),
+        ('"sub/study.toml"', "like is 'sub/study.toml': name the file of a study in the same folder"),
+        ("3", "like is 3: name the file"),
+        ('"study.toml"', r"like leads back to it: study\.toml → study\.toml"),
+        ('"back.toml"', r"like leads back to it: study\.toml → back\.toml → study\.toml"),
+    ],
+)
+def test_a_study_that_it_cannot_be_like_is_said_in_a_line(place: Path, like: str, message: str) -> None:
+    (place / "back.toml").write_text('like = "study.toml"\n')
+    (place / "study.toml").write_text(f"like = {like}\n{STUDY}")
+    with pytest.raises(UsageError, match=message) as caught:
+        read_study(place / "study.toml")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_studies_of_the_suite_differ_in_their_tasks_and_in_nothing_else() -> None:
+    tasks = [name.removeprefix("suite-") for name in OF_DOCUMENTATION if name.startswith("suite-")]
+    assert len(tasks) == 6
+    studies = {task: read_study(STUDIES / f"suite-{task}.toml").model_dump_json() for task in tasks}
+    assert {text.replace(task, "TASK") for task, text in studies.items()} == {
+        studies["ring"].replace("ring", "TASK")
+    }
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, keys in OF_DOCUMENTATION.items() if {"base", "like"} & keys.keys()]
+)
 def test_the_studies_of_the_documentation_can_be_planned(name: str) -> None:
     study = read_study(STUDIES / f"{name}.toml")
     assert study.name == name

@@ -252,14 +252,30 @@ def _check_rewritten(trained: Mapping[str, Any], rewritten: Mapping[str, Mapping
 def read_study(path: Path) -> Study:
     """Read a study.
 
+    A study with `like = "OTHER.toml"`, a file beside it, has the keys of that study where it gives none.
+
     Raises:
         UsageError: the file is missing or not TOML, or a key or value is not valid.
     """
-    tree = read_toml(path, "study", f"there is no study {path}")
+    tree = _study_tree(path, ())
     try:
         return Study.model_validate(tree)
     except ValidationError as error:
         raise UsageError(f"study {path}: {explain(error, Study)}") from None
+
+
+def _study_tree(path: Path, before: tuple[str, ...]) -> dict[str, Any]:
+    """The keys of a study, those of the study that it is like among them."""
+    tree = read_toml(path, "study", f"there is no study {path}")
+    like = tree.pop("like", None)
+    if like is None:
+        return tree
+    if not isinstance(like, str) or Path(like).name != like:
+        raise UsageError(f"study {path}: like is {like!r}: name the file of a study in the same folder")
+    seen = (*before, path.name)
+    if like in seen:
+        raise UsageError(f"study {path}: like leads back to it: {' → '.join((*seen, like))}")
+    return merge(_study_tree(path.parent / like, seen), tree)
 
 
 def recipes_of(study: Study, folder: Path) -> tuple[AnyRecipe, dict[str, AnyRecipe]]:
