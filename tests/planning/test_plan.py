@@ -6,7 +6,7 @@ import pytest
 
 from triptych.errors import UsageError
 from triptych.planning import Cluster, read_quantity
-from triptych.planning.plans import exchange_seconds
+from triptych.planning.plans import exchange_seconds, plan
 from triptych.planning.simulation import simulated_processes
 from triptych.planning.standing_in import filled
 from triptych.planning.steps import Step, simulate_step
@@ -92,3 +92,23 @@ def assert_equal_steps(one: Step, other: Step, without: set[str]) -> None:
     names = {field.name for field in dataclasses.fields(Step)} - {"stretches"} - without
     assert {name: getattr(one, name) for name in names} == {name: getattr(other, name) for name in names}
     assert (one.peak, one.peak_in) == (other.peak, other.peak_in)
+
+
+@pytest.mark.parametrize("bleu", [True, False])
+def test_a_translators_shards_need_a_device_that_holds_the_whole_model_to_translate_with_it(
+    bleu: bool,
+) -> None:
+    tree = {
+        "data": {part: {"generated": 9, "generated_part": part} for part in ("train", "valid")},
+        "model": {"preset": "tiny", "d_model": 32, "d_ff": 32, "num_heads": 2},
+        "validation": {"bleu": bleu, "metric": "loss"},
+    }
+    asked = ["training.batch_tokens=500", "training.precision='fp32'"]
+    planned = plan(resolve(tree, asked), Cluster(2, 10**9))
+    assert planned.figures()["host_bytes"] == 4 * planned.num_parameters
+    for one in planned.layouts:
+        held = one.step.parameters + one.step.gradients + one.step.optimizer
+        whole = 4 * planned.num_parameters if bleu and one.layout.kind == "fsdp" else 0
+        assert one.validating == held + whole
+    (sharded, *_) = [one for one in planned.layouts if one.layout.kind == "fsdp"]
+    assert sharded.needed == max(sharded.step.peak, sharded.validating)

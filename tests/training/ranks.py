@@ -180,8 +180,9 @@ def assert_learns_alike(
     weights = dict(together.model.named_parameters())
     for name, weight in alone.model.named_parameters():
         assert_close(name, whole(weights[name]), weight.detach(), rtol=1e-4)
-    with computing.whole() as gathered:
-        assert (gathered is not None) == world.is_first
+    for on_host in (False, True):
+        with computing.whole(on_host=on_host) as gathered:
+            assert (gathered is not None) == world.is_first
         if gathered is not None:
             batch = alone.train.collate(UPDATE[0])
             expected_loss, loss = (alone.loss(model, batch).likelihood for model in (alone.model, gathered))

@@ -18,13 +18,15 @@ from triptych.planning.steps import (
     simulate_step,
 )
 from triptych.planning.tracking import Exchange
-from triptych.training import AnyRecipe, LanguageRecipe
+from triptych.training import AnyRecipe, LanguageRecipe, Recipe
 from triptych.training.parallel.choosing import require_kind
 
 # Of a device's memory; the rest is for what an allocator cannot use, and for the libraries' own buffers.
 USABLE = 0.9
 # A simpler layout is taken in the place of one that is faster by less.
 _WORTH = 1.02
+# Weights are trained and written in float32.
+_BYTES_OF_WEIGHT = 4
 
 
 class LayoutSettings(NamedTuple):
@@ -65,7 +67,9 @@ class PlannedLayout:
         flops: of the matrix products.
         compute_seconds: products at the devices' rate, and everything else at that of their memory.
         exchange_seconds: collectives, if nothing is computed meanwhile.
-        fits: whether the peak is within the share `USABLE` of a device's memory.
+        validating: bytes that the first device holds while it validates, without activations: what is there
+            after a step, and of a translator in shards the whole model, if the validation text is translated.
+        fits: whether the peak and `validating` are within the share `USABLE` of a device's memory.
     """
 
     layout: LayoutSettings
@@ -73,12 +77,18 @@ class PlannedLayout:
     flops: int
     compute_seconds: float
     exchange_seconds: float
+    validating: int
     fits: bool
 
     @property
     def seconds(self) -> float:
         """Of a step whose exchange goes on behind the computation."""
         return max(self.compute_seconds, self.exchange_seconds)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a device, in a step or a validation."""
+        return max(self.step.peak, self.validating)
 
     def figures(self) -> dict[str, Any]:
         """As JSON has it; bytes, operations and seconds of a process and a step."""
@@ -91,6 +101,7 @@ class PlannedLayout:
             "activation_bytes": step.activations,
             "peak_bytes": step.peak,
             "peak_in": step.peak_in,
+            "validating_bytes": self.validating,
             "fits": self.fits,
             "flops": self.flops,
             "moved_bytes": step.moved,
@@ -130,12 +141,18 @@ class Plan:
     best: PlannedLayout | None
     notes: tuple[str, ...]
 
+    @property
+    def whole_model(self) -> int:
+        """Bytes of the weights, which the first process has in the memory of its host to write them."""
+        return _BYTES_OF_WEIGHT * self.num_parameters
+
     def figures(self) -> dict[str, Any]:
         """As JSON has it."""
         return {
             "recipe": self.recipe.name,
             "cluster": vars(self.cluster),
             "parameters": self.num_parameters,
+            "host_bytes": self.whole_model,
             "target_tokens": self.target_tokens,
             "cache_bytes": self.cache,
             "layouts": [one.figures() for one in self.layouts],
@@ -168,6 +185,7 @@ def plan(recipe: AnyRecipe, cluster: Cluster, tell: Callable[[str], None] | None
             f"a batch has {num_rows:,} rows for {cluster.devices:,} devices: "
             f"{cluster.devices - num_rows:,} of them learn nothing; raise training.{key}"
         )
+    num_parameters = count_parameters(recipe)
     with simulated_processes(cluster.devices):
         found: list[PlannedLayout] = []
         flops: dict[bool, int] = {}
@@ -177,12 +195,16 @@ def plan(recipe: AnyRecipe, cluster: Cluster, tell: Callable[[str], None] | None
             laid = layout.applied(recipe)
             if layout.checkpointing not in flops:
                 flops[layout.checkpointing] = _flops(laid, cluster)
-            found.append(_planned(layout, _step(laid, layout, cluster), flops[layout.checkpointing], cluster))
+            step = _step(laid, layout, cluster)
+            validating = step.parameters + step.gradients + step.optimizer
+            if _translates_whole(laid):
+                validating += _BYTES_OF_WEIGHT * num_parameters
+            found.append(_planned(layout, step, flops[layout.checkpointing], validating, cluster))
     tokens = batches.collate(batches.plan(0)[0]).num_target_tokens * recipe.training.accumulate_batches
     return Plan(
         recipe=recipe,
         cluster=cluster,
-        num_parameters=count_parameters(recipe),
+        num_parameters=num_parameters,
         target_tokens=tokens,
         cache=count_cache(recipe),
         layouts=tuple(found),
@@ -249,7 +271,18 @@ def _flops(recipe: AnyRecipe, cluster: Cluster) -> int:
     return flops + (num_layers(recipe) - few) * (more - flops)
 
 
-def _planned(layout: LayoutSettings, step: Step, flops: int, cluster: Cluster) -> PlannedLayout:
+def _translates_whole(recipe: AnyRecipe) -> bool:
+    """Whether a validation puts the whole model together on the first device, beside its shards."""
+    if not isinstance(recipe, Recipe) or not recipe.validation.bleu:
+        return False
+    config = recipe.training
+    # Copies that compute in bfloat16 are shards of one process.
+    return config.parallel in ("fsdp", "hybrid") or (config.parallel == "ddp" and config.precision == "bf16")
+
+
+def _planned(
+    layout: LayoutSettings, step: Step, flops: int, validating: int, cluster: Cluster
+) -> PlannedLayout:
     return PlannedLayout(
         layout=layout,
         step=step,
@@ -259,7 +292,8 @@ def _planned(layout: LayoutSettings, step: Step, flops: int, cluster: Cluster) -
             exchange_seconds(exchange, sent, step.calls[exchange], cluster)
             for exchange, sent in step.sent.items()
         ),
-        fits=step.peak <= USABLE * cluster.device_memory,
+        validating=validating,
+        fits=max(step.peak, validating) <= USABLE * cluster.device_memory,
     )
 
 

@@ -25,6 +25,8 @@ def setting(plan: Plan) -> list[str]:
     ]
     if plan.cache:
         lines.append(f"keys and values of one text while the model writes: {num_bytes(plan.cache)}")
+    whole = num_bytes(plan.whole_model)
+    lines.append(f"the whole model in the host's memory of the first process, to be written: {whole}")
     return [*lines, *plan.notes]
 
 
@@ -37,8 +39,9 @@ def plan_table(plan: Plan) -> Table:
         columns=(*_LAYOUT, *_BYTES, *_SECONDS),
         rows=rows,
         caption="Of each device, in a step. → is the layout to take. activations: what the forward pass "
-        "leaves, with the parameters that are gathered then. A layout fits if its peak is at most "
-        f"{USABLE:.0%} of the memory. step: computing, with the exchange behind it.",
+        "leaves, with the parameters that are gathered then. A layout fits if its peak, and what the first "
+        f"device holds while it translates the validation text, are at most {USABLE:.0%} of the memory. "
+        "step: computing, with the exchange behind it.",
         numeric=numeric,
     )
 
@@ -61,9 +64,9 @@ def advice(plan: Plan) -> str:
     """Which layout to take, and why."""
     cluster = plan.cluster
     if plan.best is None:
-        least = min(plan.layouts, key=lambda one: one.step.peak)
+        least = min(plan.layouts, key=lambda one: one.needed)
         return (
-            f"None fits: {name_of(least.layout)} needs least, {num_bytes(least.step.peak)} of "
+            f"None fits: {name_of(least.layout)} needs least, {num_bytes(least.needed)} of "
             f"{num_bytes(cluster.device_memory)}. Use more devices, smaller batches with more "
             "training.accumulate_batches, or tensor parallelism (docs/distributed.md)."
         )
@@ -86,7 +89,7 @@ def _why(plan: Plan, best: PlannedLayout) -> str:
     reasons = []
     if too_large:
         first = too_large[0]
-        reasons.append(f"{name_of(first.layout)} needs {num_bytes(first.step.peak)}")
+        reasons.append(f"{name_of(first.layout)} needs {num_bytes(first.needed)}")
     if slower:
         next_best = min(slower, key=lambda one: one.seconds)
         reasons.append(f"{name_of(next_best.layout)} takes {next_best.seconds:.3g} s a step")

@@ -386,7 +386,7 @@ class Trainer:
         self._write_model(publish_weights, checkpoint_path(self.state_folder, counters.step))
 
     def _write_model(self, publish: Publish, path: Path) -> None:
-        with self.computing.whole() as model:
+        with self.computing.whole(on_host=True) as model:
             self.world.on_first(lambda: publish(model, path))
 
     def _save(self) -> None:

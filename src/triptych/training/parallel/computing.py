@@ -108,10 +108,14 @@ class Computing(ABC):
         """After the optimizer has changed the parameters."""
 
     @abstractmethod
-    def whole(self) -> AbstractContextManager[Any]:
+    def whole(self, *, on_host: bool = False) -> AbstractContextManager[Any]:
         """A context with the whole model, in evaluation mode or training mode as it is set.
 
         Every process must enter it. The first one gets the model, the others None.
+
+        Args:
+            on_host: a model in shards is put together in the host's memory, to be written: a device holds no
+                more of it than its shards and one parameter.
         """
 
     @abstractmethod
@@ -172,7 +176,8 @@ class OneProcess(Computing):
             self._twin.follow()
 
     @contextmanager
-    def whole(self) -> Iterator[OwnModel]:
+    def whole(self, *, on_host: bool = False) -> Iterator[OwnModel]:
+        del on_host  # it is whole where it computes
         yield self.objective.model
 
     def gathered(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

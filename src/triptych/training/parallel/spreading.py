@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import OffsetNorm
-from triptych.models.storage import OwnModel, load_tensors, model_tensors
+from triptych.models.storage import OwnModel, model_tensors
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
 from triptych.training.parallel.computing import Computing, Kind, LossOfBatch, Unmade
@@ -182,7 +182,8 @@ class Copies(_Spread):
         return torch.nn.utils.clip_grad_norm_(self.objective.model.parameters(), limit).item()
 
     @contextmanager
-    def whole(self) -> Iterator[OwnModel | None]:
+    def whole(self, *, on_host: bool = False) -> Iterator[OwnModel | None]:
+        del on_host  # it is whole where it computes
         yield self.objective.model if self._world.is_first else None
 
     def gathered(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -259,20 +260,21 @@ class Shards(_Spread):
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
     @contextmanager
-    def whole(self) -> Iterator[OwnModel | None]:
-        model = self.objective.model
+    def whole(self, *, on_host: bool = False) -> Iterator[OwnModel | None]:
+        model, device = self.objective.model, "cpu" if on_host else self._mesh.device_type
         tensors = self.gathered(model_tensors(model))
         if not self._world.is_first:
             yield None
             return
-        whole = copy.deepcopy(self._blank).to_empty(device=self._mesh.device_type)
-        for name, first in self._tied:  # `to` has made parameters of their own
-            owner, _, own = name.rpartition(".")
-            setattr(whole.get_submodule(owner), own, whole.get_parameter(first))
-        load_tensors(whole, tensors, "the model")
+        whole = copy.deepcopy(self._blank)
+        for name in [*tensors]:
+            parameter = nn.Parameter(tensors.pop(name).to(device), whole.get_parameter(name).requires_grad)
+            _put(whole, name, parameter)
+        for name, first in self._tied:
+            _put(whole, name, whole.get_parameter(first))
         for module, held in zip(whole.modules(), model.modules(), strict=True):
             for name, buffer in held.named_buffers(recurse=False):
-                setattr(module, name, buffer)
+                setattr(module, name, buffer.to(device))
         yield whole.train(model.training)
 
     def gathered(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -298,6 +300,12 @@ def _without_values(model: OwnModel) -> OwnModel:
     for one in model.parameters():
         empty[id(one)] = nn.Parameter(empty[id(one)], one.requires_grad)
     return copy.deepcopy(model, empty)
+
+
+def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Give a model a parameter in the place of the one of this name."""
+    owner, _, own = name.rpartition(".")
+    setattr(model.get_submodule(owner), own, parameter)
 
 
 def _tied(model: nn.Module) -> list[tuple[str, str]]:
