@@ -146,9 +146,21 @@ def compare_study(
     for one in trained:
         if one.solved is not None:
             say(f"{one.name}: {one.solved.describe(study.budget.hold)}")
+    results, failed = _make_runs(runner, trained, rewrites)
+    variants = {one.name: one for one in trained}
+    for name in rewrites:
+        parent = variants[study.parent_of(name)]
+        variants[name] = Variant(name, parent.recipe, flops=parent.flops, rewrite_of=parent.name)
+    return Outcome(study, folder, variants, results, failed, runner.sweep_seconds)
+
+
+def _make_runs(
+    runner: "_Runner", trained: Sequence[Variant], rewrites: Mapping[str, RewriteRecipe]
+) -> tuple[dict[str, dict[int, Result]], dict[str, str]]:
+    """Train all runs, and rewrite those that are to be; results by variant and seed, and what went wrong."""
     planned = {
         (name, seed): runner.planned("runs", recipe, _run_name(name, seed))
-        for name, seed, recipe in _seeded(study, trained)
+        for name, seed, recipe in _seeded(runner.study, trained)
     }
     found, failed = runner.run("runs", list(planned.values()))
     done = {place: run for place, run in planned.items() if run.name in found}
@@ -159,11 +171,7 @@ def compare_study(
     for (name, seed), run in (planned | rewritten).items():
         if run.name in found:
             results.setdefault(name, {})[seed] = found[run.name]
-    variants = {one.name: one for one in trained}
-    for name in rewrites:
-        parent = variants[study.parent_of(name)]
-        variants[name] = Variant(name, parent.recipe, flops=parent.flops, rewrite_of=parent.name)
-    return Outcome(study, folder, variants, results, failed, runner.sweep_seconds)
+    return results, failed
 
 
 def _check_test(study: Study) -> None:
