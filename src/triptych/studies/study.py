@@ -97,12 +97,13 @@ class SweepConfig(_Section):
 
     Attributes:
         learning_rates: those that are tried; the variant's own if there are none.
-        steps_share: share of the steps that each of them trains.
+        steps_share: share of the steps that each of them trains. Below 1 the sweep is cheaper, and prefers
+            higher rates than the whole runs want.
         seed: of these runs, and of no other.
     """
 
     learning_rates: tuple[float, ...] = ()
-    steps_share: float = Field(0.5, gt=0, le=1)
+    steps_share: float = Field(1.0, gt=0, le=1)
     seed: int = Field(1_000_003, ge=0, lt=2**63)
 
     @field_validator("learning_rates")
