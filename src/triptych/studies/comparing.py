@@ -5,7 +5,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, final
 
@@ -141,7 +141,7 @@ def compare_study(
     runner = _Runner(study, folder, tell, world)
     trained = [
         replace(one, flops=training_flops(one.recipe, vocabulary))
-        for one in (_swept(runner, one, say) for one in _timed(runner, study, held))
+        for one in _swept(runner, _timed(runner, study, held), say)
     ]
     for one in trained:
         if one.solved is not None:
@@ -273,22 +273,34 @@ def _steps_a_second(planned: Planned) -> float:
     return 1 / float(statistics.median(seconds[len(seconds) // 2 :]))
 
 
-def _swept(runner: "_Runner", variant: Variant, say: Say) -> Variant:
-    """The variant at the learning rate with the lowest validation loss, if several are tried."""
+def _swept(runner: "_Runner", variants: Sequence[Variant], say: Say) -> list[Variant]:
+    """Each variant at the learning rate with the lowest validation loss, if several are tried."""
     sweep = runner.study.sweep
     if not sweep.learning_rates:
-        return variant
-    steps = max(round(variant.recipe.training.max_steps * sweep.steps_share), 1)
-    planned = {}
-    for rate in sweep.learning_rates:
-        tried = with_values(variant.recipe, {"training.learning_rate": rate, "training.max_steps": steps})
-        planned[rate] = runner.planned("sweep", _seed(tried, sweep.seed), f"{variant.name}-{rate:g}")
-    found, _ = runner.run("sweep", list(planned.values()))
+        return list(variants)
+    planned = {
+        (one.name, rate): [_of_sweep(runner, one, rate, number) for number in range(sweep.seeds)]
+        for one in variants
+        for rate in sweep.learning_rates
+    }
+    found, _ = runner.run("sweep", list(chain.from_iterable(planned.values())))
     runner.sweep_seconds += sum(result.seconds for result in found.values())
     losses = {
-        rate: found[one.name].figures["loss"] if one.name in found else math.nan
-        for rate, one in planned.items()
+        place: statistics.fmean(found[run.name].figures["loss"] if run.name in found else math.nan for run in runs)
+        for place, runs in planned.items()
     }
+    return [_at_best_rate(one, {r: losses[one.name, r] for r in sweep.learning_rates}, say) for one in variants]
+
+
+def _of_sweep(runner: "_Runner", variant: Variant, rate: float, number: int) -> Planned:
+    sweep = runner.study.sweep
+    steps = max(round(variant.recipe.training.max_steps * sweep.steps_share), 1)
+    tried = with_values(variant.recipe, {"training.learning_rate": rate, "training.max_steps": steps})
+    name = f"{variant.name}-{rate:g}" + (f"-seed-{number + 1}" if number else "")
+    return runner.planned("sweep", _seed(tried, sweep.seed + number), name)
+
+
+def _at_best_rate(variant: Variant, losses: Mapping[float, float], say: Say) -> Variant:
     finite = {rate: loss for rate, loss in losses.items() if math.isfinite(loss)}
     if not finite:
         raise TriptychError(f"variant {variant.name}: training failed at every learning rate of the sweep")

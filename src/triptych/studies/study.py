@@ -99,12 +99,14 @@ class SweepConfig(_Section):
         learning_rates: those that are tried; the variant's own if there are none.
         steps_share: share of the steps that each of them trains. Below 1 the sweep is cheaper, and prefers
             higher rates than the whole runs want.
-        seed: of these runs, and of no other.
+        seeds: how many runs each rate has; the mean of their losses decides.
+        seed: of the first of these runs, and of no other run; that of the next is one higher.
     """
 
     learning_rates: tuple[float, ...] = ()
     steps_share: float = Field(1.0, gt=0, le=1)
-    seed: int = Field(1_000_003, ge=0, lt=2**63)
+    seeds: int = Field(1, ge=1)
+    seed: int = Field(1_000_003, ge=0, lt=2**62)
 
     @field_validator("learning_rates")
     @classmethod
