@@ -47,7 +47,7 @@ class HarnessModel(LM):  # type: ignore[misc]
             device: where the model goes; "auto" takes a GPU if there is one.
             precision: type of the weights when text is generated. Scores use the model as it is.
             batch_size: texts at a time; "auto" is 16.
-            max_length: longest text in tokens; the model's positions if None, or 2,048 without a limit.
+            max_length: longest text in tokens; `LanguageModel.context` if None, or 2,048 without one.
 
         Raises:
             UsageError: an encoder, or no such device.
@@ -59,7 +59,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         self._generator = TextGenerator(
             model, tokenizer, precision=precision, end_ids=end_ids, batch_rows=self._batch
         )
-        self._longest = int(max_length or model.max_tokens or _LONGEST)
+        self._longest = int(max_length or model.context or _LONGEST)
         begin = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
         if begin is None:
             raise UsageError(f"{path}: its tokenizer has no token that begins or ends a text")

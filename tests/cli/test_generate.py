@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer as Inner
 from command import Command
 from small_checkpoints import gpt2_that_runs
 from triptych import attend, runs
+from triptych.engines import loading
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.runs.generation import OpenedModel
 from triptych.text import load_tokenizer
@@ -252,21 +254,38 @@ def test_what_cannot_be_scored_is_one_line(
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "d"]
 
 
-@pytest.fixture
-def masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
-    """An encoder with a vocabulary of letters, in place of every model."""
+def opened_of_words(folder: Path, kind: Literal["decoder", "encoder"], context: int = 256) -> OpenedModel:
+    """A model with fresh weights and a vocabulary of letters."""
     inner = Inner(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     inner.add_special_tokens([AddedToken(word, special=True) for word in WORDS[:5]])
-    inner.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"mask_token": "[MASK]", "pad_token": "[PAD]"}')
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"mask_token": "[MASK]", "pad_token": "[PAD]"}')
     torch.manual_seed(0)
-    config = LanguageModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8)
-    model = LanguageModel.of(config, "encoder", len(WORDS)).eval()
-    opened = OpenedModel(model, load_tokenizer(tmp_path), ())
+    config = LanguageModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, context=context)
+    return OpenedModel(LanguageModel.of(config, kind, len(WORDS)).eval(), load_tokenizer(folder), ())
+
+
+@pytest.fixture
+def masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
+    """An encoder in place of every model."""
+    opened = opened_of_words(tmp_path, "encoder")
     monkeypatch.setattr(runs.generation, "open_text_model", lambda *_: opened)
-    return model
+    return opened.model
+
+
+def test_attention_of_a_text_past_the_context_is_refused(
+    triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = opened_of_words(tmp_path, "decoder", context=8)
+    monkeypatch.setattr(loading, "open_text_model", lambda *_: opened)
+    options = ("--json", "--attention", "0:0", "--max-new-tokens")
+    (record,) = records(triptych("generate", "model", "a b", *options, "5").out)
+    (one,) = record["continuations"]
+    assert len(one["tokens"]) == 5
+    answer = triptych("generate", "model", "a b", *options, "6")
+    assert (answer.code, "has 9 tokens, and the model reads 8 at once" in answer.err) == (2, True)
 
 
 def test_masks_are_filled_with_the_most_probable_tokens(triptych: Command, masked: LanguageModel) -> None:

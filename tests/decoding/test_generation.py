@@ -42,12 +42,21 @@ def make(scheme: str = "rotary", kind: str = "decoder", **options: Any) -> Langu
     return model
 
 
+def of_another_library(model: LanguageModel) -> LanguageModel:
+    """The model, without the recipe that says how long the texts of its training were."""
+    model.config = None
+    return model
+
+
 def plain(model: LanguageModel, prompt: list[int], count: int) -> list[int]:
-    """Greedy, by the whole text anew for every token."""
-    ids = list(prompt)
+    """Greedy, by the whole text anew for every token; past the context of a recipe by the last half of it."""
+    most = count + len(prompt) if model.config is None else model.config.context
+    new, window = list[int](), prompt[-most:]
     for _ in range(count):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
+        new.append(int(model(torch.tensor([window])).logits[0, -1].argmax()))
+        window = [*window, new[-1]]
+        window = window if len(window) <= most else window[-(most // 2) :]
+    return new
 
 
 def ids_of(found: list[list[Generated]]) -> list[list[tuple[int, ...]]]:
@@ -139,7 +148,7 @@ def test_a_caller_can_end_rows_one_by_one() -> None:
 
 
 def test_a_text_ends_at_the_last_position_and_longer_prompts_are_refused_with_the_limit() -> None:
-    engine = TextEngine(make("learned"))  # 24 positions
+    engine = TextEngine(of_another_library(make("learned")))  # 24 positions
     (found,) = generate_tokens(engine, [[1] * 20], GenerationOptions(50))[0]
     assert (len(found.ids), found.finish) == (5, "positions")
     assert len(generate_tokens(engine, [[1] * 24], GenerationOptions(50))[0][0].ids) == 1
@@ -149,8 +158,30 @@ def test_a_text_ends_at_the_last_position_and_longer_prompts_are_refused_with_th
         list(generate_stream(engine, [[]], GenerationOptions(5)))
 
 
+@pytest.mark.parametrize("scheme", ["learned", "rotary"])
+def test_a_text_goes_on_past_the_context_of_its_recipe_from_the_last_half(scheme: str) -> None:
+    model = make(scheme)  # a context of 12
+    prompts = [*PROMPTS, [5, 6, 7] * 7]
+    found = generate_tokens(TextEngine(model), prompts, GenerationOptions(40))
+    assert [list(one.ids) for (one,) in found] == [plain(model, ids, 40) for ids in prompts]
+    assert {one.finish for (one,) in found} == {"length"}
+
+
+def test_what_is_drawn_past_the_context_depends_on_the_text_alone() -> None:
+    engine = TextEngine(make())
+    sampling = SamplingOptions(repetition_penalty=1.2, temperature=3.0)
+    options = GenerationOptions(30, sampling, seed=5, num_samples=2)
+    together = ids_of(generate_tokens(engine, PROMPTS, options))
+    assert together == [ids_of(generate_tokens(engine, [prompt], options))[0] for prompt in PROMPTS]
+
+
+def test_a_beam_ends_where_the_context_does() -> None:
+    (found,) = generate_tokens(TextEngine(make()), [[1, 2, 3]], GenerationOptions(40, beam_size=2))[0]
+    assert (len(found.ids), found.finish) == (10, "positions")
+
+
 def test_short_prompts_go_on_when_a_long_one_is_at_the_last_position() -> None:
-    model = make("learned")  # 24 positions
+    model = of_another_library(make("learned"))  # 24 positions
     prompts = [[1, 2, 3] * 7, [4, 5], [6], [7], [8], [9]]
     found = generate_tokens(TextEngine(model), prompts, GenerationOptions(15))
     assert [list(one.ids) for (one,) in found] == [

@@ -108,7 +108,9 @@ def test_the_sweep_takes_the_rate_with_the_lowest_loss_and_is_paid_for(place: Pa
 
 def test_a_rate_of_the_sweep_has_a_run_for_each_of_its_seeds(place: Path, stand_in: Path) -> None:
     change(
-        place, "[variants.factored]", "[sweep]\nlearning_rates = [0.004, 0.02]\nseeds = 2\n[variants.factored]"
+        place,
+        "[variants.factored]",
+        "[sweep]\nlearning_rates = [0.004, 0.02]\nseeds = 2\n[variants.factored]",
     )
     assert made(place).sweep_seconds == pytest.approx(8 * 0.4)
     assert "seed = 1000004" in (place / "out/sweep/shared-0.02-seed-2.toml").read_text()

@@ -129,7 +129,7 @@ def cut_windows(
 def _context(reader: LanguageReader, context: int | None) -> int:
     limit = reader.model.max_tokens
     if context is None:
-        return min(limit or CONTEXT, CONTEXT)
+        return min(reader.model.context or CONTEXT, CONTEXT)
     if context < 2 or (limit is not None and context > limit):
         bounds = "at least 2" if limit is None else f"between 2 and the model's {limit:,} positions"
         raise UsageError(f"the context is {context:,} tokens: give {bounds}")

@@ -104,8 +104,8 @@ class LanguageReader(Reader):
         options = GenerationOptions(max_new_tokens)
         with EvaluationMode(self.model):
             found = [new.ids for (new,) in generator.continue_tokens(ids, options)]
-        if self.model.max_tokens is not None:  # the last token needs a position here
-            room = [self.model.max_tokens - len(own) for own in ids]
+        if self.model.context is not None:  # the last token is read too, here
+            room = [max(self.model.context - len(own), 0) for own in ids]
             found = [new[:most] for new, most in zip(found, room, strict=True)]
         whole = [[*own, *new] for own, new in zip(ids, found, strict=True)]
         return self.read_ids(whole, [len(new) for new in found])

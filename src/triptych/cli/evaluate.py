@@ -69,7 +69,8 @@ ContextOption = Annotated[
     typer.Option(
         "--context",
         min=1,
-        help="With --text: tokens of a window. Default: the model's positions, at most 1024.",
+        help="With --text: tokens of a window. Default: a run's context, or the model's positions; at most "
+        "1024.",
     ),
 ]
 StrideOption = Annotated[

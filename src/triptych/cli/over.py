@@ -46,7 +46,8 @@ ContextOption = Annotated[
     typer.Option(
         "--context",
         min=2,
-        help="With --over: tokens of a window. Default: the model's positions, at most 256.",
+        help="With --over: tokens of a window. Default: a run's context, or the model's positions; at most "
+        "256.",
     ),
 ]
 TokensOption = Annotated[

@@ -1,16 +1,17 @@
 """Continuations of texts by a language model, in token ids."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from triptych import thresholds
 from triptych.decoding.hypotheses import length_penalty
 from triptych.decoding.sampling import Sampler, SamplingOptions
-from triptych.decoding.text_engine import TextEngine
+from triptych.decoding.text_engine import OpenTexts, TextEngine
 from triptych.errors import UsageError
 
 Finish = Literal["token", "text", "length", "positions"]
@@ -154,6 +155,9 @@ def generate_stream(
 ) -> Iterator[NewToken]:
     """Continue prompts together, token by token.
 
+    A model of a recipe reads `engine.context` tokens at once, as in training. A text that has grown to so many
+    goes on from its last half, which is read again. When that is depends on the text alone.
+
     Args:
         engine: the model.
         prompts: token ids, at least one each.
@@ -164,45 +168,109 @@ def generate_stream(
         UsageError: see `check_prompts`.
     """
     check_prompts(prompts, engine.max_tokens)
-    texts = [ids for ids in prompts for _ in range(options.num_samples)]
-    limits = [limit_of_prompt(len(ids), options.max_new_tokens, engine.max_tokens) for ids in texts]
-    sampler = Sampler(options.sampling, options.seed, [*range(options.num_samples)] * len(prompts))
-    sampler.read(texts, engine.num_choices, engine.device)
-    opened, logits = engine.read(prompts, room=max(limits))
+    growing = _Growing(engine, prompts, options, ends)
+    windows = [ids[-engine.context :] if engine.context else ids for ids in prompts]
+    lengths = [len(ids) for ids in windows for _ in range(options.num_samples)]
+    opened, logits = engine.read(windows, room=max(map(growing.limit, range(len(lengths)), lengths)))
     if options.num_samples > 1:
         each = torch.arange(len(prompts), device=engine.device).repeat_interleave(options.num_samples)
         opened.select(each)
         logits = logits[each]
-    rows, is_open = [*range(len(texts))], [True] * len(texts)
-    length = 0
-    while True:
-        length += 1
-        tokens = sampler.choose(logits[:, : engine.num_choices])
-        log_probs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
-        for place, (token, log_prob) in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):
-            if not is_open[place]:
-                continue
-            row = rows[place]
-            finish: Finish | None = None
-            if token in options.stop_ids:
-                finish = "token"
-            elif ends(row, token):
-                finish = "text"
-            elif length == limits[row]:
-                finish = "length" if length == options.max_new_tokens else "positions"
-            is_open[place] = finish is None
-            yield NewToken(row, token, log_prob, finish)
-        num_open = sum(is_open)
-        if not num_open:
-            return
-        if len(is_open) - num_open >= max(1, thresholds.SHARE_DONE * len(is_open)):
-            kept = [place for place, still in enumerate(is_open) if still]
-            rows, is_open = [rows[place] for place in kept], [True] * len(kept)
-            sampler.select(kept)
-            places = torch.tensor(kept, device=engine.device)
-            opened.select(places)
-            tokens = tokens[places]
-        logits = engine.step(tokens, opened)
+    rows = yield from growing.grow([*range(len(lengths))], lengths, opened, logits)
+    while rows and engine.context is not None:
+        # As many tokens as are read again, about, make room for as many new ones at places known from training.
+        windows = [growing.texts[row][-max(engine.context // 2, 1) :] for row in rows]
+        lengths = [len(ids) for ids in windows]
+        opened, logits = engine.read(windows, room=max(map(growing.limit, rows, lengths)))
+        rows = yield from growing.grow(rows, lengths, opened, logits)
+
+
+@final
+class _Growing:
+    """Texts that a model continues: what each has, and what is drawn for it.
+
+    Attributes:
+        texts: tokens of each, its prompt's and its own.
+    """
+
+    def __init__(
+        self,
+        engine: TextEngine,
+        prompts: Sequence[Sequence[int]],
+        options: GenerationOptions,
+        ends: Callable[[int, int], bool],
+    ) -> None:
+        self.engine, self.options, self.ends = engine, options, ends
+        self.texts = [[*ids] for ids in prompts for _ in range(options.num_samples)]
+        self._longest = [len(ids) + options.max_new_tokens for ids in self.texts]
+        self._sampler = Sampler(options.sampling, options.seed, [*range(options.num_samples)] * len(prompts))
+        self._sampler.read(self.texts, engine.num_choices, engine.device)
+
+    def limit(self, row: int, length: int) -> int:
+        """Tokens that a text grows by before it is as long as was asked for, or as can be read at once.
+
+        Args:
+            row: its number.
+            length: of its tokens, those that are read.
+        """
+        return limit_of_prompt(length, self._longest[row] - len(self.texts[row]), _most_at_once(self.engine))
+
+    def grow(
+        self, rows: list[int], lengths: Sequence[int], opened: OpenTexts, logits: Tensor
+    ) -> Generator[NewToken, None, list[int]]:
+        """Continue texts that were read.
+
+        Args:
+            rows: their numbers.
+            lengths: tokens of each that were read.
+            opened: what was read.
+            logits: of the next tokens.
+
+        Returns:
+            The numbers of those that go on when their last tokens are read again.
+        """
+        limits = dict(zip(rows, map(self.limit, rows, lengths), strict=True))
+        is_open, going_on, length = [True] * len(rows), list[int](), 0
+        while True:
+            length += 1
+            tokens = self._sampler.choose(logits[:, : self.engine.num_choices], rows)
+            log_probs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
+            drawn, before = zip(tokens.tolist(), log_probs.tolist(), strict=True), len(going_on)
+            for place, (token, log_prob) in enumerate(drawn):
+                if not is_open[place]:
+                    continue
+                row = rows[place]
+                self.texts[row].append(token)
+                finish = self._finish(row, token, is_at_limit=length == limits[row])
+                is_open[place] = finish is None and length < limits[row]
+                if finish is None and not is_open[place]:
+                    going_on.append(row)
+                yield NewToken(row, token, log_prob, finish)
+            num_open = sum(is_open)
+            if not num_open:
+                return going_on
+            num_done = len(is_open) - num_open
+            # Nothing may be drawn for a text that waits to be read again.
+            if len(going_on) > before or num_done >= max(1, thresholds.SHARE_DONE * len(is_open)):
+                kept = [place for place, still in enumerate(is_open) if still]
+                rows, is_open = [rows[place] for place in kept], [True] * len(kept)
+                places = torch.tensor(kept, device=self.engine.device)
+                opened.select(places)
+                tokens = tokens[places]
+            logits = self.engine.step(tokens, opened)
+
+    def _finish(self, row: int, token: int, *, is_at_limit: bool) -> Finish | None:
+        if token in self.options.stop_ids:
+            return "token"
+        if self.ends(row, token):
+            return "text"
+        if len(self.texts[row]) == self._longest[row]:
+            return "length"
+        return "positions" if is_at_limit and self.engine.context is None else None
+
+
+def _most_at_once(engine: TextEngine) -> int | None:
+    return engine.max_tokens if engine.context is None else engine.context
 
 
 def limit_of_prompt(prompt: int, max_new_tokens: int, max_tokens: int | None) -> int:
@@ -286,14 +354,16 @@ def beam_search(engine: TextEngine, prompt: Sequence[int], options: GenerationOp
 
     Each step keeps the `beam_size` most probable of all one-token extensions. Those that end, by a stop
     token, leave the beam; the search is over when `beam_size` have ended or at the limit, where the open ones
-    count as they are.
+    count as they are. No text goes on past what the model reads at once.
 
     Args:
         engine: the model.
         prompt: token ids.
         options: how.
     """
-    k, limit = options.beam_size, limit_of_prompt(len(prompt), options.max_new_tokens, engine.max_tokens)
+    most = _most_at_once(engine)
+    prompt = prompt if most is None else prompt[-most:]
+    k, limit = options.beam_size, limit_of_prompt(len(prompt), options.max_new_tokens, most)
     at_limit: Finish = "length" if limit == options.max_new_tokens else "positions"
     opened, logits = engine.read([prompt], room=limit)
     beams, ended = [_Open((), (), 0.0)], list[Generated]()

@@ -167,7 +167,8 @@ def measure_likelihood(
         model: decoder-only.
         tokenizer: the model's.
         documents: texts; empty ones are left out.
-        context: tokens of a window; if None, as many as the model has positions for, and 1,024 at most.
+        context: tokens of a window; if None, as many as the model reads at once (`LanguageModel.context`),
+            and 1,024 at most.
         stride: tokens by which a window begins after the one before; `context` if None: side by side.
         progress: told how many documents of how many are done.
         compute: the logits, in the place of the model's own.
@@ -179,7 +180,7 @@ def measure_likelihood(
     if not model.causal:
         raise UsageError("an encoder predicts no text: evaluate --text is for decoder-only models")
     limit = model.max_tokens
-    context = min(limit or _LONGEST_CONTEXT, _LONGEST_CONTEXT) if context is None else context
+    context = min(model.context or _LONGEST_CONTEXT, _LONGEST_CONTEXT) if context is None else context
     stride = context if stride is None else stride
     if context < 1 or (limit is not None and context > limit):
         bounds = "at least 1" if limit is None else f"between 1 and the model's {limit:,} positions"

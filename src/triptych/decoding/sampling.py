@@ -134,24 +134,22 @@ class Sampler:
         for row, ids in zip(self._seen, texts, strict=True):
             row[list(ids)] = True
 
-    def choose(self, logits: Float[Tensor, "rows vocab"]) -> Int[Tensor, " rows"]:
-        """A token of every row."""
+    def choose(
+        self, logits: Float[Tensor, "rows vocab"], rows: Sequence[int] | None = None
+    ) -> Int[Tensor, " rows"]:
+        """A token of every row, or of those with these numbers."""
+        rows = range(len(self._numbers)) if rows is None else rows
         if self._seen is not None:
-            logits = penalise_repeats(logits, self._seen, self.options.repetition_penalty)
+            seen = self._seen[list(rows)]
+            logits = penalise_repeats(logits, seen, self.options.repetition_penalty)
         if self.options.is_greedy:
             tokens = logits.argmax(dim=-1)
         else:
-            uniforms = [numbers.getrandbits(32) / 2**32 for numbers in self._numbers]
+            uniforms = [self._numbers[row].getrandbits(32) / 2**32 for row in rows]
             tokens = draw(
                 filtered(logits, self.options),
                 torch.tensor(uniforms, dtype=torch.float64).to(logits.device),
             )
         if self._seen is not None:
-            self._seen.scatter_(1, tokens[:, None], True)
+            self._seen[list(rows), tokens] = True
         return tokens
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows only."""
-        self._numbers = [self._numbers[row] for row in rows]
-        if self._seen is not None:
-            self._seen = self._seen[list(rows)]

@@ -71,6 +71,7 @@ class TextEngine:
     Attributes:
         device: where it runs.
         max_tokens: longest text that the model has positions for; None if there is no limit.
+        context: tokens that are read at once of a text that goes on past them; None if it ends there.
         vocab_size: number of tokens.
         num_choices: so many of them, from the first, may be chosen.
     """
@@ -98,6 +99,7 @@ class TextEngine:
         if reason := unsupported_precision(precision, self.device):
             raise ValueError(reason)
         self.max_tokens, self.vocab_size = model.max_tokens, model.head.output.out_features
+        self.context = None if model.config is None else model.config.context
         self.num_choices = min(num_choices or self.vocab_size, self.vocab_size)
         self._absolute = _counts_places(model)
         self._num_layers = len(model.new_cache().own)

@@ -174,6 +174,11 @@ class LanguageModel(nn.Module):
         config = self.architecture.embeddings
         return config.num_positions if config.positions == "learned" else None
 
+    @property
+    def context(self) -> int | None:
+        """Tokens that are read at once: as many as in training, or `max_tokens` where no recipe says it."""
+        return self.max_tokens if self.config is None else self.config.context
+
     def new_cache(self) -> DecoderCache:
         """An empty cache for `forward`."""
         return DecoderCache(len(self._order))

@@ -286,10 +286,14 @@ def _swept(runner: "_Runner", variants: Sequence[Variant], say: Say) -> list[Var
     found, _ = runner.run("sweep", list(chain.from_iterable(planned.values())))
     runner.sweep_seconds += sum(result.seconds for result in found.values())
     losses = {
-        place: statistics.fmean(found[run.name].figures["loss"] if run.name in found else math.nan for run in runs)
+        place: statistics.fmean(
+            found[run.name].figures["loss"] if run.name in found else math.nan for run in runs
+        )
         for place, runs in planned.items()
     }
-    return [_at_best_rate(one, {r: losses[one.name, r] for r in sweep.learning_rates}, say) for one in variants]
+    return [
+        _at_best_rate(one, {r: losses[one.name, r] for r in sweep.learning_rates}, say) for one in variants
+    ]
 
 
 def _of_sweep(runner: "_Runner", variant: Variant, rate: float, number: int) -> Planned:
