@@ -252,8 +252,8 @@ def _attention(
         read, most = [*ids, *one.ids[:-1]], generator.model.context
         if most is not None and len(read) > most:
             raise UsageError(
-                f"--attention: the text has {len(read):,} tokens, and the model reads {most:,} at once: lower "
-                "--max-new-tokens"
+                f"--attention: the text has {len(read):,} tokens, and the model reads {most:,} at once: "
+                "lower --max-new-tokens"
             )
         (attention,) = reader.read_ids([read])
         parts = [part for selection in wanted for part in selection.of(attention)]

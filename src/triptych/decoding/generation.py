@@ -155,8 +155,8 @@ def generate_stream(
 ) -> Iterator[NewToken]:
     """Continue prompts together, token by token.
 
-    A model of a recipe reads `engine.context` tokens at once, as in training. A text that has grown to so many
-    goes on from its last half, which is read again. When that is depends on the text alone.
+    A model of a recipe reads `engine.context` tokens at once, as in training. A text that has grown to so
+    many goes on from its last half, which is read again. When that is depends on the text alone.
 
     Args:
         engine: the model.
@@ -178,7 +178,7 @@ def generate_stream(
         logits = logits[each]
     rows = yield from growing.grow([*range(len(lengths))], lengths, opened, logits)
     while rows and engine.context is not None:
-        # As many tokens as are read again, about, make room for as many new ones at places known from training.
+        # Half of the places that training has known are for what is read again, half for new tokens.
         windows = [growing.texts[row][-max(engine.context // 2, 1) :] for row in rows]
         lengths = [len(ids) for ids in windows]
         opened, logits = engine.read(windows, room=max(map(growing.limit, rows, lengths)))
