@@ -99,3 +99,12 @@ def test_what_cannot_be_trained_is_refused() -> None:
         train_tokenizers(TokenizerSpec(kind="bytes"), TEXTS, TEXTS)
     with pytest.raises(ValidationError, match='kind is "bytes"'):
         TokenizerSpec(kind="bytes", min_frequency=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_takes_the_space_before_it_where_pieces_have_theirs(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    (ids,) = tokenizer.encode(["a <mask>"], parse_special=True)
+    (letter,), (space,) = tokenizer.encode(["a"]), tokenizer.encode([" "])
+    spaces = [] if kind in ("bpe", "unigram") else space
+    assert ids == [*letter, *spaces, tokenizer.mask_id]

@@ -106,7 +106,9 @@ def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedToke
             inner.decoder = decoders.Fuse()
         case _:
             inner = _train_pieces(spec, texts, _gpt2_like, _SPECIAL)
-    inner.add_special_tokens(special)
+    # A piece has the space before it, and so has the mask that stands for one.
+    mask = tokenizers.AddedToken(_MASK, lstrip=spec.kind in ("bpe", "unigram"))
+    inner.add_special_tokens([mask if token == _MASK else token for token in special])
     names = {"pad_token": _PAD, "bos_token": _EOS, "eos_token": _EOS, "mask_token": _MASK}
     if _UNK in special:
         names["unk_token"] = _UNK
