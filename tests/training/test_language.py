@@ -177,7 +177,7 @@ def test_a_run_continues_text_and_one_that_fills_masks_fills_them(finished: dict
     (before,), (after,) = tokenizer.encode(["the"]), tokenizer.encode([" cat"])
     # No space of its own before the mask, and the ends around the text that documents have in training.
     ids = [tokenizer.eos_id, *before, tokenizer.mask_id, *after, tokenizer.eos_id]
-    chances = filling.model(torch.tensor([ids])).logits[0, len(before) + 1].softmax(dim=-1)
+    chances = filling.model(torch.tensor([ids])).logits.detach()[0, len(before) + 1].softmax(dim=-1)
     assert best.probability == pytest.approx(float(chances.max()))
     with pytest.raises(DataError, match="which does not translate"):
         read_model(finished["language-model"])
