@@ -160,12 +160,12 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
         return _go_on(folder, overrides, display or LineDisplay(), world)
 
 
-def validate(folder: Path, base: Path | None = None) -> dict[str, float]:
+def validate(folder: Path) -> dict[str, float]:
     """The figures of a run's model on its validation text, as training measures them.
 
     Args:
-        folder: the run folder; its model may have been rewritten.
-        base: the folder that relative paths of the recipe are relative to; the current folder if None.
+        folder: the run folder; its model may have been rewritten. Relative paths in its recipe are those of
+            the current folder.
 
     Returns:
         "valid_loss" in nats a token, and what else its task has.
@@ -175,7 +175,7 @@ def validate(folder: Path, base: Path | None = None) -> dict[str, float]:
     """
     recipe = read_recipe(folder / RECIPE)
     with _threads_and_seed(recipe):
-        objective = _taken_up(recipe, folder, base or Path.cwd(), SilentDisplay()).objective()
+        objective = _taken_up(recipe, folder, Path.cwd(), SilentDisplay()).objective()
         if not isinstance(recipe, ContinuedRecipe):
             # Not of the recipe's sizes, where it was rewritten.
             objective.model = to_device(read_own_model(folder), find_device(recipe.training.device))
