@@ -47,7 +47,6 @@ class Variant:
         solved: how it was held to the budget; None if nothing was.
         swept: validation loss by learning rate, where a sweep chose it; NaN where training failed.
         flops: operations of training, a token of the target; None where they are not counted.
-        rewrite_of: the variant whose runs are rewritten; None for one that is trained.
     """
 
     name: str
@@ -55,7 +54,6 @@ class Variant:
     solved: Solved | None = None
     swept: Mapping[float, float] = field(default_factory=dict)
     flops: float | None = None
-    rewrite_of: str | None = None
 
 
 @final
@@ -82,8 +80,7 @@ class Outcome:
     @property
     def trained(self) -> dict[str, dict[int, Result]]:
         """The results of those that are not rewritten from others."""
-        rewritten = {name for name, one in self.variants.items() if one.rewrite_of is not None}
-        return {name: results for name, results in self.results.items() if name not in rewritten}
+        return {name: one for name, one in self.results.items() if name not in self.study.rewritten}
 
     def values(self, metric: str) -> dict[str, dict[int, float]]:
         """A figure by variant and seed, of the runs that have it."""
@@ -150,7 +147,7 @@ def compare_study(
     variants = {one.name: one for one in trained}
     for name in rewrites:
         parent = variants[study.parent_of(name)]
-        variants[name] = Variant(name, parent.recipe, flops=parent.flops, rewrite_of=parent.name)
+        variants[name] = Variant(name, parent.recipe, flops=parent.flops)
     return Outcome(study, folder, variants, results, failed, runner.sweep_seconds)
 
 

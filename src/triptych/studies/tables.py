@@ -87,7 +87,7 @@ def cost_table(outcome: Outcome) -> Table:
         rate = variant.recipe.training.learning_rate
         rows.append((name, *cells, "" if rate is None else f"{rate:g}", held))
     columns = ("variant", *(_title(metric) for metric in metrics), "learning rate", "budget")
-    rewritten = [f"{name} from {one.rewrite_of}" for name, one in outcome.variants.items() if one.rewrite_of]
+    rewritten = [f"{name} from {outcome.study.parent_of(name)}" for name in outcome.study.rewritten]
     caption = f"Rewritten: {', '.join(rewritten)}; rate, memory and learning rate are those of training."
     numeric = tuple(range(1, len(metrics) + 2))
     return Table("What it costs", columns, tuple(rows), caption if rewritten else "", numeric=numeric)
