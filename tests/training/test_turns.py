@@ -1,4 +1,4 @@
-"""Pieces of work that the processes take, and what they give each other. Processes: `test_pieces.py`."""
+"""Pieces of work that processes take. Processes that were launched: `cli/test_several_processes.py`."""
 
 import json
 from collections.abc import Callable, Sequence

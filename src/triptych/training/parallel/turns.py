@@ -35,14 +35,9 @@ class Turns:
         self._add("ended", 1)
 
     @property
-    def num_ended(self) -> int:
-        """Of all processes."""
-        return self._add("ended", 0)
-
-    @property
     def are_over(self) -> bool:
         """Whether the work of every number has ended, or a process has given up."""
-        return self.num_ended >= self.count or self._add("given-up", 0) > 0
+        return self._add("ended", 0) >= self.count or self._add("given-up", 0) > 0
 
     @contextmanager
     def given_up_on_error(self) -> Iterator[None]:
