@@ -1,7 +1,9 @@
 import json
+import re
 import shutil
 from pathlib import Path
 
+import pytest
 import sacrebleu
 
 from command import Command
@@ -76,13 +78,21 @@ def test_several_translators_are_a_list_in_their_order_or_a_table(
     assert [record["scores"] for record in records] == [alone["scores"]] * 2
     table = triptych("evaluate", other, small_run, *texts).out
     value = f"{alone['scores'][0]['value']:.2f}"
-    assert [
-        value in line for line in table.splitlines() if str(tmp_path) in line or str(small_run) in line
-    ] == [
-        True,
-        True,
-    ]
+    rows = [line for line in table.splitlines() if str(other) in line or str(small_run) in line]
+    assert [value in row for row in rows] == [True, True]
     assert f"BLEU: {alone['scores'][0]['signature']}" in table
+
+
+def test_a_narrow_terminal_gets_whole_scores_of_several_translators(
+    triptych: Command, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    text = _write(tmp_path / "text", ["Vier.", "Heute ist Montag."])
+    runs = (small_run, small_run)
+    answer = triptych("evaluate", *runs, "--source", text, "--reference", text, "--workers", "1")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", answer.out)
+    assert len(re.findall(r"\d\.\d\d \[\d+\.\d\d, \d+\.\d\d\]", plain)) == 4
 
 
 def test_translations_of_several_models_have_no_file(

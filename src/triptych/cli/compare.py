@@ -12,9 +12,9 @@ from rich.live import Live
 from rich.text import Text
 
 import triptych
+from triptych.cli.tables import print_whole
 from triptych.files import write_text
 from triptych.launch import speaks
-from triptych.reports.terminal import render_table
 from triptych.studies import StudyProgress, read_study, tables, write_study_page, write_study_pictures
 from triptych.training.parallel import launched
 
@@ -79,11 +79,9 @@ def _state(stage: str, progress: StudyProgress) -> str:
 
 def _print(outcome: "triptych.studies.Outcome", folder: Path) -> None:
     console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 200
     for table in tables.tables(outcome):
         console.print(table.title)
-        console.print(render_table(table))
+        print_whole(table, console)
         if table.caption:
             console.print(table.caption, soft_wrap=True)
         console.print()

@@ -14,12 +14,13 @@ import triptych
 from triptych.cli.groups import grouped
 from triptych.cli.outputs import ForceOption, Output, require_free
 from triptych.cli.progress import progress_bar
+from triptych.cli.tables import print_whole
 from triptych.costing import pages
 from triptych.costing.counting import CostReport, CostSpec
 from triptych.costing.timing import TimingReport
 from triptych.errors import UsageError
 from triptych.models.device import find_device
-from triptych.reports import Table, is_page, render_table, require_charts, write_report
+from triptych.reports import is_page, render_table, require_charts, write_report
 
 ModelWidthOption = Annotated[int, typer.Option("--d-model", help="Size of the input and the output.")]
 HeadsOption = Annotated[int, typer.Option("--num-heads", help="Number of query heads.")]
@@ -163,7 +164,7 @@ def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> No
     console.print(pages.work(report.spec))
     if own := pages.own_sizes(report):
         console.print(own)
-    _print_table(console, pages.cost_table(report))
+    print_whole(pages.cost_table(report), console)
     for note in (*pages.notes(report), *pages.LEGEND):
         console.print(note, soft_wrap=True)
     if formulas:
@@ -174,20 +175,6 @@ def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> No
     if timed is not None:
         console.print()
         console.print(pages.machine(timed))
-        _print_table(console, pages.timing_table(timed))
+        print_whole(pages.timing_table(timed), console)
         for line in pages.TIMING_LEGEND:
             console.print(line, soft_wrap=True)
-
-
-def _print_table(console: Console, table: Table) -> None:
-    """No number is cut off: a terminal too narrow gets the columns in two parts, a file has the room."""
-    rendered = render_table(table)
-    width = console.measure(rendered, options=console.options.update(max_width=1000)).maximum
-    if not console.is_terminal:
-        console.width = max(console.width, width)
-    if width <= console.width or len(table.columns) <= 2:
-        console.print(rendered)
-        return
-    middle = (len(table.columns) + 1) // 2
-    for part in (range(1, middle), range(middle, len(table.columns))):
-        _print_table(console, table.part((0, *part)))

@@ -25,10 +25,11 @@ from triptych.cli.options import (
 )
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.cli.progress import progress_bar
+from triptych.cli.tables import print_whole
 from triptych.decoding import Likelihood
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
-from triptych.reports import Table, render_table
+from triptych.reports import Table
 from triptych.runs import Evaluation
 from triptych.text import read_lines
 from triptych.text.documents import LanguageCorpusSpec, read_documents, whole_documents
@@ -259,9 +260,7 @@ def _scores(runs: Sequence[str], found: Sequence[Evaluation]) -> Table:
 
 def _print_table(table: Table) -> None:
     console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 200
-    console.print(render_table(table))
+    print_whole(table, console)
     if table.caption:
         console.print(table.caption, soft_wrap=True)
 
