@@ -1,5 +1,6 @@
-"""How many threads torch computes with."""
+"""How many threads torch computes with, and how many there is room for."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,3 +21,8 @@ def torch_threads(number: int | None) -> Iterator[None]:
     finally:
         if number is not None:
             torch.set_num_threads(before)
+
+
+def num_cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,6 +1,5 @@
 """Options that several commands share."""
 
-import os
 from typing import Annotated, Literal
 
 import torch
@@ -9,6 +8,7 @@ import typer
 from triptych.decoding import Precision
 from triptych.engines import EngineName
 from triptych.launch import num_on_machine
+from triptych.threads import num_cores
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -75,5 +75,4 @@ def number_of_workers(given: int | None) -> int:
     """The workers asked for, or one for each core that this process may use and shares with no other rank."""
     if given is not None:
         return given
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(cores // num_on_machine(), 1)
+    return max(num_cores() // num_on_machine(), 1)

@@ -1,7 +1,6 @@
 """`compare`: make the runs of a study, or go on with them, and collect what came of them."""
 
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from triptych.studies.job import Job, Result, TrainedRun
 from triptych.studies.running import ALONE, Planned, StudyProgress, run_all
 from triptych.studies.study import Study, recipes_of, rewrites_of
 from triptych.text import read_parallel
+from triptych.threads import num_cores
 from triptych.training.metrics import read_metrics
 from triptych.training.parallel import World, code_digests
 from triptych.training.progress import SilentDisplay
@@ -398,5 +398,4 @@ class _Runner:
         """Processes that the processors and GPUs have room for."""
         if torch.cuda.is_available():
             return torch.cuda.device_count()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(cores // self.study.jobs.threads, 1)
+        return max(num_cores() // self.study.jobs.threads, 1)
