@@ -20,6 +20,7 @@ from triptych.planning.steps import (
 from triptych.planning.tracking import Exchange
 from triptych.training import AnyRecipe, LanguageRecipe, Recipe
 from triptych.training.parallel.choosing import require_kind
+from triptych.training.parallel.spreading import are_copies
 
 # Of a device's memory; the rest is for what an allocator cannot use, and for the libraries' own buffers.
 USABLE = 0.9
@@ -275,9 +276,8 @@ def _translates_whole(recipe: AnyRecipe) -> bool:
     """Whether a validation puts the whole model together on the first device, beside its shards."""
     if not isinstance(recipe, Recipe) or not recipe.validation.bleu:
         return False
-    config = recipe.training
-    # Copies that compute in bfloat16 are shards of one process.
-    return config.parallel in ("fsdp", "hybrid") or (config.parallel == "ddp" and config.precision == "bf16")
+    kind = recipe.training.parallel
+    return kind is not None and kind != "none" and not are_copies(kind, recipe.training.precision)
 
 
 def _planned(

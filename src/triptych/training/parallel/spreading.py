@@ -63,11 +63,16 @@ def spread(
     return computing
 
 
+def are_copies(kind: Kind, precision: str) -> bool:
+    """Whether each process has the whole model; copies that compute in bfloat16 are shards of one process."""
+    return kind == "ddp" and precision == "fp32"
+
+
 def make_mesh(
     kind: Kind, precision: str, device: str, world: World, shard_size: int | None = None
 ) -> DeviceMesh | None:
     """The groups of processes that a kind needs; None if they all are one. Arguments as of `spread`."""
-    if kind == "ddp" and precision == "fp32":
+    if are_copies(kind, precision):
         return None
     shape = mesh_shape(kind, world.size, world.num_nodes, shard_size)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("copy", "shard"))
