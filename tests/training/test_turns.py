@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import final
 
 import pytest
+import torch
 
-from triptych.errors import ElsewhereError
+from triptych.errors import ElsewhereError, UsageError
 from triptych.launch import environment_alone, num_launched
-from triptych.training.parallel import Alone, do_each
+from triptych.training.parallel import Alone, do_each, launched
 from triptych.training.parallel.pieces import rebuilt
 from triptych.training.parallel.turns import Turns, counts_of_one_process
 from triptych.training.parallel.world import AskingNone
@@ -120,3 +121,19 @@ def test_a_process_of_its_own_does_not_know_of_the_launcher(monkeypatch: pytest.
     found = environment_alone()
     assert "MINE" in found
     assert not found.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+
+
+def test_a_machine_has_gpus_for_its_own_processes_where_others_are_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with pytest.raises(UsageError, match="MASTER_ADDR and MASTER_PORT are not set"), launched("cuda"):
+        pass
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(UsageError, match="8 processes on a machine of 4 GPUs"), launched("cuda"):
+        pass
