@@ -53,6 +53,7 @@ def assert_alike(found: list[list[Generated]], expected: list[list[Generated]]) 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_greedy_texts_are_those_of_our_own_engine(options: dict[str, Any]) -> None:
     model = make(**options)
+    model.config = None  # as of another library's checkpoint: no text is read again
     free = GenerationOptions(max_new_tokens=10)
     ours = generate_tokens(TextEngine(model), PROMPTS, free)
     theirs = CTranslate2Generator(model)
@@ -71,6 +72,14 @@ def test_greedy_texts_are_those_of_our_own_engine(options: dict[str, Any]) -> No
     found = theirs.generate(PROMPTS, ending, ends)
     assert {one.finish for (one,) in expected} >= {"token", "text"}
     assert_alike(found, expected)
+
+
+def test_a_text_of_a_run_ends_at_the_context_of_its_training() -> None:
+    model, options = make(), GenerationOptions(max_new_tokens=20)  # a context of 12
+    ((found,),) = CTranslate2Generator(model).generate([[1, 2, 3]], options)
+    ((ours,),) = generate_tokens(TextEngine(model), [[1, 2, 3]], options)
+    assert found.ids == ours.ids[:10]
+    assert found.finish == "positions"
 
 
 def test_no_token_ends_a_text_unless_it_is_asked_to() -> None:
@@ -108,7 +117,9 @@ def test_models_of_the_same_weights_that_compute_something_else_are_kept_apart()
 
 
 def test_options_of_sampling_and_bad_prompts_are_refused() -> None:
-    generator = CTranslate2Generator(make(**MODELS["learned"]))
+    model = make(**MODELS["learned"])
+    model.config = None  # as of another library's checkpoint: positions are the limit
+    generator = CTranslate2Generator(model)
     for sampling in (SamplingOptions(temperature=1.0), SamplingOptions(repetition_penalty=1.2)):
         with pytest.raises(UsageError, match="--engine ctranslate2 takes the most probable tokens"):
             generator.generate([[1]], GenerationOptions(sampling=sampling))

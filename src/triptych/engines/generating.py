@@ -37,7 +37,8 @@ class CTranslate2Generator(OtherEngine):
     """A decoder-only model that CTranslate2 runs: greedy, or with a beam.
 
     Attributes:
-        max_tokens: longest text that the model has positions for; None if there is no limit.
+        max_tokens: longest text (`LanguageModel.context`), as none is read again here; None if there is no
+            limit.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class CTranslate2Generator(OtherEngine):
 
         place, index = find_place(device)
         kind = compute_type(precision, place)
-        self.max_tokens = model.max_tokens
+        self.max_tokens = model.context
         never = range(model.vocab_size if num_tokens is None else num_tokens, model.vocab_size)
         self._never = [[str(token)] for token in never] or None
         texts = [str(model.architecture), *(_in_full(block) for block in model.blocks)]
