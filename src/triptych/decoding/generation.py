@@ -156,7 +156,7 @@ def generate_stream(
     """Continue prompts together, token by token.
 
     A model of a recipe reads `engine.context` tokens at once, as in training. A text that has grown to so
-    many goes on from its last half, which is read again. When that is depends on the text alone.
+    many goes on from the last half of them, read again. When that is depends on the text alone.
 
     Args:
         engine: the model.
@@ -169,7 +169,7 @@ def generate_stream(
     """
     check_prompts(prompts, engine.max_tokens)
     growing = _Growing(engine, prompts, options, ends)
-    windows = [ids[-engine.context :] if engine.context else ids for ids in prompts]
+    windows = [_last(ids, engine.context) for ids in prompts]
     lengths = [len(ids) for ids in windows for _ in range(options.num_samples)]
     opened, logits = engine.read(windows, room=max(map(growing.limit, range(len(lengths)), lengths)))
     if options.num_samples > 1:
@@ -177,9 +177,10 @@ def generate_stream(
         opened.select(each)
         logits = logits[each]
     rows = yield from growing.grow([*range(len(lengths))], lengths, opened, logits)
-    while rows and engine.context is not None:
+    while rows:
+        assert engine.context is not None, "without a limit no text is read again"
         # Half of the places that training has known are for what is read again, half for new tokens.
-        windows = [growing.texts[row][-max(engine.context // 2, 1) :] for row in rows]
+        windows = [_last(growing.texts[row], max(engine.context // 2, 1)) for row in rows]
         lengths = [len(ids) for ids in windows]
         opened, logits = engine.read(windows, room=max(map(growing.limit, rows, lengths)))
         rows = yield from growing.grow(rows, lengths, opened, logits)
@@ -213,7 +214,7 @@ class _Growing:
             row: its number.
             length: of its tokens, those that are read.
         """
-        return limit_of_prompt(length, self._longest[row] - len(self.texts[row]), _most_at_once(self.engine))
+        return limit_of_prompt(length, self._longest[row] - len(self.texts[row]), self.engine.context)
 
     def grow(
         self, rows: list[int], lengths: Sequence[int], opened: OpenTexts, logits: Tensor
@@ -266,11 +267,12 @@ class _Growing:
             return "text"
         if len(self.texts[row]) == self._longest[row]:
             return "length"
-        return "positions" if is_at_limit and self.engine.context is None else None
+        return "positions" if is_at_limit and not self.engine.reads_again else None
 
 
-def _most_at_once(engine: TextEngine) -> int | None:
-    return engine.max_tokens if engine.context is None else engine.context
+def _last(ids: Sequence[int], most: int | None) -> Sequence[int]:
+    """The last tokens of a text, `most` of them; all if None."""
+    return ids if most is None else ids[-most:]
 
 
 def limit_of_prompt(prompt: int, max_new_tokens: int, max_tokens: int | None) -> int:
@@ -361,9 +363,8 @@ def beam_search(engine: TextEngine, prompt: Sequence[int], options: GenerationOp
         prompt: token ids.
         options: how.
     """
-    most = _most_at_once(engine)
-    prompt = prompt if most is None else prompt[-most:]
-    k, limit = options.beam_size, limit_of_prompt(len(prompt), options.max_new_tokens, most)
+    prompt = _last(prompt, engine.context)
+    k, limit = options.beam_size, limit_of_prompt(len(prompt), options.max_new_tokens, engine.context)
     at_limit: Finish = "length" if limit == options.max_new_tokens else "positions"
     opened, logits = engine.read([prompt], room=limit)
     beams, ended = [_Open((), (), 0.0)], list[Generated]()

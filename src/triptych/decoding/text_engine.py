@@ -71,7 +71,8 @@ class TextEngine:
     Attributes:
         device: where it runs.
         max_tokens: longest text that the model has positions for; None if there is no limit.
-        context: tokens that are read at once of a text that goes on past them; None if it ends there.
+        context: tokens that are read at once (`LanguageModel.context`); None if there is no limit.
+        reads_again: whether a text goes on past them, when its last tokens are read again.
         vocab_size: number of tokens.
         num_choices: so many of them, from the first, may be chosen.
     """
@@ -99,7 +100,7 @@ class TextEngine:
         if reason := unsupported_precision(precision, self.device):
             raise ValueError(reason)
         self.max_tokens, self.vocab_size = model.max_tokens, model.head.output.out_features
-        self.context = None if model.config is None else model.config.context
+        self.context, self.reads_again = model.context, model.config is not None
         self.num_choices = min(num_choices or self.vocab_size, self.vocab_size)
         self._absolute = _counts_places(model)
         self._num_layers = len(model.new_cache().own)
