@@ -24,7 +24,7 @@ def test_the_peak_of_a_plan_is_that_of_real_processes_within_a_tenth(
 ) -> None:
     answers = start(size, str(MEASURED), kind, *overrides)
     assert [code for code, _ in answers] == [0] * size, "\n".join(said for _, said in answers)
-    found = re.search(r"^peak (\d+) rank 0$", answers[0][1], re.MULTILINE)
+    found = re.search(r"^peak (\d+) rank 0,", answers[0][1], re.MULTILINE)
     assert found is not None, answers[0][1]
     with simulated_processes(size):
         step = simulate_step(recipe_of(overrides), Cluster(size, 10**9), None if kind == "none" else kind)  # type: ignore[arg-type]

@@ -18,13 +18,16 @@ from triptych.text import (
     LanguageCorpusSpec,
     MaskedBatches,
     PackedBatches,
+    PretrainedTokenizer,
     TextPart,
     Tokenizer,
+    TokenizerSpec,
     TokenShards,
     read_documents,
     read_tokenizer,
     tokenize_corpus,
     train_tokenizer,
+    trained_once,
     write_shards,
 )
 from triptych.text.documents import fingerprint, require_text
@@ -51,7 +54,7 @@ def prepare_language(recipe: LanguageRecipe, base: Path, display: Display) -> Pr
     text = TextOfRun(recipe, base)
     given, recipe = recipe, fit_language_tokenizer(recipe, text.num_chars, device)
     display.say(f"text: {text.num_chars:,} characters; training a {recipe.tokenizer.kind} tokenizer")
-    tokenizer = train_tokenizer(recipe.tokenizer, text.for_tokenizer())
+    tokenizer = text.tokenizer(recipe.tokenizer)
     train, valid = text.shards(tokenizer, display)
     recipe = fit_language_training(recipe, train.num_tokens, device)
     if chosen := ", ".join(choices(given, recipe)):
@@ -74,8 +77,17 @@ class TextOfRun:
         if recipe.data.valid is None:
             self.num_chars = self._cut = int(self.num_chars * (1 - recipe.data.valid_share))
 
-    def for_tokenizer(self) -> Iterator[str]:
-        """The beginning of the training text, as long as a tokenizer needs it."""
+    def tokenizer(self, spec: TokenizerSpec) -> PretrainedTokenizer:
+        """The tokenizer that the beginning of the training text gives."""
+        (found,) = trained_once(
+            spec,
+            self._for_tokenizer,
+            lambda: [train_tokenizer(spec, self._for_tokenizer()).to_json()],
+            cache_folder=self._base / self._data.cache,
+        )
+        return PretrainedTokenizer.from_json(found, "the tokenizer")
+
+    def _for_tokenizer(self) -> Iterator[str]:
         left = _CHARACTERS_FOR_TOKENIZER
         for part in self._train():
             yield part.text[:left]

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from triptych.decoding import SearchOptions, Translator, score_bleu
@@ -12,6 +13,7 @@ from triptych.models.storage import OwnModel, write_config
 from triptych.runs.folder import check_tokenizers
 from triptych.runs.preparing import Prepared, digests
 from triptych.text import (
+    ByteLevelTokenizer,
     EncodedCorpus,
     ParallelCorpus,
     TokenBatches,
@@ -19,6 +21,7 @@ from triptych.text import (
     encode_corpus,
     read_parallel,
     train_tokenizers,
+    trained_once,
 )
 from triptych.training import Recipe
 from triptych.training.fitting import choices, fit_tokenizer, fit_training
@@ -40,7 +43,7 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display) -> Prepare
     num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))
     given, recipe = recipe, fit_tokenizer(recipe, num_chars, device)
     display.say(f"training a {recipe.tokenizer.kind} tokenizer")
-    tokenizers = train_tokenizers(recipe.tokenizer, train_text.source, train_text.target)
+    tokenizers = _tokenizers(recipe, train_text, _cache_folder(recipe, base))
     texts = _encode(recipe, base, tokenizers, train_text, valid_text, display)
     num_tokens = int((texts.train.target.lengths + 1).sum())
     recipe = fit_training(recipe, num_tokens, device, lambda r: _steps_per_epoch(r, texts.train, tokenizers))
@@ -104,7 +107,7 @@ def _encode(
     valid_text: ParallelCorpus,
     display: Display,
 ) -> _Texts:
-    cache = base / recipe.data.cache if recipe.data.cache else None
+    cache = _cache_folder(recipe, base)
     display.say(f"tokenizing with {tokenizers.target.vocab_size:,} tokens")
     encoded = encode_corpus(train_text, tokenizers, cache_folder=cache)
     kept, num_long = encoded.within(recipe.data.max_sentence_tokens)
@@ -121,6 +124,20 @@ def _encode(
     if not len(judged):
         raise DataError("no validation pair is within data.max_sentence_tokens")
     return _Texts(kept, judged, valid_text)
+
+
+def _tokenizers(recipe: Recipe, text: ParallelCorpus, cache: Path | None) -> TokenizerPair:
+    def train() -> list[str]:
+        pair = train_tokenizers(recipe.tokenizer, text.source, text.target)
+        return [one.to_json() for one in ([pair.source] if pair.joint else [pair.source, pair.target])]
+
+    found = trained_once(recipe.tokenizer, lambda: chain(text.source, text.target), train, cache_folder=cache)
+    pieces = [ByteLevelTokenizer.from_json(one, "the tokenizer") for one in found]
+    return TokenizerPair(pieces[0], pieces[-1])
+
+
+def _cache_folder(recipe: Recipe, base: Path) -> Path | None:
+    return base / recipe.data.cache if recipe.data.cache else None
 
 
 def _bytes_per_token(texts: _Texts) -> float:

@@ -9,11 +9,13 @@ are trained, or read from others' checkpoints.
 """
 
 from triptych.text.batches import Batch, TokenBatches
+from triptych.text.byte_level import ByteLevelTokenizer
 from triptych.text.corpora import CorpusCounts, CorpusSpec, ParallelCorpus, read_parallel
 from triptych.text.documents import LanguageCorpusSpec, TextPart, read_documents
 from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
 from triptych.text.framed import Frame, FramedTokenizer
 from triptych.text.generated import generate_pairs
+from triptych.text.kept import trained_once
 from triptych.text.lines import as_lines, iterate_file, iterate_lines, read_lines
 from triptych.text.masking import MaskedBatches, MaskingSpec
 from triptych.text.packing import LanguageBatch, PackedBatches
@@ -27,6 +29,7 @@ from triptych.text.training import TokenizerSpec, train_tokenizer, train_tokeniz
 
 __all__ = [
     "Batch",
+    "ByteLevelTokenizer",
     "CorpusCounts",
     "CorpusSpec",
     "EncodedCorpus",
@@ -66,5 +69,6 @@ __all__ = [
     "tokenize_corpus",
     "train_tokenizer",
     "train_tokenizers",
+    "trained_once",
     "write_shards",
 ]

@@ -135,11 +135,12 @@ def _key_of(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> str:
     digest = hashlib.sha256(_FORMAT)
     sides = (tokenizers.source.to_json(),), (tokenizers.target.to_json(),), corpus.source, corpus.target
     for texts in sides:
-        _add_texts(digest, texts)
+        add_texts(digest, texts)
     return digest.hexdigest()
 
 
-def _add_texts(digest: "hashlib._Hash", texts: Iterable[str]) -> None:
+def add_texts(digest: "hashlib._Hash", texts: Iterable[str]) -> None:
+    """Put texts into a digest, which then tells them from all others."""
     for text in texts:
         content = text.encode("utf-8")
         # Lengths keep ["ab", "c"] apart from ["a", "bc"].

@@ -1,0 +1,63 @@
+"""Trained tokenizers, kept on disk between runs."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from triptych.files import write_text
+from triptych.text.encoded import add_texts
+from triptych.text.training import TokenizerSpec
+
+_FORMAT = f"triptych tokenizer cache 1, tokenizers {tokenizers.__version__}"
+
+
+def trained_once(
+    spec: TokenizerSpec,
+    texts: Callable[[], Iterable[str]],
+    train: Callable[[], Sequence[str]],
+    *,
+    cache_folder: Path | None,
+) -> list[str]:
+    """Train tokenizers, or find them trained by an earlier run.
+
+    Args:
+        spec: how they are trained.
+        texts: the training texts, all that `train` reads, in its order; read from the start by each call.
+        train: gives each tokenizer as `Tokenizer.to_json` writes it.
+        cache_folder: where they are kept, made if need be; None keeps nothing. A file in it is named after
+            the texts and the specification, so none is ever out of date; a damaged one is replaced.
+    """
+    if cache_folder is None:
+        return list(train())
+    path = cache_folder / f"tokenizers-{_key_of(spec, texts())}.json"
+    found = _read(path)
+    if found is None:
+        found = list(train())
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps({"sha256": _digest_of(found), "tokenizers": found}) + "\n")
+    return found
+
+
+def _key_of(spec: TokenizerSpec, texts: Iterable[str]) -> str:
+    digest = hashlib.sha256(f"{_FORMAT}\n{spec.model_dump_json()}\n".encode())
+    add_texts(digest, texts)
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> list[str] | None:
+    """What was written there; None where there is nothing, or nothing sound."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        found = [str(text) for text in record["tokenizers"]]
+        expected = record["sha256"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    # A flipped bit would pass as another piece; only the digest shows it.
+    return found if _digest_of(found) == expected else None
+
+
+def _digest_of(texts: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
