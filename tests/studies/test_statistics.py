@@ -52,16 +52,21 @@ def test_identical_variants_differ_by_an_interval_that_holds_0_at_the_stated_rat
     assert found / studies < 0.05 + 0.044
 
 
-def test_a_planted_difference_is_found_with_the_seeds_that_it_needs() -> None:
+@pytest.mark.parametrize("num_variants", [1, 6])
+def test_a_planted_difference_is_found_with_the_seeds_that_it_needs(num_variants: int) -> None:
     draws = np.random.default_rng(2)
     deviation, planted = 1.0, 1.5
-    needed = seeds_needed([planted - deviation, planted, planted + deviation])
+    needed = seeds_needed([planted - deviation, planted, planted + deviation], num_variants)
     assert needed is not None
+    means = [planted, *[0.0] * (num_variants - 1)]
     found = [
         compare(
-            {"v": dict(enumerate(draws.normal(planted, deviation, size=needed)))},
+            {
+                str(i): dict(enumerate(draws.normal(mean, deviation, size=needed)))
+                for i, mean in enumerate(means)
+            },
             dict.fromkeys(range(needed), 0.0),
-        )["v"].is_seen
+        )["0"].is_seen
         for _ in range(400)
     ]
     # Four of five, to five standard deviations; one seed fewer has less.

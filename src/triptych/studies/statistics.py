@@ -49,12 +49,14 @@ class Comparison:
         difference: mean of variant − baseline, with its interval.
         p_value: of the paired t-test, two-sided; NaN where no test is possible.
         corrected: the same, corrected for the number of variants (Holm).
+        num_tests: that number.
         differences: of each pair, by seed.
     """
 
     difference: Estimate
     p_value: float
     corrected: float
+    num_tests: int
     differences: dict[int, float]
 
     @property
@@ -64,11 +66,11 @@ class Comparison:
 
     @property
     def seeds_needed(self) -> int | None:
-        """Seeds with which a paired test would find this difference in four of five studies.
+        """Seeds with which this difference would be seen in four of five studies of as many variants.
 
         None if it is 0, if there is one pair, or if it takes more than 10,000.
         """
-        return seeds_needed(list(self.differences.values()))
+        return seeds_needed(list(self.differences.values()), self.num_tests)
 
     @property
     def is_seen(self) -> bool:
@@ -114,7 +116,7 @@ def compare(
     pairs = {name: found for name, found in pairs.items() if found}
     p_values = [paired_p_value(list(found.values())) for found in pairs.values()]
     return {
-        name: Comparison(estimate(list(found.values())), p_value, corrected, found)
+        name: Comparison(estimate(list(found.values())), p_value, corrected, len(pairs), found)
         for (name, found), p_value, corrected in zip(pairs.items(), p_values, holm(p_values), strict=True)
     }
 
@@ -143,33 +145,40 @@ def effect_size(differences: Sequence[float]) -> float:
     return math.inf * found.mean if found.deviation == 0 else found.mean / found.deviation
 
 
-def seeds_needed(differences: Sequence[float]) -> int | None:
+def seeds_needed(differences: Sequence[float], num_tests: int = 1) -> int | None:
     """The fewest seeds with which a paired t-test finds their mean in four of five studies.
 
-    Their standard deviation is taken as true. None if it cannot be said, or is more than 10,000.
+    Args:
+        differences: of pairs; their mean and standard deviation are taken as true.
+        num_tests: comparisons that p-values are corrected for. The difference is found at 0.05 / `num_tests`
+            (Bonferroni): as Holm's correction finds it if none of the others is there.
+
+    Returns:
+        The number; None if it cannot be said, or is more than 10,000.
     """
+    level = (1 - CONFIDENCE) / num_tests
     effect = abs(effect_size(differences))
     if math.isnan(effect):
         return None
     if math.isinf(effect):
         return 2
     low, high = 2, _MOST_SEEDS
-    if _power(effect, high) < _POWER:
+    if _power(effect, high, level) < _POWER:
         return None
     while low < high:
         middle = (low + high) // 2
-        if _power(effect, middle) >= _POWER:
+        if _power(effect, middle, level) >= _POWER:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _power(effect: float, count: int) -> float:
-    """The chance that a two-sided paired t-test on so many pairs finds an effect of this size."""
+def _power(effect: float, count: int, level: float) -> float:
+    """The chance that a two-sided paired t-test on so many pairs finds an effect of this size at a level."""
     from scipy.stats import nct, t
 
-    critical = float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
+    critical = float(t.isf(level / 2, count - 1))
     shift = effect * math.sqrt(count)
     if shift > 30:  # far past certainty, where the distribution is slow to work out
         return 1.0
