@@ -16,6 +16,7 @@ from triptych.reports import CurveChart, Report
 from triptych.rewriting.recipe import read_rewrite_recipe
 from triptych.studies import (
     Outcome,
+    StudyProgress,
     StudyStoppedError,
     compare_study,
     pages,
@@ -72,6 +73,18 @@ def test_recipes_of_a_seed_differ_in_nothing_but_the_variant(place: Path, stand_
     }
     assert {line.split(" =")[0] for line in lines["factored"] ^ lines["baseline-again"]} == {"name", "seed"}
     assert {"seed = 2", "data_seed = 2", 'initial_values = "by_name"'} <= lines["factored"]
+
+
+def test_what_is_told_has_every_run_with_its_variant_and_result(place: Path, stand_in: Path) -> None:
+    told: list[tuple[str, StudyProgress]] = []
+    outcome = compare_study(
+        read_study(place / "study.toml"), place / "out", origin=place, tell=lambda *now: told.append(now)
+    )
+    stages = {stage for stage, _ in told}
+    assert stages == {"runs"}
+    last = told[-1][1]
+    assert list(last.variants.values()) == ["factored", NOISE, "shared"] * 3
+    assert last.done["shared-seed-2"] == outcome.results["shared"][2]
 
 
 def test_runs_that_are_done_are_not_made_again_and_more_seeds_are(place: Path, stand_in: Path) -> None:

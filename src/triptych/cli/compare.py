@@ -1,14 +1,16 @@
 """`triptych compare`."""
 
 import json
-import os
+import statistics
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 import triptych
@@ -37,10 +39,16 @@ def compare(
     errors = Console(stderr=True, highlight=False, markup=False, quiet=not speaks())
     with launched("cpu") as world:
         with Live(console=errors, auto_refresh=False, transient=True) as live:
+            told = dict[str, set[str]]()
 
             def tell(stage: str, progress: StudyProgress) -> None:
                 if errors.is_terminal:
-                    live.update(Text(_state(stage, progress)), refresh=True)
+                    live.update(live_table(stage, progress, read.metrics[0]), refresh=True)
+                    return
+                known = told.setdefault(stage, set(progress.done))  # those of an earlier call are no news
+                for name in progress.done.keys() - known:
+                    known.add(name)
+                    errors.print(f"{_state(stage, progress)}: {name}", soft_wrap=True)
 
             outcome = triptych.compare_study(
                 read, folder, origin=study.parent, tell=tell, say=lambda line: errors.print(line), world=world
@@ -69,12 +77,32 @@ def _write(outcome: "triptych.studies.Outcome", folder: Path) -> None:
 
 def _state(stage: str, progress: StudyProgress) -> str:
     left = progress.seconds_left
-    lines = [
-        f"{stage}: {len(progress.done)} of {progress.total} done, {len(progress.failed)} failed"
-        + ("" if left is None else f", about {left / 60:.0f} min left"),
-        *(f"  {name}: {share:.0%}" for name, share in progress.running.items()),
-    ]
-    return os.linesep.join(lines)
+    failed = f", {len(progress.failed)} failed" if progress.failed else ""
+    time_left = "" if left is None else f", about {left / 60:.0f} min left"
+    return f"{stage}: {len(progress.done)} of {len(progress.variants)} done{failed}{time_left}"
+
+
+def live_table(stage: str, progress: StudyProgress, metric: str) -> Table:
+    """A row for each variant: what its runs have reached so far."""
+    columns = ["variant", "runs", "in progress"]
+    judged = stage in ("runs", "rewrites")  # a sweep's mean over learning rates says nothing
+    if judged:
+        columns.insert(2, f"mean {tables.title(metric)}")
+    table = Table(title=_state(stage, progress), title_justify="left", box=box.SIMPLE_HEAD)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("variant", "in progress") else "right")
+    for variant in dict.fromkeys(progress.variants.values()):
+        runs = [run for run, its in progress.variants.items() if its == variant]
+        done = [progress.done[run].figures for run in runs if run in progress.done]
+        failed = sum(run in progress.failed for run in runs)
+        cells = [variant, f"{len(done)} of {len(runs)}" + (f", {failed} failed" if failed else "")]
+        if judged:
+            found = [figures[metric] for figures in done if metric in figures]
+            cells.append(tables.number(statistics.fmean(found), metric) if found else "")
+        shares = {run.removeprefix(f"{variant}-"): progress.running.get(run) for run in runs}
+        cells.append(", ".join(f"{run} {share:.0%}" for run, share in shares.items() if share is not None))
+        table.add_row(*map(Text, cells))
+    return table
 
 
 def _print(outcome: "triptych.studies.Outcome", folder: Path) -> None:

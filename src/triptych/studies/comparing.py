@@ -156,7 +156,7 @@ def _make_runs(
 ) -> tuple[dict[str, dict[int, Result]], dict[str, str]]:
     """Train all runs, and rewrite those that are to be; results by variant and seed, and what went wrong."""
     planned = {
-        (name, seed): runner.planned("runs", recipe, _run_name(name, seed))
+        (name, seed): runner.planned("runs", recipe, name, _run_name(name, seed))
         for name, seed, recipe in _seeded(runner.study, trained)
     }
     found, failed = runner.run("runs", list(planned.values()))
@@ -232,7 +232,7 @@ def _timed(runner: "_Runner", study: Study, variants: Sequence[Variant]) -> list
     if study.budget.hold != "seconds":
         return list(variants)
     planned = {
-        one.name: runner.planned("timing", _seed(with_values(one.recipe, _TIMING), 1), one.name)
+        one.name: runner.planned("timing", _seed(with_values(one.recipe, _TIMING), 1), one.name, one.name)
         for one in variants
     }
     # One at a time: runs side by side slow each other.
@@ -298,7 +298,7 @@ def _of_sweep(runner: "_Runner", variant: Variant, rate: float, number: int) -> 
     steps = max(round(variant.recipe.training.max_steps * sweep.steps_share), 1)
     tried = with_values(variant.recipe, {"training.learning_rate": rate, "training.max_steps": steps})
     name = f"{variant.name}-{rate:g}" + (f"-seed-{number + 1}" if number else "")
-    return runner.planned("sweep", _seed(tried, sweep.seed + number), name)
+    return runner.planned("sweep", _seed(tried, sweep.seed + number), variant.name, name)
 
 
 def _at_best_rate(variant: Variant, losses: Mapping[float, float], say: Say) -> Variant:
@@ -328,7 +328,7 @@ def _rewritten(
     for (trained, seed), run in done.items():
         for name, recipe in rewrites.items():
             if runner.study.parent_of(name) == trained:
-                yield (name, seed), runner.planned_rewrite(recipe, _run_name(name, seed), run)
+                yield (name, seed), runner.planned_rewrite(recipe, name, _run_name(name, seed), run)
 
 
 def _seed(recipe: AnyRecipe, seed: int) -> AnyRecipe:
@@ -347,7 +347,7 @@ class _Runner:
         self.study, self.folder, self.tell, self.world = study, folder, tell, world
         self.sweep_seconds = 0.0
 
-    def planned(self, stage: str, recipe: AnyRecipe, name: str) -> Planned:
+    def planned(self, stage: str, recipe: AnyRecipe, variant: str, name: str) -> Planned:
         """A run, whose recipe is kept."""
         place = self.folder / stage
         threads = self.study.jobs.threads
@@ -357,13 +357,13 @@ class _Runner:
             recipe, {"name": name, "training.threads": threads, "training.log_every_steps": log_every}
         )
         job = self._job(place / name, recipe.to_toml(), whole=stage == "runs")
-        return Planned(name, job, recipe.training.max_steps, threads)
+        return Planned(name, variant, job, recipe.training.max_steps, threads)
 
-    def planned_rewrite(self, recipe: RewriteRecipe, name: str, of: Planned) -> Planned:
+    def planned_rewrite(self, recipe: RewriteRecipe, variant: str, name: str, of: Planned) -> Planned:
         """A run that is another's, rewritten; the recipe is kept."""
         trained = TrainedRun(folder=of.job.folder, result=of.job.result)
         job = self._job(of.job.folder.parent / name, recipe.to_toml(), whole=True)
-        return Planned(name, job.model_copy(update={"rewrite_of": trained}), 1, of.threads)
+        return Planned(name, variant, job.model_copy(update={"rewrite_of": trained}), 1, of.threads)
 
     def _job(self, folder: Path, recipe: str, *, whole: bool) -> Job:
         """What is to be done for a run, with its recipe and its result beside its folder."""

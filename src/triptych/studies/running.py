@@ -35,12 +35,14 @@ class Planned:
 
     Attributes:
         name: of the run: variant and seed, for people; also the name of its files.
+        variant: whose run it is.
         job: what its process is told.
         steps: updates that it makes.
         threads: CPU threads that it gets.
     """
 
     name: str
+    variant: str
     job: Job
     steps: int
     threads: int
@@ -52,15 +54,15 @@ class StudyProgress:
     """How far the runs of a study are.
 
     Attributes:
-        total: runs in all.
-        done: names of those with a result, those of an earlier call too.
+        variants: by the name of a run, the variant; of all runs.
+        done: by name, the results, those of an earlier call too.
         failed: by name, what went wrong.
         running: by name, the share of its steps that a run has made.
         seconds_left: an estimate; None before the first steps.
     """
 
-    total: int
-    done: list[str] = field(default_factory=list)
+    variants: dict[str, str]
+    done: dict[str, Result] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     running: dict[str, float] = field(default_factory=dict)
     seconds_left: float | None = None
@@ -130,7 +132,10 @@ def _make(
     """Make the runs that this process takes, and wait for those of the others; its results and failures."""
     held = {one.name: found for one in planned if (found := read_result(one.job.result)) is not None}
     waiting = {one.name: one for one in planned if one.name not in held}  # not taken here
-    progress, results = StudyProgress(len(planned), [*held]), dict[str, Result]()
+    progress, results = (
+        StudyProgress({one.name: one.variant for one in planned}, {**held}),
+        dict[str, Result](),
+    )
     running: list[_Process] = []
     clock = _Clock(sum(one.steps for one in waiting.values()))
     with StopRequest() as stop:
@@ -156,9 +161,11 @@ def _make(
                     clock.finished += process.planned.steps
                     _collect(process, results, progress)
                     turns.end_one()
-                for one in [one for one in waiting.values() if one.job.result.exists()]:
+                for one in [*waiting.values()]:
+                    if (found := read_result(one.job.result)) is None:
+                        continue
                     del waiting[one.name]  # another process has made it
-                    progress.done.append(one.name)
+                    progress.done[one.name] = found
                     clock.finished += one.steps
                 progress.running = {one.planned.name: one.share_done() for one in running}
                 now = sum((one.share_done() * one.planned.steps for one in running), 0.0)
@@ -175,8 +182,7 @@ def _collect(process: "_Process", results: dict[str, Result], progress: StudyPro
     if found is None:
         progress.failed[planned.name] = process.complaint()
     else:
-        results[planned.name] = found
-        progress.done.append(planned.name)
+        results[planned.name] = progress.done[planned.name] = found
 
 
 def _stop(running: Sequence["_Process"]) -> None:

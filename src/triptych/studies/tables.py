@@ -47,7 +47,7 @@ def quality_table(outcome: Outcome, metric: str) -> Table:
     rows = []
     for name, values in outcome.values(metric).items():
         mean = estimate(list(values.values()))
-        cells = (f"{name} *" if name == baseline else name, str(mean.count), _number(mean.mean, metric))
+        cells = (f"{name} *" if name == baseline else name, str(mean.count), number(mean.mean, metric))
         against: tuple[str, ...] = ("",) * 5
         if name in differences:
             against = _difference(differences[name], metric)
@@ -56,7 +56,7 @@ def quality_table(outcome: Outcome, metric: str) -> Table:
         rows.append((*cells, _interval(mean, metric), *against))
     better = "higher" if metric in HIGHER_IS_BETTER else "lower"
     return Table(
-        f"{_title(metric)} ({better} is better)",
+        f"{title(metric)} ({better} is better)",
         (
             "variant",
             "seeds",
@@ -82,11 +82,11 @@ def cost_table(outcome: Outcome) -> Table:
         cells = []
         for metric in metrics:
             values = outcome.values(metric).get(name)
-            cells.append(_number(median_high(values.values()), metric) if values else "")
+            cells.append(number(median_high(values.values()), metric) if values else "")
         held = "" if variant.solved is None else variant.solved.describe(outcome.study.budget.hold)
         rate = variant.recipe.training.learning_rate
         rows.append((name, *cells, "" if rate is None else f"{rate:g}", held))
-    columns = ("variant", *(_title(metric) for metric in metrics), "learning rate", "budget")
+    columns = ("variant", *(title(metric) for metric in metrics), "learning rate", "budget")
     rewritten = [f"{name} from {outcome.study.parent_of(name)}" for name in outcome.study.rewritten]
     caption = f"Rewritten: {', '.join(rewritten)}; rate, memory and learning rate are those of training."
     numeric = tuple(range(1, len(metrics) + 2))
@@ -124,7 +124,7 @@ def conclusions(outcome: Outcome) -> list[str]:
             continue
         better = (one.difference.mean > 0) == (metric in HIGHER_IS_BETTER)
         found.append(
-            f"{name}: {'better' if better else 'worse'} by {difference} in {_title(metric)}, "
+            f"{name}: {'better' if better else 'worse'} by {difference} in {title(metric)}, "
             f"p = {one.corrected:.2g} after correction"
         )
     return found
@@ -226,11 +226,13 @@ def _difference(found: Comparison, metric: str) -> tuple[str, ...]:
     )
 
 
-def _title(metric: str) -> str:
+def title(metric: str) -> str:
+    """A metric's name for people."""
     return metric.replace("_", " ")
 
 
-def _number(value: float, metric: str) -> str:
+def number(value: float, metric: str) -> str:
+    """A figure with as many digits as its metric deserves."""
     return f"{value:,.{_DIGITS[metric]}f}"
 
 
@@ -241,4 +243,4 @@ def _signed(value: float, metric: str) -> str:
 def _interval(found: Estimate, metric: str) -> str:
     if math.isnan(found.low):
         return ""
-    return f"{_number(found.low, metric)} to {_number(found.high, metric)}"
+    return f"{number(found.low, metric)} to {number(found.high, metric)}"
