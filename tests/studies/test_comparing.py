@@ -87,6 +87,16 @@ def test_what_is_told_has_every_run_with_its_variant_and_result(place: Path, sta
     assert last.done["shared-seed-2"] == outcome.results["shared"][2]
 
 
+def test_a_launcher_that_leaves_no_process_a_run_is_an_error_and_not_a_wait(
+    place: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(place, "seeds = 3", "seeds = 3\njobs.workers = 1")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="LOCAL_WORLD_SIZE"):
+        made(place)
+
+
 def test_runs_that_are_done_are_not_made_again_and_more_seeds_are(place: Path, stand_in: Path) -> None:
     first = made(place)
     change(place, "seeds = 3", "seeds = 4")

@@ -13,7 +13,7 @@ from typing import final
 
 import torch
 
-from triptych.errors import TriptychError
+from triptych.errors import TriptychError, UsageError
 from triptych.files import write_text
 from triptych.launch import environment_alone, num_on_machine, place_on_machine
 from triptych.studies.job import Job, Result, read_result
@@ -97,13 +97,19 @@ def run_all(
         The results by name, and of runs that failed what went wrong.
 
     Raises:
+        UsageError: a launcher has not said how many processes a machine has, so that none makes runs.
         StudyStoppedError: a signal came; runs that were in progress have saved their state.
     """
-    turns = world.turns(len(planned))
+    places, turns = own_places(workers), world.turns(len(planned))
+    if not any(map(int, world.gathered_texts(str(len(places))))):
+        raise UsageError(
+            "no process would make a run: the launcher has to say how many processes this machine has "
+            "(LOCAL_WORLD_SIZE) and the number of each (LOCAL_RANK), as torchrun does"
+        )
 
     def make_own() -> tuple[dict[str, Result], dict[str, str]]:
         with turns.given_up_on_error():
-            return _make(planned, folder, own_places(workers), tell, turns)
+            return _make(planned, folder, places, tell, turns)
 
     found, failed = world.on_all(make_own)
     results = dict[str, Result]()
