@@ -10,8 +10,8 @@ from rich.status import Status
 import triptych
 from triptych import recipes
 from triptych.cli.groups import grouped
+from triptych.cli.tables import print_whole
 from triptych.planning import Cluster, advice, plan_table, read_quantity, setting
-from triptych.reports import render_table
 from triptych.training import read_recipe
 
 RecipeArgument = Annotated[
@@ -90,10 +90,6 @@ def plan(
     for line in setting(planned):
         console.print(line, soft_wrap=True)
     table = plan_table(planned)
-    rendered = render_table(table)
-    console.width = max(
-        console.width, console.measure(rendered, options=console.options.update(max_width=1000)).maximum
-    )
-    console.print(rendered)
+    print_whole(table, console)
     console.print(table.caption, soft_wrap=True)
     console.print(advice(planned), soft_wrap=True)
