@@ -11,6 +11,7 @@ from triptych.errors import UsageError
 from triptych.models import LanguageModelConfig
 from triptych.studies import read_study
 from triptych.studies.study import recipes_of, rewrites_of
+from triptych.text.tasks import TASKS
 
 STUDIES = Path(__file__).parents[2] / "docs" / "studies"
 # The others are recipes, which studies change.
@@ -69,9 +70,7 @@ def test_a_study_that_it_cannot_be_like_is_said_in_a_line(place: Path, like: str
 
 
 def test_the_studies_of_the_suite_differ_in_their_tasks_and_in_training_alone() -> None:
-    tasks = [name.removeprefix("suite-") for name in OF_DOCUMENTATION if name.startswith("suite-")]
-    assert len(tasks) == 6
-    studies = {task: read_study(STUDIES / f"suite-{task}.toml") for task in tasks}
+    studies = {task: read_study(STUDIES / f"suite-{task}.toml") for task in TASKS}
     for study in studies.values():
         study.set.pop("training", None)
     texts = {study.model_dump_json().replace(task, "TASK") for task, study in studies.items()}

@@ -39,16 +39,16 @@ def compare(
     errors = Console(stderr=True, highlight=False, markup=False, quiet=not speaks())
     with launched("cpu") as world:
         with Live(console=errors, auto_refresh=False, transient=True) as live:
-            told = dict[str, set[str]]()
+            told = set[tuple[str, str]]()
 
             def tell(stage: str, progress: StudyProgress) -> None:
                 if errors.is_terminal:
                     live.update(live_table(stage, progress, read.metrics[0]), refresh=True)
                     return
-                known = told.setdefault(stage, set(progress.done))  # those of an earlier call are no news
-                for name in progress.done.keys() - known:
-                    known.add(name)
-                    errors.print(f"{_state(stage, progress)}: {name}", soft_wrap=True)
+                for name in [name for name in progress.done if (stage, name) not in told]:
+                    told.add((stage, name))
+                    if name not in progress.earlier:
+                        errors.print(f"{_state(stage, progress)}: {name}", soft_wrap=True)
 
             outcome = triptych.compare_study(
                 read, folder, origin=study.parent, tell=tell, say=lambda line: errors.print(line), world=world

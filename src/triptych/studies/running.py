@@ -56,6 +56,7 @@ class StudyProgress:
     Attributes:
         variants: by the name of a run, the variant; of all runs.
         done: by name, the results, those of an earlier call too.
+        earlier: names of those.
         failed: by name, what went wrong.
         running: by name, the share of its steps that a run has made.
         seconds_left: an estimate; None before the first steps.
@@ -63,6 +64,7 @@ class StudyProgress:
 
     variants: dict[str, str]
     done: dict[str, Result] = field(default_factory=dict)
+    earlier: frozenset[str] = frozenset()
     failed: dict[str, str] = field(default_factory=dict)
     running: dict[str, float] = field(default_factory=dict)
     seconds_left: float | None = None
@@ -138,10 +140,8 @@ def _make(
     """Make the runs that this process takes, and wait for those of the others; its results and failures."""
     held = {one.name: found for one in planned if (found := read_result(one.job.result)) is not None}
     waiting = {one.name: one for one in planned if one.name not in held}  # not taken here
-    progress, results = (
-        StudyProgress({one.name: one.variant for one in planned}, {**held}),
-        dict[str, Result](),
-    )
+    variants = {one.name: one.variant for one in planned}
+    progress, results = StudyProgress(variants, {**held}, frozenset(held)), dict[str, Result]()
     running: list[_Process] = []
     clock = _Clock(sum(one.steps for one in waiting.values()))
     with StopRequest() as stop:
