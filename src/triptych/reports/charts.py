@@ -168,6 +168,10 @@ def _line_chart(rows: list[Spec], title: str, height: int) -> Spec | None:
 _MANY = ["#1f3a5f", "#c8642d", "#009e73", "#56b4e9", "#cc79a7", "#e69f00", "#000000", "#8c6bb1"]
 
 
+# 2,500 is written out, and 240,000,000,000 is 240G.
+_SHORT = "abs(datum.value) < 1e5 ? format(datum.value, ',.6~g') : format(datum.value, '.4~s')"
+
+
 def _curves(chart: CurveChart) -> Spec | None:
     rows = [
         {"name": name, "x": point.x, **_height(point)}
@@ -178,7 +182,8 @@ def _curves(chart: CurveChart) -> Spec | None:
     if not rows:
         return None
     colour = _by_name([name for name, _ in chart.lines])
-    x = _of("x:Q", title=chart.x_title, scale={"nice": False, "zero": False}, axis={"grid": False})
+    axis = {"grid": False, "tickCount": 8, "labelExpr": _SHORT}
+    x = _of("x:Q", title=chart.x_title, scale={"nice": False, "zero": False}, axis=axis)
     y = {"title": chart.y_title, "scale": {"zero": False}}
     band = {"y": _of("low:Q", **y), "y2": {"field": "high"}}
     line = {"y": _of("mean:Q", **y), "tooltip": _told(chart.x_title, chart.y_title)}
@@ -203,7 +208,8 @@ def _scatter(chart: ScatterChart) -> Spec | None:
     ]
     if not rows:
         return None
-    x = _of("x:Q", title=chart.x_title, scale={"zero": False, "padding": 30})
+    axis = {"tickCount": 8, "labelExpr": _SHORT}
+    x = _of("x:Q", title=chart.x_title, scale={"zero": False, "padding": 30}, axis=axis)
     y = {"title": chart.y_title, "scale": {"zero": False, "padding": 10}}
     label = {"text": {"field": "name"}, "y": _of("mean:Q", **y)}
     dot = {"y": _of("mean:Q", **y), "tooltip": _told(chart.x_title, chart.y_title)}
@@ -244,7 +250,10 @@ def _intervals(chart: IntervalChart) -> Spec | None:
             },
             {
                 "mark": {"type": "rule", "strokeWidth": 2, "color": _INK},
-                "encoding": {"x": _of("low:Q", title=chart.x_title), "x2": {"field": "high"}},
+                "encoding": {
+                    "x": _of("low:Q", title=chart.x_title, axis={"format": ".3~g"}),
+                    "x2": {"field": "high"},
+                },
             },
             {
                 "mark": {"type": "circle", "size": 60, "color": _ACCENT, "opacity": 1},

@@ -69,7 +69,8 @@ def quality_table(outcome: Outcome, metric: str) -> Table:
             "seeds needed",
         ),
         tuple(rows),
-        f"* the baseline. Differences are paired by seed. {NOISE}: the noise floor.",
+        "* the baseline. Differences are paired by seed."
+        + (f" {NOISE}: the noise floor." if NOISE in outcome.results else ""),
         numeric=(1, 2, 3, 4, 5, 6, 7, 8),
     )
 
