@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from triptych.text import TokenizerSpec, train_tokenizer, trained_once
+from triptych.text import TokenizerSpec, kept, train_tokenizer, trained_once
 
 SPEC = TokenizerSpec(vocab_size=300)
 TEXTS = ["the cat sat on the mat", "the dog sat by the cat"]
@@ -17,12 +17,12 @@ class Training:
     def __init__(self, folder: Path) -> None:
         self.folder, self.times = folder, 0
 
-    def __call__(self, spec: TokenizerSpec, texts: list[str]) -> list[str]:
+    def __call__(self, spec: TokenizerSpec, texts: list[str], purpose: str = "model") -> list[str]:
         def train() -> list[str]:
             self.times += 1
             return [train_tokenizer(spec, texts).to_json()]
 
-        return trained_once(spec, lambda: texts, train, cache_folder=self.folder)
+        return trained_once(spec, lambda: texts, train, purpose=purpose, cache_folder=self.folder)
 
 
 def test_the_same_texts_train_once(tmp_path: Path) -> None:
@@ -50,6 +50,18 @@ def test_other_texts_and_specifications_are_trained_anew(
     assert training.times == 2
 
 
+def test_another_purpose_and_changed_code_train_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(tmp_path / "cache")
+    training(SPEC, TEXTS)
+    training(SPEC, TEXTS, purpose="another")
+    assert training.times == 2
+    code = tmp_path / "training.py"
+    code.write_text("changed")
+    monkeypatch.setattr(kept, "_CODE", (code,))
+    training(SPEC, TEXTS)
+    assert training.times == 3
+
+
 @pytest.mark.parametrize(
     "damage",
     [lambda text: text[: len(text) // 2], lambda text: text.replace("cat", "cut"), lambda text: "[1]"],
@@ -70,5 +82,7 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, damage: Callable[[str], str]
 def test_without_a_folder_nothing_is_kept() -> None:
     times = []
     for _ in range(2):
-        trained_once(SPEC, lambda: TEXTS, lambda: times.append(1) or ["x"], cache_folder=None)
+        trained_once(
+            SPEC, lambda: TEXTS, lambda: times.append(1) or ["x"], purpose="model", cache_folder=None
+        )
     assert len(times) == 2

@@ -53,8 +53,8 @@ def prepare_language(recipe: LanguageRecipe, base: Path, display: Display) -> Pr
     device = find_device(recipe.training.device).type
     text = TextOfRun(recipe, base)
     given, recipe = recipe, fit_language_tokenizer(recipe, text.num_chars, device)
-    display.say(f"text: {text.num_chars:,} characters; training a {recipe.tokenizer.kind} tokenizer")
-    tokenizer = text.tokenizer(recipe.tokenizer)
+    display.say(f"text: {text.num_chars:,} characters")
+    tokenizer = text.tokenizer(recipe.tokenizer, display)
     train, valid = text.shards(tokenizer, display)
     recipe = fit_language_training(recipe, train.num_tokens, device)
     if chosen := ", ".join(choices(given, recipe)):
@@ -77,13 +77,16 @@ class TextOfRun:
         if recipe.data.valid is None:
             self.num_chars = self._cut = int(self.num_chars * (1 - recipe.data.valid_share))
 
-    def tokenizer(self, spec: TokenizerSpec) -> PretrainedTokenizer:
+    def tokenizer(self, spec: TokenizerSpec, display: Display) -> PretrainedTokenizer:
         """The tokenizer that the beginning of the training text gives."""
+
+        def train() -> list[str]:
+            display.say(f"training a {spec.kind} tokenizer")
+            return [train_tokenizer(spec, self._for_tokenizer()).to_json()]
+
+        cache = self._base / self._data.cache
         (found,) = trained_once(
-            spec,
-            self._for_tokenizer,
-            lambda: [train_tokenizer(spec, self._for_tokenizer()).to_json()],
-            cache_folder=self._base / self._data.cache,
+            spec, self._for_tokenizer, train, purpose="language model", cache_folder=cache
         )
         return PretrainedTokenizer.from_json(found, "the tokenizer")
 

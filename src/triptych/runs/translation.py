@@ -42,8 +42,7 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display) -> Prepare
     train_text, valid_text = _read_texts(recipe, base, display)
     num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))
     given, recipe = recipe, fit_tokenizer(recipe, num_chars, device)
-    display.say(f"training a {recipe.tokenizer.kind} tokenizer")
-    tokenizers = _tokenizers(recipe, train_text, _cache_folder(recipe, base))
+    tokenizers = _tokenizers(recipe, train_text, _cache_folder(recipe, base), display)
     texts = _encode(recipe, base, tokenizers, train_text, valid_text, display)
     num_tokens = int((texts.train.target.lengths + 1).sum())
     recipe = fit_training(recipe, num_tokens, device, lambda r: _steps_per_epoch(r, texts.train, tokenizers))
@@ -126,12 +125,19 @@ def _encode(
     return _Texts(kept, judged, valid_text)
 
 
-def _tokenizers(recipe: Recipe, text: ParallelCorpus, cache: Path | None) -> TokenizerPair:
+def _tokenizers(recipe: Recipe, text: ParallelCorpus, cache: Path | None, display: Display) -> TokenizerPair:
     def train() -> list[str]:
+        display.say(f"training a {recipe.tokenizer.kind} tokenizer")
         pair = train_tokenizers(recipe.tokenizer, text.source, text.target)
         return [one.to_json() for one in ([pair.source] if pair.joint else [pair.source, pair.target])]
 
-    found = trained_once(recipe.tokenizer, lambda: chain(text.source, text.target), train, cache_folder=cache)
+    found = trained_once(
+        recipe.tokenizer,
+        lambda: chain(text.source, text.target),
+        train,
+        purpose="translator",
+        cache_folder=cache,
+    )
     pieces = [ByteLevelTokenizer.from_json(one, "the tokenizer") for one in found]
     return TokenizerPair(pieces[0], pieces[-1])
 

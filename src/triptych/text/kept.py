@@ -8,10 +8,13 @@ from pathlib import Path
 import tokenizers
 
 from triptych.files import write_text
+from triptych.text import byte_level, training
 from triptych.text.encoded import add_texts
 from triptych.text.training import TokenizerSpec
 
 _FORMAT = f"triptych tokenizer cache 1, tokenizers {tokenizers.__version__}"
+# The code that decides, besides text and specification, what a trained tokenizer is.
+_CODE = (Path(training.__file__), Path(byte_level.__file__))
 
 
 def trained_once(
@@ -19,6 +22,7 @@ def trained_once(
     texts: Callable[[], Iterable[str]],
     train: Callable[[], Sequence[str]],
     *,
+    purpose: str,
     cache_folder: Path | None,
 ) -> list[str]:
     """Train tokenizers, or find them trained by an earlier run.
@@ -27,12 +31,14 @@ def trained_once(
         spec: how they are trained.
         texts: the training texts, all that `train` reads, in its order; read from the start by each call.
         train: gives each tokenizer as `Tokenizer.to_json` writes it.
+        purpose: whose they are; another purpose is trained in another way.
         cache_folder: where they are kept, made if need be; None keeps nothing. A file in it is named after
-            the texts and the specification, so none is ever out of date; a damaged one is replaced.
+            the texts, the specification, the purpose and the code that trains, so none is ever out of date;
+            a damaged one is replaced.
     """
     if cache_folder is None:
         return list(train())
-    path = cache_folder / f"tokenizers-{_key_of(spec, texts())}.json"
+    path = cache_folder / f"tokenizers-{_key_of(spec, purpose, texts())}.json"
     found = _read(path)
     if found is None:
         found = list(train())
@@ -41,8 +47,10 @@ def trained_once(
     return found
 
 
-def _key_of(spec: TokenizerSpec, texts: Iterable[str]) -> str:
-    digest = hashlib.sha256(f"{_FORMAT}\n{spec.model_dump_json()}\n".encode())
+def _key_of(spec: TokenizerSpec, purpose: str, texts: Iterable[str]) -> str:
+    digest = hashlib.sha256(f"{_FORMAT}\n{spec.model_dump_json()}\n{purpose}\n".encode())
+    for path in _CODE:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
     add_texts(digest, texts)
     return digest.hexdigest()
 
