@@ -357,6 +357,9 @@ def table(name: str, layer: MultiHeadAttention, i: int) -> tuple[np.ndarray, np.
         case "identity_output":
             placed = columns(np.eye(layer.d_model), i, h).T
             return of("q_proj") @ of("k_proj").T, of("v_proj") @ placed
+        case "identity_value_output":
+            selected = columns(np.eye(layer.d_model), i, h)
+            return of("q_proj") @ of("k_proj").T, selected @ selected.T
         case "grouped":
             return of("q_proj") @ of("k_proj", 2).T, of("v_proj", 2) @ o
         case "latent":
@@ -374,6 +377,7 @@ def table(name: str, layer: MultiHeadAttention, i: int) -> tuple[np.ndarray, np.
     [
         "factored", "bilinear", "stacked", "symmetric", "shared", "key_value", "four_matrix", "direct",
         "grouped", "latent", "collaborative", "identity_query", "identity_value", "identity_output",
+        "identity_value_output",
     ],
 )  # fmt: skip
 def test_the_forms_are_those_of_the_table(name: str) -> None:

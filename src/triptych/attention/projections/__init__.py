@@ -22,7 +22,12 @@ from triptych.attention.projections.direct import Direct
 from triptych.attention.projections.factored import Factored
 from triptych.attention.projections.four_matrix import FourMatrix
 from triptych.attention.projections.grouped import Grouped
-from triptych.attention.projections.identity import IdentityOutput, IdentityQuery, IdentityValue
+from triptych.attention.projections.identity import (
+    IdentityOutput,
+    IdentityQuery,
+    IdentityValue,
+    IdentityValueOutput,
+)
 from triptych.attention.projections.key_value import KeyValue
 from triptych.attention.projections.latent import Latent
 from triptych.attention.projections.shared import Shared
@@ -47,6 +52,7 @@ PARAMETERISATIONS: dict[str, type[Parameterisation]] = {
         IdentityQuery,
         IdentityValue,
         IdentityOutput,
+        IdentityValueOutput,
     )
 }
 
@@ -65,6 +71,7 @@ __all__ = [
     "IdentityOutput",
     "IdentityQuery",
     "IdentityValue",
+    "IdentityValueOutput",
     "KeyValue",
     "Latent",
     "Parameterisation",

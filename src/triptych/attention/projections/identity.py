@@ -1,4 +1,4 @@
-"""One of the four maps taken away: the heads read, or write, slices of the stream."""
+"""Maps taken away: the heads read, or write, slices of the stream."""
 
 from abc import ABC
 from dataclasses import dataclass
@@ -19,26 +19,28 @@ from triptych.attention.projections.maps import FromHeads, Joined, Slices, ToHea
 
 @dataclass(frozen=True)
 class _Identity(Parameterisation, ABC):
-    """One side is slices of the stream.
+    """Some sides are slices of the stream.
 
     Attributes:
-        taken: that side.
+        taken: those sides.
     """
 
-    taken: ClassVar[Side]
+    taken: ClassVar[tuple[Side, ...]]
 
     @classmethod
     def fitting(cls, weights: AttentionWeights) -> Parameterisation | None:
         found = super().fitting(weights)
-        if found is None or weights.chain(cls.taken)[0].learned:
-            return None
-        link, width = weights.chain(cls.taken)[0], weights.d_model // weights.num_heads
-        fixed = (
-            Joined(weights.num_heads, width, False) if cls.taken == "o" else Slices(weights.num_heads, width)
-        )
-        own = fixed.link(fixed.make(), link.weight).weight
-        same = own.shape == link.weight.shape and (own.is_meta or torch.equal(own, link.weight))
-        return found if same else None
+        return found if found is not None and all(_is_sliced(weights, side) for side in cls.taken) else None
+
+
+def _is_sliced(weights: AttentionWeights, side: Side) -> bool:
+    """Whether a side's map is fixed, to its heads' slices of the stream."""
+    link, width = weights.chain(side)[0], weights.d_model // weights.num_heads
+    if link.learned:
+        return False
+    fixed = Joined(weights.num_heads, width, False) if side == "o" else Slices(weights.num_heads, width)
+    own = fixed.link(fixed.make(), link.weight).weight
+    return own.shape == link.weight.shape and (own.is_meta or torch.equal(own, link.weight))
 
 
 @final
@@ -54,7 +56,7 @@ class IdentityQuery(_Identity):
     """
 
     name: ClassVar[str] = "identity_query"
-    taken: ClassVar[Side] = "q"
+    taken: ClassVar[tuple[Side, ...]] = ("q",)
     parameters_formula: ClassVar[str] = "h*d*d_k + 2*h*d*d_v"
     cache_formula: ClassVar[str] = "h*(d_k + d_v)"
     q: ClassVar[tuple[str, ...]] = ("slices",)
@@ -85,7 +87,7 @@ class IdentityQuery(_Identity):
 class IdentityValue(_Identity):
     """W^V = I: the i-th slice of the input is the value of head i, `W_OV = I_i W_i^O`.
 
-    d_v = d_model / num_heads. Source: He and Hofmann 2023, arXiv 2311.01906, who take W^O away too.
+    d_v = d_model / num_heads. Source: He and Hofmann 2023, arXiv 2311.01906, who take W^O away too: `IdentityValueOutput`.
 
     Attributes:
         d_k: width of queries and keys; d_model / num_heads if None.
@@ -93,7 +95,7 @@ class IdentityValue(_Identity):
     """
 
     name: ClassVar[str] = "identity_value"
-    taken: ClassVar[Side] = "v"
+    taken: ClassVar[tuple[Side, ...]] = ("v",)
     parameters_formula: ClassVar[str] = "2*h*d*d_k + h*d*d_v"
     cache_formula: ClassVar[str] = "h*(d_k + d_v)"
     v: ClassVar[tuple[str, ...]] = ("slices",)
@@ -131,7 +133,7 @@ class IdentityOutput(_Identity):
     """
 
     name: ClassVar[str] = "identity_output"
-    taken: ClassVar[Side] = "o"
+    taken: ClassVar[tuple[Side, ...]] = ("o",)
     parameters_formula: ClassVar[str] = "2*h*d*d_k + h*d*d_v"
     cache_formula: ClassVar[str] = "h*(d_k + d_v)"
 
@@ -150,6 +152,44 @@ class IdentityOutput(_Identity):
                 "q_proj": ToHeads(d_model, d_k, num_heads, self.q_bias),
                 "k_proj": ToHeads(d_model, d_k, num_heads, self.k_bias),
                 "v_proj": ToHeads(d_model, d_v, num_heads, self.v_bias),
+                "o_proj": Joined(num_heads, d_v, self.o_bias),
+            },
+        )
+
+
+@final
+@dataclass(frozen=True)
+class IdentityValueOutput(_Identity):
+    """W^V = W^O = I: head i adds its slice of the tokens it looks at to the same slice, `W_OV = I_i I_iᵀ`.
+
+    d_v = d_model / num_heads. Heads neither change what they move nor mix it. Source: He and Hofmann 2023, arXiv
+    2311.01906.
+
+    Attributes:
+        d_k: width of queries and keys; d_model / num_heads if None.
+        q_bias: whether the query map has a bias; likewise `k_bias`, and `o_bias` for the output.
+    """
+
+    name: ClassVar[str] = "identity_value_output"
+    taken: ClassVar[tuple[Side, ...]] = ("v", "o")
+    parameters_formula: ClassVar[str] = "2*h*d*d_k"
+    cache_formula: ClassVar[str] = "h*(d_k + d_v)"
+    v: ClassVar[tuple[str, ...]] = ("slices",)
+
+    d_k: int | None = None
+    q_bias: bool = False
+    k_bias: bool = False
+    o_bias: bool = False
+
+    def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
+        d_v = slice_width(self.name, d_model, num_heads)
+        d_k = head_width(self.d_k, "d_k", d_model, num_heads)
+        return ParameterisationSizes(
+            d_k,
+            {
+                "q_proj": ToHeads(d_model, d_k, num_heads, self.q_bias),
+                "k_proj": ToHeads(d_model, d_k, num_heads, self.k_bias),
+                "slices": Slices(num_heads, d_v),
                 "o_proj": Joined(num_heads, d_v, self.o_bias),
             },
         )
