@@ -18,7 +18,7 @@ from triptych.algebra.positions import (
     RelativePositionBias,
     RotaryEmbedding,
 )
-from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
+from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
 
 Array = NDArray[np.float64]
 B, H, N, M, W = 2, 4, 5, 7, 6
@@ -178,6 +178,9 @@ PARTS: dict[str, dict[str, Any]] = {
     "rotary": {"rotary": RotaryEmbedding(torch.tensor([0.7, 0.1]))},
     "temperature": {"temperature": Temperature(0.5, 2.0)},
     "bias": {"bias": ALiBi(torch.linspace(0.1, 1, NUM_HEADS)), "soft_cap": 2.0},
+    "gate": {
+        "gate": HeadGate(torch.linspace(-1, 1, NUM_HEADS * 24).view(NUM_HEADS, 24).sin(), torch.arange(4.0))
+    },
 }
 
 
@@ -224,13 +227,21 @@ def test_a_layer_is_what_its_parts_make_of_it(name: str, kind: str) -> None:
     one, other, _ = channels(weights, x)
     assert_close(probabilities(weights, one, other, mask), expected)
     assert weights.o_bias is not None
-    out = np.einsum("bhij,bhjc,hcd->bid", expected, v.numpy(), weights.W_O.numpy()) + weights.o_bias.numpy()
+    mixed = np.einsum("bhij,bhjc->bhic", expected, v.numpy())
+    if semantics.gate is not None:
+        W, bias = (part.double().numpy() for part in semantics.gate.tensors().values())
+        for b, h, i in np.ndindex(B, NUM_HEADS, N):
+            mixed[b, h, i] /= 1 + math.exp(-float(x[b, i].numpy() @ W[h] + bias[h]))
+    out = np.einsum("bhic,hcd->bid", mixed, weights.W_O.numpy()) + weights.o_bias.numpy()
     assert_close(attend(weights, x, mask=mask), out)
 
 
 def test_heads_that_are_left_keep_their_sinks_and_distances() -> None:
     tables = drawn(H, 6, W), drawn(H, 6, W)
-    semantics = Semantics(1.0, sinks=drawn(H), bias=DisentangledBias(*tables, 3, None, 1.0), window=4)
+    gate = HeadGate(drawn(H, 5))
+    semantics = Semantics(
+        1.0, sinks=drawn(H), bias=DisentangledBias(*tables, 3, None, 1.0), window=4, gate=gate
+    )
     found = semantics.of_heads([2, 0])
     assert found.sinks is not None
     assert semantics.sinks is not None
@@ -240,6 +251,9 @@ def test_heads_that_are_left_keep_their_sinks_and_distances() -> None:
         assert part is not None
         assert torch.equal(part, table[[2, 0]])
     assert found.window == 4
+    assert found.gate is not None
+    assert torch.equal(found.gate.weight, gate.weight[[2, 0]])
+    assert found.gate.bias is None
     bare = Semantics(1.0, bias=ALiBi(torch.arange(float(H)))).of_heads([1])
     assert bare.sinks is None
     assert isinstance(bare.bias, ALiBi)

@@ -1,5 +1,6 @@
 """Second moments of a text, streamed: means over its tokens of what the definition gives."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 from heads import BATCH, LENGTH, MEMORY_LENGTH, NUM_HEADS, make_layer, random_input, with_semantics
 from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.semantics import HeadNorm
+from triptych.algebra.semantics import HeadGate, HeadNorm
 from triptych.algebra.weights import AttentionWeights
 from triptych.errors import DataError
 
@@ -90,13 +91,16 @@ def test_padding_is_not_counted() -> None:
     assert_alike(gatherer.result(), gathered(weights, long, short))
 
 
-def test_queries_and_keys_are_those_before_positions_and_after_norms() -> None:
+def test_moments_are_those_before_positions_after_norms_and_gates() -> None:
     weights, x = make("factored"), random_input(LENGTH)
     embedding = RotaryEmbedding(torch.tensor([1.0, 0.3, 0.1], dtype=torch.float64))
     plain, rotary = gathered(weights, x), gathered(with_semantics(weights, rotary=embedding), x)
     torch.testing.assert_close(rotary.q, plain.q, rtol=0, atol=0)
     assert not torch.allclose(rotary.mixed, plain.mixed)
     normed = gathered(with_semantics(weights, q_norm=HeadNorm(0.0)), x)
+    closed = HeadGate(torch.zeros(weights.num_heads, 24), torch.full((weights.num_heads,), -math.log(3)))
+    gated = gathered(with_semantics(weights, gate=closed), x)  # a quarter of everything passes
+    torch.testing.assert_close(gated.mixed, plain.mixed / 16)
     squares = normed.q.diagonal(dim1=-2, dim2=-1).sum(-1)
     torch.testing.assert_close(squares, torch.full_like(squares, 6.0))
 

@@ -6,7 +6,7 @@ import torch
 from heads import with_semantics
 from triptych.algebra.function import attend
 from triptych.algebra.positions import ALiBi, RelativePositionBias
-from triptych.algebra.semantics import HeadNorm, Semantics
+from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics
 from triptych.algebra.slices import groups_of, heads_of, joined, separable
 from triptych.algebra.weights import AttentionWeights, Link
 
@@ -37,6 +37,7 @@ SCORINGS = {
     "table": {"bias": RelativePositionBias(torch.randn(8, HEADS, dtype=torch.float64), True, 16)},
     "sinks": {"sinks": torch.randn(HEADS, dtype=torch.float64)},
     "one gain": {"q_norm": HeadNorm(1e-6, torch.rand(WIDTH, dtype=torch.float64))},
+    "gates": {"gate": HeadGate(torch.randn(HEADS, D, dtype=torch.float64), torch.randn(HEADS).double())},
 }
 
 
@@ -54,9 +55,12 @@ def test_runs_of_heads_add_up_to_the_layer(name: str, most: int) -> None:
     torch.testing.assert_close(sum(parts), attend(weights, x))
 
 
-def test_runs_of_heads_are_put_together_as_they_were() -> None:
-    weights = grouped()
+@pytest.mark.parametrize("name", ["plain", "gates"])
+def test_runs_of_heads_are_put_together_as_they_were(name: str) -> None:
+    weights = with_semantics(grouped(), **SCORINGS[name])
     whole = joined([heads_of(weights, *run) for run in groups_of(weights, 1)])
+    for one, other in zip(whole.semantics.tensors(), weights.semantics.tensors(), strict=True):
+        assert torch.equal(one, other)
     for one, other in zip(whole.tensors(), weights.tensors(), strict=True):
         assert torch.equal(one, other)
 

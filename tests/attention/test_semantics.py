@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import NUM_HEADS, make_layer, random_input
+from heads import D_MODEL, NUM_HEADS, make_layer, random_input
 from tolerances import assert_same
 from triptych.algebra.cost import cached_numbers, writing_cost
 from triptych.algebra.function import attend
@@ -19,7 +19,7 @@ from triptych.algebra.positions import (
     RelativePositionBias,
     RotaryEmbedding,
 )
-from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
+from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import PARAMETERISATIONS, LayerCache, MultiHeadAttention, PositionIds
 from triptych.models import LanguageModel, LanguageModelConfig, ModelConfig
@@ -50,6 +50,8 @@ def parts(width: int, key_heads: int) -> dict[str, dict[str, Any]]:
         "clip": {"clip": 0.7, "scale": 0.3},
         "temperature": {"temperature": Temperature(0.5, 2.0), "rotary": rotary},
         "chunk, soft cap": {"chunk": 3, "soft_cap": 2.0},
+        "gate": {"gate": HeadGate(drawn(H, D_MODEL), drawn(H))},
+        "gate, window, turned": {"gate": HeadGate(drawn(H, D_MODEL)), "window": 3, "rotary": rotary},
         "slopes": {"bias": ALiBi.of_count(H)},
         "buckets": {"bias": RelativePositionBias(drawn(6, H), both_ways=True, max_distance=16)},
         "buckets, one way": {"bias": RelativePositionBias(drawn(6, H), both_ways=False, max_distance=16)},
@@ -372,3 +374,14 @@ def test_a_recipe_asks_for_qk_norm_of_language_models() -> None:
     LanguageModel.of(again, "decoder", 11).load_state_dict(model.state_dict())
     with pytest.raises(ValueError, match="qk_norm is true, and encoder-decoder models have none"):
         ModelConfig.model_validate({"encoder": {"attention": {"qk_norm": True}}})
+
+
+def test_a_recipe_asks_for_gates_of_language_models_and_they_begin_half_open() -> None:
+    plain: dict[str, Any] = {"d_model": 24, "num_heads": 4, "num_layers": 1}
+    config = LanguageModelConfig.model_validate({**plain, "attention": {"output_gate": True}})
+    model = LanguageModel.of(config, "decoder", 11).double()
+    attention, x = model.blocks[0].self_attention, random_input(N)
+    without = replace(attention.weights(), semantics=replace(attention.semantics, gate=None))
+    assert_same(attention(x).output, attend(without, x) / 2, kind="output")
+    with pytest.raises(ValueError, match="output_gate is true, and encoder-decoder models have none"):
+        ModelConfig.model_validate({"decoder": {"cross_attention": {"output_gate": True}}})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from triptych.algebra.semantics import HeadNorm
+from triptych.algebra.semantics import HeadGate, HeadNorm
 from triptych.attention import PARAMETERISATIONS, MultiHeadAttention
 from triptych.checkpoints.models import load_language_model
 from triptych.converting import generators
@@ -103,7 +103,7 @@ def test_what_computes_something_else_is_not_written(tmp_path: Path, monkeypatch
         ({"activation": "relu_squared"}, "the activation relu_squared"),
         ({"positions": {"scheme": "none"}}, "it has no positions"),
         ({"positions": {"scheme": "sinusoidal"}}, "sinusoidal positions of the embeddings"),
-        ({"positions": {"scheme": "alibi"}}, "the attention of block 0 has a bias of its scores"),
+        ({"positions": {"scheme": "alibi"}}, "the attention of block 0 has alibi positions"),
         ({"attention_in_layer": {1: {"num_heads": 2}}}, "its layers have 2 and 4 heads"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -149,8 +149,9 @@ def test_parts_that_only_checkpoints_have_are_refused_too(tmp_path: Path) -> Non
             write_generator(model, tmp_path)
     of_attention: dict[str, dict[str, Any]] = {
         "a window": {"window": 3},
-        "norms of queries and keys": {"q_norm": HeadNorm(1e-5)},
+        "QK-norm": {"q_norm": HeadNorm(1e-5)},
         "sinks": {"sinks": torch.zeros(4)},
+        "a gate on the output of each head": {"gate": HeadGate(torch.zeros(4, 24))},
     }
     for said, change in of_attention.items():
         with pytest.raises(UsageError, match=f"the attention of block 1 has {said}"):

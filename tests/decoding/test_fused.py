@@ -15,7 +15,7 @@ from triptych.algebra.positions import (
     RelativePositionBias,
     RotaryEmbedding,
 )
-from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
+from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import MultiHeadAttention, PositionIds
 from triptych.attention.projections import PARAMETERISATIONS
@@ -57,6 +57,7 @@ def parts() -> dict[str, dict[str, Any]]:
         "window, turned": {"window": 3, "rotary": ROTARY},
         "chunk, temperature": {"chunk": 3, "temperature": Temperature(0.5, 2.0)},
         "soft cap": {"soft_cap": 1.5, "rotary": ROTARY},
+        "gate, turned": {"gate": HeadGate(drawn(NUM_HEADS, D_MODEL), drawn(NUM_HEADS)), "rotary": ROTARY},
         "sinks, window": {"sinks": drawn(NUM_HEADS), "window": 3, "rotary": ROTARY},
     }
 
@@ -198,6 +199,18 @@ def test_a_small_cache_holds_what_cost_counts_and_gives_the_same_logits(written:
     ids = torch.randint(VOCAB, (2, LENGTH))
     assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
     assert_same(quick(ids).logits, model(ids).logits, kind="output")
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@torch.no_grad()
+def test_gated_heads_keep_a_small_cache_where_no_bias_of_values_stands_behind_it(biased: bool) -> None:
+    weights = make_layer("latent", biased=biased, d_latent=7).weights("causal")
+    gate = HeadGate(drawn(NUM_HEADS, D_MODEL), drawn(NUM_HEADS))
+    model = model_with(replace(weights, semantics=replace(weights.semantics, gate=gate)))
+    quick = fused(model, Maps.of("fp32", torch.float64), small_cache=True)
+    assert isinstance(quick.blocks[0].self_attention, FusedAttention) is not biased
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
 
 
 @pytest.mark.parametrize("written", PARAMETERISATIONS)

@@ -18,6 +18,7 @@ from triptych.attention import (
     Grouped,
     KeyValue,
     Latent,
+    MultiHeadAttention,
     Parameterisation,
     RotaryPositions,
     Stacked,
@@ -127,7 +128,7 @@ def test_a_site_with_a_parameterisation_is_that_parameterisation(name: str) -> N
         field.name: True if field.type is bool else 2 for field in dataclasses.fields(cls)
     }
     for chosen in (cls(), cls(**changed)):
-        site = AttentionConfig.of(chosen, num_heads=4, dropout=0.25)
+        site = AttentionConfig.of(MultiHeadAttention(24, 4, chosen, dropout=0.25))
         assert site.parameterisation() == chosen
         assert (site.projections, site.num_heads, site.dropout) == (name, 4, 0.25)
         assert all(value is not None for value in site.options.values())
@@ -139,8 +140,10 @@ def test_a_site_with_a_parameterisation_is_that_parameterisation(name: str) -> N
 
 
 def test_a_configuration_of_a_parameterisation_names_what_is_no_default() -> None:
-    assert AttentionConfig.of(Grouped(num_kv_heads=1, d_k=3), 4, 0.0).options == {"d_k": 3}
-    assert AttentionConfig.of(Factored(), 4, 0.0).options == {}
+    assert AttentionConfig.of(MultiHeadAttention(24, 4, Grouped(num_kv_heads=1, d_k=3))).options == {"d_k": 3}
+    assert AttentionConfig.of(MultiHeadAttention(24, 4)) == AttentionConfig(num_heads=4)
+    beside = AttentionConfig(num_heads=4, qk_norm=True, output_gate=True)
+    assert AttentionConfig.of(beside.layer(24, 1)) == beside
 
 
 # Refusals
@@ -153,11 +156,12 @@ def test_a_configuration_of_a_parameterisation_names_what_is_no_default() -> Non
         ({"projections": "grouped", "num_kv_head": 2},
          "'grouped' has no num_kv_head: did you mean num_kv_heads?"),
         ({"projections": "direct", "d_k": 2},
-         "'direct' has no d_k: known are projections, num_heads, dropout, qk_norm, o_bias"),
+         "'direct' has no d_k: known are projections, num_heads, dropout, qk_norm, output_gate, o_bias"),
         ({"projections": "shared", "d_v": 2}, "'shared' has no d_v: did you mean d_k?"),
         ({"projections": "key_value", "v_bias": True}, "'key_value' has no v_bias: did you mean kv_bias?"),
         ({"dropuot": 0.1}, "'factored' has no dropuot: did you mean dropout?"),
-        ({"zzz": 1}, "'factored' has no zzz: known are projections, num_heads, dropout, qk_norm, d_k, d_v"),
+        ({"zzz": 1},
+         "'factored' has no zzz: known are projections, num_heads, dropout, qk_norm, output_gate, d_k, d_v"),
         ({"projections": "latnet"}, "'latnet' is not one of factored, "),
         ({"projections": "latnet"}, "did you mean 'latent'?"),
         ({"projections": "four_way"}, "'four_way' is no layer: with the 4th matrix as data"),

@@ -23,7 +23,15 @@ from triptych.algebra.weights import Norm
 from triptych.attention import PARAMETERISATIONS, LayerCache, RotaryPositions
 from triptych.attention.checks import HELD
 from triptych.decoding import Engine, SearchOptions, search
-from triptych.models import attention_sites, attention_weights, read_model, with_attention, write_model
+from triptych.models import (
+    LanguageModel,
+    LanguageModelConfig,
+    attention_sites,
+    attention_weights,
+    read_model,
+    with_attention,
+    write_model,
+)
 from triptych.text import OutputRules
 
 VOCAB, PAD, BOS, EOS = 40, 0, 1, 2
@@ -113,6 +121,25 @@ def test_a_rewritten_model_computes_the_same(name: str, kind: str) -> None:
         assert_same(value, before[key], kind="exact")
     own = {parameter.data_ptr() for parameter in model.parameters()}
     assert not own & {parameter.data_ptr() for parameter in new.parameters()}
+
+
+@pytest.mark.parametrize("name", ["fold", "permute_heads", "fold_norm", "repeat_kv_heads"])
+def test_norms_of_queries_and_keys_and_gates_stay_with_a_rewritten_model(name: str) -> None:
+    attention = {"projections": "stacked", "qk_norm": True, "output_gate": True}
+    if name == "repeat_kv_heads":
+        attention |= {"projections": "grouped", "num_kv_heads": 2}
+    sizes = {"num_layers": 2, "d_model": 24, "d_ff": 32, "num_heads": 4, "norm_kind": "rms"}
+    model = LanguageModel.of(
+        LanguageModelConfig.model_validate({**sizes, "attention": attention}), "decoder", VOCAB
+    ).double()
+    for name_of, parameter in model.named_parameters():
+        if "gate" in name_of or "norm" in name_of:
+            nn.init.normal_(parameter, mean=float("norm" in name_of), std=0.3)
+    ids = torch.randint(VOCAB, (2, 9))
+    new = LIFTED[name](model)
+    assert new.config.attention.qk_norm
+    assert new.config.attention.output_gate
+    assert_same(new(ids).logits, model(ids).logits, kind="output")
 
 
 def test_a_folded_model_decodes_the_same_translations_with_fewer_parameters() -> None:

@@ -53,7 +53,7 @@ def writing_cost(weights: AttentionWeights) -> WritingCost:
         parameters=weights.num_parameters,
         query_flops=maps_flops((weights.k, weights.v, weights.q)) - memory_flops,
         memory_flops=memory_flops,
-        output_flops=maps_flops((weights.o,), weights.num_heads),
+        output_flops=maps_flops((weights.o,), weights.num_heads) + _gate_flops(weights),
         pair_flops=2 * weights.num_heads * (_width(weights, weights.q) + _width(weights, weights.v)),
         cached_numbers=cached_numbers(weights),
     )
@@ -101,6 +101,12 @@ def _applied_before_storing(weights: AttentionWeights, chain: Chain) -> tuple[Ch
 def _width(weights: AttentionWeights, chain: Chain) -> int:
     """Width of what a chain makes, one head's."""
     return chain[-1].d_out if chain else weights.d_model
+
+
+def _gate_flops(weights: AttentionWeights) -> int:
+    """For the gates of all heads of one token."""
+    gate = weights.semantics.gate
+    return 0 if gate is None else gate.flops
 
 
 def _numbers(weights: AttentionWeights, chain: Chain) -> int:
@@ -239,6 +245,7 @@ class _Pass:
         self.flops += 2 * heads * pairs * (q.width + v.width)
         if self.route == "absorbed":
             attended = self._chain(attended, rest_v)
+        self.flops += self.query_len * _gate_flops(weights)
         output = self._chain(attended, weights.o)
         read = {("input",), (self.source,)}
         made = self.numbers.keys() - read - {output.key}

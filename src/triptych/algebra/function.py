@@ -30,7 +30,7 @@ def attend(
         mask: True = may attend, broadcasts to `[batch, heads, query_len, key_len]`.
     """
     q, k, v = channels(weights, x, memory)
-    mixed = probabilities(weights, q, k, mask) @ of_heads(v, weights.num_heads)
+    mixed = gated(weights, x, probabilities(weights, q, k, mask) @ of_heads(v, weights.num_heads))
     for link in weights.o:
         mixed = link.of_heads(weights.num_heads)(mixed)
     out = mixed.sum(dim=1)
@@ -91,6 +91,16 @@ def probabilities(
         return scores.softmax(dim=-1)
     sinks = semantics.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
     return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def gated(
+    weights: AttentionWeights,
+    x: Float[Tensor, "batch query_len d_model"],
+    mixed: Float[Tensor, "batch heads query_len d_v"],
+) -> Float[Tensor, "batch heads query_len d_v"]:
+    """Mixed values as they meet W_O: times the gate of each head, if the layer has one."""
+    gate = weights.semantics.gate
+    return mixed if gate is None else mixed * gate(x.to(mixed.dtype))
 
 
 def _through(weights: AttentionWeights, side: Side, x: Tensor) -> Tensor:

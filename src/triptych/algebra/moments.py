@@ -10,7 +10,7 @@ from typing import final
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from triptych.algebra.function import channels, of_heads, probabilities
+from triptych.algebra.function import channels, gated, of_heads, probabilities
 from triptych.algebra.weights import AttentionWeights
 from triptych.errors import DataError
 
@@ -29,7 +29,7 @@ class Moments:
         longest: tokens of the longest sequence, padding included.
         q: `[num_heads, d_k, d_k]`, E[qᵀq] of every head; `k`: `[key_heads, d_k, d_k]`, likewise, uncentred.
         q_mean: `[num_heads, d_k]`, E[q]; `k_mean`: `[key_heads, d_k]`, E[k].
-        mixed: `[num_heads, d_v, d_v]`, E[zᵀz] of every head's mixed values z = p v, before W_O.
+        mixed: `[num_heads, d_v, d_v]`, E[zᵀz] of every head's mixed values z = p v as they meet W_O.
         mixed_mean: `[num_heads, d_v]`, E[z].
         x_square: mean square of a number of the queries' input; `y_square` of the keys'.
     """
@@ -89,7 +89,7 @@ class MomentsGatherer:
         """
         q, k, v = channels(weights, x, memory)
         p = probabilities(weights, q, k, mask)
-        mixed = p @ of_heads(v, weights.num_heads)
+        mixed = gated(weights, x, p @ of_heads(v, weights.num_heads))
         y, y_tokens = (x, tokens) if memory is None else (memory, memory_tokens)
         q, mixed, inputs = (_counted(t, tokens) for t in (q, mixed, x[:, None]))
         k, asked = (_counted(t, y_tokens) for t in (k, y[:, None]))

@@ -82,6 +82,55 @@ def _per_head(numbers: Tensor | None) -> Tensor | None:
 
 
 @final
+@dataclass(frozen=True, eq=False)
+class HeadGate:
+    """How much of what a head moves its query takes: `σ(x w_i + b_i)`, between 0 and 1.
+
+    It is one number for a head and a token, so W_OV stays what the head moves.
+
+    Attributes:
+        weight: `[heads, d_model]`, of the input that the queries are made of.
+        bias: `[heads]`; None for 0.
+
+    Source: Qiu et al. 2025, arXiv 2505.06708, the gate of each head after the operation.
+    """
+
+    weight: Float[Tensor, "heads d_model"]
+    bias: Float[Tensor, " heads"] | None = None
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations for a token."""
+        return 2 * self.weight.numel()
+
+    def __call__(self, x: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch heads length 1"]:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        gates = torch.nn.functional.linear(x, self.weight.to(x.dtype), bias).sigmoid()
+        return gates.transpose(1, 2).unsqueeze(-1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weight, and the bias if there is one."""
+        return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
+
+    def reading(self, gain: Float[Tensor, " d_model"], shift: Float[Tensor, " d_model"] | None) -> "HeadGate":
+        """The gate that makes of x what this one makes of `gain ∘ x + shift`."""
+        bias = self.bias
+        if shift is not None:
+            moved = self.weight @ shift.to(self.weight.dtype)
+            bias = moved if bias is None else bias + moved
+        return HeadGate(self.weight * gain.to(self.weight.dtype), bias)
+
+    def of_heads(self, order: Sequence[int]) -> "HeadGate":
+        """That of some heads, in some order."""
+        return replace(self, **{name: part[list(order)] for name, part in self.tensors().items()})
+
+    def joined(self, others: Sequence["HeadGate"]) -> "HeadGate":
+        """Of these heads, and after them those of others; all have a bias, or none."""
+        parts = [gate.tensors() for gate in (self, *others)]
+        return replace(self, **{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+
+
+@final
 @dataclass(frozen=True)
 class Temperature:
     """Queries that count for more the further they stand in a text.
@@ -128,6 +177,7 @@ class Semantics:
             for one piece.
         sinks: a score for each head that takes part in the softmax and moves nothing; None without.
         dropout: probability with which attention weights are dropped, now.
+        gate: what the output of each head is multiplied by; None if nothing.
     """
 
     scale: float
@@ -143,6 +193,7 @@ class Semantics:
     chunk: int | None = None
     sinks: Float[Tensor, " heads"] | None = None
     dropout: float = 0.0
+    gate: HeadGate | None = None
 
     @property
     def positions(self) -> Literal["none", "rotary", "alibi", "relative", "disentangled"]:
@@ -198,42 +249,45 @@ class Semantics:
         return None if self.rotary is None or self.rotary.places is None else len(self.rotary.places)
 
     def of_heads(self, kept: Sequence[int]) -> "Semantics":
-        """What it is where some heads are left, in some order: their sinks and biases.
+        """What it is where some heads are left, in some order: their sinks, biases and gates.
 
         Norms of each head's own stay as they are: look at `HeadNorm.of_each_head`.
         """
         order = list(kept)
-        if self.sinks is None and self.bias is None:
+        if self.sinks is None and self.bias is None and self.gate is None:
             return self
         return replace(
             self,
             sinks=None if self.sinks is None else self.sinks[order],
             bias=None if self.bias is None else self.bias.of_heads(order),
+            gate=None if self.gate is None else self.gate.of_heads(order),
         )
 
     def joined(self, others: Sequence["Semantics"]) -> "Semantics":
         """Of the heads of this one, and after them those of others that differ in their heads alone."""
         sinks = [part.sinks for part in (self, *others) if part.sinks is not None]
         biases = [other.bias for other in others if other.bias is not None]
+        gates = [other.gate for other in others if other.gate is not None]
         return replace(
             self,
             sinks=torch.cat(sinks) if sinks else None,
             bias=None if self.bias is None else self.bias.joined(biases),
+            gate=None if self.gate is None else self.gate.joined(gates),
         )
 
     def tensors(self) -> Iterator[Tensor]:
-        """The numbers of norms, biases and sinks."""
+        """The numbers of norms, biases, sinks and gates."""
         yield from self.learned().values()
         if self.bias is not None and not self.bias.learned:
             yield from self.bias.tensors().values()
 
     def learned(self) -> dict[str, Tensor]:
         """The learned numbers that are no maps, by name, such as `q_norm_weight`, `bias_table` or `sinks`."""
-        parts = {"q_norm": self.q_norm, "k_norm": self.k_norm, "bias": self.bias}
+        parts = {"q_norm": self.q_norm, "k_norm": self.k_norm, "bias": self.bias, "gate": self.gate}
         found = {
             f"{name}_{own}": tensor
             for name, part in parts.items()
-            if part is not None and (isinstance(part, HeadNorm) or part.learned)
+            if part is not None and (isinstance(part, HeadNorm | HeadGate) or part.learned)
             for own, tensor in part.tensors().items()
         }
         return found if self.sinks is None else {**found, "sinks": self.sinks}
@@ -264,4 +318,5 @@ _IN_WORDS = {
     "window": "a window",
     "chunk": "chunks",
     "sinks": "sinks",
+    "gate": "a gate on the output of each head",
 }

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from triptych.algebra.function import channels, of_heads
+from triptych.algebra.function import channels, gated, of_heads
 from triptych.attending.capture import LayerCall, record_calls
 from triptych.attending.over_text import Window, Windows
 from triptych.attending.readers import PairReader, Reader
@@ -273,7 +273,7 @@ def even_output(call: LayerCall) -> Float[Tensor, "rows length joined"]:
     weights = call.layer.weights()
     v = of_heads(channels(weights, call.x, call.memory).v, weights.num_heads)
     even = call.queries_and_keys().visible().to(v.dtype)
-    mixed = even / even.sum(dim=-1, keepdim=True).clamp(min=1) @ v
+    mixed = gated(weights, call.x, even / even.sum(dim=-1, keepdim=True).clamp(min=1) @ v)
     for link in weights.o[:-1]:
         mixed = link.of_heads(weights.num_heads)(mixed)
     return mixed.transpose(1, 2).flatten(2)

@@ -21,6 +21,7 @@ HELD = frozenset(
         "chunk",
         "sinks",
         "dropout",
+        "gate",
     }
 )
 

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.semantics import HeadNorm, Kind, Semantics
+from triptych.algebra.semantics import HeadGate, HeadNorm, Kind, Semantics
 from triptych.algebra.weights import AttentionWeights, Head, standard_scale
 from triptych.attention.cache import AttentionCache
 from triptych.attention.checks import (
@@ -64,6 +64,7 @@ class MultiHeadAttention(nn.Module):
         dropout: float = 0.0,
         positions: AttentionPositions | None = None,
         qk_norm: bool = False,
+        output_gate: bool = False,
     ) -> None:
         """Make a layer.
 
@@ -76,12 +77,15 @@ class MultiHeadAttention(nn.Module):
                 None if its input does, or nothing. For self-attention only.
             qk_norm: whether queries and keys of each head pass an RMSNorm before they are turned and meet,
                 each with a weight for every channel.
+            output_gate: whether the output of each head is multiplied by a gate, a sigmoid of a learned map
+                of its token. All gates begin at 1/2.
 
         Raises:
             ValueError: sizes that do not fit, with the numbers, or positions or norms that the
                 parameterisation cannot have, with the reason.
 
         Source: qk_norm: Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv 2302.05442.
+        output_gate: Qiu et al. 2025, arXiv 2505.06708.
         """
         super().__init__()
         self.d_model = d_model
@@ -97,8 +101,11 @@ class MultiHeadAttention(nn.Module):
         if qk_norm:
             check_qk_norm(self.parameterisation)
             q_norm, k_norm = (HeadNorm(_EPS, torch.ones(self._key_width)) for _ in range(2))
-            self._hold(replace(self._semantics, q_norm=q_norm, k_norm=k_norm))
-        self._look_at_semantics()
+            self._semantics = replace(self._semantics, q_norm=q_norm, k_norm=k_norm)
+        if output_gate:
+            gate = HeadGate(torch.zeros(num_heads, d_model), torch.zeros(num_heads))
+            self._semantics = replace(self._semantics, gate=gate)
+        self._hold(self._semantics)
 
     @classmethod
     def from_weights(
@@ -111,7 +118,7 @@ class MultiHeadAttention(nn.Module):
     ) -> "MultiHeadAttention":
         """A layer that holds these weights, in the parameterisation that their structure calls for.
 
-        Norms of queries and keys, tables of positions and sinks become parameters of the layer.
+        Norms of queries and keys, tables of positions, sinks and gates become parameters of the layer.
 
         Args:
             weights: the maps, and what the layer does besides. Where nothing but the product of queries and
@@ -173,7 +180,7 @@ class MultiHeadAttention(nn.Module):
         Keys that no rotation turns when they are stored are turned later, or never.
         """
         semantics, projections = self._semantics, self.projections
-        self._plain = not semantics.beyond(("scale", "kind", "soft_cap", "sinks", "dropout"))
+        self._plain = not semantics.beyond(("scale", "kind", "soft_cap", "sinks", "dropout", "gate"))
         changed = semantics.k_norm is not None or semantics.clip is not None
         late = semantics.rotary is None or (changed and not projections.caches_keys)
         self._turned_when_stored: RotaryEmbedding | None = (
@@ -251,7 +258,8 @@ class MultiHeadAttention(nn.Module):
         q, places, remembered = self._remembered(semantics, x, memory, value_memory, cache, positions)
         inputs, route = self._inputs(semantics, q, places, remembered, mask, causal, dropout, path)
         attended = attend(inputs, need_weights, path)
-        return LayerOutput(self.projections.output(attended.output, route), attended.weights)
+        mixed = attended.output if semantics.gate is None else attended.output * semantics.gate(x)
+        return LayerOutput(self.projections.output(mixed, route), attended.weights)
 
     def queries_and_keys(
         self,
@@ -406,6 +414,7 @@ class MultiHeadAttention(nn.Module):
         route = self.projections.route(q.shape[2], key_len)
         # Under a causal mask the first of more queries than keys see nothing.
         sums_to_one = mask is None and dropout == 0.0 and not (causal and q.shape[2] > key_len)
+        sums_to_one = sums_to_one and semantics.gate is None
         if path == "reference" or not (sums_to_one or self.projections.absorbs_biases):
             route = "expanded"
         if semantics.k_norm is not None or semantics.clip is not None:

@@ -1,7 +1,7 @@
 """Attention layers of a language model as formats have them: a map for every side, heads of one size."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from triptych.algebra import rewrites
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import RewriteRefusedError
-from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import AttentionWeights, standard_scale
 from triptych.errors import UsageError
 from triptych.models.blocks import Block
@@ -44,8 +43,11 @@ def plain_layer(block: Block, number: int, refused: Refused) -> AttentionWeights
         UsageError: the layer does more than its maps and rotary positions, or cannot be written so.
     """
     weights = block.self_attention.weights("causal")
-    for part in _unfit_parts(weights):
-        raise refused(f"the attention of block {number} has {part}")
+    unfit = weights.semantics.beyond(("scale", "kind", "rotary", "dropout"))
+    if weights.norms_within:
+        unfit.append("norms between its maps")
+    if unfit:
+        raise refused(f"the attention of block {number} has {unfit[0]}")
     try:
         weights = rewrite(weights, rewrites.expand).result
         if not weights.k:
@@ -53,22 +55,6 @@ def plain_layer(block: Block, number: int, refused: Refused) -> AttentionWeights
     except RewriteRefusedError as error:
         raise refused(str(error.at(f"block {number}"))) from None
     return weights
-
-
-def _unfit_parts(weights: AttentionWeights) -> Iterator[str]:
-    found: Semantics = weights.semantics
-    parts = {
-        "norms of queries and keys": found.q_norm or found.k_norm,
-        "clipped queries and keys": found.clip,
-        "a temperature of its queries": found.temperature,
-        "a bias of its scores": found.bias,
-        "a soft cap of its scores": found.soft_cap,
-        "a window": found.window,
-        "chunks": found.chunk,
-        "sinks": None if found.sinks is None else "sinks",
-        "norms between its maps": weights.norms_within,
-    }
-    return (name for name, part in parts.items() if part)
 
 
 def head_sizes(layers: Sequence[AttentionWeights], refused: Refused) -> HeadSizes:

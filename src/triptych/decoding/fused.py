@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from triptych import thresholds
 from triptych.algebra.cost import cached_numbers
-from triptych.algebra.semantics import HeadNorm, Semantics
+from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
     AttentionCache,
@@ -80,6 +80,7 @@ class FusedAttention(nn.Module):
         joined = [queries] if is_cross else [queries, keys] if self.same else [queries, keys, values]
         self.inward = maps.linear(*(torch.cat(parts) for parts in zip(*joined, strict=True)))
         self.outward = maps.linear(*_output_rows(weights, self.width))
+        self.gate = None if semantics.gate is None else _constant_gate(semantics.gate, maps.dtype)
         if is_cross:
             self.memory_rows = torch.cat([keys[0], values[0]]), torch.cat([keys[1], values[1]])
 
@@ -124,6 +125,8 @@ class FusedAttention(nn.Module):
                 mixed = self._by_even_products(rows, cache, mask)
             else:
                 mixed = self._by_products(rows, k, v, mask)
+        if self.gate is not None:
+            mixed = mixed.reshape(batch, self.num_heads, length, self.width) * self.gate(x)
         if length == 1:
             return LayerOutput(self.outward(mixed.reshape(batch, 1, -1)), None)
         joined = mixed.reshape(batch, self.num_heads, length, self.width).transpose(1, 2)
@@ -289,6 +292,8 @@ def _as_remembered(weights: AttentionWeights) -> AttentionWeights:
     )
     if up_k.bias is not None and (semantics.sinks is not None or semantics.soft_cap is not None):
         return weights
+    if up_v.bias is not None and semantics.gate is not None:
+        return weights
     queries = weights.multiplied("q").of_heads(weights.num_heads).then(Link(up_k.weight.mT))
     per_head, o_bias = weights.W_O, weights.o_bias
     if up_v.bias is not None:
@@ -394,6 +399,10 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in module._parameters.items():
         if parameter is not None:
             module._parameters[name] = constant(parameter, dtype)
+
+
+def _constant_gate(gate: HeadGate, dtype: torch.dtype) -> HeadGate:
+    return replace(gate, **{name: constant(part, dtype) for name, part in gate.tensors().items()})
 
 
 def numbers_of(allowed: Tensor, like: Tensor) -> Tensor:

@@ -189,6 +189,8 @@ def _caveats(layer: AttentionLayer) -> Iterator[str]:
         yield f"scores are soft-capped at ±{semantics.soft_cap:g}"
     if semantics.sinks is not None:
         yield "a sink takes part in the softmax besides the keys"
+    if semantics.gate is not None:
+        yield "each token gates the heads, and W_OV is what a head moves through an open gate"
 
 
 def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:

@@ -42,6 +42,8 @@ class AttentionConfig(BaseModel):
         num_heads: number of query heads.
         dropout: probability that an attention weight is dropped while training.
         qk_norm: whether queries and keys are normalised before they meet; of language models only.
+        output_gate: whether the output of each head is multiplied by a learned gate of its token, between 0
+            and 1; of language models only.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -50,6 +52,7 @@ class AttentionConfig(BaseModel):
     num_heads: int | None = Field(None, ge=1, strict=True)
     dropout: float = Field(0.0, ge=0, lt=1)
     qk_norm: bool = False
+    output_gate: bool = False
 
     @model_validator(mode="after")
     def _options_are_its_own(self) -> "AttentionConfig":
@@ -71,15 +74,23 @@ class AttentionConfig(BaseModel):
         return self
 
     @classmethod
-    def of(cls, chosen: Parameterisation, num_heads: int, dropout: float) -> "AttentionConfig":
-        """The configuration that gives this parameterisation."""
+    def of(cls, layer: MultiHeadAttention) -> "AttentionConfig":
+        """The configuration that gives such a layer."""
+        chosen, semantics = layer.parameterisation, layer.semantics
+        beside = {"qk_norm": semantics.qk_norm, "output_gate": semantics.gate is not None}
         options = {
             field.name: getattr(chosen, field.name)
             for field in dataclasses.fields(chosen)
             if getattr(chosen, field.name) != field.default
         }
         return cls.model_validate(
-            {"projections": chosen.name, "num_heads": num_heads, "dropout": dropout, **options}
+            {
+                "projections": chosen.name,
+                "num_heads": layer.num_heads,
+                "dropout": layer.dropout,
+                **beside,
+                **options,
+            }
         )
 
     @property
@@ -108,6 +119,7 @@ class AttentionConfig(BaseModel):
             dropout=self.dropout,
             positions=positions,
             qk_norm=self.qk_norm,
+            output_gate=self.output_gate,
         )
 
 
@@ -273,8 +285,10 @@ class ModelConfig(BaseModel):
         ):
             for site in stack:
                 check_sizes(self.d_model, site.num_heads or self.num_heads, site.parameterisation(), places)
-                if site.qk_norm:
-                    raise ValueError("qk_norm is true, and encoder-decoder models have none: leave it out")
+                for name in ("qk_norm", "output_gate"):
+                    if getattr(site, name):
+                        reason = "and encoder-decoder models have none: leave it out"
+                        raise ValueError(f"{name} is true, {reason}")
         longest = self.max_source_tokens + 1
         if self.positions.scheme == "learned" and self.positions.max_tokens < longest:
             raise ValueError(

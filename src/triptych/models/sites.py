@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from triptych.algebra.semantics import Semantics
+from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Norm
 from triptych.attention import MultiHeadAttention
 from triptych.models.blocks import Block, OffsetNorm, Residual
@@ -139,7 +139,7 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
         read, has = weights.d_model, model.config.d_model
         if read != has:
             raise ValueError(f"the weights for {name} read {read} channels, the model has {has}")
-        _require_no_more(name, weights.semantics)
+        _require_no_more(name, weights.semantics, sites[name].layer.semantics)
     layers = {
         name: MultiHeadAttention.from_weights(
             changed[name].without_norms(),  # the model has them
@@ -150,10 +150,7 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
         else site.layer
         for name, site in sites.items()
     }
-    configs = {
-        name: AttentionConfig.of(layer.parameterisation, layer.num_heads, layer.dropout)
-        for name, layer in layers.items()
-    }
+    configs = {name: AttentionConfig.of(layer) for name, layer in layers.items()}
     new = _assembled(model, _configured(model.config, configs), layers)
     for site in attention_sites(new):
         if site.name in changed:
@@ -161,19 +158,38 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
     return new
 
 
-def _require_no_more(name: str, given: Semantics) -> None:
+def _require_no_more(name: str, given: Semantics, own: Semantics) -> None:
     """Refuse what a layer may do besides its maps and a configuration has no word for.
+
+    Norms of queries and keys and gates are those of a configuration where the model has their like.
 
     Raises:
         ValueError: there is something of the kind, named.
     """
     held = {"scale", "kind", "dropout", "rotary"}
-    found = given.beyond(held if given.bias is not None and given.bias.learned else held | {"bias"})
+    if given.bias is None or not given.bias.learned:
+        held.add("bias")
+    for each in ("q_norm", "k_norm", "gate"):
+        if _alike(getattr(given, each), getattr(own, each)):
+            held.add(each)
+    found = given.beyond(held)
     if found:
         raise ValueError(
             f"the weights for {name} are of a layer with {', '.join(found)}, which the configuration of a "
             "model cannot say"
         )
+
+
+def _alike(given: HeadNorm | HeadGate | None, own: HeadNorm | HeadGate | None) -> bool:
+    """Whether two norms, or two gates, differ in nothing but their numbers and how many heads there are."""
+    if given is None or own is None:
+        return given is own
+    return _structure(given) == _structure(own)
+
+
+def _structure(part: HeadNorm | HeadGate) -> tuple[object, ...]:
+    kind = (part.eps, part.centred, part.over, part.channels) if isinstance(part, HeadNorm) else ()
+    return *kind, {name: numbers.ndim for name, numbers in part.tensors().items()}
 
 
 def _require_positions(site: AttentionSite, given: Semantics) -> None:

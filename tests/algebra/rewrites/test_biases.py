@@ -19,7 +19,7 @@ from heads import (
 )
 from triptych.algebra.rewrites.biases import drop_key_bias, fold_value_bias
 from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.semantics import HeadNorm
+from triptych.algebra.semantics import HeadGate, HeadNorm
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention.projections import PARAMETERISATIONS
 
@@ -194,6 +194,7 @@ def test_a_latent_stays_shared_and_its_bias_goes_into_the_keys() -> None:
             "attention dropout of 0.1 is on, as while training: rows of weights do not sum to 1",
         ),
         ({"sinks": True}, r"a sink.*rows over the keys sum to less than 1"),
+        ({"gate": HeadGate(torch.zeros(4, 24))}, "another share of what a head moves"),
         ({"bias_slots": frozenset("qkv")}, "the output map has no bias slot in the target format"),
     ],
 )

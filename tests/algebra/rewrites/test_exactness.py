@@ -89,6 +89,7 @@ def rotary_and_biased(positions: str, biased: bool) -> bool:
     return positions == "rotary" and biased
 
 
+MOVES_SLICES = ("identity_value", "identity_value_output")
 # Rewrite, parameterisations, when, reason.
 REFUSED: tuple[tuple[str, tuple[str, ...], Condition, str], ...] = (
     ("fold the form", WITH_KEY_BIAS, rotary, "under rotary positions the form depends on the distance"),
@@ -96,7 +97,7 @@ REFUSED: tuple[tuple[str, tuple[str, ...], Condition, str], ...] = (
     ("factor", ("direct",), always, "the keys have a map of their own: the form is a product already"),
     ("drop_key_bias", WITH_KEY_BIAS, rotary_and_biased, "under rotary positions the key bias is turned"),
     ("fold_norm", ("direct", "identity_query"), always, "q reads the norm through a fixed map"),
-    ("fold_norm", ("identity_value", "identity_value_output"), always, "v reads the norm through a fixed map"),
+    ("fold_norm", MOVES_SLICES, always, "v reads the norm through a fixed map"),
     ("gauge_fix", NAMES, rotary, "rotary"),
     ("gauge_fix", ("bilinear",), always, "no gauge: no map makes keys"),
     ("gauge_fix", ("collaborative",), always, "leaves a diagonal gauge only"),

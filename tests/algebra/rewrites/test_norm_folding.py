@@ -6,8 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from heads import D_MODEL, Untouched, assert_same_function, make_layer, make_norm, storages, with_semantics
+from heads import (
+    D_MODEL,
+    LENGTH,
+    Untouched,
+    assert_same_function,
+    make_layer,
+    make_norm,
+    random_input,
+    storages,
+    with_semantics,
+)
 from tolerances import assert_same
+from triptych.algebra.function import attend
 from triptych.algebra.rewrites.folding import expand
 from triptych.algebra.rewrites.norm_folding import (
     OtherReaders,
@@ -16,7 +27,7 @@ from triptych.algebra.rewrites.norm_folding import (
     require_readers_foldable,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.semantics import HeadNorm
+from triptych.algebra.semantics import HeadGate, HeadNorm
 from triptych.algebra.weights import AttentionWeights, Norm, Side
 from triptych.attention.projections import PARAMETERISATIONS
 
@@ -49,6 +60,19 @@ def test_the_maps_take_up_gain_and_shift(name: str, kind: str, biased: bool, shi
     assert len(set(storages(result))) == len(list(result.links()))
     if not (biased or shifted):
         assert all(result.head_bias(side) is None for side in ("q", "k", "v"))
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gates_take_up_gain_and_shift(shifted: bool, biased: bool) -> None:
+    weights = make("grouped", "causal", shifted=shifted)
+    drawn = torch.randn(4, 25, dtype=torch.float64)
+    gate = HeadGate(drawn[:, 1:], drawn[:, 0] if biased else None)
+    weights = replace(weights, semantics=replace(weights.semantics, gate=gate))
+    folded, norm, x = fold_norm(weights).weights, weights.norm, random_input(LENGTH)
+    assert norm is not None
+    normed = x * norm.weight if norm.bias is None else x * norm.weight + norm.bias
+    assert_same(attend(folded, x), attend(weights, normed), kind="output")
 
 
 @pytest.mark.parametrize("side", ["norm", "memory_norm"])

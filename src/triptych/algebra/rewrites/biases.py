@@ -44,7 +44,9 @@ class FoldValueBias(LayerRewrite):
 
     name = "fold_value_bias"
     tier = "rounding-exact"
-    refused = "rows do not sum to 1 (sinks, dropout); clipping; no output bias; shared maps would come apart"
+    refused = (
+        "rows do not sum to 1 (sinks, dropout); gates; clipping; no output bias; shared maps would come apart"
+    )
     place = 3
     why_here = "the biases go before channels and heads are mixed"
     by_groups = True
@@ -108,8 +110,8 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
         A writing of the same function; the weights given if the values have no bias.
 
     Raises:
-        RewriteRefusedError: rows do not sum to 1 (attention dropout, sinks), values are clipped, or the
-            target has no output bias.
+        RewriteRefusedError: rows do not sum to 1 (attention dropout, sinks), heads are gated, values are
+            clipped, or the target has no output bias.
     """
     if not _biased(weights.v):
         return unchanged("fold_value_bias", weights, "the values have no bias")
@@ -130,6 +132,7 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
         checked=(
             "no attention dropout",
             "no sinks",
+            "no gate",
             "values are not clipped",
             "the output map can hold a bias",
         ),
@@ -149,6 +152,8 @@ def _why_value_bias_stays(weights: AttentionWeights) -> str:
             "something takes part in the softmax besides the keys (a sink): rows over the keys sum to less "
             "than 1"
         )
+    if semantics.gate is not None:
+        return "each token takes another share of what a head moves (a gate), and of its value bias with it"
     if reason := why_clipping_counts(semantics):
         return reason
     if "o" not in weights.bias_slots:

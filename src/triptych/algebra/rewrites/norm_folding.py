@@ -96,6 +96,12 @@ def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> 
         if norm is not None
     ]
     result = with_chains(source, chains)
+    gate = weights.semantics.gate
+    if gate is not None and weights.norm is not None:
+        norm = _as_map(weights.norm)
+        taken_up = gate.reading(norm.weight[0], None if norm.bias is None else norm.bias[0])
+        result = replace(result, semantics=replace(result.semantics, gate=taken_up))
+        notes.append("the gates of the heads read the norm as well, and take it up")
     return rewritten(
         _NAME,
         "rounding-exact",

@@ -87,7 +87,8 @@ class IdentityQuery(_Identity):
 class IdentityValue(_Identity):
     """W^V = I: the i-th slice of the input is the value of head i, `W_OV = I_i W_i^O`.
 
-    d_v = d_model / num_heads. Source: He and Hofmann 2023, arXiv 2311.01906, who take W^O away too: `IdentityValueOutput`.
+    d_v = d_model / num_heads. Source: He and Hofmann 2023, arXiv 2311.01906, who take W^O away too
+    (`IdentityValueOutput`).
 
     Attributes:
         d_k: width of queries and keys; d_model / num_heads if None.
@@ -162,8 +163,8 @@ class IdentityOutput(_Identity):
 class IdentityValueOutput(_Identity):
     """W^V = W^O = I: head i adds its slice of the tokens it looks at to the same slice, `W_OV = I_i I_iᵀ`.
 
-    d_v = d_model / num_heads. Heads neither change what they move nor mix it. Source: He and Hofmann 2023, arXiv
-    2311.01906.
+    d_v = d_model / num_heads. Heads neither change what they move nor mix it. Source: He and Hofmann 2023,
+    arXiv 2311.01906.
 
     Attributes:
         d_k: width of queries and keys; d_model / num_heads if None.
