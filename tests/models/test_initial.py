@@ -79,6 +79,7 @@ def translator(tie: str) -> EncoderDecoder:
 MADE = {
     **{name: lambda name=name: language_model(attention={"projections": name}) for name in PARAMETERISATIONS},
     "learned positions": lambda: language_model(positions={"scheme": "learned", "max_tokens": 8}),
+    "QK-norm, gates on heads": lambda: language_model(attention={"qk_norm": True, "output_gate": True}),
     "gated, without ties": lambda: language_model(
         tie_embeddings=False, gated=True, activation="swish", bias=False, norm_kind="rms"
     ),

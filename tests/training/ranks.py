@@ -196,7 +196,7 @@ def assert_close(name: str, found: torch.Tensor, expected: torch.Tensor, rtol: f
 def gradients_of_three_kinds(world: World, arguments: Sequence[str]) -> None:
     for kind in arguments:
         assert_learns_alike(translation, kind, world)
-        assert_learns_alike(lambda: language("decoder", tie=False), kind, world)
+        assert_learns_alike(lambda: language(tie=False, qk_norm=True, output_gate=True), kind, world)
         assert_learns_alike(lambda: language("encoder", positions="learned"), kind, world)
 
 

@@ -166,7 +166,9 @@ class MultiHeadAttention(nn.Module):
         """Do this besides the maps, with learned numbers of the layer's own."""
         like, learned = next(self.projections.parameters()), semantics.learned()
         for name, tensor in learned.items():
-            held = torch.empty_like(tensor, dtype=like.dtype, device=like.device).copy_(tensor.detach())
+            # What is made to be filled later must know with what: the maps alone are on "meta" by now.
+            device = tensor.device if like.is_meta else like.device
+            held = torch.empty_like(tensor, dtype=like.dtype, device=device).copy_(tensor.detach())
             self.register_parameter(name, nn.Parameter(held))
         self._learned = tuple(learned)
         self._semantics = semantics.with_learned(
