@@ -100,12 +100,18 @@ class LanguageReader(Reader):
         if not max_new_tokens:
             return self.read_ids(ids)
         self._check(ids)
+        context = self.model.context
+        if context is not None and max(map(len, ids)) >= context:
+            raise UsageError(
+                f"a text of {max(map(len, ids)):,} tokens leaves no room for new ones in the {context:,} that the "
+                "model reads at once: shorten it, or leave out max_new_tokens"
+            )
         generator = TextGenerator(self.model, self.tokenizer, end_ids=self._end_ids)
         options = GenerationOptions(max_new_tokens)
         with EvaluationMode(self.model):
             found = [new.ids for (new,) in generator.continue_tokens(ids, options)]
-        if self.model.context is not None:  # the last token is read too, here
-            room = [max(self.model.context - len(own), 0) for own in ids]
+        if context is not None:  # the last token is read too, here
+            room = [context - len(own) for own in ids]
             found = [new[:most] for new, most in zip(found, room, strict=True)]
         whole = [[*own, *new] for own, new in zip(ids, found, strict=True)]
         return self.read_ids(whole, [len(new) for new in found])
