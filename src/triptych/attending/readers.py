@@ -102,9 +102,10 @@ class LanguageReader(Reader):
         self._check(ids)
         context = self.model.context
         if context is not None and max(map(len, ids)) >= context:
+            longest = max(map(len, ids))
             raise UsageError(
-                f"a text of {max(map(len, ids)):,} tokens leaves no room for new ones in the {context:,} that the "
-                "model reads at once: shorten it, or leave out max_new_tokens"
+                f"a text of {longest:,} tokens leaves no room for new ones in the {context:,} that the model "
+                "reads at once: shorten it, or leave out max_new_tokens"
             )
         generator = TextGenerator(self.model, self.tokenizer, end_ids=self._end_ids)
         options = GenerationOptions(max_new_tokens)
