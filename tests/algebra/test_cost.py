@@ -1,12 +1,14 @@
 """Counts from a writing's shapes, checked by hand where the numbers are known."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.algebra.cost import cached_numbers, maps_flops, pass_cost, writing_cost
-from triptych.algebra.semantics import Semantics
+from triptych.algebra.semantics import HeadGate, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import PARAMETERISATIONS, parameterisation
 
@@ -98,6 +100,18 @@ def test_what_training_keeps_is_each_tensor_once(name: str) -> None:
     done = pass_cost(skeleton(name), N)
     assert done.kept_numbers == N * KEPT[name]
     assert done.pair_numbers == H * N * N
+
+
+def test_gates_are_a_map_to_one_number_for_each_head() -> None:
+    plain = skeleton("latent")
+    gate = HeadGate(torch.empty(H, D, device="meta"), torch.empty(H, device="meta"))
+    gated = replace(plain, semantics=replace(plain.semantics, gate=gate))
+    assert writing_cost(gated).parameters - writing_cost(plain).parameters == H * (D + 1)
+    assert writing_cost(gated).output_flops - writing_cost(plain).output_flops == 2 * H * D
+    for route in ("expanded", "absorbed"):
+        one, other = (pass_cost(weights, 3, cached=9, route=route) for weights in (gated, plain))  # type: ignore[arg-type]
+        assert one.flops - other.flops == 3 * 2 * H * D
+        assert one.weight_numbers - other.weight_numbers == H * (D + 1)
 
 
 def test_all_is_moved_once_in_and_once_out() -> None:

@@ -171,7 +171,7 @@ def test_a_page_marks_what_was_generated_and_keeps_the_largest_of_long_texts(
         (
             "decoder",
             {"text": ["a", "a" * 40], "max_new_tokens": 1},
-            "a text of 40 tokens leaves no room for new ones in the 40 that the model reads at once",
+            "text 2 has 40 tokens, which leaves no room for new ones in the 40 that the model reads at once",
         ),
         ("encoder", {"text": "a", "max_new_tokens": 1}, "encoder is an encoder, which does not continue"),
         ("encoder", {"text": "a" * 41}, "the text has 41 tokens, but the model has positions for 40"),

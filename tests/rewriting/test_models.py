@@ -18,7 +18,7 @@ from triptych.algebra import rewrites
 from triptych.algebra.function import attend
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import RewriteRefusedError
-from triptych.algebra.semantics import HeadNorm, Temperature
+from triptych.algebra.semantics import HeadGate, HeadNorm, Temperature
 from triptych.algebra.weights import Norm
 from triptych.attention import PARAMETERISATIONS, LayerCache, RotaryPositions
 from triptych.attention.checks import HELD
@@ -132,14 +132,46 @@ def test_norms_of_queries_and_keys_and_gates_stay_with_a_rewritten_model(name: s
     model = LanguageModel.of(
         LanguageModelConfig.model_validate({**sizes, "attention": attention}), "decoder", VOCAB
     ).double()
-    for name_of, parameter in model.named_parameters():
-        if "gate" in name_of or "norm" in name_of:
-            nn.init.normal_(parameter, mean=float("norm" in name_of), std=0.3)
+    for parameter_name, parameter in model.named_parameters():
+        if "gate" in parameter_name or "norm" in parameter_name:
+            nn.init.normal_(parameter, mean=float("norm" in parameter_name), std=0.3)
     ids = torch.randint(VOCAB, (2, 9))
     new = LIFTED[name](model)
     assert new.config.attention.qk_norm
     assert new.config.attention.output_gate
     assert_same(new(ids).logits, model(ids).logits, kind="output")
+
+
+def test_a_scale_that_no_query_map_can_take_up_makes_no_model() -> None:
+    config = LanguageModelConfig.model_validate(
+        {"num_layers": 1, "d_model": 24, "d_ff": 32, "num_heads": 4, "attention": {"qk_norm": True}}
+    )
+    model = LanguageModel.of(config, "decoder", VOCAB)
+    weights = attention_weights(model)["decoder.0"]
+    other = replace(weights, semantics=replace(weights.semantics, scale=weights.scale * 3))
+    with pytest.raises(
+        ValueError, match="more than the product with the keys reads what the query map makes"
+    ):
+        with_attention(model, {"decoder.0": other})
+    one_norm = replace(weights, semantics=replace(weights.semantics, k_norm=None))
+    with pytest.raises(ValueError, match="a layer with QK-norm, which the configuration of a model cannot"):
+        with_attention(model, {"decoder.0": one_norm})
+
+
+def test_a_gate_of_other_heads_makes_no_layer() -> None:
+    weights, gate = MultiHeadAttention(8, 2).weights(), HeadGate(torch.zeros(1, 8))
+    with pytest.raises(
+        ValueError, match=r"the gate is \[1, 8\], and the layer's heads and width are \[2, 8\]"
+    ):
+        MultiHeadAttention.from_weights(replace(weights, semantics=replace(weights.semantics, gate=gate)))
+
+
+def test_gates_that_are_no_numbers_are_refused_by_name() -> None:
+    layer = MultiHeadAttention(8, 2, output_gate=True)
+    with torch.no_grad():
+        layer.gate_weight[1, 3] = float("nan")
+    with pytest.raises(RewriteRefusedError, match="1 of 16 numbers in gate_weight are NaN or infinite"):
+        triptych.fold(layer)
 
 
 def test_a_folded_model_decodes_the_same_translations_with_fewer_parameters() -> None:

@@ -12,6 +12,7 @@ from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import (
     EXACT,
     DropKeyBias,
+    FoldNorm,
     FoldValueBias,
     GaugeFix,
     Layer,
@@ -24,8 +25,8 @@ from triptych.algebra.rewrites import (
     SortHeads,
     Truncate,
 )
-from triptych.algebra.semantics import Semantics
-from triptych.algebra.weights import AttentionWeights, Link
+from triptych.algebra.semantics import HeadGate, Semantics
+from triptych.algebra.weights import AttentionWeights, Link, Norm
 from triptych.checkpoints.layer import AttentionLayer, Site
 from triptych.rewriting.certificate import StepRecord
 from triptych.rewriting.layers import RewrittenLayer, rewrite_layer, rewritten_parts
@@ -58,6 +59,14 @@ def layer_of(groups: int, *, rotary: bool = False, dead: Sequence[int] = (), see
         ),
     )
     return AttentionLayer(Site("decoder", 0, "causal", "layer"), weights, ())
+
+
+def gated(read: AttentionLayer) -> AttentionLayer:
+    """The same layer with gates, behind a norm."""
+    drawn = torch.randn(HEADS + 2, D + 1, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    gate, norm = HeadGate(drawn[:HEADS, 1:], drawn[:HEADS, 0]), Norm(drawn[-2, 1:] + 1, drawn[-1, 1:])
+    semantics = replace(read.weights.semantics, gate=gate)
+    return replace(read, weights=replace(read.weights, semantics=semantics, norm=norm))
 
 
 def both(
@@ -103,6 +112,18 @@ RECIPES: dict[str, tuple[LayerRewrite, ...]] = {
 def test_groups_of_heads_come_out_as_in_the_whole_layer(name: str, groups: int) -> None:
     whole, parts = both(layer_of(groups, dead=(2,)), *RECIPES[name], skip_refused=True)
     assert_alike(whole, parts)
+
+
+@pytest.mark.parametrize("name", ["exact", "nearly all heads", "heads that are gone, sorted"])
+def test_gates_of_groups_of_heads_come_out_as_in_the_whole_layer(name: str) -> None:
+    read = gated(layer_of(4, dead=(2,)))
+    whole, parts = both(read, FoldNorm(), *RECIPES[name], skip_refused=True)
+    assert_alike(whole, parts)
+    assert whole.weights.norm is None
+    for mine, theirs in zip(
+        parts.weights.semantics.tensors(), whole.weights.semantics.tensors(), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("groups", [8, 2])

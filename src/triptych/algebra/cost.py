@@ -22,8 +22,8 @@ class WritingCost:
         parameters: learned numbers, biases included.
         query_flops: floating-point operations (a multiplication and an addition are two) to make the
             queries of one token; likewise `memory_flops` for its keys and values, `output_flops` for
-            bringing the heads' outputs together. Additions of biases are not counted; a diagonal map
-            is one multiplication a channel.
+            gating the heads' outputs and bringing them together. Additions of biases are not counted; a
+            diagonal map is one multiplication a channel.
         pair_flops: for one pair of a query and a key: its score, and its share of the output, all
             heads.
         cached_numbers: what is kept of a token while decoding.
@@ -53,7 +53,7 @@ def writing_cost(weights: AttentionWeights) -> WritingCost:
         parameters=weights.num_parameters,
         query_flops=maps_flops((weights.k, weights.v, weights.q)) - memory_flops,
         memory_flops=memory_flops,
-        output_flops=maps_flops((weights.o,), weights.num_heads) + _gate_flops(weights),
+        output_flops=maps_flops((weights.o,), weights.num_heads) + _of_gate(weights, "flops"),
         pair_flops=2 * weights.num_heads * (_width(weights, weights.q) + _width(weights, weights.v)),
         cached_numbers=cached_numbers(weights),
     )
@@ -103,10 +103,9 @@ def _width(weights: AttentionWeights, chain: Chain) -> int:
     return chain[-1].d_out if chain else weights.d_model
 
 
-def _gate_flops(weights: AttentionWeights) -> int:
-    """For the gates of all heads of one token."""
+def _of_gate(weights: AttentionWeights, count: Literal["flops", "num_parameters"]) -> int:
     gate = weights.semantics.gate
-    return 0 if gate is None else gate.flops
+    return 0 if gate is None else int(getattr(gate, count))
 
 
 def _numbers(weights: AttentionWeights, chain: Chain) -> int:
@@ -245,7 +244,7 @@ class _Pass:
         self.flops += 2 * heads * pairs * (q.width + v.width)
         if self.route == "absorbed":
             attended = self._chain(attended, rest_v)
-        self.flops += self.query_len * _gate_flops(weights)
+        self.flops += self.query_len * _of_gate(weights, "flops")
         output = self._chain(attended, weights.o)
         read = {("input",), (self.source,)}
         made = self.numbers.keys() - read - {output.key}
@@ -254,7 +253,9 @@ class _Pass:
             route=self.route,
             flops=self.flops,
             diagonal_flops=self.diagonal_flops,
-            weight_numbers=bias + sum(link.num_parameters for link in self.used.values()),
+            weight_numbers=bias
+            + sum(link.num_parameters for link in self.used.values())
+            + _of_gate(weights, "num_parameters"),
             moved_numbers=sum(self.numbers[key] for key in read)
             + 2 * sum(self.numbers[key] for key in made)
             + self.cached * cached_numbers(weights)

@@ -84,7 +84,7 @@ def _per_head(numbers: Tensor | None) -> Tensor | None:
 @final
 @dataclass(frozen=True, eq=False)
 class HeadGate:
-    """How much of what a head moves its query takes: `σ(x w_i + b_i)`, between 0 and 1.
+    """The share that a query takes of what a head moves: `σ(x w_i + b_i)`, between 0 and 1.
 
     It is one number for a head and a token, so W_OV stays what the head moves.
 
@@ -99,8 +99,13 @@ class HeadGate:
     bias: Float[Tensor, " heads"] | None = None
 
     @property
+    def num_parameters(self) -> int:
+        """Learned numbers of all heads."""
+        return sum(part.numel() for part in self.tensors().values())
+
+    @property
     def flops(self) -> int:
-        """Floating-point operations for a token."""
+        """Floating-point operations for a token, all heads."""
         return 2 * self.weight.numel()
 
     def __call__(self, x: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch heads length 1"]:
@@ -113,12 +118,12 @@ class HeadGate:
         return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
 
     def reading(self, gain: Float[Tensor, " d_model"], shift: Float[Tensor, " d_model"] | None) -> "HeadGate":
-        """The gate that makes of x what this one makes of `gain ∘ x + shift`."""
-        bias = self.bias
+        """The gate that makes of x what this one makes of `gain ∘ x + shift`; rounded once."""
+        wide, bias = self.weight.double(), self.bias
         if shift is not None:
-            moved = self.weight @ shift.to(self.weight.dtype)
-            bias = moved if bias is None else bias + moved
-        return HeadGate(self.weight * gain.to(self.weight.dtype), bias)
+            moved = wide @ shift.double()
+            bias = (moved if bias is None else bias.double() + moved).to(self.weight.dtype)
+        return HeadGate((wide * gain.double()).to(self.weight.dtype), bias)
 
     def of_heads(self, order: Sequence[int]) -> "HeadGate":
         """That of some heads, in some order."""

@@ -225,9 +225,12 @@ class AttentionWeights:
 
     @property
     def num_parameters(self) -> int:
-        """Learned numbers of the maps and their biases, shared ones once."""
-        return sum(link.num_parameters for link in self.links()) + (
-            0 if self.o_bias is None else self.o_bias.numel()
+        """Learned numbers of the maps and their biases, shared ones once; of gates, too, which are maps."""
+        gate = self.semantics.gate
+        return (
+            sum(link.num_parameters for link in self.links())
+            + (0 if self.o_bias is None else self.o_bias.numel())
+            + (0 if gate is None else gate.num_parameters)
         )
 
     @property
@@ -345,19 +348,30 @@ class AttentionWeights:
             memory_norm=of_norm(self.memory_norm),
         )
 
+    @property
+    def takes_up_scale(self) -> bool:
+        """Whether scores with another scale are those of another query map, which may be changed."""
+        semantics, q = self.semantics, self.q
+        read = semantics.bias is not None and semantics.bias.reads_content
+        changes = semantics.q_norm is not None or semantics.clip is not None or read
+        return bool(q) and q[-1].learned and q[-1].norm is None and not self.tied("q", "k") and not changes
+
     def with_scale(self, scale: float) -> "AttentionWeights":
         """The same scores under another scale: the query map takes up the ratio.
 
         Raises:
-            ValueError: the queries have no map of their own to take it up.
+            ValueError: the queries have no map of their own to take it up, or something else reads them.
         """
         if math.isclose(scale, self.scale, rel_tol=1e-12):
             return self
+        found = f"scores are multiplied by {self.scale:.6g}, not {scale:.6g}, and"
         if not self.q or not self.q[-1].learned or self.tied("q", "k"):
             raise ValueError(
-                f"scores are multiplied by {self.scale:.6g}, not {scale:.6g}, and the queries have no map of "
-                "their own to take up the ratio: expand the tied maps first"
+                f"{found} the queries have no map of their own to take up the ratio: expand the tied maps "
+                "first"
             )
+        if not self.takes_up_scale:
+            raise ValueError(f"{found} more than the product with the keys reads what the query map makes")
         ratio, last = self.scale / scale, self.q[-1]
         bias = None if last.bias is None else last.bias * ratio
         return replace(

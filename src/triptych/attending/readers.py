@@ -2,7 +2,7 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import final
 
@@ -101,12 +101,13 @@ class LanguageReader(Reader):
             return self.read_ids(ids)
         self._check(ids)
         context = self.model.context
-        if context is not None and max(map(len, ids)) >= context:
-            longest = max(map(len, ids))
-            raise UsageError(
-                f"a text of {longest:,} tokens leaves no room for new ones in the {context:,} that the model "
-                "reads at once: shorten it, or leave out max_new_tokens"
-            )
+        if context is not None:
+            for which, length in _lengths(ids, "text"):
+                if length >= context:
+                    raise UsageError(
+                        f"{which} has {length:,} tokens, which leaves no room for new ones in the "
+                        f"{context:,} that the model reads at once: shorten it, or leave out max_new_tokens"
+                    )
         generator = TextGenerator(self.model, self.tokenizer, end_ids=self._end_ids)
         options = GenerationOptions(max_new_tokens)
         with EvaluationMode(self.model):
@@ -420,14 +421,19 @@ def _with_advice(path: str | Path, error: DataError) -> DataError:
 
 
 def _check_lengths(texts: Sequence[Sequence[int]], most: int | None, what: str) -> None:
-    for number, ids in enumerate(texts, start=1):
-        which = f"{what} {number}" if len(texts) > 1 else f"the {what}"
-        if not ids:
+    for which, length in _lengths(texts, what):
+        if not length:
             raise UsageError(f"{which} is empty: give it some words")
-        if most is not None and len(ids) > most:
+        if most is not None and length > most:
             raise UsageError(
-                f"{which} has {len(ids):,} tokens, but the model has positions for {most:,}: shorten it"
+                f"{which} has {length:,} tokens, but the model has positions for {most:,}: shorten it"
             )
+
+
+def _lengths(texts: Sequence[Sequence[int]], what: str) -> Iterator[tuple[str, int]]:
+    """What each text is called in a message, and its tokens."""
+    for number, ids in enumerate(texts, start=1):
+        yield f"{what} {number}" if len(texts) > 1 else f"the {what}", len(ids)
 
 
 def _padded(texts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> Tensor:

@@ -30,12 +30,17 @@ def check_can_be_held(weights: AttentionWeights) -> None:
     """Refuse what no layer of ours has: without it the function would be another.
 
     Raises:
-        ValueError: there is something of the kind, named.
+        ValueError: there is something of the kind, named, or a gate of other heads.
     """
     found = weights.semantics.beyond(HELD)
     if found:
         raise ValueError(
             f"the weights are of a layer with {', '.join(found)}, which MultiHeadAttention does not support"
+        )
+    gate, expected = weights.semantics.gate, [weights.num_heads, weights.d_model]
+    if gate is not None and list(gate.weight.shape) != expected:
+        raise ValueError(
+            f"the gate is {list(gate.weight.shape)}, and the layer's heads and width are {expected}"
         )
     if weights.norm is not None or weights.memory_norm is not None:
         raise ValueError(
@@ -93,11 +98,3 @@ def check_rotation(projections: Parameterisation, rotary: RotaryEmbedding | None
             f"{max(rotary.pairs[1]) + 1} channels are rotated, but queries and keys are {key_width} wide: "
             "they must fit"
         )
-
-
-def map_takes_up_scale(weights: AttentionWeights) -> bool:
-    """Whether scores with another scale are those of another query map, which may be changed."""
-    semantics, q = weights.semantics, weights.q
-    read = semantics.bias is not None and semantics.bias.reads_content
-    changes = semantics.q_norm is not None or semantics.clip is not None or read
-    return bool(q) and q[-1].learned and q[-1].norm is None and not weights.tied("q", "k") and not changes

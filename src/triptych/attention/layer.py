@@ -16,7 +16,6 @@ from triptych.attention.checks import (
     check_qk_norm,
     check_rotation,
     check_sizes,
-    map_takes_up_scale,
 )
 from triptych.attention.operation import Explanation, attend, explain
 from triptych.attention.planning import Inputs, Path
@@ -141,17 +140,17 @@ class MultiHeadAttention(nn.Module):
             with torch.device("meta"):
                 layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
             layer.projections.adopt(weights)
-            layer._hold(replace(semantics, dropout=0.0))
+            layer._hold(replace(semantics, dropout=0.0), next(layer.projections.parameters()))
             check_rotation(parameterisation, layer.semantics.rotary, layer._key_width)
             return layer
         with torch.random.fork_rng(devices=[]):  # numbers are drawn only to be overwritten
             layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
         layer = layer.to(dtype=weights.dtype, device=weights.device)
         usual = layer.semantics.scale
-        if named or (not isinstance(parameterisation, AsWritten) and map_takes_up_scale(weights)):
+        if named or (not isinstance(parameterisation, AsWritten) and weights.takes_up_scale):
             weights = weights.with_scale(usual)
         layer.projections.load(replace(weights, semantics=replace(semantics, scale=usual)))
-        layer._hold(replace(weights.semantics, dropout=0.0))
+        layer._hold(replace(weights.semantics, dropout=0.0), next(layer.projections.parameters()))
         check_rotation(parameterisation, layer.semantics.rotary, layer._key_width)
         return layer
 
@@ -162,17 +161,22 @@ class MultiHeadAttention(nn.Module):
             return self._semantics
         return self._semantics.with_learned({name: getattr(self, name) for name in self._learned})
 
-    def _hold(self, semantics: Semantics) -> None:
-        """Do this besides the maps, with learned numbers of the layer's own."""
-        like, learned = next(self.projections.parameters()), semantics.learned()
+    def _hold(self, semantics: Semantics, like: Tensor | None = None) -> None:
+        """Do this besides the maps, with learned numbers of the layer's own.
+
+        Args:
+            semantics: what the layer does.
+            like: what the numbers become in dtype and device; they stay what they are if None, for
+                `models.initial.Later` to see what parameters are registered with.
+        """
+        learned = semantics.learned()
         for name, tensor in learned.items():
-            # What is made to be filled later must know with what: the maps alone are on "meta" by now.
-            device = tensor.device if like.is_meta else like.device
-            held = torch.empty_like(tensor, dtype=like.dtype, device=device).copy_(tensor.detach())
+            own = tensor if like is None else like
+            held = torch.empty_like(tensor, dtype=own.dtype, device=own.device).copy_(tensor.detach())
             self.register_parameter(name, nn.Parameter(held))
         self._learned = tuple(learned)
         self._semantics = semantics.with_learned(
-            {name: like.new_empty([0] * tensor.ndim) for name, tensor in learned.items()}
+            {name: tensor.new_empty([0] * tensor.ndim) for name, tensor in learned.items()}
         )
         self._look_at_semantics()
 

@@ -1,9 +1,12 @@
 """A model of ours as a checkpoint to look into."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from torch import Tensor
+
+from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, InputNorms, Site, SourceVisitor, T
 from triptych.models.configuration import LanguageModelConfig, ModelConfig
 from triptych.models.sites import attention_sites, attention_weights, input_norms
@@ -46,7 +49,7 @@ class OwnModel(AttentionSource):
         attention = {
             tensor.untyped_storage().data_ptr()
             for weights in self._weights.values()
-            for tensor in weights.tensors()
+            for tensor in _tensors_of(weights)
         }
         self.num_tensors = len(parameters)
         self.left_over = tuple(
@@ -67,7 +70,8 @@ class OwnModel(AttentionSource):
         return AttentionLayer(site, weights, (site.module,), inputs=inputs, embedded_positions=embedded)
 
     def bytes_of(self, site: Site) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.read(site).weights.tensors())
+        tensors = _tensors_of(self.read(site).weights)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def longest_text(self, site: Site) -> int:
         config = self._config
@@ -85,5 +89,11 @@ class OwnModel(AttentionSource):
         return site.module, site.module
 
     def broken(self, layer: AttentionLayer) -> dict[str, int]:
-        count = sum(int((~tensor.isfinite()).sum()) for tensor in layer.weights.tensors())
+        count = sum(int((~tensor.isfinite()).sum()) for tensor in _tensors_of(layer.weights))
         return {layer.site.module: count} if count else {}
+
+
+def _tensors_of(weights: AttentionWeights) -> Iterator[Tensor]:
+    """Maps, and the learned numbers that stand between them."""
+    yield from weights.tensors()
+    yield from weights.semantics.learned().values()

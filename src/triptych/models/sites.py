@@ -161,7 +161,7 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
 def _require_no_more(name: str, given: Semantics, own: Semantics) -> None:
     """Refuse what a layer may do besides its maps and a configuration has no word for.
 
-    Norms of queries and keys and gates are those of a configuration where the model has their like.
+    QK-norm and gates are allowed where the model's own layer has them with the same structure.
 
     Raises:
         ValueError: there is something of the kind, named.
@@ -169,9 +169,9 @@ def _require_no_more(name: str, given: Semantics, own: Semantics) -> None:
     held = {"scale", "kind", "dropout", "rotary"}
     if given.bias is None or not given.bias.learned:
         held.add("bias")
-    for each in ("q_norm", "k_norm", "gate"):
-        if _alike(getattr(given, each), getattr(own, each)):
-            held.add(each)
+    for together in (("q_norm", "k_norm"), ("gate",)):
+        if all(_alike(getattr(given, each), getattr(own, each)) for each in together):
+            held.update(together)
     found = given.beyond(held)
     if found:
         raise ValueError(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from triptych.algebra.rewrites import Layer, LayerRewrite, RewriteRecord
 from triptych.algebra.rewrites.legality import with_chains
+from triptych.algebra.semantics import HeadGate
 from triptych.algebra.slices import heads_of, joined, joined_links
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 
@@ -53,6 +54,7 @@ class Stored(NamedTuple):
         shapes: of the heads; None if none is left.
         o_bias: what they add to it, in float64; it is cast when all have added to it.
         passed_on: what they would add to it with their value bias in it; None without one.
+        gate: of the heads that are left; None if they have none.
         seen: of the heads, by the rewrite that sorts them.
         done: by the place of the rewrite.
     """
@@ -60,6 +62,7 @@ class Stored(NamedTuple):
     shapes: AttentionWeights | None
     o_bias: Tensor | None
     passed_on: Tensor | None
+    gate: HeadGate | None
     seen: tuple[Tensor, ...]
     done: dict[int, Done]
 
@@ -81,7 +84,7 @@ class Storage:
         if part.layer is None:
             for side in SIDES:
                 self._sides[side].change()
-            return Stored(None, _added(part, part.left_bias), None, (), part.done)
+            return Stored(None, _added(part, part.left_bias), None, None, (), part.done)
         after = part.layer.weights
         as_read = heads_of(self._read, part.start, part.stop)
         for side in SIDES:
@@ -93,7 +96,8 @@ class Storage:
         bias = after.head_bias("v")
         passed_on = None if bias is None else torch.einsum("hv,hvo->o", bias, after.W_O)
         seen = () if sorts is None else sorts.look(part.layer)
-        return Stored(shape_of(after), _added(part, after.o_bias), passed_on, seen, part.done)
+        gate = after.semantics.gate
+        return Stored(shape_of(after), _added(part, after.o_bias), passed_on, gate, seen, part.done)
 
     def together(
         self, parts: Sequence[Stored], kept: Sequence[int] | None, order: Sequence[int] | None
@@ -127,7 +131,11 @@ class Storage:
         o_bias = torch.stack(biases).sum(dim=0).to(self._read.dtype) if biases else None
         q, k, v, o = (chains[side] for side in SIDES)
         semantics = self._read.semantics if kept is None else self._read.semantics.of_heads(kept)
-        semantics = replace(semantics, scale=self._first.scale)
+        gates = [part.gate for part in parts if part.gate is not None]
+        gate = gates[0].joined(gates[1:]) if gates else None
+        if gate is not None and order is not None:
+            gate = gate.of_heads(order)
+        semantics = replace(semantics, scale=self._first.scale, gate=gate)
         return replace(self._first, num_heads=heads, q=q, k=k, v=v, o=o, semantics=semantics, o_bias=o_bias)
 
 

@@ -8,7 +8,7 @@ last place, up or down at random, and the output is compared with that of the un
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -145,7 +145,10 @@ def _rounded_again(
 
 
 def changed_numbers(before: AttentionLayer, after: AttentionLayer) -> frozenset[tuple[str, str]]:
-    """The weights and biases of a layer that are other than in the original: side, and "weight" or "bias"."""
+    """The weights and biases of a layer that are other than in the original: side, and "weight" or "bias".
+
+    Gates stand as the side "gate".
+    """
     found = set[tuple[str, str]]()
     for side in SIDES:
         one, other = before.weights.chain(side), after.weights.chain(side)
@@ -155,7 +158,16 @@ def changed_numbers(before: AttentionLayer, after: AttentionLayer) -> frozenset[
                 found.add((side, part))
     if not _are_the_same(before.weights.o_bias, after.weights.o_bias):
         found.add(("o", "bias"))
+    one_gate, other_gate = (_gate_of(layer.weights) for layer in (before, after))
+    for part in one_gate.keys() | other_gate.keys():
+        if not _are_the_same(one_gate.get(part), other_gate.get(part)):
+            found.add(("gate", part))
     return frozenset(found)
+
+
+def _gate_of(weights: AttentionWeights) -> dict[str, Tensor]:
+    gate = weights.semantics.gate
+    return {} if gate is None else gate.tensors()
 
 
 def _are_the_same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -191,9 +203,14 @@ class RoundedAgain:
 
         chains = {side: tuple(moved(side, link) for link in weights.chain(side)) for side in SIDES}
         o_bias = None if weights.o_bias is None else self._moved("o", "bias", weights.o_bias)
-        return replace(weights, o_bias=o_bias, **chains)  # type: ignore[arg-type]
+        semantics = weights.semantics
+        if semantics.gate is not None:
+            gate = {name: part.double() for name, part in _gate_of(weights).items()}
+            gate = {name: self._moved("gate", name, part) for name, part in gate.items()}
+            semantics = replace(semantics, gate=replace(semantics.gate, **gate))
+        return replace(weights, o_bias=o_bias, semantics=semantics, **chains)  # type: ignore[arg-type]
 
-    def _moved(self, side: Side, part: str, numbers: Tensor) -> Tensor:
+    def _moved(self, side: Side | Literal["gate"], part: str, numbers: Tensor) -> Tensor:
         step = unit(numbers, torch.float64)
         if self._stored is not None and (side, part) in self._changed:
             step = torch.maximum(step, unit(numbers, self._stored) / 2)

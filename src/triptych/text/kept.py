@@ -8,13 +8,13 @@ from pathlib import Path
 import tokenizers
 
 from triptych.files import write_text
-from triptych.text import byte_level, training
+from triptych.text import byte_level, pretrained, training
 from triptych.text.encoded import add_texts
 from triptych.text.training import TokenizerSpec
 
 _FORMAT = f"triptych tokenizer cache 1, tokenizers {tokenizers.__version__}"
 # The code that decides, besides text and specification, what a trained tokenizer is.
-_CODE = (Path(training.__file__), Path(byte_level.__file__))
+_CODE = (Path(training.__file__), Path(byte_level.__file__), Path(pretrained.__file__))
 
 
 def trained_once(

@@ -16,6 +16,7 @@ from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.rewrites.data import measure_energies, truncate_on_data
 from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.semantics import HeadGate
 from triptych.algebra.weights import AttentionWeights, Link
 
 NAMES = ("factored", "grouped", "stacked", "latent", "bilinear", "shared", "collaborative", "direct")
@@ -218,6 +219,20 @@ def test_every_group_may_have_a_rank_of_its_own() -> None:
             expected = errors(weights, alone, x, form, centred=True)[0]  # type: ignore[arg-type]
             of_group = slice(2 * group, 2 * group + 2)
             torch.testing.assert_close(found[of_group], expected[of_group], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("part", ["gate", "sinks"])
+def test_a_value_bias_that_does_not_come_through_whole_is_counted_as_moved(part: str) -> None:
+    weights, x = make("factored"), some_text()
+    link = weights.v[0]
+    bare = replace(weights, v=(replace(link, weight=link.weight[..., :1].expand(-1, -1, 6).contiguous()),))
+    assert truncate_on_data(bare, moments_of(bare, x), ov_rank=1).record.bound == 0
+    gate = HeadGate(torch.randn(NUM_HEADS, D_MODEL, dtype=torch.float64))
+    beside: dict[str, dict[str, Any]] = {"gate": {"gate": gate}, "sinks": {"sinks": True}}
+    changed = with_semantics(bare, **beside[part])
+    done = truncate_on_data(changed, moments_of(changed, x), ov_rank=1)
+    assert done.record.bound > 0.1
+    assert done.record.tier == "bounded"
 
 
 def test_narrow_weights_stay_narrow() -> None:

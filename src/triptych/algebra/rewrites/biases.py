@@ -115,7 +115,7 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
     """
     if not _biased(weights.v):
         return unchanged("fold_value_bias", weights, "the values have no bias")
-    if reason := _why_value_bias_stays(weights):
+    if reason := why_value_bias_stays(weights):
         raise RewriteRefusedError("fold_value_bias", reason)
     _require_bias_reaches_end("fold_value_bias", "v", weights.v)
     require_nothing_between("fold_value_bias", "o", weights.o[:-1])
@@ -140,7 +140,8 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
     )
 
 
-def _why_value_bias_stays(weights: AttentionWeights) -> str:
+def why_value_bias_stays(weights: AttentionWeights) -> str:
+    """Why the value bias is no part of the output's; "" if it is."""
     semantics = weights.semantics
     if semantics.dropout > 0:
         return (

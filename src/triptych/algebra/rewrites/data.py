@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.algebra.moments import Moments
+from triptych.algebra.rewrites.biases import why_value_bias_stays
 from triptych.algebra.rewrites.channels import (
     CHANNELS_ARE_FREE,
     Form,
@@ -90,10 +91,9 @@ def truncate_on_data(
         result, error, whole = cut(result, moments, given, means_off[form], prior, notes)
         cuts.append(_in_words(form, given, error, whole, about_mean=means_off[form]))
     moves = {form: move(start, result, form) for form in ranks}
-    # With the mean taken off, what is lost of the value bias is in the output's.
-    sizes = {
-        form: moves[form].form if form == "ov" and means_off[form] else moves[form].whole for form in ranks
-    }
+    # With the mean taken off, what is lost of the value bias is in the output's, if all of it comes through.
+    in_output = means_off.get("ov", False) and not why_value_bias_stays(weights)
+    sizes = {form: moves[form].form if form == "ov" and in_output else moves[form].whole for form in ranks}
     rounding = 100 * weights.d_model * torch.finfo(torch.float64).eps
     exact = all(bool((sizes[form] <= rounding * size(start, form).whole).all()) for form in ranks)
     return rewritten(

@@ -81,7 +81,7 @@ def require_one_each(name: str, what: str, given: int | Sequence[int], heads: in
 
 
 def require_finite(name: str, weights: AttentionWeights) -> None:
-    """Refuse maps that hold NaN or infinity.
+    """Refuse maps, and what else is learned of a layer, that hold NaN or infinity.
 
     Raises:
         RewriteRefusedError: one does; the message says which, and how many.
@@ -95,6 +95,12 @@ def require_finite(name: str, weights: AttentionWeights) -> None:
                         name,
                         f"{bad:,} of {numbers.numel():,} numbers in a {what} of {side} are NaN or infinite",
                     )
+    for what, numbers in weights.semantics.learned().items():
+        if not are_finite(numbers):
+            bad = int((~numbers.isfinite()).sum())
+            raise RewriteRefusedError(
+                name, f"{bad:,} of {numbers.numel():,} numbers in {what} are NaN or infinite"
+            )
 
 
 def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "") -> None:

@@ -163,8 +163,9 @@ class IdentityOutput(_Identity):
 class IdentityValueOutput(_Identity):
     """W^V = W^O = I: head i adds its slice of the tokens it looks at to the same slice, `W_OV = I_i I_iᵀ`.
 
-    d_v = d_model / num_heads. Heads neither change what they move nor mix it. Source: He and Hofmann 2023,
-    arXiv 2311.01906.
+    d_v = d_model / num_heads. Heads neither change what they move nor mix it, and no map could make what they
+    write smaller: it begins √2 times as large as that of `Factored`. Source: He and Hofmann 2023, arXiv
+    2311.01906.
 
     Attributes:
         d_k: width of queries and keys; d_model / num_heads if None.
