@@ -12,9 +12,9 @@ from triptych.attention import Factored as Factored
 from triptych.attention import FourMatrix as FourMatrix
 from triptych.attention import Grouped as Grouped
 from triptych.attention import IdentityOutput as IdentityOutput
+from triptych.attention import IdentityOV as IdentityOV
 from triptych.attention import IdentityQuery as IdentityQuery
 from triptych.attention import IdentityValue as IdentityValue
-from triptych.attention import IdentityValueOutput as IdentityValueOutput
 from triptych.attention import KeyValue as KeyValue
 from triptych.attention import Latent as Latent
 from triptych.attention import MultiHeadAttention as MultiHeadAttention

@@ -91,7 +91,7 @@ KEPT = {
     "identity_query": 4 * D,  # a slice is a view of the input
     "identity_value": 4 * D,
     "identity_output": 5 * D,
-    "identity_value_output": 4 * D,
+    "identity_ov": 4 * D,
 }
 
 

@@ -357,7 +357,7 @@ def table(name: str, layer: MultiHeadAttention, i: int) -> tuple[np.ndarray, np.
         case "identity_output":
             placed = columns(np.eye(layer.d_model), i, h).T
             return of("q_proj") @ of("k_proj").T, of("v_proj") @ placed
-        case "identity_value_output":
+        case "identity_ov":
             selected = columns(np.eye(layer.d_model), i, h)
             return of("q_proj") @ of("k_proj").T, selected @ selected.T
         case "grouped":
@@ -377,7 +377,7 @@ def table(name: str, layer: MultiHeadAttention, i: int) -> tuple[np.ndarray, np.
     [
         "factored", "bilinear", "stacked", "symmetric", "shared", "key_value", "four_matrix", "direct",
         "grouped", "latent", "collaborative", "identity_query", "identity_value", "identity_output",
-        "identity_value_output",
+        "identity_ov",
     ],
 )  # fmt: skip
 def test_the_forms_are_those_of_the_table(name: str) -> None:
@@ -678,7 +678,7 @@ def test_scores_and_values_begin_with_the_same_spread(d: int, h: int, widths: di
             continue
         assert score == pytest.approx(expected_score, rel=0.08), (name, spreads)
     for name, (_, value) in spreads.items():
-        if name == "identity_value_output":  # no map that could make its values smaller
+        if name == "identity_ov":  # no map that could make its values smaller
             assert value == pytest.approx(1, rel=0.08)
             continue
         # The width of values decides their spread; where it is tied to d_k, compare with that.

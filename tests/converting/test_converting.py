@@ -54,8 +54,8 @@ FITTING: dict[str, dict[str, Any]] = {
     "identity_query": {"projections": "identity_query", "k_bias": True, "v_bias": True, "o_bias": True},
     "identity_value": {"projections": "identity_value", "q_bias": True, "k_bias": True, "o_bias": True},
     "identity_output": {"projections": "identity_output", **BIASES},
-    "identity_value_output": {
-        "projections": "identity_value_output",
+    "identity_ov": {
+        "projections": "identity_ov",
         "q_bias": True,
         "k_bias": True,
         "o_bias": True,

@@ -68,7 +68,7 @@ FITTING: dict[str, dict[str, Any]] = {
     "identity_query": {**LEARNED, "attention": {"projections": "identity_query"}},
     "identity_value": {**LEARNED, "attention": {"projections": "identity_value"}},
     "identity_output": {**LEARNED, "attention": {"projections": "identity_output"}},
-    "identity_value_output": {**LEARNED, "attention": {"projections": "identity_value_output"}},
+    "identity_ov": {**LEARNED, "attention": {"projections": "identity_ov"}},
 }
 
 

@@ -220,7 +220,7 @@ def test_forms_are_written_from_the_maps_and_what_they_share() -> None:
         "identity_query": ("I_i W_i^Kᵀ", "W_i^V W_i^O"),
         "identity_value": ("W_i^Q W_i^Kᵀ", "I_i W_i^O"),
         "identity_output": ("W_i^Q W_i^Kᵀ", "W_i^V I_iᵀ"),
-        "identity_value_output": ("W_i^Q W_i^Kᵀ", "I_i I_iᵀ"),
+        "identity_ov": ("W_i^Q W_i^Kᵀ", "I_i I_iᵀ"),
     }
 
 

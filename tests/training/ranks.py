@@ -215,7 +215,7 @@ SITES: dict[str, dict[str, Any]] = {
     "identity_query": {},
     "identity_value": {},
     "identity_output": {},
-    "identity_value_output": {},
+    "identity_ov": {},
 }
 
 

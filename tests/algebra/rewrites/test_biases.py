@@ -149,7 +149,7 @@ def test_the_value_bias_is_one_of_the_output(name: str, kind: str, output_biased
         result, _ = fold_value_bias(weights)
     assert_same_function(weights, result)
     assert result.head_bias("v") is None
-    assert (result is weights) == (name in ("direct", "identity_value", "identity_value_output"))
+    assert (result is weights) == (name in ("direct", "identity_value", "identity_ov"))
     assert len(set(storages(result))) == len(list(result.links()))
 
 

@@ -89,7 +89,7 @@ def rotary_and_biased(positions: str, biased: bool) -> bool:
     return positions == "rotary" and biased
 
 
-MOVES_SLICES = ("identity_value", "identity_value_output")
+MOVES_SLICES = ("identity_value", "identity_ov")
 # Rewrite, parameterisations, when, reason.
 REFUSED: tuple[tuple[str, tuple[str, ...], Condition, str], ...] = (
     ("fold the form", WITH_KEY_BIAS, rotary, "under rotary positions the form depends on the distance"),

@@ -32,7 +32,7 @@ from triptych.algebra.weights import AttentionWeights, Norm, Side
 from triptych.attention.projections import PARAMETERISATIONS
 
 # A fixed map takes up nothing.
-FIXED = {"direct": "q", "identity_query": "q", "identity_value": "v", "identity_value_output": "v"}
+FIXED = {"direct": "q", "identity_query": "q", "identity_value": "v", "identity_ov": "v"}
 NAMES = tuple(name for name in PARAMETERISATIONS if name not in FIXED)
 
 

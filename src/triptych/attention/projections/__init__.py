@@ -24,9 +24,9 @@ from triptych.attention.projections.four_matrix import FourMatrix
 from triptych.attention.projections.grouped import Grouped
 from triptych.attention.projections.identity import (
     IdentityOutput,
+    IdentityOV,
     IdentityQuery,
     IdentityValue,
-    IdentityValueOutput,
 )
 from triptych.attention.projections.key_value import KeyValue
 from triptych.attention.projections.latent import Latent
@@ -52,7 +52,7 @@ PARAMETERISATIONS: dict[str, type[Parameterisation]] = {
         IdentityQuery,
         IdentityValue,
         IdentityOutput,
-        IdentityValueOutput,
+        IdentityOV,
     )
 }
 
@@ -68,10 +68,10 @@ __all__ = [
     "Factored",
     "FourMatrix",
     "Grouped",
+    "IdentityOV",
     "IdentityOutput",
     "IdentityQuery",
     "IdentityValue",
-    "IdentityValueOutput",
     "KeyValue",
     "Latent",
     "Parameterisation",

@@ -428,6 +428,6 @@ def projection_variance(d_model: int, num_heads: int, d_k: int) -> float:
 
     Every parameterisation is initialised so that one score, and one value on the way out, vary as much
     as with maps of this variance, at the same size and for inputs drawn independently; but where no map is
-    left to do so (scores of `Direct`, values of `IdentityValueOutput`).
+    left to do so (scores of `Direct`, values of `IdentityOV`).
     """
     return d_model / (d_model + num_heads * d_k)

@@ -88,7 +88,7 @@ class IdentityValue(_Identity):
     """W^V = I: the i-th slice of the input is the value of head i, `W_OV = I_i W_i^O`.
 
     d_v = d_model / num_heads. Source: He and Hofmann 2023, arXiv 2311.01906, who take W^O away too
-    (`IdentityValueOutput`).
+    (`IdentityOV`).
 
     Attributes:
         d_k: width of queries and keys; d_model / num_heads if None.
@@ -160,7 +160,7 @@ class IdentityOutput(_Identity):
 
 @final
 @dataclass(frozen=True)
-class IdentityValueOutput(_Identity):
+class IdentityOV(_Identity):
     """W^V = W^O = I: head i adds its slice of the tokens it looks at to the same slice, `W_OV = I_i I_iᵀ`.
 
     d_v = d_model / num_heads. Heads neither change what they move nor mix it, and no map could make what they
@@ -172,7 +172,7 @@ class IdentityValueOutput(_Identity):
         q_bias: whether the query map has a bias; likewise `k_bias`, and `o_bias` for the output.
     """
 
-    name: ClassVar[str] = "identity_value_output"
+    name: ClassVar[str] = "identity_ov"
     taken: ClassVar[tuple[Side, ...]] = ("v", "o")
     parameters_formula: ClassVar[str] = "2*h*d*d_k"
     cache_formula: ClassVar[str] = "h*(d_k + d_v)"
