@@ -53,7 +53,7 @@ def writing_cost(weights: AttentionWeights) -> WritingCost:
         parameters=weights.num_parameters,
         query_flops=maps_flops((weights.k, weights.v, weights.q)) - memory_flops,
         memory_flops=memory_flops,
-        output_flops=maps_flops((weights.o,), weights.num_heads) + _of_gate(weights, "flops"),
+        output_flops=maps_flops((weights.o,), weights.num_heads) + _of_gates(weights)[0],
         pair_flops=2 * weights.num_heads * (_width(weights, weights.q) + _width(weights, weights.v)),
         cached_numbers=cached_numbers(weights),
     )
@@ -103,9 +103,10 @@ def _width(weights: AttentionWeights, chain: Chain) -> int:
     return chain[-1].d_out if chain else weights.d_model
 
 
-def _of_gate(weights: AttentionWeights, count: Literal["flops", "num_parameters"]) -> int:
+def _of_gates(weights: AttentionWeights) -> tuple[int, int]:
+    """Operations for the gates of all heads of a token, and their learned numbers."""
     gate = weights.semantics.gate
-    return 0 if gate is None else int(getattr(gate, count))
+    return (0, 0) if gate is None else (gate.flops, gate.num_parameters)
 
 
 def _numbers(weights: AttentionWeights, chain: Chain) -> int:
@@ -244,7 +245,8 @@ class _Pass:
         self.flops += 2 * heads * pairs * (q.width + v.width)
         if self.route == "absorbed":
             attended = self._chain(attended, rest_v)
-        self.flops += self.query_len * _of_gate(weights, "flops")
+        gate_flops, gate_numbers = _of_gates(weights)
+        self.flops += self.query_len * gate_flops
         output = self._chain(attended, weights.o)
         read = {("input",), (self.source,)}
         made = self.numbers.keys() - read - {output.key}
@@ -253,9 +255,7 @@ class _Pass:
             route=self.route,
             flops=self.flops,
             diagonal_flops=self.diagonal_flops,
-            weight_numbers=bias
-            + sum(link.num_parameters for link in self.used.values())
-            + _of_gate(weights, "num_parameters"),
+            weight_numbers=bias + gate_numbers + sum(link.num_parameters for link in self.used.values()),
             moved_numbers=sum(self.numbers[key] for key in read)
             + 2 * sum(self.numbers[key] for key in made)
             + self.cached * cached_numbers(weights)

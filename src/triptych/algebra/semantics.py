@@ -47,6 +47,12 @@ class HeadNorm:
             for part in (self.weight, self.bias)
         )
 
+    @property
+    def structure(self) -> tuple[object, ...]:
+        """All of it but its numbers."""
+        shapes = {name: tensor.shape for name, tensor in self.tensors().items()}
+        return self.eps, self.centred, self.over, self.channels, shapes
+
     def __call__(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
         if self.channels is not None and self.channels < x.shape[-1]:
             first, rest = x[..., : self.channels], x[..., self.channels :]
@@ -74,6 +80,11 @@ class HeadNorm:
         if weight is not None:
             x = x * weight.to(x.dtype)
         return (x if bias is None else x + bias.to(x.dtype)).to(dtype)
+
+
+def alike(one: HeadNorm | None, other: HeadNorm | None) -> bool:
+    """Whether two norms differ in nothing but their numbers, or neither is there."""
+    return (None if one is None else one.structure) == (None if other is None else other.structure)
 
 
 def _per_head(numbers: Tensor | None) -> Tensor | None:

@@ -420,8 +420,8 @@ class MultiHeadAttention(nn.Module):
         route = self.projections.route(q.shape[2], key_len)
         # Under a causal mask the first of more queries than keys see nothing.
         sums_to_one = mask is None and dropout == 0.0 and not (causal and q.shape[2] > key_len)
-        sums_to_one = sums_to_one and semantics.gate is None
-        if path == "reference" or not (sums_to_one or self.projections.absorbs_biases):
+        whole = sums_to_one and semantics.gate is None  # a bias of the values comes out as it is
+        if path == "reference" or not (whole or self.projections.absorbs_biases):
             route = "expanded"
         if semantics.k_norm is not None or semantics.clip is not None:
             route = "expanded"  # keys and values are no product of a map and what is cached

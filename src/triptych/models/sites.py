@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics
+from triptych.algebra.semantics import Semantics, alike
 from triptych.algebra.weights import AttentionWeights, Norm
 from triptych.attention import MultiHeadAttention
 from triptych.models.blocks import Block, OffsetNorm, Residual
@@ -169,27 +169,20 @@ def _require_no_more(name: str, given: Semantics, own: Semantics) -> None:
     held = {"scale", "kind", "dropout", "rotary"}
     if given.bias is None or not given.bias.learned:
         held.add("bias")
-    for together in (("q_norm", "k_norm"), ("gate",)):
-        if all(_alike(getattr(given, each), getattr(own, each)) for each in together):
-            held.update(together)
+    if alike(given.q_norm, own.q_norm) and alike(given.k_norm, own.k_norm):
+        held |= {"q_norm", "k_norm"}
+    if (
+        given.gate is not None
+        and own.gate is not None
+        and given.gate.tensors().keys() == own.gate.tensors().keys()
+    ):
+        held.add("gate")
     found = given.beyond(held)
     if found:
         raise ValueError(
             f"the weights for {name} are of a layer with {', '.join(found)}, which the configuration of a "
             "model cannot say"
         )
-
-
-def _alike(given: HeadNorm | HeadGate | None, own: HeadNorm | HeadGate | None) -> bool:
-    """Whether two norms, or two gates, differ in nothing but their numbers and how many heads there are."""
-    if given is None or own is None:
-        return given is own
-    return _structure(given) == _structure(own)
-
-
-def _structure(part: HeadNorm | HeadGate) -> tuple[object, ...]:
-    kind = (part.eps, part.centred, part.over, part.channels) if isinstance(part, HeadNorm) else ()
-    return *kind, {name: numbers.ndim for name, numbers in part.tensors().items()}
 
 
 def _require_positions(site: AttentionSite, given: Semantics) -> None:

@@ -235,7 +235,7 @@ class _Passes:
                 else:
                     self._chosen[place] = _Chosen(order, done.record, shapes, shapes.num_heads)
                     records[place] = done.record
-        weights = stored.together(parts, self._kept(), order)
+        weights = stored.together(parts, order)
         del stored
         layer = Layer(self._read.site.name, weights, self._longest_text)
         del weights  # a layer may be large

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from triptych.algebra.rewrites import Layer, LayerRewrite, RewriteRecord
 from triptych.algebra.rewrites.legality import with_chains
-from triptych.algebra.semantics import HeadGate
 from triptych.algebra.slices import heads_of, joined, joined_links
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 
@@ -54,7 +53,6 @@ class Stored(NamedTuple):
         shapes: of the heads; None if none is left.
         o_bias: what they add to it, in float64; it is cast when all have added to it.
         passed_on: what they would add to it with their value bias in it; None without one.
-        gate: of the heads that are left; None if they have none.
         seen: of the heads, by the rewrite that sorts them.
         done: by the place of the rewrite.
     """
@@ -62,7 +60,6 @@ class Stored(NamedTuple):
     shapes: AttentionWeights | None
     o_bias: Tensor | None
     passed_on: Tensor | None
-    gate: HeadGate | None
     seen: tuple[Tensor, ...]
     done: dict[int, Done]
 
@@ -84,7 +81,7 @@ class Storage:
         if part.layer is None:
             for side in SIDES:
                 self._sides[side].change()
-            return Stored(None, _added(part, part.left_bias), None, None, (), part.done)
+            return Stored(None, _added(part, part.left_bias), None, (), part.done)
         after = part.layer.weights
         as_read = heads_of(self._read, part.start, part.stop)
         for side in SIDES:
@@ -96,17 +93,13 @@ class Storage:
         bias = after.head_bias("v")
         passed_on = None if bias is None else torch.einsum("hv,hvo->o", bias, after.W_O)
         seen = () if sorts is None else sorts.look(part.layer)
-        gate = after.semantics.gate
-        return Stored(shape_of(after), _added(part, after.o_bias), passed_on, gate, seen, part.done)
+        return Stored(shape_of(after), _added(part, after.o_bias), passed_on, seen, part.done)
 
-    def together(
-        self, parts: Sequence[Stored], kept: Sequence[int] | None, order: Sequence[int] | None
-    ) -> AttentionWeights:
+    def together(self, parts: Sequence[Stored], order: Sequence[int] | None) -> AttentionWeights:
         """Join all heads; to be called once.
 
         Args:
             parts: what was said of them.
-            kept: which of the heads that were read they are, in the order they are put in; None for all.
             order: to put them in; None as they are.
         """
         assert self._first is not None
@@ -130,12 +123,9 @@ class Storage:
             chains[side] = (joined_links([link], places),)
         o_bias = torch.stack(biases).sum(dim=0).to(self._read.dtype) if biases else None
         q, k, v, o = (chains[side] for side in SIDES)
-        semantics = self._read.semantics if kept is None else self._read.semantics.of_heads(kept)
-        gates = [part.gate for part in parts if part.gate is not None]
-        gate = gates[0].joined(gates[1:]) if gates else None
-        if gate is not None and order is not None:
-            gate = gate.of_heads(order)
-        semantics = replace(semantics, scale=self._first.scale, gate=gate)
+        semantics = left[0].semantics.joined([shapes.semantics for shapes in left[1:]])
+        if order is not None:
+            semantics = semantics.of_heads(order)
         return replace(self._first, num_heads=heads, q=q, k=k, v=v, o=o, semantics=semantics, o_bias=o_bias)
 
 

@@ -205,9 +205,9 @@ class RoundedAgain:
         o_bias = None if weights.o_bias is None else self._moved("o", "bias", weights.o_bias)
         semantics = weights.semantics
         if semantics.gate is not None:
-            gate = {name: part.double() for name, part in _gate_of(weights).items()}
-            gate = {name: self._moved("gate", name, part) for name, part in gate.items()}
-            semantics = replace(semantics, gate=replace(semantics.gate, **gate))
+            gate = _gate_of(weights).items()
+            moved_gate = {part: self._moved("gate", part, numbers.double()) for part, numbers in gate}
+            semantics = replace(semantics, gate=replace(semantics.gate, **moved_gate))
         return replace(weights, o_bias=o_bias, semantics=semantics, **chains)  # type: ignore[arg-type]
 
     def _moved(self, side: Side | Literal["gate"], part: str, numbers: Tensor) -> Tensor:

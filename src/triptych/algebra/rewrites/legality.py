@@ -86,17 +86,14 @@ def require_finite(name: str, weights: AttentionWeights) -> None:
     Raises:
         RewriteRefusedError: one does; the message says which, and how many.
     """
-    for side in SIDES:
-        for link in weights.chain(side):
-            for what, numbers in (("map", link.weight), ("bias", link.bias)):
-                if numbers is not None and not are_finite(numbers):
-                    bad = int((~numbers.isfinite()).sum())
-                    raise RewriteRefusedError(
-                        name,
-                        f"{bad:,} of {numbers.numel():,} numbers in a {what} of {side} are NaN or infinite",
-                    )
-    for what, numbers in weights.semantics.learned().items():
-        if not are_finite(numbers):
+    of_maps = (
+        (f"a {what} of {side}", numbers)
+        for side in SIDES
+        for link in weights.chain(side)
+        for what, numbers in (("map", link.weight), ("bias", link.bias))
+    )
+    for what, numbers in (*of_maps, *weights.semantics.learned().items()):
+        if numbers is not None and not are_finite(numbers):
             bad = int((~numbers.isfinite()).sum())
             raise RewriteRefusedError(
                 name, f"{bad:,} of {numbers.numel():,} numbers in {what} are NaN or infinite"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from triptych.algebra.cost import Route
 from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.semantics import HeadNorm, Semantics
+from triptych.algebra.semantics import Semantics, alike
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side, standard_scale
 from triptych.attention.projections.maps import Beside, HeadMap, Held
 
@@ -253,7 +253,7 @@ class Projections(nn.Module):
 
     @property
     def absorbs_biases(self) -> bool:
-        """Whether the absorbed route stays exact where weights do not sum to 1 (masked, dropped)."""
+        """Whether the absorbed route stays exact where weights do not sum to 1 (masked, dropped, gated)."""
         return True
 
     def absorbed(self, q: Tensor, remembered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -346,7 +346,7 @@ def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str
                 return f"a map of {side} is {list(own.weight.shape)}, not {list(given.weight.shape)}"
             if own.learned != given.learned:
                 return f"a map of {side} is {'learned' if own.learned else 'fixed'} here only"
-            if _norm_shape(own.norm) != _norm_shape(given.norm):
+            if not alike(own.norm, given.norm):
                 return f"the norms after a map of {side} differ"
             if own.bias is None and given.bias is not None:
                 return f"a map of {side} has no place for its bias"
@@ -358,14 +358,6 @@ def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str
     if one.o_bias is None and other.o_bias is not None:
         return "there is no place for the output bias"
     return ""
-
-
-def _norm_shape(norm: HeadNorm | None) -> tuple[object, ...]:
-    """All of a norm but its numbers."""
-    if norm is None:
-        return ()
-    shapes = {name: tensor.shape for name, tensor in norm.tensors().items()}
-    return norm.eps, norm.centred, norm.over, norm.channels, shapes
 
 
 def _same_but_rounded(fixed: Tensor, given: Tensor) -> bool:
