@@ -18,6 +18,7 @@ from triptych.errors import UsageError
 from triptych.extras import require_extra
 from triptych.files import move_files
 from triptych.models import EncoderDecoder, attention_sites
+from triptych.opening import OpenedModel, Reader, open_translator
 from triptych.reports import (
     AttentionPicture,
     MetricPoint,
@@ -153,7 +154,7 @@ def demo(
     summary = _train(recipe, place, display, force)
     if summary.outcome.signal_number is not None:
         return Interrupted(summary.outcome.signal_number)
-    run = runs.Run.open(place)
+    run = open_translator(place)
     translator = run.translator()
     pairs = generate_pairs(num_tested, "test", seed=_TEST_SEED)
     display.say(f"translating {len(pairs):,} unseen sentences")
@@ -161,7 +162,7 @@ def demo(
     exact = sum(sample.is_exact is True for sample in tried) / len(tried)
     bleu = measure_bleu([sample.hypothesis for sample in tried], [english for _, english in pairs])
     examples = _try(translator, example_pairs())
-    seen = attend(translator, [sample.source for sample in examples[:_NUM_VIEWED]])
+    seen = attend(Reader(run), [sample.source for sample in examples[:_NUM_VIEWED]])
     display.say(f"folding {_STACKED_SITE} and translating them again")
     folding = _fold(run, tried)
     report = folder / _REPORT
@@ -240,9 +241,9 @@ def _try(translator: Translator, pairs: list[tuple[str, str]]) -> tuple[Translat
     )
 
 
-def _fold(run: runs.Run, tried: Sequence[TranslationSample]) -> Folding:
+def _fold(run: OpenedModel, tried: Sequence[TranslationSample]) -> Folding:
     """Fold the stacked layer, and compare the folded model with the one that was trained."""
-    outcome = rewrite(run.model, fold, sites=[_STACKED_SITE])
+    outcome = rewrite(run.encoder_decoder, fold, sites=[_STACKED_SITE])
     folded = outcome.result
     (record,) = outcome.records[_STACKED_SITE]
     translator = Translator(folded, run.tokenizers, run.search_options())
@@ -266,7 +267,7 @@ def _fold(run: runs.Run, tried: Sequence[TranslationSample]) -> Folding:
     )
 
 
-def _largest_difference(run: runs.Run, folded: EncoderDecoder) -> float:
+def _largest_difference(run: OpenedModel, folded: EncoderDecoder) -> float:
     """Between the logits of both models for the example pairs, relative to the largest logit."""
     source, target = run.tokenizers.source, run.tokenizers.target
     largest = scale = 0.0

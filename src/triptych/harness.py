@@ -10,12 +10,11 @@ from triptych.decoding import (
     GenerationOptions,
     Precision,
     SamplingOptions,
-    TextGenerator,
     score_continuations,
 )
 from triptych.errors import UsageError
 from triptych.extras import require_extra
-from triptych.runs import open_text_model
+from triptych.opening import open_language_model
 
 require_extra("lm-eval", "lm_eval", what="a model for lm-evaluation-harness")
 from lm_eval.api.model import LM  # noqa: E402
@@ -54,11 +53,10 @@ class HarnessModel(LM):  # type: ignore[misc]
             DataError: files missing or damaged, or a family that cannot be run.
         """
         super().__init__()
-        model, tokenizer, end_ids = open_text_model(path, device)
+        opened = open_language_model(path, device)
+        model, tokenizer = opened.language_model, opened.tokenizer
         self._batch = 16 if batch_size == "auto" else int(batch_size)
-        self._generator = TextGenerator(
-            model, tokenizer, precision=precision, end_ids=end_ids, batch_rows=self._batch
-        )
+        self._generator = opened.generator(precision=precision, batch_rows=self._batch)
         self._longest = int(max_length or model.context or _LONGEST)
         begin = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
         if begin is None:

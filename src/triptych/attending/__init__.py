@@ -1,8 +1,8 @@
-"""Where the heads of a model look on a text, and what they do there."""
+"""Where the heads of a model look on a text, and what they do there.
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import overload
+`attend` gives the attention weights of one text or several (`Attention`), from what a `Reader` recorded.
+`attend_over` measures what heads do over a whole text (`OverText`). Start with `attention.py`.
+"""
 
 from triptych.attending.attention import (
     Attention,
@@ -11,93 +11,19 @@ from triptych.attending.attention import (
     LayerAttention,
     Part,
     Stack,
+    attend,
+    read_attention,
 )
-from triptych.attending.capture import AttentionKind, LayerCall, record_calls
-from triptych.attending.readers import LanguageReader, PairReader, Reader, open_reader, reader_of
-from triptych.decoding import TextGenerator, Translator
-from triptych.runs import OpenedModel, Run
+from triptych.attending.over import attend_over
 
 __all__ = [
     "Attention",
     "AttentionBatch",
-    "AttentionKind",
     "HeadNote",
-    "LanguageReader",
     "LayerAttention",
-    "LayerCall",
-    "PairReader",
     "Part",
-    "Reader",
     "Stack",
     "attend",
-    "open_reader",
-    "reader_of",
-    "record_calls",
+    "attend_over",
+    "read_attention",
 ]
-
-Attended = str | Path | Reader | OpenedModel | Run | Translator | TextGenerator
-
-
-@overload
-def attend(  # type: ignore[overload-overlap]
-    model: Attended, text: str, *, target: str | None = None, max_new_tokens: int = 0, device: str = "auto"
-) -> Attention: ...
-
-
-@overload
-def attend(
-    model: Attended,
-    text: Sequence[str],
-    *,
-    target: Sequence[str] | None = None,
-    max_new_tokens: int = 0,
-    device: str = "auto",
-) -> AttentionBatch: ...
-
-
-def attend(
-    model: Attended,
-    text: str | Sequence[str],
-    *,
-    target: str | Sequence[str] | None = None,
-    max_new_tokens: int = 0,
-    device: str = "auto",
-) -> Attention | AttentionBatch:
-    """Where every head of a model looks: `attend("gpt2", "The cat sat.").weights[3]` is layer 3.
-
-    The model runs as it is, with its own kernels. Its output is not changed. The weights are computed
-    afterwards from the inputs of its layers, by the plain formula in float32 at least, when they are asked
-    for: `softmax(q kᵀ · scale + bias + mask)`, `[heads, queries, keys]`.
-
-    Row i of a language model is what token i looked at when it was read. Row i of an encoder-decoder's
-    decoder is what was looked at to produce target token i.
-
-    Args:
-        model: a run folder, a folder in Hugging Face's format, a name on the Hub, or a model that is open.
-        text: one text, or several, which the model reads in padded batches.
-        target: of an encoder-decoder, what its decoder reads, one for each text; its own translation if None.
-        max_new_tokens: of a decoder, how many tokens it continues the text by at most, greedily.
-        device: where a model that is not open yet goes; "auto" takes a GPU if there is one.
-
-    Returns:
-        The attention on the text; for several texts a batch, whose weights have a first dimension more.
-
-    Raises:
-        UsageError: an empty text, one past the model's positions, or something that the model does not do.
-        DataError: files missing or damaged, or a family that cannot be run.
-    """
-    reader = model if isinstance(model, Reader) else _opened(model, device)
-    if isinstance(text, str):
-        if target is not None and not isinstance(target, str):
-            raise TypeError("the target of one text is one text")
-        (found,) = reader.read([text], None if target is None else [target], max_new_tokens)
-        return found
-    if isinstance(target, str):
-        raise TypeError("the targets of several texts are a sequence")
-    return AttentionBatch(reader.read(text, target, max_new_tokens))
-
-
-def _opened(model: str | Path | OpenedModel | Run | Translator | TextGenerator, device: str) -> Reader:
-    if isinstance(model, str | Path):
-        return open_reader(model, device)
-    return reader_of(str(model.folder) if isinstance(model, Run) else "the model", model)

@@ -12,8 +12,8 @@ from torch import Tensor
 from triptych.algebra.resampling import ratio_intervals
 from triptych.attending.attention import Attention
 from triptych.attending.over_text import Told, Windows, read_windows
-from triptych.attending.readers import PairReader, Reader
 from triptych.errors import UsageError
+from triptych.opening import Reader
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
@@ -228,7 +228,7 @@ def measure_alignment(
     Raises:
         UsageError: the model does not translate.
     """
-    if not isinstance(reader, PairReader):
+    if not reader.opened.translates:
         raise UsageError(f"{reader.name} does not translate: it has no words to align")
     both = AlignmentCounts(), AlignmentCounts()
     for _, attention in read_windows(reader, windows, progress):
@@ -248,14 +248,14 @@ def measure_alignment(
     return both[0].result(shifted=False), both[1].result(shifted=True)
 
 
-def _sides(reader: PairReader, attention: Attention) -> tuple[tuple[Word, ...], tuple[Word, ...]]:
+def _sides(reader: Reader, attention: Attention) -> tuple[tuple[Word, ...], tuple[Word, ...]]:
     """The words of the source and of the target."""
     found = []
     sides = (
         (attention.source_tokens or (), attention.source_ids or ()),
         (attention.tokens, attention.ids),
     )
-    for (pieces, ids), tokenizer in zip(sides, reader.tokenizers, strict=True):
+    for (pieces, ids), tokenizer in zip(sides, (reader.source_tokenizer, reader.tokenizer), strict=True):
         special = tokenizer.special_ids
         found.append(words_of(pieces, [token in special for token in ids]))
     return found[0], found[1]

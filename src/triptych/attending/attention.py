@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from triptych.attending.capture import AttentionKind, LayerCall
 from triptych.attending.maps import DenseMap, HeadMap, RowKeeper
 from triptych.attending.page import AttentionPage, ViewedHead, ViewedKind, ViewedLayer, ViewedText, join_pages
 from triptych.attending.viewing import notebook_html
 from triptych.attention import QueriesAndKeys, WeightBlock
 from triptych.errors import UsageError
+from triptych.opening import AttentionKind, LayerCall, Reader, TextIds
 
 # Of more weights a page has the largest of every query only.
 MOST_WEIGHTS_OF_A_PAGE, _KEPT = 4_500_000, 16
@@ -400,3 +400,71 @@ class AttentionBatch:
             UsageError: the model has no such attention.
         """
         return BatchWeights([text.of(kind) for text in self.texts])
+
+
+def attend(
+    reader: Reader,
+    text: str | Sequence[str],
+    target: str | Sequence[str] | None = None,
+    max_new_tokens: int = 0,
+) -> Attention | AttentionBatch:
+    """Where every head of a model looks on a text.
+
+    The model runs as it is, with its own kernels. The weights are computed afterwards from the inputs of its
+    layers, by the plain formula in float32 at least, when they are asked for:
+    `softmax(q kᵀ · scale + bias + mask)`, `[heads, queries, keys]`.
+
+    Row i of a language model is what token i looked at when it was read. Row i of an encoder-decoder's
+    decoder is what was looked at to produce target token i.
+
+    Args:
+        reader: the model.
+        text: one text, or several, which the model reads in padded batches.
+        target: of an encoder-decoder, what its decoder reads, one for each text; its own translation if None.
+        max_new_tokens: of a decoder, how many tokens it continues the text by at most, greedily.
+
+    Returns:
+        The attention on the text; for several texts a batch, whose weights have a first dimension more.
+
+    Raises:
+        UsageError: an empty text, one past the model's positions, or something that the model does not do.
+    """
+    if isinstance(text, str):
+        if target is not None and not isinstance(target, str):
+            raise TypeError("the target of one text is one text")
+        targets = None if target is None else [target]
+        (found,) = read_attention(reader, reader.encode([text], targets, max_new_tokens))
+        return found
+    if isinstance(target, str):
+        raise TypeError("the targets of several texts are a sequence")
+    return AttentionBatch(read_attention(reader, reader.encode(text, target, max_new_tokens)))
+
+
+def read_attention(reader: Reader, texts: Sequence[TextIds]) -> list[Attention]:
+    """The attention on texts that are token ids already, those of like length in one batch.
+
+    Raises:
+        UsageError: a text is empty or past the model's positions.
+    """
+    found: dict[int, Attention] = {}
+    for places, recording in reader.record(texts):
+        for row, place in enumerate(places):
+            found[place] = _of_row(reader, texts[place], recording.calls, row)
+    return [found[place] for place in range(len(texts))]
+
+
+def _of_row(reader: Reader, text: TextIds, calls: Sequence[LayerCall], row: int) -> Attention:
+    stacks = []
+    for kind, (queries, keys) in reader.tokens(text).items():
+        own = [call.of_row(row, len(queries), len(keys)) for call in calls if call.kind == kind]
+        layers = tuple(LayerAttention(number, call) for number, call in enumerate(own))
+        stacks.append(Stack(kind, queries, keys, layers))
+    return Attention(
+        reader.name,
+        text.ids,
+        tuple(reader.tokenizer.pieces(text.ids)),
+        text.num_generated,
+        tuple(stacks),
+        text.source,
+        None if text.source is None else tuple(reader.source_tokenizer.pieces(text.source)),
+    )

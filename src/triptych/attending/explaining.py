@@ -21,9 +21,8 @@ from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.rewrites.rotary_maps import truncate_rotary_maps
 from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attending.capture import LayerCall
 from triptych.attending.over_text import Told, Windows, layers_of, read_windows
-from triptych.attending.readers import Reader
+from triptych.opening import LayerCall, Reader
 
 PARTS = {
     "content": "W_QK alone: queries and keys without their biases, before positions turn them",

@@ -14,11 +14,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from triptych.algebra.function import channels, gated, of_heads
-from triptych.attending.capture import LayerCall, record_calls
 from triptych.attending.over_text import Window, Windows
-from triptych.attending.readers import PairReader, Reader
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.sites import AnyModel, AttentionSite
+from triptych.opening import LayerCall, Reader, record_calls
 from triptych.text import Tokenizer
 from triptych.text.masking import MaskingSpec
 
@@ -85,16 +84,15 @@ def batches_of(reader: Reader, windows: Windows, num_heads: int) -> Iterator[Bat
 def _batch(reader: Reader, windows: Sequence[tuple[int, Window]], units: tuple[int, ...]) -> Batch:
     model, src, pad_id, predicts = reader.model, None, 0, None
     device = next(model.parameters()).device
-    produced = [list(window.ids) for _, window in windows]
+    produced = [list(window.text.ids) for _, window in windows]
     if isinstance(model, EncoderDecoder):
-        assert isinstance(reader, PairReader), "it has both stacks"
         pad_id = model.pad_id
-        read = [[reader.start_id, *ids[:-1]] for ids in produced]
-        src = _padded([window.source_ids or () for _, window in windows], pad_id, device)
+        read = [[reader.opened.start_id, *ids[:-1]] for ids in produced]
+        src = _padded([window.text.source or () for _, window in windows], pad_id, device)
     elif model.causal:
         read, produced = [ids[:-1] for ids in produced], [ids[1:] for ids in produced]
     else:
-        hidden = [_hidden(reader.output_tokenizer, window.ids, number) for number, window in windows]
+        hidden = [_hidden(reader.tokenizer, window.text.ids, number) for number, window in windows]
         read = [ids for ids, _ in hidden]
         predicts = _padded([places for _, places in hidden], 0, device).bool()
     lengths = torch.tensor([len(ids) for ids in read], device=device)

@@ -12,10 +12,10 @@ from triptych.attending.behaviour import Behaviour, figures_of
 from triptych.attending.explaining import LayerExplained, explain_text
 from triptych.attending.leaving_out import Instead
 from triptych.attending.over_text import MOST_TOKENS, cut_windows, measure_behaviour
-from triptych.attending.readers import PairReader, Reader, open_reader
 from triptych.attending.worth import MOST_TOKENS as MOST_TOKENS_OF_WORTH
 from triptych.attending.worth import HeadWorth, Worth, measure_worth, require_loss
 from triptych.attending.writing import LayerWriting, measure_copies
+from triptych.opening import Reader
 from triptych.reports import Table
 from triptych.text import read_lines
 from triptych.text.documents import LanguageCorpusSpec, read_documents, whole_documents
@@ -113,7 +113,7 @@ class OverText:
 
 
 def attend_over(
-    model: Reader | str | Path,
+    reader: Reader,
     documents: Sequence[str],
     targets: Sequence[str] | None = None,
     *,
@@ -121,16 +121,15 @@ def attend_over(
     explain: bool = False,
     context: int | None = None,
     most_tokens: int | None = None,
-    device: str = "auto",
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> OverText:
     """Measure what every head of a model does over a text.
 
-    `attend_over("gpt2", documents).behaviour.summary()` names the heads that look at the previous token, at
+    `attend_over(reader, documents).behaviour.summary()` names the heads that look at the previous token, at
     what followed the same token, and so on.
 
     Args:
-        model: a run folder, a folder in Hugging Face's format, a name on the Hub, or an open reader.
+        reader: the model.
         documents: texts, a line each for translators.
         targets: of an encoder-decoder, the translations; its own if None.
         worth: also leave every head out in turn and measure the loss: what takes the place of its output,
@@ -139,21 +138,18 @@ def attend_over(
             of the scores would give, and what they write with the tokens that they look at.
         context: tokens of a window; as many as the model has positions for, and 256 at most, if None.
         most_tokens: tokens read; if None, 65,536, and 8,192 of them for `worth` and `explain`.
-        device: where a model that is not open yet goes.
         progress: told what is done, how much of it and of how much.
 
     Raises:
         UsageError: something does not fit the model: targets, context, `worth` where nothing is predicted.
-        DataError: files missing or damaged, or a family that cannot be run.
     """
-    reader = model if isinstance(model, Reader) else open_reader(model, device)
     if worth is not None:
         require_loss(reader)
     windows = cut_windows(reader, documents, targets, context=context, most_tokens=most_tokens or MOST_TOKENS)
     fewer = windows.within(most_tokens or MOST_TOKENS_OF_WORTH)
     behaviour = measure_behaviour(reader, windows, partial(progress, "where heads look"))
     alignments = None
-    if isinstance(reader, PairReader):
+    if reader.opened.translates:
         alignments = measure_alignment(reader, windows, partial(progress, "aligning words"))
     return OverText(
         behaviour,
@@ -178,7 +174,7 @@ def read_texts(
         UsageError: there is no such file.
         DataError: it is not text.
     """
-    if isinstance(reader, PairReader):
+    if reader.opened.translates:
         return read_lines(path)
     spec = LanguageCorpusSpec(files=(str(path),), documents=documents)
     return [*whole_documents(read_documents(spec))]

@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from triptych.attending.attention import Attention, LayerAttention, Stack
+from triptych.attending.attention import Attention, LayerAttention, Stack, read_attention
 from triptych.attending.behaviour import Behaviour, Kind, LayerBehaviour, RowFigures, Sums
-from triptych.attending.readers import LanguageReader, PairReader, Reader
 from triptych.errors import UsageError
+from triptych.models import LanguageModel
+from triptych.opening import Reader, TextIds
 
 CONTEXT = 256  # where the model itself sets no lower limit
 MOST_TOKENS = 1 << 16
@@ -28,17 +29,15 @@ class Window:
 
     Attributes:
         document: number of the document.
-        ids: token ids: those that a decoder or an encoder reads, or that an encoder-decoder produces.
-        source_ids: what the encoder of an encoder-decoder reads; None for other models.
+        text: what the model reads.
     """
 
     document: int
-    ids: tuple[int, ...]
-    source_ids: tuple[int, ...] | None = None
+    text: TextIds
 
     @property
     def num_tokens(self) -> int:
-        return len(self.ids) + len(self.source_ids or ())
+        return len(self.text.ids) + len(self.text.source or ())
 
 
 @final
@@ -108,36 +107,33 @@ def cut_windows(
         UsageError: a context past the model's positions, targets that do not fit the model or the documents,
             or a text of fewer than two tokens.
     """
-    match reader:
-        case LanguageReader():
-            if targets is not None:
-                raise UsageError(f"{reader.name} does not translate: leave out the target")
-            context = _context(reader, context)
-            windows = tuple(_within(most_tokens, _language_windows(reader, documents, context)))
-        case PairReader():
-            if context is not None:
-                raise UsageError(f"{reader.name} reads whole lines: leave out the context")
-            windows = tuple(_within(most_tokens, _pairs(reader, documents, targets)))
-            context = max((max(len(w.ids), len(w.source_ids or ())) for w in windows), default=0)
-        case _:
-            raise TypeError(f"a reader of {type(reader).__name__}")
+    if isinstance(reader.model, LanguageModel):
+        if targets is not None:
+            raise UsageError(f"{reader.name} does not translate: leave out the target")
+        context = _context(reader.model, context)
+        windows = tuple(_within(most_tokens, _language_windows(reader, documents, context)))
+    else:
+        if context is not None:
+            raise UsageError(f"{reader.name} reads whole lines: leave out the context")
+        windows = tuple(_within(most_tokens, _pairs(reader, documents, targets)))
+        context = max((max(len(w.text.ids), len(w.text.source or ())) for w in windows), default=0)
     if not windows:
         raise UsageError("the text has no window of two tokens: there is nothing to measure")
     return Windows(windows, context, len({window.document for window in windows}))
 
 
-def _context(reader: LanguageReader, context: int | None) -> int:
-    limit = reader.model.max_tokens
+def _context(model: LanguageModel, context: int | None) -> int:
+    limit = model.max_tokens
     if context is None:
-        return min(reader.model.context or CONTEXT, CONTEXT)
+        return min(model.context or CONTEXT, CONTEXT)
     if context < 2 or (limit is not None and context > limit):
         bounds = "at least 2" if limit is None else f"between 2 and the model's {limit:,} positions"
         raise UsageError(f"the context is {context:,} tokens: give {bounds}")
     return context
 
 
-def _language_windows(reader: LanguageReader, documents: Sequence[str], context: int) -> Iterator[Window]:
-    causal, special = reader.model.causal, reader.tokenizer.special_ids
+def _language_windows(reader: Reader, documents: Sequence[str], context: int) -> Iterator[Window]:
+    causal, special = reader.opened.language_model.causal, reader.tokenizer.special_ids
     for number, document in enumerate(documents):
         if not document.strip():
             continue
@@ -158,10 +154,10 @@ def _language_windows(reader: LanguageReader, documents: Sequence[str], context:
         for place in range(0, len(inner), step):
             piece = (*start, *inner[place : place + step], *stop)
             if len(piece) > 1:
-                yield Window(number, piece)
+                yield Window(number, TextIds(piece))
 
 
-def _pairs(reader: PairReader, documents: Sequence[str], targets: Sequence[str] | None) -> Iterator[Window]:
+def _pairs(reader: Reader, documents: Sequence[str], targets: Sequence[str] | None) -> Iterator[Window]:
     if targets is not None and len(targets) != len(documents):
         raise UsageError(
             f"there are {len(documents):,} texts and {len(targets):,} targets: give one for each"
@@ -170,9 +166,8 @@ def _pairs(reader: PairReader, documents: Sequence[str], targets: Sequence[str] 
     for start in range(0, len(kept), _PAIRS_AT_A_TIME):
         part = kept[start : start + _PAIRS_AT_A_TIME]
         texts = [documents[i] for i in part]
-        sources, produced = reader.ids_of(texts, None if targets is None else [targets[i] for i in part])
-        for i, source, target in zip(part, sources, produced, strict=True):
-            yield Window(i, tuple(target), tuple(source))
+        found = reader.encode(texts, None if targets is None else [targets[i] for i in part])
+        yield from (Window(i, text) for i, text in zip(part, found, strict=True))
 
 
 _PAIRS_AT_A_TIME = 64
@@ -198,14 +193,7 @@ def read_windows(
         held += window.num_tokens
         if held < _TOKENS_AT_A_TIME and number + 1 < len(windows.windows):
             continue
-        part = [windows.windows[i] for i in together]
-        found = (
-            reader.read_ids([w.source_ids or () for w in part], [w.ids for w in part])
-            if isinstance(reader, PairReader)
-            else reader.read_ids([w.ids for w in part])
-            if isinstance(reader, LanguageReader)
-            else []
-        )
+        found = read_attention(reader, [windows.windows[i].text for i in together])
         yield from ((windows.unit_of[i], one) for i, one in zip(together, found, strict=True))
         done += len(together)
         progress(done, len(windows.windows))

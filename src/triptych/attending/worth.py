@@ -22,11 +22,11 @@ from triptych.attending.leaving_out import (
     run_whole,
 )
 from triptych.attending.over_text import Told, Windows
-from triptych.attending.readers import Reader
 from triptych.decoding.batches import EvaluationMode
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.models.sites import AttentionSite, attention_sites
+from triptych.opening import Reader
 
 # Every one is read as often as the model has heads.
 MOST_TOKENS = 1 << 13
@@ -143,7 +143,7 @@ def require_loss(reader: Reader) -> None:
             f"{reader.name} has no head that predicts tokens, and so no loss: leaving heads out (--worth) "
             "needs one"
         )
-    if not model.causal and reader.output_tokenizer.mask_id is None:
+    if not model.causal and reader.tokenizer.mask_id is None:
         raise UsageError(
             f"the tokenizer of {reader.name} has no mask token: an encoder has no loss (--worth) without it"
         )

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from triptych.algebra.resampling import ratio_intervals
 from triptych.attending.attention import LayerAttention, Part
-from triptych.attending.capture import LayerCall
 from triptych.attending.over_text import Told, Windows, ids_of, layers_of, read_windows
-from triptych.attending.readers import Reader
 from triptych.models import EncoderDecoder, LanguageModel
+from triptych.opening import LayerCall, Reader
 
 # Of what a head writes, a token counts as written that is among so many of the nearest.
 NEAREST = 5
@@ -110,7 +109,7 @@ class TokenWriter:
         Raises:
             UsageError: there is no such head.
         """
-        table, tokenizer = OutputTable.of(self._reader.model, part.stack.kind), self._reader.output_tokenizer
+        table, tokenizer = OutputTable.of(self._reader.model, part.stack.kind), self._reader.tokenizer
         if table is None:
             return None
         own = OutputTable(table.norm, table.table[: tokenizer.vocab_size])  # rows past it are no tokens

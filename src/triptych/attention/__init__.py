@@ -41,9 +41,12 @@ from triptych.attention.projections import (
     parameterisation_of,
 )
 from triptych.attention.queries_keys import QueriesAndKeys, WeightBlock
+from triptych.attention.steps import ACTIVATIONS, Activation, LayerSteps, Tap
 
 __all__ = [
+    "ACTIVATIONS",
     "PARAMETERISATIONS",
+    "Activation",
     "AlibiPositions",
     "AsWritten",
     "Attended",
@@ -65,6 +68,7 @@ __all__ = [
     "Latent",
     "LayerCache",
     "LayerOutput",
+    "LayerSteps",
     "LearnedPositions",
     "MultiHeadAttention",
     "NoPositions",
@@ -78,6 +82,7 @@ __all__ = [
     "SinusoidalPositions",
     "Stacked",
     "Symmetric",
+    "Tap",
     "WeightBlock",
     "attention",
     "causal_mask",

@@ -6,7 +6,9 @@ from typing import NamedTuple, final
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from triptych.algebra.function import of_heads
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadGate, HeadNorm, Kind, Semantics
 from triptych.algebra.weights import AttentionWeights, Head, standard_scale
@@ -17,6 +19,7 @@ from triptych.attention.checks import (
     check_rotation,
     check_sizes,
 )
+from triptych.attention.masks import causal_mask
 from triptych.attention.operation import Explanation, attend, explain
 from triptych.attention.planning import Inputs, Path
 from triptych.attention.positions import AttentionPositions, Places, PositionIds
@@ -29,6 +32,8 @@ from triptych.attention.projections import (
     parameterisation_of,
 )
 from triptych.attention.queries_keys import QueriesAndKeys
+from triptych.attention.steps import LayerSteps, Tap
+from triptych.attention.written_out import weights_of
 
 _FROM_THE_START = Places(0)
 # Below the root of QK-norm; most families with one have it.
@@ -53,6 +58,9 @@ class MultiHeadAttention(nn.Module):
 
     Queries always come from `x`. Keys and values come from `x` too (self-attention), from `memory`
     (cross-attention), or from two different sequences of one length (`memory` and `value_memory`).
+
+    Attributes:
+        tap: changes values on the way (`steps`), in place of the kernels; None for a layer as it is.
     """
 
     def __init__(
@@ -89,6 +97,7 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         self.d_model = d_model
         self.dropout = dropout
+        self.tap: Tap | None = None
         self.parameterisation = projections or Factored()
         if positions is not None:
             check_sizes(d_model, num_heads, self.parameterisation, positions)
@@ -261,11 +270,58 @@ class MultiHeadAttention(nn.Module):
         semantics = self.semantics
         causal = semantics.kind == "causal" if causal is None else causal
         dropout = self.dropout if self.training else 0.0
+        if self.tap is not None:
+            steps = self.steps(x, memory=memory, mask=mask, causal=causal, cache=cache, positions=positions)
+            return LayerOutput(steps.output, steps.weights if need_weights else None)
         q, places, remembered = self._remembered(semantics, x, memory, value_memory, cache, positions)
         inputs, route = self._inputs(semantics, q, places, remembered, mask, causal, dropout, path)
         attended = attend(inputs, need_weights, path)
         mixed = attended.output if semantics.gate is None else attended.output * semantics.gate(x)
         return LayerOutput(self.projections.output(mixed, route), attended.weights)
+
+    def steps(
+        self,
+        x: Float[Tensor, "batch query_len d_model"],
+        *,
+        memory: Float[Tensor, "batch key_len d_memory"] | None = None,
+        mask: Bool[Tensor, "..."] | None = None,
+        causal: bool | None = None,
+        cache: AttentionCache | None = None,
+        positions: PositionIds | None = None,
+    ) -> LayerSteps:
+        """The call written out, with every value on the way; arguments and errors as in `forward`.
+
+        The tap of the layer, if it has one, changes each value before the next is computed.
+        """
+        self._check_inputs(x, memory, None)
+        semantics, tap = self.semantics, self.tap or _untouched
+        causal = semantics.kind == "causal" if causal is None else causal
+        q, places, remembered = self._remembered(semantics, x, memory, None, cache, positions)
+        q = self._compared_queries(semantics, q, places)
+        k, v = self._compared_keys(semantics, places, remembered)
+        first = None if memory is not None else k.shape[2] - q.shape[2]
+        q = tap("q", q, first)
+        k, v = tap("k", of_heads(k, self.num_heads), first), tap("v", of_heads(v, self.num_heads), first)
+        queries, keys = _positions_of(places, q, k)
+        products = q @ k.mT
+        scaled = products * semantics.scale
+        bias = semantics.bias
+        biased = scaled if bias is None else scaled + bias(q, k, queries, keys).to(scaled.dtype)
+        cap = semantics.soft_cap
+        scores = tap("scores", biased if cap is None else cap * torch.tanh(biased / cap), first)
+        seen = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        for part in (
+            semantics.visible(queries, keys),
+            mask,
+            causal_mask(q.shape[2], k.shape[2], q.device) if causal else None,
+        ):
+            seen = seen if part is None else seen & part
+        weights = tap("weights", weights_of(scores, seen, semantics.sinks, False), first)
+        mixed = F.dropout(weights, self.dropout, self.training) @ v
+        gate = None if semantics.gate is None else semantics.gate(x)
+        z = tap("z", mixed if gate is None else mixed * gate, first)
+        output = self.projections.output(z, "expanded")
+        return LayerSteps(q, k, v, products, scaled, biased, scores, seen, weights, gate, z, output)
 
     def queries_and_keys(
         self,
@@ -473,6 +529,11 @@ class MultiHeadAttention(nn.Module):
             if semantics.rotary is not None and self._turned_when_stored is None:
                 k = places.turned_keys(k, semantics.rotary)
         return k, v
+
+
+def _untouched(name: str, value: Tensor, first: int | None) -> Tensor:
+    """The tap of a layer that has none."""
+    return value
 
 
 def _positions_of(places: Places, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from typing import Any, Literal, final
 import torch
 
 from triptych.checkpoints import model_type
-from triptych.checkpoints.family import family_of
 from triptych.converting.checks import ConversionCheck, Quantization, Written
 from triptych.converting.ctranslate2 import write_ctranslate2
 from triptych.converting.generators import write_text_generator
@@ -22,7 +21,7 @@ from triptych.converting.onnx import write_onnx
 from triptych.errors import DataError, UsageError
 from triptych.files import write_folder
 from triptych.models import read_model
-from triptych.runs import Run, holds_language_model
+from triptych.opening import OpenedModel
 from triptych.text import TokenizerPair
 
 TargetFormat = Literal["hf", "ctranslate2", "onnx", "triptych"]
@@ -57,13 +56,13 @@ class Conversion:
 
 
 def convert(
-    source: Run | str | Path, target: Path, to: TargetFormat, quantization: Quantization = "float32"
+    opened: OpenedModel, target: Path, to: TargetFormat, quantization: Quantization = "float32"
 ) -> Conversion:
     """Write a model in another format.
 
     Args:
-        source: a run, or the folder of one or of a Marian checkpoint. For a language model, the folder of its
-            run, with "hf" or "ctranslate2", or of a checkpoint, with "ctranslate2".
+        opened: a run or a Marian checkpoint; of language models a run, with "hf" or "ctranslate2", or a
+            checkpoint, with "ctranslate2". On the CPU.
         target: a folder that does not exist yet.
         to: the format: of `transformers` ("hf"), CTranslate2 or ONNX; "triptych", for a Marian checkpoint,
             makes a folder of ours, which `translate` and `evaluate` take.
@@ -77,11 +76,9 @@ def convert(
     """
     if quantization != "float32" and to != "ctranslate2":
         raise UsageError(f"--quantization {quantization} goes with --to ctranslate2, not with --to {to}")
-    if not isinstance(source, Run) and (
-        holds_language_model(Path(source)) or (to == "ctranslate2" and _holds_decoder(Path(source)))
-    ):
-        return _convert_language_model(Path(source), target, to, quantization)
-    run = source if isinstance(source, Run) else Run.open(Path(source), "cpu")
+    if not opened.translates:
+        return _convert_language_model(opened, target, to, quantization)
+    run = opened
     run.require_recipe()
     if to == "triptych" and model_type(run.folder) is None:
         raise UsageError(f"{run.folder} is a run already: give a folder in Hugging Face's format")
@@ -95,15 +92,8 @@ def convert(
     return Conversion(str(run.folder), str(target), "run" if to == "triptych" else to, *written)
 
 
-def _holds_decoder(folder: Path) -> bool:
-    """Whether a folder is another library's checkpoint of a decoder without an encoder."""
-    family = family_of(model_type(folder) or "")
-    model = None if family is None else family.model
-    return model is not None and model.kind == "decoder" and model.encoder is None
-
-
 def _convert_language_model(
-    source: Path, target: Path, to: TargetFormat, quantization: Quantization
+    opened: OpenedModel, target: Path, to: TargetFormat, quantization: Quantization
 ) -> Conversion:
     """Write a model of the tokens of a text.
 
@@ -117,10 +107,10 @@ def _convert_language_model(
 
     def write(folder: Path) -> Written:
         if to == "hf":
-            return write_language_model(source, folder)
-        return write_text_generator(source, folder, quantization)
+            return write_language_model(opened, folder)
+        return write_text_generator(opened, folder, quantization)
 
-    return Conversion(str(source), str(target), to, *_written(target, write))
+    return Conversion(str(opened.folder), str(target), to, *_written(target, write))
 
 
 def _written(target: Path, write: Callable[[Path], Written]) -> Written:
@@ -138,11 +128,11 @@ def _written(target: Path, write: Callable[[Path], Written]) -> Written:
     return written[0]
 
 
-def _write_ours(run: Run, folder: Path) -> Written:
+def _write_ours(run: OpenedModel, folder: Path) -> Written:
     run.save(folder)
     (folder / "README.md").write_text(_readme(run.folder), encoding="utf-8")
     again, tokenizers = dict(read_model(folder).named_parameters()), TokenizerPair.load(folder)
-    same = all(torch.equal(again[name], tensor) for name, tensor in run.model.named_parameters())
+    same = all(torch.equal(again[name], tensor) for name, tensor in run.encoder_decoder.named_parameters())
     for ours, theirs in (
         (tokenizers.source, run.tokenizers.source),
         (tokenizers.target, run.tokenizers.target),

@@ -32,13 +32,13 @@ from triptych.extras import require_extra
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import Block, Residual
 from triptych.models.feed_forward import FeedForward
-from triptych.runs import Run
+from triptych.opening import OpenedModel
 from triptych.text import SentencePieceTokenizer
 
 _TOLERANCE = 1e-4
 
 
-def write_ctranslate2(run: Run, folder: Path, quantization: Quantization) -> Written:
+def write_ctranslate2(run: OpenedModel, folder: Path, quantization: Quantization) -> Written:
     """Fill a folder that `ctranslate2.Translator` reads.
 
     Raises:
@@ -46,8 +46,8 @@ def write_ctranslate2(run: Run, folder: Path, quantization: Quantization) -> Wri
         DataError: what was written does not compute the same.
     """
     require_extra("convert", "ctranslate2", what="--to ctranslate2")
-    plain = plain_model(run.model, "CTranslate2")
-    length = max_positions(run.model, run.decoding.max_extra_tokens)
+    plain = plain_model(run.encoder_decoder, "CTranslate2")
+    length = max_positions(run.encoder_decoder, run.decoding.max_extra_tokens)
     spec = _spec(plain.model.float(), plain.num_heads, length)
     source, target = run.tokenizers.source, run.tokenizers.target
     spec.register_source_vocabulary(list(source.vocabulary))
@@ -61,14 +61,14 @@ def write_ctranslate2(run: Run, folder: Path, quantization: Quantization) -> Wri
     spec.validate()
     spec.optimize(quantization=quantization)
     spec.save(str(folder))
-    write_tokenizers(run.tokenizers, run.model.config.max_source_tokens + 1, folder)
+    write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
     (folder / "README.md").write_text(_readme(run, length), encoding="utf-8")
     parameters = sum(parameter.numel() for parameter in plain.model.parameters())
     check = _check(run, folder, quantization)
     return Written(f"Transformer, {quantization}", parameters, plain.done, (check,))
 
 
-def _unknown(run: Run) -> str:
+def _unknown(run: OpenedModel) -> str:
     """The token for unknown text; a token that no text has if nothing can be unknown."""
     source = run.tokenizers.source
     token = source.record.unk_id if isinstance(source, SentencePieceTokenizer) else source.pad_id
@@ -131,22 +131,22 @@ def _set_feed_forward(spec: Any, feed_forward: torch.nn.Module, residual: Residu
     set_norm(spec.layer_norm, residual.norm)
 
 
-def _check(run: Run, folder: Path, quantization: Quantization) -> ConversionCheck:
+def _check(run: OpenedModel, folder: Path, quantization: Quantization) -> ConversionCheck:
     """Compare log-probabilities of random outputs, token by token."""
     import ctranslate2
 
     source, target = run.tokenizers.source, run.tokenizers.target
-    pairs = random_pairs(run.model, target.bos_id, target.eos_id)
+    pairs = random_pairs(run.encoder_decoder, target.bos_id, target.eos_id)
     translator = ctranslate2.Translator(str(folder), device="cpu", inter_threads=1, intra_threads=1)
     sources = [
-        [source.vocabulary[token] for token in row if token not in (source.eos_id, run.model.pad_id)]
+        [source.vocabulary[token] for token in row if token not in (source.eos_id, run.encoder_decoder.pad_id)]
         for row in pairs.src.tolist()
     ]
     outputs = [[target.vocabulary[token] for token in row[1:]] for row in pairs.tgt_in.tolist()]
     scores = translator.score_batch(sources, outputs)
     found = torch.tensor([score.log_probs for score in scores])
     what = "log-probabilities of tokens by CTranslate2 and by the model"
-    expected = _log_probs(run.model, pairs, target.eos_id)
+    expected = _log_probs(run.encoder_decoder, pairs, target.eos_id)
     if quantization == "int8":
         return rounded_difference(what, expected, found)
     return compare_logits(what, expected, found, _TOLERANCE)
@@ -158,7 +158,7 @@ def _log_probs(model: EncoderDecoder, pairs: Pairs, eos_id: int) -> Tensor:
     return log_probs.gather(2, following[:, :, None])[:, :, 0].float()
 
 
-def _readme(run: Run, length: int) -> str:
+def _readme(run: OpenedModel, length: int) -> str:
     pieces = isinstance(run.tokenizers.source, SentencePieceTokenizer)
     target = run.tokenizers.target
     alpha, beam = run.decoding.alpha, run.decoding.beam_size
@@ -195,7 +195,7 @@ found = translator.translate_batch(
 print({text})
 ```
 
-Sources have at most {run.model.config.max_source_tokens} tokens, and there are {length} positions.
+Sources have at most {run.encoder_decoder.config.max_source_tokens} tokens, and there are {length} positions.
 triptych divides log-probabilities by ((5 + n) / 6)^α, CTranslate2 by n^α: with the length penalty off (0)
 both search alike.
 """

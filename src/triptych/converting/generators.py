@@ -33,7 +33,7 @@ from triptych.models import LanguageModel
 from triptych.models.architecture import FeedForwardConfig, NormConfig, SublayerConfig
 from triptych.models.blocks import Block
 from triptych.models.feed_forward import FeedForward
-from triptych.runs import open_text_model
+from triptych.opening import OpenedModel
 from triptych.text import PretrainedTokenizer
 
 _TOLERANCE = 1e-4
@@ -48,24 +48,24 @@ _ACTIVATIONS = {
 }
 
 
-def write_text_generator(source: Path, folder: Path, quantization: Quantization) -> Written:
+def write_text_generator(opened: OpenedModel, folder: Path, quantization: Quantization) -> Written:
     """Fill a folder that `ctranslate2.Generator` reads with a language model and its tokenizer.
 
     Args:
-        source: of a run, or of a checkpoint of a decoder.
+        opened: of a run, or of a checkpoint of a decoder.
         folder: an empty one.
         quantization: of the matrices.
 
     Raises:
         UsageError, DataError: see `write_generator`.
     """
-    model, tokenizer, end_ids = open_text_model(source, "cpu")
+    model, tokenizer = opened.language_model, opened.tokenizer
     check = write_generator(model, folder, quantization)
     if isinstance(tokenizer, PretrainedTokenizer):
         tokenizer.save_files(folder)
     else:
         tokenizer.save(folder / "tokenizer.json")
-    write_text(folder / "README.md", _readme(end_ids))
+    write_text(folder / "README.md", _readme(opened.end_ids))
     count = sum(parameter.numel() for parameter in model.parameters())
     return Written(f"TransformerDecoder, {quantization}", count, (), (check,))
 

@@ -21,28 +21,28 @@ from triptych.converting.checks import (
 from triptych.converting.plain_heads import plain_model
 from triptych.errors import DataError
 from triptych.extras import is_installed
-from triptych.runs import Run
+from triptych.opening import OpenedModel
 from triptych.text import SentencePieceTokenizer, SentenceTokenizer
 
 _LOGITS = "logits of the folder, read by transformers, and of the model"
 _IDS = "token ids of AutoTokenizer and ours"
 
 
-def write_hf(run: Run, folder: Path) -> Written:
+def write_hf(run: OpenedModel, folder: Path) -> Written:
     """Fill a folder that `AutoModelForSeq2SeqLM` and `AutoTokenizer` read.
 
     Raises:
         UsageError: the model does not fit, with what would.
         DataError: what was written does not compute the same.
     """
-    architecture_for(run.model)
-    plain = plain_model(run.model, "Hugging Face's format")
+    architecture_for(run.encoder_decoder)
+    plain = plain_model(run.encoder_decoder, "Hugging Face's format")
     decoding = run.decoding
     searching = Searching(
         decoding.beam_size, decoding.alpha, decoding.max_extra_tokens, decoding.stop == "certain"
     )
     architecture = write_checkpoint(plain.model, plain.num_heads, run.tokenizers, searching, folder)
-    write_tokenizers(run.tokenizers, run.model.config.max_source_tokens + 1, folder)
+    write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
     (folder / "README.md").write_text(_readme(run, architecture), encoding="utf-8")
     checks = [_check_read_again(run, folder)] if architecture == "marian" else []
     checks += _check_with_transformers(run, folder)
@@ -50,7 +50,7 @@ def write_hf(run: Run, folder: Path) -> Written:
     return Written(architecture, parameters, plain.done, tuple(checks))
 
 
-def _check_read_again(run: Run, folder: Path) -> ConversionCheck:
+def _check_read_again(run: OpenedModel, folder: Path) -> ConversionCheck:
     """Check the folder with our own reader of Marian checkpoints."""
     again = read_marian(folder)
     for ours, found in (
@@ -59,10 +59,10 @@ def _check_read_again(run: Run, folder: Path) -> ConversionCheck:
     ):
         compare_tokenizers("tokenizers of the folder", ours, partial(_with_end, found))
     target = run.tokenizers.target
-    pairs = random_pairs(run.model, target.bos_id, target.eos_id)
+    pairs = random_pairs(run.encoder_decoder, target.bos_id, target.eos_id)
     return compare_logits(
         "logits of the folder, read by triptych, and of the model",
-        logits_of(run.model, pairs),
+        logits_of(run.encoder_decoder, pairs),
         logits_of(again.model, pairs),
         TOLERANCES[again.model.tgt_embedding.weight.dtype],
     )
@@ -72,7 +72,7 @@ def _with_end(tokenizer: SentenceTokenizer, text: str) -> list[int]:
     return [*tokenizer.encode([text])[0], tokenizer.eos_id]
 
 
-def _check_with_transformers(run: Run, folder: Path) -> list[ConversionCheck]:
+def _check_with_transformers(run: OpenedModel, folder: Path) -> list[ConversionCheck]:
     if not is_installed("transformers"):
         note = "transformers is not installed: pip install 'triptych[convert]'"
         return [ConversionCheck(_LOGITS, False, note=note), ConversionCheck(_IDS, False, note=note)]
@@ -80,31 +80,31 @@ def _check_with_transformers(run: Run, folder: Path) -> list[ConversionCheck]:
         return [_check_logits(run, folder), *_check_ids(run, folder)]
 
 
-def _check_logits(run: Run, folder: Path) -> ConversionCheck:
+def _check_logits(run: OpenedModel, folder: Path) -> ConversionCheck:
     from transformers import AutoModelForSeq2SeqLM
 
     theirs = AutoModelForSeq2SeqLM.from_pretrained(
         folder, dtype="auto", local_files_only=True, trust_remote_code=False
     ).eval()
     target = run.tokenizers.target
-    pairs = random_pairs(run.model, target.bos_id, target.eos_id)
+    pairs = random_pairs(run.encoder_decoder, target.bos_id, target.eos_id)
     with torch.no_grad():
         found = theirs(
             input_ids=pairs.src,
-            attention_mask=pairs.mask(run.model.pad_id).long(),
+            attention_mask=pairs.mask(run.encoder_decoder.pad_id).long(),
             decoder_input_ids=pairs.tgt_in,
         ).logits
-    dtype = run.model.tgt_embedding.weight.dtype
+    dtype = run.encoder_decoder.tgt_embedding.weight.dtype
     if found.dtype != dtype:
         raise DataError(f"{folder} is read as {found.dtype}, and the model is {dtype}")
     # Marian's positions in transformers are numbers of float32 in any dtype.
     tolerance = max(TOLERANCES[dtype], 1e-6) if theirs.config.model_type == "marian" else TOLERANCES[dtype]
     return compare_logits(
-        _LOGITS, logits_of(run.model, pairs), found, tolerance, f"{pairs.tgt_in.numel()} tokens"
+        _LOGITS, logits_of(run.encoder_decoder, pairs), found, tolerance, f"{pairs.tgt_in.numel()} tokens"
     )
 
 
-def _check_ids(run: Run, folder: Path) -> list[ConversionCheck]:
+def _check_ids(run: OpenedModel, folder: Path) -> list[ConversionCheck]:
     from transformers import AutoTokenizer
 
     pieces = isinstance(run.tokenizers.source, SentencePieceTokenizer)
@@ -132,7 +132,7 @@ def _check_ids(run: Run, folder: Path) -> list[ConversionCheck]:
     return checks
 
 
-def _readme(run: Run, architecture: str) -> str:
+def _readme(run: OpenedModel, architecture: str) -> str:
     own = isinstance(run.tokenizers.source, SentencePieceTokenizer)
     own_target = not run.tokenizers.joint and not own
     target = (
@@ -166,5 +166,5 @@ batch = source(["A sentence."], return_tensors="pt", padding=True)
 print(target.batch_decode(model.generate(**batch), skip_special_tokens=True))
 ```
 
-Architecture: {architecture}. Sources have at most {run.model.config.max_source_tokens} tokens.
+Architecture: {architecture}. Sources have at most {run.encoder_decoder.config.max_source_tokens} tokens.
 {penalty}"""

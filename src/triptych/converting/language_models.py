@@ -41,7 +41,8 @@ from triptych.models.architecture import FeedForwardConfig, NormConfig
 from triptych.models.blocks import Block
 from triptych.models.feed_forward import FeedForward
 from triptych.models.storage import write_weights
-from triptych.runs import OpenedModel, copy_checkpoint, goes_on, open_text_model
+from triptych.opening import OpenedModel
+from triptych.runs import copy_checkpoint, goes_on
 from triptych.text import PretrainedTokenizer
 
 _ACTIVATIONS = {
@@ -61,27 +62,26 @@ _SAMPLES = (
 )
 
 
-def write_language_model(run: Path, folder: Path) -> Written:
+def write_language_model(opened: OpenedModel, folder: Path) -> Written:
     """Fill a folder with the model and the tokenizer of a run.
 
     Raises:
         UsageError: the model does not fit, with the parts that do not.
         DataError: what was written does not compute the same.
     """
-    opened = open_text_model(run, "cpu")
-    if goes_on(run):
-        copy_checkpoint(run, folder)
+    if goes_on(opened.folder):
+        copy_checkpoint(opened.folder, folder)
         name, folded = "as the checkpoint that the run went on with", tuple[str, ...]()
     else:
         name, folded = _write_folded(opened, folder)
-    checks = (_check_with_triptych(opened.model, folder), *_checks_with_transformers(opened, folder))
+    checks = (_check_with_triptych(opened.language_model, folder), *_checks_with_transformers(opened, folder))
     count = sum(parameter.numel() for parameter in load_language_model(folder).model.parameters())
     return Written(name, count, folded, checks)
 
 
 def _write_folded(opened: OpenedModel, folder: Path) -> tuple[str, tuple[str, ...]]:
     """Write a model of a recipe in the first format that holds it; its name, and what was done."""
-    model, reasons = opened.model, []
+    model, reasons = opened.language_model, []
     for name, fold in (("gpt2", _as_gpt2), ("llama", _as_llama)):
         try:
             found = fold(model)
@@ -111,7 +111,7 @@ class _Folded:
 
 
 def _write(opened: OpenedModel, found: _Folded, folder: Path) -> None:
-    model, tokenizer = opened.model, opened.tokenizer
+    model, tokenizer = opened.language_model, opened.tokenizer
     assert isinstance(tokenizer, PretrainedTokenizer)
     dtype = str(model.embeddings.table.weight.dtype).removeprefix("torch.")
     ids = {
@@ -347,7 +347,7 @@ def _checks_with_transformers(opened: OpenedModel, folder: Path) -> list[Convers
     with quiet_transformers():
         import transformers
 
-        model, ids = opened.model, _random_ids(opened.model)
+        model, ids = opened.language_model, _random_ids(opened.language_model)
         auto = transformers.AutoModelForCausalLM if model.causal else transformers.AutoModelForMaskedLM
         options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         theirs = auto.from_pretrained(folder, dtype="auto", **options).eval()

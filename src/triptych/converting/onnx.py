@@ -27,7 +27,7 @@ from triptych.converting.checks import (
 from triptych.converting.onnx_graphs import DecoderGraph, EncoderGraph
 from triptych.decoding import Engine
 from triptych.extras import is_installed, require_extra
-from triptych.runs import Run
+from triptych.opening import OpenedModel
 from triptych.text import SentencePieceTokenizer
 
 ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
@@ -35,7 +35,7 @@ _OPSET = 18
 _TOLERANCE = 1e-4
 
 
-def write_onnx(run: Run, folder: Path) -> Written:
+def write_onnx(run: OpenedModel, folder: Path) -> Written:
     """Fill a folder with `encoder.onnx` and `decoder.onnx`.
 
     Raises:
@@ -43,7 +43,7 @@ def write_onnx(run: Run, folder: Path) -> Written:
         DataError: what was written does not compute the same.
     """
     require_extra("convert", "onnx", "onnxscript", what="--to onnx")
-    model = copy.deepcopy(run.model).cpu().float().eval()
+    model = copy.deepcopy(run.encoder_decoder).cpu().float().eval()
     length = max_positions(model, run.decoding.max_extra_tokens)
     target = run.tokenizers.target
     engine = Engine(model, direct=False)
@@ -141,7 +141,7 @@ def _without_remarks() -> Iterator[None]:
         logging.disable(before)
 
 
-def _check(run: Run, folder: Path) -> ConversionCheck:
+def _check(run: OpenedModel, folder: Path) -> ConversionCheck:
     """The graphs in onnxruntime: a whole output at once, and token by token, at lengths of their own."""
     what = "logits of the graphs, run by onnxruntime, and of the model"
     if not is_installed("onnxruntime"):
@@ -149,8 +149,8 @@ def _check(run: Run, folder: Path) -> ConversionCheck:
             what, False, note="onnxruntime is not installed: pip install 'triptych[convert]'"
         )
     target = run.tokenizers.target
-    pairs = random_pairs(run.model, target.bos_id, target.eos_id, src_len=13, tgt_len=9)
-    expected = logits_of(run.model, pairs)
+    pairs = random_pairs(run.encoder_decoder, target.bos_id, target.eos_id, src_len=13, tgt_len=9)
+    expected = logits_of(run.encoder_decoder, pairs)
     graphs = OnnxGraphs(folder)
     compare_logits(
         what, expected, graphs.logits(pairs.src, pairs.tgt_in, step=pairs.tgt_in.shape[1]), _TOLERANCE
@@ -194,7 +194,7 @@ class OnnxGraphs:
         return torch.cat(found, dim=1)
 
 
-def _readme(run: Run, length: int) -> str:
+def _readme(run: OpenedModel, length: int) -> str:
     target = run.tokenizers.target
     extra, never = run.decoding.max_extra_tokens, sorted({target.pad_id, target.bos_id})
     return f"""# A translation model as ONNX graphs, converted with triptych
@@ -228,11 +228,11 @@ def translate(text):
 ```
 
 `folder` is the path to this folder. Rows and lengths are free, up to {length} tokens a side; a short source
-is filled up with token {run.model.pad_id}.
+is filled up with token {run.encoder_decoder.pad_id}.
 """
 
 
-def _tokenizers(run: Run) -> str:
+def _tokenizers(run: OpenedModel) -> str:
     """Python that opens the tokenizers of a converted model."""
     if isinstance(run.tokenizers.source, SentencePieceTokenizer):
         setup = """import json

@@ -1,7 +1,14 @@
 """Translations and continuations: search and sampling over a cache, and text in, text out."""
 
 from triptych.decoding.engine import Engine
-from triptych.decoding.evaluation import CorpusScore, measure_bleu, score_bleu, score_translations
+from triptych.decoding.evaluation import (
+    CorpusScore,
+    Evaluation,
+    evaluate_translations,
+    measure_bleu,
+    score_bleu,
+    score_translations,
+)
 from triptych.decoding.filling import Filling, fill_masks
 from triptych.decoding.generation import (
     Generated,
@@ -25,6 +32,7 @@ __all__ = [
     "Continuation",
     "CorpusScore",
     "Engine",
+    "Evaluation",
     "Filling",
     "Generated",
     "GenerationOptions",
@@ -39,6 +47,7 @@ __all__ = [
     "TextGenerator",
     "Translation",
     "Translator",
+    "evaluate_translations",
     "fill_masks",
     "generate_stream",
     "generate_tokens",

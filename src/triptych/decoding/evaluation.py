@@ -1,12 +1,17 @@
 """Scores of translations: sacreBLEU's BLEU and chrF, with signatures and bootstrap intervals."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
+from triptych.decoding.hypotheses import SearchOptions
+from triptych.decoding.maps import Precision
+from triptych.decoding.translator import Translator
 from triptych.errors import DataError
 from triptych.text import as_lines
 
@@ -87,3 +92,84 @@ def score_bleu(
 def measure_bleu(hypotheses: str | Sequence[str], references: str | Sequence[str]) -> float:
     """Corpus BLEU alone, quickly; a string is one translation."""
     return float(BLEU().corpus_score(list(as_lines(hypotheses)), [list(as_lines(references))]).score)
+
+
+_LINES_AT_A_TIME = 256
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The translations of a test text and their scores.
+
+    Attributes:
+        translations: in the order of the text.
+        scores: BLEU and chrF of all of them.
+        seconds: of translating.
+        options: of the search.
+        precision: of the model's maps.
+        workers: processes that translated.
+    """
+
+    translations: tuple[str, ...]
+    scores: tuple[CorpusScore, ...]
+    seconds: float
+    options: SearchOptions
+    precision: Precision
+    workers: int
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "sentences": len(self.translations),
+            "seconds": round(self.seconds, 3),
+            "beam_size": self.options.beam_size,
+            "alpha": self.options.alpha,
+            "stop": self.options.stop,
+            "precision": self.precision,
+            "workers": self.workers,
+            "scores": [
+                {
+                    "name": score.name,
+                    "value": score.value,
+                    "interval": [score.low, score.high],
+                    "signature": score.signature,
+                }
+                for score in self.scores
+            ],
+        }
+
+
+def evaluate_translations(
+    translator: Translator,
+    sources: Sequence[str],
+    references: Sequence[str],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Translate a test text and score it with sacreBLEU's BLEU and chrF.
+
+    Args:
+        translator: the model and how it searches.
+        sources: a sentence each.
+        references: their right translations.
+        progress: is told how many sentences of how many are done.
+
+    Raises:
+        DataError: the numbers of lines differ, or there are none.
+    """
+    if len(sources) != len(references):
+        raise DataError(f"{len(sources):,} lines to translate but {len(references):,} references")
+    if not sources:
+        raise DataError("there is nothing to evaluate")
+    with translator:
+        started = time.monotonic()
+        order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+        chunks = [order[i : i + _LINES_AT_A_TIME] for i in range(0, len(order), _LINES_AT_A_TIME)]
+        texts = [""] * len(sources)
+        found = translator.translate_stream([[sources[i] for i in chunk] for chunk in chunks])
+        for done, (i, translation) in enumerate(zip(order, found, strict=True), start=1):
+            texts[i] = translation.text
+            progress(done, len(order))
+        seconds = time.monotonic() - started
+    scores = tuple(score_translations(texts, references))
+    return Evaluation(
+        tuple(texts), scores, seconds, translator.options, translator.precision, translator.workers
+    )

@@ -20,7 +20,7 @@ from triptych.decoding.workers import Hypotheses, Searcher, Sentences
 from triptych.engines.converted import converted, hash_of
 from triptych.engines.ctranslate2 import compute_type, find_place, require_ctranslate2
 from triptych.errors import DataError, UsageError
-from triptych.runs import Run
+from triptych.opening import OpenedModel
 
 _BATCH_TOKENS = 2048
 
@@ -37,7 +37,7 @@ class CTranslate2Searcher:
     """
 
     def __init__(
-        self, run: Run, options: SearchOptions, precision: Precision, workers: int, device: str
+        self, run: OpenedModel, options: SearchOptions, precision: Precision, workers: int, device: str
     ) -> None:
         """Convert a model, or find it converted, and load it.
 
@@ -69,11 +69,11 @@ class CTranslate2Searcher:
         place, index = find_place(device)
         kind = compute_type(precision, place)
         decoding = run.decoding.model_copy(update={"max_extra_tokens": options.max_extra_tokens})
-        roomy = Run(run.folder, run.model, run.tokenizers, run.recipe, decoding)
-        length = max_positions(run.model, options.max_extra_tokens)
-        config = run.model.config.model_dump_json()
+        roomy = run.with_decoding(decoding)
+        length = max_positions(run.encoder_decoder, options.max_extra_tokens)
+        config = run.encoder_decoder.config.model_dump_json()
         texts = (str(length), config, self._source.to_json(), self._target.to_json())
-        name = f"ctranslate2-{ctranslate2.__version__}-{hash_of(run.model, texts)}"
+        name = f"ctranslate2-{ctranslate2.__version__}-{hash_of(run.encoder_decoder, texts)}"
 
         def write(folder: Any) -> None:
             write_ctranslate2(roomy, folder, "float32")
@@ -123,7 +123,7 @@ class CTranslate2Searcher:
         )
 
     def _limit(self, ids: Sequence[int]) -> int:
-        model, options = self._run.model, self.options
+        model, options = self._run.encoder_decoder, self.options
         return limit_of(len(ids), options.max_extra_tokens, model.max_target_tokens)
 
     def _hypotheses(self, result: Any, limit: int) -> list[Hypothesis]:
@@ -140,7 +140,7 @@ class CTranslate2Searcher:
     def _ours(self, sentences: Sentences) -> Hypotheses:
         if self._own is None:
             options = replace(self.options, stop="full")
-            model, rules = self._run.model, self._target.rules
+            model, rules = self._run.encoder_decoder, self._target.rules
             self._own = batch_searcher(model, self._source.eos_id, options, "fp32", rules)
         results: Hypotheses = [[] for _ in sentences]
         for batch in batches_of_like_length(sentences, _BATCH_TOKENS):

@@ -111,6 +111,8 @@ class Block(nn.Module):
     Attributes:
         recompute: whether a training step keeps the block's input alone and computes the rest of its
             activations again for the gradients (Chen et al. 2016, arXiv 1604.06174).
+        added_before: `[d_model]`, added to the stream before the block; None for nothing.
+        added_after: likewise, after it.
     """
 
     def __init__(
@@ -121,6 +123,8 @@ class Block(nn.Module):
         cross_attention: MultiHeadAttention | None = None,
     ) -> None:
         super().__init__()
+        self.added_before: Tensor | None = None
+        self.added_after: Tensor | None = None
         self.self_attention = self_attention
         self.self_residual = Residual(config.attention, d_model)
         if cross_attention is not None and config.cross is not None:
@@ -189,6 +193,8 @@ class Block(nn.Module):
         need_weights: bool,
         positions: PositionIds | None,
     ) -> BlockOutput:
+        if self.added_before is not None:
+            x = x + self.added_before.to(x)
         read = self.self_residual.enter(x)
         own = self.self_attention(
             read, mask=mask, causal=causal, cache=cache, need_weights=need_weights, positions=positions
@@ -196,7 +202,7 @@ class Block(nn.Module):
         if self.parallel:
             fed = self.feed_forward(read if self.shares_norm else self.feed_forward_residual.enter(x))
             x = self.self_residual.leave(x, own.output) + self.feed_forward_residual.added(fed)
-            return BlockOutput(x, own.weights)
+            return BlockOutput(self._steered(x), own.weights)
         x = self.self_residual.leave(x, own.output)
         cross_weights = None
         if self.has_cross:
@@ -209,7 +215,10 @@ class Block(nn.Module):
             x = self.cross_residual.leave(x, cross.output if memory is None else cross.output.view(x.shape))
             cross_weights = cross.weights
         x = self.feed_forward_residual.leave(x, self.feed_forward(self.feed_forward_residual.enter(x)))
-        return BlockOutput(x, own.weights, cross_weights)
+        return BlockOutput(self._steered(x), own.weights, cross_weights)
+
+    def _steered(self, x: Tensor) -> Tensor:
+        return x if self.added_after is None else x + self.added_after.to(x)
 
 
 def recompute_activations(blocks: Iterable[nn.Module]) -> None:

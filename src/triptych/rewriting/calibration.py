@@ -12,7 +12,7 @@ from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 from triptych.rewriting.inputs import before_gain
 from triptych.rewriting.layers import RewrittenLayer
-from triptych.rewriting.opening import open_model
+from triptych.rewriting.opening import open_runnable
 from triptych.rewriting.running import RunnableModel, Seen
 
 MOST_TOKENS = 1 << 16
@@ -56,7 +56,7 @@ def gather_moments(
     model: RunnableModel | None = None
     for together in _within(source, sites, most_bytes):
         listeners = {site.name: _listener(source.read(site), before) for site in together}
-        model = model or open_model(folder)
+        model = model or open_runnable(folder)
         with model.watch(source, together):
             for window in model.windows(text, most_tokens):
                 model.outputs(window)

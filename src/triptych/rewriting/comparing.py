@@ -12,7 +12,7 @@ from triptych.files import file_hash
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import RANDOM_TOKENS, EndToEnd
 from triptych.rewriting.measuring import PROBES
-from triptych.rewriting.opening import can_run, open_model
+from triptych.rewriting.opening import can_run, open_runnable
 from triptych.rewriting.rounding import changed_parameters, first_moved, judge
 from triptych.rewriting.running import Compared, RunnableModel, Window, compared, first_line
 
@@ -48,7 +48,7 @@ def open_original(folder: Path, text: Path | None) -> Opened | str:
         TriptychError: it cannot be run on the text.
     """
     try:
-        model = open_model(folder)
+        model = open_runnable(folder)
         if text is not None:
             return Opened(model, list(model.windows(text, MOST_TOKENS)))
         windows = list(model.random_windows(PROBES.seed))
@@ -84,7 +84,7 @@ def compare_models(
     Raises:
         FailedRewriteError: the outputs differ more than the tier allows.
     """
-    other = open_model(written)
+    other = open_runnable(written)
     found = compared(original.model, other, iter(original.windows))
     if not math.isfinite(found.worst_logit):
         raise FailedRewriteError(f"{source.name}: the rewritten model outputs numbers that are not finite")

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from triptych.attending.over_text import cut_windows
-from triptych.attending.readers import PairReader, open_reader
 from triptych.attending.worth import MOST_TOKENS, measure_worth
 from triptych.checkpoints.layer import Site
+from triptych.opening import Reader, open_model
 from triptych.rewriting.running import read_pairs, read_whole_text
 
 
@@ -27,8 +27,8 @@ def measure_head_losses(folder: Path, sites: Sequence[Site], text: Path) -> dict
         UsageError: the model predicts no text, or the text is not of the kind that it reads.
         DataError: a family that cannot be run.
     """
-    reader = open_reader(folder, "cpu")
-    if isinstance(reader, PairReader):
+    reader = Reader(open_model(folder, "cpu"))
+    if reader.opened.translates:
         pairs = [*read_pairs(text)]
         windows = cut_windows(reader, [one for one, _ in pairs], [other for _, other in pairs])
     else:

@@ -2,27 +2,30 @@
 
 from pathlib import Path
 
-from triptych.checkpoints.own import is_own
+import torch
+
+from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import DataError, UsageError
 from triptych.extras import is_installed
-from triptych.rewriting.own_models import LanguageRunnable, TranslatorRunnable
+from triptych.opening import Source, find_source, open_model
+from triptych.rewriting.own_models import OwnRunnable
 from triptych.rewriting.running import RunnableModel
 from triptych.rewriting.transformers_models import TransformersModel
-from triptych.storage.untrusted import read_json
 
 _NO_TRANSFORMERS = "transformers, which would run it, is not installed: pip install 'triptych[run]'"
 
 
-def open_model(path: Path) -> RunnableModel:
+def open_runnable(path: Path) -> RunnableModel:
     """Open a model to run it.
 
     Raises:
         UsageError: we cannot run it, and `transformers` is not installed or has no such model.
     """
-    if _is_run_by_us(path):
-        return TranslatorRunnable(path)
+    source = find_source(path)
+    if _is_run_by_us_alone(source):
+        return _own(source)
     try:
-        return _kind_of(path)(path)
+        return _own(source)
     except (DataError, UsageError) as error:
         if not is_installed("transformers"):
             raise UsageError(f"{error}; {_NO_TRANSFORMERS}") from None
@@ -33,24 +36,34 @@ def can_run(path: Path) -> str:
     """Why a model cannot be run here; "" if it can."""
     if not path.is_dir():
         return "it is not a folder"
-    if _is_run_by_us(path) or is_installed("transformers"):
+    source = find_source(path)
+    if _is_run_by_us_alone(source) or is_installed("transformers"):
         return ""
     try:
-        _kind_of(path)(path)
+        _own(source)
     except (DataError, UsageError) as error:
         return f"{error}; {_NO_TRANSFORMERS}"
     return ""
 
 
-def _kind_of(path: Path) -> type[LanguageRunnable] | type[TranslatorRunnable]:
-    """What a checkpoint of others would be run as."""
-    says = read_json(path / "config.json").get("is_encoder_decoder")
-    return TranslatorRunnable if says is True else LanguageRunnable
+def _own(source: Source) -> OwnRunnable:
+    """A model that triptych runs.
+
+    Raises:
+        DataError: it does not, with the reason.
+        UsageError: as `open_model`.
+    """
+    # Marian's and ours that translate keep the dtype of their files.
+    dtype = None if _is_run_by_us_alone(source) else torch.float32
+    opened = open_model(source, "cpu", dtype)
+    if opened.translates:
+        if opened.unsearched is not None:
+            raise opened.unsearched
+        return OwnRunnable(opened, 0)
+    checkpoint = open_checkpoint(source.path, mapped=True)
+    return OwnRunnable(opened, checkpoint.longest_text(checkpoint.sites[0]))
 
 
-def _is_run_by_us(path: Path) -> bool:
+def _is_run_by_us_alone(source: Source) -> bool:
     """Whether a model is one of ours that translates, or a Marian translator, which becomes one."""
-    record = read_json(path / "config.json")
-    if is_own(record):
-        return record.get("model_type") != "triptych"  # which language models have
-    return record.get("model_type") == "marian"
+    return source.translates and (source.is_own or source.record.get("model_type") == "marian")

@@ -2,20 +2,15 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.layer import AttentionSource, Site
-from triptych.checkpoints.models import read_model
-from triptych.checkpoints.own import OwnModel
-from triptych.errors import DataError
 from triptych.models import EncoderDecoder, LanguageModel, attention_sites
-from triptych.models.blocks import Block
+from triptych.opening import OpenedModel, record_calls
 from triptych.rewriting.running import (
     RANDOM_WINDOWS,
     WINDOW_TOKENS,
@@ -26,104 +21,99 @@ from triptych.rewriting.running import (
     up_to,
     windows_of_text,
 )
-from triptych.runs import Run
-from triptych.text import Tokenizer, load_tokenizer, read_tokenizer
 
-
-class _OwnRunnable(RunnableModel):
-    """A model whose attention layers are ours."""
-
-    by = "triptych"
-
-    def watch(self, source: AttentionSource, sites: Sequence[Site]) -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        for site in sites:
-            hook = partial(self._hear, site)
-            layer = self.attention_module(site)
-            stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        return stack
-
-    def _hear(self, site: Site, _: nn.Module, given: tuple[Any, ...], by_name: dict[str, Any]) -> None:
-        memory = by_name.get("memory") if site.kind == "cross" else None
-        self.seen.setdefault(site.name, []).append(Seen(given[0].detach(), memory))
+_RANDOM_PAIR = 24  # tokens on each side
 
 
 @final
-class LanguageRunnable(_OwnRunnable):
-    """A run of a language model, or a checkpoint of others that becomes one, in float32.
+class OwnRunnable(RunnableModel):
+    """A model whose attention layers are ours; in float32, but for translators of a recipe or Marian's."""
 
-    Raises:
-        DataError: it does not, with the reason.
-    """
+    by = "triptych"
 
-    def __init__(self, path: Path) -> None:
-        checkpoint = open_checkpoint(path)
-        if isinstance(checkpoint, Checkpoint):
-            model = read_model(checkpoint, torch.float32)
-        elif isinstance(checkpoint, OwnModel) and isinstance(checkpoint.model, LanguageModel):
-            model = checkpoint.model.float()
-        else:
-            raise DataError(f"{path} holds no language model")
-        self.model: LanguageModel = model
-        self._is_own = isinstance(checkpoint, OwnModel)
-        self.kind = "causal" if self.model.causal and self.model.head is not None else "encoder"
-        self._path = path
-        self._longest = checkpoint.longest_text(checkpoint.sites[0])
+    def __init__(self, opened: OpenedModel, longest: int) -> None:
+        """Of an opened model, on the CPU.
+
+        Args:
+            opened: the model with its tokenizers.
+            longest: tokens of a text that a model of one stack is made for.
+        """
+        self._opened, self._longest = opened, longest
+        model = opened.model
+        if not (isinstance(model, EncoderDecoder) and model.recipe is not None):
+            model = model.float()
+        self.model: LanguageModel | EncoderDecoder = model.eval()
+        self.kind = (
+            "pairs"
+            if isinstance(model, EncoderDecoder)
+            else "causal"
+            if model.causal and model.head is not None
+            else "encoder"
+        )
+        self._watched: dict[str, str] = {}
 
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
-        """Windows of 128 tokens side by side; for encoders a line is one."""
+        """Windows of 128 tokens side by side; for encoders a line is one, for pairs a line with a tab."""
+        if self.kind == "pairs":
+            return up_to(most_tokens, self._pairs(text))
         length = min(WINDOW_TOKENS, self._longest)
         return windows_of_text(text, most_tokens, length, self._encode, causal=self.kind == "causal")
 
-    def _encode(self, text: str, special: bool) -> list[int]:
-        return self._tokenizer.encode([text], add_special=special, parse_special=not special)[0]
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        if self._is_own:
-            return read_tokenizer(self._path / "tokenizer.json")
-        return load_tokenizer(self._path, vocab_size=self.model.vocab_size)
-
     def random_windows(self, seed: int) -> Iterator[Window]:
         generator = torch.Generator().manual_seed(seed)
-        length = max(4, min(32, self._longest) - 4)
+        model = self.model
         for _ in range(RANDOM_WINDOWS):
-            ids = torch.randint(0, self.model.vocab_size, (1, length), generator=generator)
-            yield Window({"input_ids": ids}, None)
+            if isinstance(model, EncoderDecoder):
+                sizes = {"src": model.src_vocab_size, "tgt": model.tgt_vocab_size}
+                drawn = {
+                    side: torch.randint(0, size, (1, _RANDOM_PAIR), generator=generator)
+                    for side, size in sizes.items()
+                }
+                pad = model.pad_id
+                yield Window({side: ids.masked_fill(ids == pad, pad + 1) for side, ids in drawn.items()}, None)
+            else:
+                length = max(4, min(32, self._longest) - 4)
+                ids = torch.randint(0, model.vocab_size, (1, length), generator=generator)
+                yield Window({"input_ids": ids}, None)
 
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:
         self.seen = {}
-        result: Tensor = self.model(window.inputs["input_ids"]).logits
+        with record_calls(self.model) as calls:
+            result: Tensor = (
+                self.model(window.inputs["src"], window.inputs["tgt"])
+                if isinstance(self.model, EncoderDecoder)
+                else self.model(window.inputs["input_ids"]).logits
+            )
+        for call in calls:
+            if (name := self._watched.get(call.site.name)) is not None:
+                self.seen.setdefault(name, []).append(Seen(call.x, call.memory))
         return result[0]
 
+    def watch(self, source: AttentionSource, sites: Sequence[Site]) -> contextlib.ExitStack:
+        self._watched = {_place(site): site.name for site in sites}
+        stack = contextlib.ExitStack()
+        stack.callback(self._watched.clear)
+        return stack
+
     def attention_module(self, site: Site) -> nn.Module:
-        return cast(Block, self.model.blocks[site.layer]).self_attention
+        stack, _, number = _place(site).partition(".")
+        return next(
+            there.layer
+            for there in attention_sites(self.model)
+            if there.block == int(number) and (self.kind != "pairs" or there.stack == stack)
+        )
 
-
-@final
-class TranslatorRunnable(_OwnRunnable):
-    """A run that translates, or an encoder-decoder of others; one that is not Marian's in float32.
-
-    Raises:
-        DataError, UsageError: see `Run.open`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._run = Run.open(path, "cpu")
-        model = self._run.model.eval()
-        self.model: EncoderDecoder = model if model.recipe is not None else model.float()
-        self.kind = "pairs"
-
-    def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
-        return up_to(most_tokens, self._pairs(text))
+    def _encode(self, text: str, special: bool) -> list[int]:
+        return self._opened.tokenizer.encode([text], add_special=special, parse_special=not special)[0]
 
     def _pairs(self, text: Path) -> Iterator[Window]:
-        tokenizers, start = self._run.tokenizers, self._run.tokenizers.target.rules.start
-        longest, most = self.model.max_source_tokens, self.model.max_target_tokens
+        model = self._opened.encoder_decoder
+        tokenizers, start = self._opened.tokenizers, self._opened.tokenizers.target.rules.start
+        longest, most = model.max_source_tokens, model.max_target_tokens
         for source, target in read_pairs(text):
             (src,), (tgt,) = tokenizers.source.encode([source]), tokenizers.target.encode([target])
-            if self.model.recipe is None:  # of others' models there are only so many positions
+            if model.recipe is None:  # of others' models there are only so many positions
                 src, tgt = src[:longest], tgt[: None if most is None else most - len(start)]
             inputs = {
                 "src": torch.tensor([[*src, tokenizers.source.eos_id]]),
@@ -131,25 +121,9 @@ class TranslatorRunnable(_OwnRunnable):
             }
             yield Window(inputs, torch.tensor([*start[1:], *tgt, tokenizers.target.eos_id]))
 
-    def random_windows(self, seed: int) -> Iterator[Window]:
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(RANDOM_WINDOWS):
-            src = torch.randint(0, self.model.src_vocab_size, (1, 24), generator=generator)
-            tgt = torch.randint(0, self.model.tgt_vocab_size, (1, 24), generator=generator)
-            pad = self.model.pad_id
-            filled = {
-                "src": src.masked_fill(src == pad, pad + 1),
-                "tgt": tgt.masked_fill(tgt == pad, pad + 1),
-            }
-            yield Window(filled, None)
 
-    @torch.inference_mode()
-    def outputs(self, window: Window) -> Tensor:
-        self.seen = {}
-        result: Tensor = self.model(window.inputs["src"], window.inputs["tgt"])
-        return result[0]
-
-    def attention_module(self, site: Site) -> nn.Module:
-        layers = {(str(there.stack), there.block): there.layer for there in attention_sites(self.model)}
-        stack = "cross" if site.kind == "cross" else "encoder" if site.stack == "encoder" else "decoder"
-        return layers[stack, site.layer]
+def _place(site: Site) -> str:
+    """The name of a layer as `attention_sites` spells it; a model of one stack has its own word for that."""
+    if site.kind == "cross":
+        return f"cross.{site.layer}"
+    return f"{'encoder' if site.stack == 'encoder' else 'decoder'}.{site.layer}"

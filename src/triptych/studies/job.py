@@ -14,14 +14,15 @@ from typing import Any, final
 
 from pydantic import BaseModel, ConfigDict
 
+from triptych.decoding import evaluate_translations
 from triptych.errors import DataError
 from triptych.files import write_text
 from triptych.inspection.checkpoint import inspect
 from triptych.models import EncoderDecoder
 from triptych.models.storage import read_own_model
+from triptych.opening import open_translator
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import read_rewrite_recipe
-from triptych.runs.evaluation import evaluate
 from triptych.runs.training import resume, train, validate
 from triptych.studies.budget import cache_bytes
 from triptych.text import CorpusSpec, read_parallel
@@ -177,7 +178,7 @@ def _named(figures: Mapping[str, Any]) -> dict[str, float]:
 def _translations(folder: Path, test: CorpusSpec, count: int | None) -> dict[str, float]:
     pairs = read_parallel(test)
     sources, references = pairs.source[:count], pairs.target[:count]
-    found = evaluate(folder, sources, references)
+    found = evaluate_translations(open_translator(folder).translator(), sources, references)
     exact = sum(a == b for a, b in zip(found.translations, references, strict=True)) / len(references)
     scores = {score.name: score.value for score in found.scores}
     return {"bleu": scores["BLEU"], "chrf": scores["chrF2"], "exact_match": exact}

@@ -22,7 +22,7 @@ from triptych.rewriting.measuring import (
     rounding_of_maps,
     total_errors,
 )
-from triptych.rewriting.opening import open_model
+from triptych.rewriting.opening import open_runnable
 from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER, coarsest_changed
 from triptych.rewriting.running import Seen
 from triptych.rewriting.verification.check import Claim, listed, near
@@ -184,7 +184,7 @@ def inputs_of_text(inputs: Mapping[str, Seen], original: Path, source: Attention
     """Check that the stored inputs are the original's inputs for this text."""
     claim = "inputs kept of the text"
     try:
-        model = open_model(original)
+        model = open_runnable(original)
         found = gather_inputs(model, source, model.windows(text, MOST_TOKENS))
     except TriptychError as error:
         return Claim(claim, False, str(error))

@@ -8,7 +8,7 @@ from triptych.errors import TriptychError
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import RANDOM_TOKENS, Certificate, EndToEnd
 from triptych.rewriting.comparing import why_no_rounding
-from triptych.rewriting.opening import can_run, open_model
+from triptych.rewriting.opening import can_run, open_runnable
 from triptych.rewriting.rounding import coarsest_changed
 from triptych.rewriting.running import Compared, compared, first_line
 from triptych.rewriting.verification.check import Claim, listed, near
@@ -50,7 +50,7 @@ def models_again(
         yield from not_compared(certificate, reason)
         return
     try:
-        one = open_model(original)
+        one = open_runnable(original)
     except TriptychError as error:
         if text is not None:
             raise
@@ -60,7 +60,7 @@ def models_again(
         windows = (
             one.random_windows(certificate.probes.seed) if text is None else one.windows(text, MOST_TOKENS)
         )
-        other = open_model(folder)
+        other = open_runnable(folder)
         found = compared(one, other, windows)
     except (TriptychError, RuntimeError, ValueError, LookupError, TypeError) as error:
         yield Claim(_WHOLE_MODELS, False, first_line(error))

@@ -1,0 +1,67 @@
+"""One call of an attention layer, operation by operation, and the places where a tap may change it."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, final
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from triptych.algebra.weights import AttentionWeights
+
+Activation = Literal["q", "k", "v", "scores", "weights", "z"]
+ACTIVATIONS: tuple[Activation, ...] = ("q", "k", "v", "scores", "weights", "z")
+
+
+class Tap(Protocol):
+    """Changes what a layer computes on the way: queries, keys, values, scores, weights, or what W_O reads."""
+
+    def __call__(self, name: Activation, value: Tensor, first: int | None) -> Tensor:
+        """The value that the layer goes on with.
+
+        Args:
+            name: which value it is.
+            value: `[batch, num_heads, …]`, as `LayerSteps` has it; it must not be changed in place.
+            first: position of the first query in its sequence; None in cross-attention, which cannot tell.
+        """
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LayerSteps:
+    """Every value of one call, in the order of the computation; keys and values of every query head.
+
+    Attributes:
+        q: queries as they meet the keys, after norms and rotation.
+        k: keys, likewise.
+        v: values.
+        products: `q kᵀ`.
+        scaled: the products times the scale.
+        biased: with what positions add.
+        scores: after the soft cap: what the softmax takes, before any mask.
+        visible: True where a query may attend; broadcasts to the scores.
+        weights: the attention weights.
+        gate: what the mixed values of each head are multiplied by; None without a gate.
+        z: what W_O reads: the weights times the values, times the gate.
+        output: of the layer.
+    """
+
+    q: Float[Tensor, "batch heads query_len d_k"]
+    k: Float[Tensor, "batch heads key_len d_k"]
+    v: Float[Tensor, "batch heads key_len d_v"]
+    products: Float[Tensor, "batch heads query_len key_len"]
+    scaled: Float[Tensor, "batch heads query_len key_len"]
+    biased: Float[Tensor, "batch heads query_len key_len"]
+    scores: Float[Tensor, "batch heads query_len key_len"]
+    visible: Bool[Tensor, "#batch #heads #query_len key_len"]
+    weights: Float[Tensor, "batch heads query_len key_len"]
+    gate: Float[Tensor, "batch heads query_len 1"] | None
+    z: Float[Tensor, "batch heads query_len d_v"]
+    output: Float[Tensor, "batch query_len d_model"]
+
+    def by_head(self, weights: AttentionWeights) -> Float[Tensor, "batch heads query_len d_model"]:
+        """What each head adds to the output, `z W_O`; with the output bias they sum to it.
+
+        Args:
+            weights: of the layer.
+        """
+        return self.z @ weights.W_O.to(self.z)

@@ -1,0 +1,315 @@
+"""Changes of a model: other weights, values changed on the way, directions added to the residual stream.
+
+A change is a record that says what it does to the weights of a layer, or to the modules of a model that runs.
+It never touches what it was given: a changed model has modules of its own and shares every tensor that stayed.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from triptych.algebra.weights import AttentionWeights, Link, Side
+from triptych.attention import Activation, MultiHeadAttention
+from triptych.errors import UsageError
+from triptych.models import EncoderDecoder, LanguageModel
+from triptych.models.blocks import Block
+from triptych.models.sites import AttentionSite, attention_sites
+
+ModelT = TypeVar("ModelT", LanguageModel, EncoderDecoder)
+Map = Literal["W_Q", "W_K", "W_V", "W_O"]
+SIDE_OF: dict[str, Side] = {"W_Q": "q", "W_K": "k", "W_V": "v", "W_O": "o"}
+# From the value of one head, `[batch, …]`, and the position of its first query to the value in its place.
+Edit = Callable[[Tensor, int], Tensor]
+
+
+class Change(ABC):
+    """One change of a model.
+
+    Attributes:
+        words: what it is, for reprs and messages: "ablate(3.2)".
+        unsayable: why weights cannot say it, so that it cannot be saved; "" if they can.
+    """
+
+    words: str
+    unsayable: str = ""
+
+    def of_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
+        """The weights of a layer, by its number in order, after the change."""
+        return weights
+
+    def changes_layer(self, layer: int) -> bool:
+        """Whether `of_weights` changes this layer."""
+        return False
+
+    @abstractmethod
+    def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
+        """Change a copy of a model.
+
+        Args:
+            model: has modules of its own.
+            sites: its attention layers, in the order of the face's layers.
+        """
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class WeightChange(Change):
+    """Other weights in some layers.
+
+    Attributes:
+        words: what it is.
+        layers: from a layer's number in order to what becomes of its weights.
+    """
+
+    words: str
+    layers: Mapping[int, Callable[[AttentionWeights], AttentionWeights]]
+
+    def of_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
+        return self.layers[layer](weights) if layer in self.layers else weights
+
+    def changes_layer(self, layer: int) -> bool:
+        return layer in self.layers
+
+    def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
+        for number in self.layers:
+            site = sites[number]
+            weights = self.of_weights(number, site.layer.weights(site.kind))
+            new = MultiHeadAttention.from_weights(weights, site.layer.dropout)
+            new.tap = site.layer.tap
+            put_layer(model, site, new.train(site.layer.training))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ValueChange(Change):
+    """Values of heads changed while the model runs.
+
+    Attributes:
+        words: what it is.
+        what: which value.
+        heads: from a layer's number in order to the edits of its heads.
+    """
+
+    words: str
+    what: Activation
+    heads: Mapping[int, Mapping[int, Edit]]
+
+    @property
+    def unsayable(self) -> str:  # type: ignore[override]
+        return f"it changes {self.what} while the model runs, which no weights say"
+
+    def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
+        for number, edits in self.heads.items():
+            layer = sites[number].layer
+            before = layer.tap.edits if isinstance(layer.tap, HeadTap) else ()
+            layer.tap = HeadTap((*before, (self.what, edits)))
+
+
+@final
+class HeadTap:
+    """The tap of a layer: edits of some of its heads, in the order in which they were asked for.
+
+    Attributes:
+        edits: which value, and what becomes of it by head.
+        first: position of the first query, where the layer itself cannot tell (cross-attention).
+    """
+
+    def __init__(self, edits: Sequence[tuple[Activation, Mapping[int, Edit]]]) -> None:
+        self.edits, self.first = tuple(edits), 0
+
+    def __call__(self, name: Activation, value: Tensor, first: int | None) -> Tensor:
+        for what, by_head in self.edits:
+            if what != name:
+                continue
+            value = value.clone()
+            for head, edit in by_head.items():
+                new = edit(value[:, head].clone(), self.first if first is None else first)
+                if new.shape != value[:, head].shape:
+                    raise UsageError(
+                        f"the edit of {name} gave shape {list(new.shape)} in the place of "
+                        f"{list(value[:, head].shape)}"
+                    )
+                value[:, head] = new.to(value)
+        return value
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Steering(Change):
+    """A direction added to the residual stream.
+
+    Attributes:
+        words: what it is.
+        stack: "encoder" or "decoder".
+        block: before which block; their number for the end of the stack.
+        vector: `[d_model]`.
+    """
+
+    words: str
+    stack: str
+    block: int
+    vector: Float[Tensor, " d_model"]
+
+    @property
+    def unsayable(self) -> str:  # type: ignore[override]
+        return "" if self.block else "the embeddings have no bias to take a direction"
+
+    def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
+        blocks = blocks_of(model, self.stack)
+        if self.block < len(blocks):
+            block = blocks[self.block]
+            block.added_before = sum_of(block.added_before, self.vector)
+        else:
+            block = blocks[-1]
+            block.added_after = sum_of(block.added_after, self.vector)
+
+    def into_weights(self, model: LanguageModel | EncoderDecoder) -> None:
+        """Add the direction to the bias that stands last before it in the stream, in a copy of a model.
+
+        Raises:
+            UsageError: there is no such bias.
+        """
+        block = blocks_of(model, self.stack)[self.block - 1]
+        frame = block.feed_forward_residual
+        target = frame.norm if not frame.pre else getattr(block.feed_forward, "outer", None)
+        bias = getattr(target, "bias", None)
+        if bias is None or (frame.pre and (frame.out_norm is not None or frame.scale != 1.0)):
+            raise UsageError(
+                f"{self.words} cannot be saved: no bias is added to the stream last before it, so weights of this "
+                "model cannot say it"
+            )
+        assert isinstance(target, nn.Module)
+        target.bias = nn.Parameter(bias.detach() + self.vector.to(bias))
+
+
+def sum_of(one: Tensor | None, other: Tensor) -> Tensor:
+    return other if one is None else one + other
+
+
+def changed_copy(
+    model: ModelT, changes: Sequence[Change], order: Callable[[ModelT], Sequence[AttentionSite]]
+) -> ModelT:
+    """A model with changes; its modules are new, and its parameters those of the old one.
+
+    Args:
+        model: stays as it is.
+        changes: in their order.
+        order: the attention layers of a model in the order of the face's layers.
+    """
+    kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copied = copy.deepcopy(model, kept)
+    for change in changes:
+        change.apply(copied, order(copied))
+    return copied
+
+
+def put_layer(model: LanguageModel | EncoderDecoder, site: AttentionSite, layer: MultiHeadAttention) -> None:
+    """Put a layer in the place of another one, for every block that shares it."""
+    for there in attention_sites(model):
+        if there.layer is site.layer:
+            name = "cross_attention" if there.stack == "cross" else "self_attention"
+            setattr(blocks_of(model, there.stack)[there.block], name, layer)
+
+
+def blocks_of(model: LanguageModel | EncoderDecoder, stack: str) -> list[Block]:
+    """The blocks of a stack; those of the decoder for "cross"."""
+    if isinstance(model, LanguageModel):
+        found = model.blocks
+    else:
+        found = model.encoder if stack == "encoder" else model.decoder
+    return [block for block in found if isinstance(block, Block)]
+
+
+# Weights.
+
+
+def without_heads(
+    weights: AttentionWeights,
+    heads: Sequence[int],
+    mean: Mapping[int, Float[Tensor, " d_v"]] | None = None,
+) -> AttentionWeights:
+    """The layer without what some heads add to its output.
+
+    Args:
+        weights: of the layer.
+        heads: their rows of W_O become 0.
+        mean: what each of them gives W_O instead, always; nothing if None.
+    """
+    whole = weights.multiplied("o").of_heads(weights.num_heads)
+    W_O, o_bias = whole.weight.detach().clone(), weights.o_bias
+    if mean is not None:
+        added = sum((mean[head].to(W_O) @ W_O[head] for head in heads), torch.zeros_like(W_O[0, 0]))
+        o_bias = added if o_bias is None else o_bias + added
+    W_O[list(heads)] = 0.0
+    return replace(weights, o=(Link(W_O),), o_bias=o_bias)
+
+
+def with_map(weights: AttentionWeights, name: str, given: Tensor, head: int | None) -> AttentionWeights:
+    """The layer with another W_Q, W_K, W_V or W_O; its bias stays.
+
+    Args:
+        weights: of the layer.
+        name: of the map.
+        given: `[d_in, d_out]` for one head, `[copies, d_in, d_out]` for a layer, where copies are its heads, or
+            the groups that share a key or a value.
+        head: which; None for the layer.
+
+    Raises:
+        UsageError: the shape does not fit, or the head shares the map with others.
+    """
+    side = SIDE_OF[name]
+    whole = weights.multiplied(side)
+    if head is not None:
+        if whole.copies < weights.num_heads:
+            size = weights.num_heads // whole.copies
+            first = head // size * size
+            raise UsageError(
+                f"heads {first} to {first + size - 1} share {name}: give the layer's, "
+                f"[{whole.copies}, {whole.d_in}, {whole.d_out}]"
+            )
+        maps = whole.weight.detach().clone()
+        _require_shape(name, given, maps[head])
+        maps[head] = given.to(maps)
+    else:
+        maps = given.to(whole.weight)
+        if maps.shape != whole.weight.shape:
+            _require_shape(name, given, whole.of_heads(weights.num_heads).weight)
+    bias = whole.bias
+    if bias is not None and bias.shape[0] != maps.shape[0]:
+        bias = bias.repeat_interleave(maps.shape[0] // bias.shape[0], dim=0)
+    chain = (Link(maps, bias, norm=whole.norm),)
+    return replace(weights, **{side: chain})  # type: ignore[arg-type]
+
+
+def tied_map(weights: AttentionWeights, name: str, to: str) -> AttentionWeights:
+    """The layer with one of its maps in the place of another, bias and all.
+
+    Raises:
+        UsageError: they do not fit each other: other widths, other numbers of heads, another input.
+    """
+    side, other = SIDE_OF[name], SIDE_OF[to]
+    if "o" in (side, other):
+        raise UsageError(f"{name} and {to} cannot be tied: W_O reads what heads mixed, the others the input")
+    if weights.semantics.kind == "cross" and "q" in (side, other):
+        raise UsageError(
+            f"{name} and {to} cannot be tied: in cross-attention queries read the decoder's stream, keys and "
+            "values the encoder's output"
+        )
+    one, two = weights.multiplied(side), weights.multiplied(other)
+    if one.weight.shape != two.weight.shape:
+        raise UsageError(
+            f"{name} cannot be tied to {to}: it is [heads, d_in, d_out] = {list(one.weight.shape)}, and {to} "
+            f"{list(two.weight.shape)}"
+        )
+    return replace(weights, **{side: weights.chain(other)})  # type: ignore[arg-type]
+
+
+def _require_shape(name: str, given: Tensor, like: Tensor) -> None:
+    if given.shape != like.shape:
+        raise UsageError(f"{name} is {list(like.shape)} here, and {list(given.shape)} was given")

@@ -1,0 +1,412 @@
+"""Layers and heads of a model, as a person holds them: matrices, the two forms, and what stands between."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NoReturn, final, overload
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.algebra.forms import BilinearForm
+from triptych.algebra.positions import RotaryEmbedding
+from triptych.algebra.rewrites import fold_norm
+from triptych.algebra.weights import AttentionWeights, Link, Side
+from triptych.checkpoints.layer import AttentionLayer
+from triptych.errors import UsageError
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PairEnergies:
+    """How much of a rotary head's scores each rotary pair carries.
+
+    Attributes:
+        frequencies: `[pairs]`, the angle in radians by which a pair turns from one position to the next.
+        energies: `[pairs, 2, 2]`, ‖W_Q's channel a‖² ‖W_K's channel b‖² for the two channels of each pair.
+        mean: `[pairs]`, the mean over all angles of the squared norm of the pair's form: half the sum of its
+            energies.
+    """
+
+    frequencies: Float[Tensor, " pairs"]
+    energies: Float[Tensor, "pairs 2 2"]
+
+    @property
+    def mean(self) -> Float[Tensor, " pairs"]:
+        return self.energies.sum(dim=(-2, -1)) / 2
+
+    def __repr__(self) -> str:
+        return f"PairEnergies({len(self.frequencies)} rotary pairs, energies [{len(self.frequencies)}, 2, 2])"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RotaryForm:
+    """W_QK of a head with rotary positions: one form for every distance, W_Q R(distance) W_Kᵀ.
+
+    Attributes:
+        left: W_Q, `[d_model, d_k]`.
+        right: W_K, likewise.
+        rotary: what turns queries and keys.
+    """
+
+    left: Float[Tensor, "d_model d_k"]
+    right: Float[Tensor, "d_memory d_k"]
+    rotary: RotaryEmbedding
+
+    def at(self, distance: int) -> BilinearForm:
+        """The form between a query and a key that stands `distance` positions before it.
+
+        Args:
+            distance: in tokens; below 0 for a key after the query.
+        """
+        rows = self.left if distance >= 0 else self.right
+        positions = torch.full((rows.shape[0],), abs(distance), device=rows.device)
+        turned = self.rotary.at(rows[None, None], positions, abs(distance) + 1)[0, 0] * self.rotary.factor
+        return BilinearForm(turned, self.right) if distance >= 0 else BilinearForm(self.left, turned)
+
+    @property
+    def pairs(self) -> PairEnergies:
+        """The energies of the rotary pairs; channels that positions do not turn have none."""
+        places = [torch.tensor(channels) for channels in self.rotary.pairs]
+        q, k = (
+            torch.stack([rows.float().square().sum(dim=0)[of] for of in places], dim=-1)
+            for rows in (self.left, self.right)
+        )
+        energies = q[:, :, None] * k[:, None, :] * self.rotary.factor**4
+        return PairEnergies(self.rotary.frequencies, energies)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise UsageError(
+            f"qk.{name}: rotary positions turn W_QK, which is another form at every distance: take "
+            f"qk.at(distance).{name}, or qk.pairs"
+        )
+
+    def __repr__(self) -> str:
+        shape = f"{self.left.shape[0]} × {self.right.shape[0]}, width {self.left.shape[1]}"
+        return f"RotaryForm({shape}: positions turn it: .at(distance) is the form at one, .pairs its energies)"
+
+
+@final
+class Head:
+    """One attention head: `q = x W_Q + b_Q`, `k = y W_K + b_K`, `v = y W_V + b_V`, and W_O.
+
+    Attributes:
+        name: its place, `3.2` or `cross.3.2`.
+        number: in its layer.
+        layer: the layer.
+    """
+
+    def __init__(self, layer: "Layer", number: int, weights: AttentionWeights | None = None) -> None:
+        self.layer, self.number, self.name = layer, number, f"{layer.name}.{number}"
+        self._own = weights
+
+    @cached_property
+    def weights(self) -> AttentionWeights:
+        """The head as a layer of one head, with the norm that the layer reads; its tensors are views."""
+        return _one_head(self.layer.weights, self.number) if self._own is None else self._own
+
+    @property
+    def W_Q(self) -> Float[Tensor, "d_model d_k"]:
+        """To the query: `[d_model, d_k]`."""
+        return self._map("q").weight[0]
+
+    @property
+    def W_K(self) -> Float[Tensor, "d_memory d_k"]:
+        """To the key: `[d_model, d_k]`; that of its group, where heads share one."""
+        return self._map("k").weight[0]
+
+    @property
+    def W_V(self) -> Float[Tensor, "d_memory d_v"]:
+        """To the value: `[d_model, d_v]`; that of its group, where heads share one."""
+        return self._map("v").weight[0]
+
+    @property
+    def W_O(self) -> Float[Tensor, "d_v d_model"]:
+        """From what the head mixed to the residual stream: `[d_v, d_model]`."""
+        return self._map("o").weight[0]
+
+    @property
+    def b_Q(self) -> Float[Tensor, " d_k"] | None:
+        """Bias of the query, None without one; likewise `b_K` and `b_V`. b_O is the layer's."""
+        return self._bias("q")
+
+    @property
+    def b_K(self) -> Float[Tensor, " d_k"] | None:
+        return self._bias("k")
+
+    @property
+    def b_V(self) -> Float[Tensor, " d_v"] | None:
+        return self._bias("v")
+
+    @property
+    def d_k(self) -> int:
+        """Width of queries and keys."""
+        return self.W_Q.shape[1]
+
+    @property
+    def d_v(self) -> int:
+        """Width of values."""
+        return self.W_V.shape[1]
+
+    @property
+    def qk(self) -> BilinearForm | RotaryForm:
+        """W_QK = W_Q W_Kᵀ: where the head looks. Biases and the scale are left out.
+
+        With rotary positions it is a form for every distance (`RotaryForm`).
+
+        Raises:
+            UsageError: what stands between queries and keys makes the scores no bilinear form: norms, clipping.
+        """
+        if found := [why for why in self.between if why in _BREAKS_QK]:
+            raise UsageError(
+                f"head {self.name}: {found[0]} stands between the maps and the scores, so W_QK is no one form: "
+                "W_Q and W_K are the maps themselves"
+            )
+        rotary = self.weights.semantics.rotary
+        return BilinearForm(self.W_Q, self.W_K) if rotary is None else RotaryForm(self.W_Q, self.W_K, rotary)
+
+    @property
+    def ov(self) -> BilinearForm:
+        """W_OV = W_V W_O: what the head moves. Biases are left out.
+
+        Raises:
+            UsageError: values are clipped or normalised, which no one form says.
+        """
+        if found := [why for why in self.between if why in _BREAKS_OV]:
+            raise UsageError(
+                f"head {self.name}: {found[0]} stands between W_V and W_O, so W_OV is no one form: W_V and W_O "
+                "are the maps themselves"
+            )
+        return BilinearForm(self.W_V, self.W_O.mT)
+
+    @property
+    def between(self) -> list[str]:
+        """What decides the output besides the maps: rotary positions, QK-norm, a soft cap, a window, …"""
+        found = self.weights.semantics.beyond(("scale", "kind", "dropout"))
+        for sides, word in (("qk", _NORM_WITHIN_QK), ("v", _NORM_WITHIN_V)):
+            links = [link for side in sides for link in self.weights.chain(side)]  # type: ignore[arg-type]
+            if any(link.norm is not None for link in links):
+                found.append(word)
+        return found
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The heads of the layer that share keys and values with this one, itself among them."""
+        weights = self.layer.weights
+        size = weights.num_heads // max(weights.num_key_heads, weights.num_value_heads)
+        first = self.number // size * size
+        return tuple(range(first, first + size))
+
+    @property
+    def borrows(self) -> str | None:
+        """The layer whose keys and values the head reads, where they are not its own layer's."""
+        return self.layer.borrows
+
+    @property
+    def folded(self) -> "Head":
+        """The same head reading normalised input: gain and shift of the norm before it are in its maps.
+
+        Raises:
+            UsageError: the norm cannot be folded (post-norm, sandwich), or there is none.
+        """
+        slots = replace(self.weights, other_norm_readers="", bias_slots=frozenset(("q", "k", "v", "o")))
+        return Head(self.layer, self.number, fold_norm(slots.to(torch.float64)).weights.to(slots.dtype))
+
+    def _map(self, side: Side) -> Link:
+        return self.weights.multiplied(side)
+
+    def _bias(self, side: Side) -> Tensor | None:
+        bias = self._map(side).bias
+        return None if bias is None else bias[0]
+
+    def __repr__(self) -> str:
+        group = "" if len(self.group) == 1 else f", keys and values shared with heads {_range(self.group)}"
+        between = f"\n  between: {', '.join(self.between)}" if self.between else ""
+        biases = [f"b_{side.upper()}" for side in ("q", "k", "v") if self._bias(side) is not None]
+        return (
+            f"Head {self.name} of {self.layer.model}{group}\n"
+            f"  W_Q {_shape(self.W_Q)}  W_K {_shape(self.W_K)}  W_V {_shape(self.W_V)}  W_O {_shape(self.W_O)}"
+            + (f"  with {', '.join(biases)}" if biases else "")
+            + f" ({_dtype(self.W_Q)}){between}"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [(name, _shape(getattr(self, name))) for name in ("W_Q", "W_K", "W_V", "W_O")]
+        rows += [("between", ", ".join(self.between) or "nothing")]
+        return table_html(f"Head {self.name}", rows)
+
+
+_NORM_WITHIN_QK, _NORM_WITHIN_V = "a norm within the map of queries or keys", "a norm within the map of values"
+_BREAKS_QK = ("QK-norm", "clipped queries, keys and values", _NORM_WITHIN_QK)
+_BREAKS_OV = ("clipped queries, keys and values", _NORM_WITHIN_V)
+
+
+@final
+class Layer:
+    """One attention layer; its weights are read when they are first asked for.
+
+    Attributes:
+        name: its place in the model, `3` or `cross.3`.
+        kind: "self", "causal" or "cross": where queries and keys come from.
+        model: the name of the model.
+        num_heads: number of query heads.
+        borrows: the layer whose keys and values it reads; None if it has its own.
+    """
+
+    borrows: str | None = None
+
+    def __init__(self, name: str, model: str, read: "ReadLayer") -> None:
+        self.name, self.model, self._read = name, model, read
+        self.kind = read.kind
+
+    @cached_property
+    def _layer(self) -> AttentionLayer:
+        return self._read()
+
+    @property
+    def weights(self) -> AttentionWeights:
+        """All maps as chains of factors, what is shared and what is not, and what stands between."""
+        return self._layer.weights
+
+    @property
+    def num_heads(self) -> int:
+        return self.weights.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of different key or value maps."""
+        return max(self.weights.num_key_heads, self.weights.num_value_heads)
+
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream."""
+        return self.weights.d_model
+
+    @property
+    def heads(self) -> tuple[Head, ...]:
+        """All heads."""
+        return tuple(Head(self, number) for number in range(self.num_heads))
+
+    @property
+    def W_Q(self) -> Float[Tensor, "num_heads d_model d_k"]:
+        """Of every head, `[num_heads, d_model, d_k]`; likewise `W_K`, `W_V`, with shared ones repeated."""
+        return self.weights.W_Q
+
+    @property
+    def W_K(self) -> Float[Tensor, "num_heads d_memory d_k"]:
+        return self.weights.W_K
+
+    @property
+    def W_V(self) -> Float[Tensor, "num_heads d_memory d_v"]:
+        return self.weights.W_V
+
+    @property
+    def W_O(self) -> Float[Tensor, "num_heads d_v d_model"]:
+        """Of every head, `[num_heads, d_v, d_model]`."""
+        return self.weights.W_O
+
+    @property
+    def b_Q(self) -> Float[Tensor, "num_heads d_k"] | None:
+        """Of every head, `[num_heads, d_k]`, None without; likewise `b_K` and `b_V`."""
+        return self.weights.head_bias("q")
+
+    @property
+    def b_K(self) -> Float[Tensor, "num_heads d_k"] | None:
+        return self.weights.head_bias("k")
+
+    @property
+    def b_V(self) -> Float[Tensor, "num_heads d_v"] | None:
+        return self.weights.head_bias("v")
+
+    @property
+    def b_O(self) -> Float[Tensor, " d_model"] | None:
+        """The bias of the output, added once; None without."""
+        return self.weights.o_bias
+
+    @property
+    def between(self) -> list[str]:
+        """What decides the output besides the maps."""
+        return self[0].between
+
+    def __len__(self) -> int:
+        return self.num_heads
+
+    def __iter__(self) -> Iterator[Head]:
+        return iter(self.heads)
+
+    def __getitem__(self, number: int) -> Head:
+        """A head.
+
+        Raises:
+            UsageError: there is no such head.
+        """
+        if not -self.num_heads <= number < self.num_heads:
+            # An IndexError, too, for loops that go by index.
+            raise NoSuchHeadError(
+                f"layer {self.name} of {self.model} has no head {number}: its heads are 0 to {self.num_heads - 1}"
+            )
+        return Head(self, number % self.num_heads)
+
+    def __repr__(self) -> str:
+        weights = self.weights
+        groups = f" ({self.num_kv_heads} of keys and values)" if self.num_kv_heads != self.num_heads else ""
+        between = f"\n  between: {', '.join(self.between)}" if self.between else ""
+        d_k, d_v = weights.multiplied("q").d_out, weights.multiplied("v").d_out
+        return (
+            f"Layer {self.name} of {self.model}: {self.kind} attention, {self.num_heads} heads{groups}, "
+            f"d_model {self.d_model}, d_k {d_k}, d_v {d_v}, {weights.num_parameters:,} parameters "
+            f"({_dtype(next(weights.tensors()))}){between}"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (f"head {head.number}", "  ".join(_shape(part) for part in (head.W_Q, head.W_K, head.W_V, head.W_O)))
+            for head in self.heads
+        ]
+        return table_html(f"Layer {self.name}: W_Q, W_K, W_V, W_O", rows)
+
+
+@final
+class NoSuchHeadError(UsageError, IndexError):
+    """A head that a layer does not have."""
+
+
+@final
+class ReadLayer:
+    """Reads a layer when it is called."""
+
+    def __init__(self, kind: str, read: "LayerSource") -> None:
+        self.kind, self._read = kind, read
+
+    def __call__(self) -> AttentionLayer:
+        return self._read()
+
+
+@final
+class Layers(Sequence[Layer]):
+    """Attention layers in order; `layers[3]` is the fourth, and a slice is a shorter sequence."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = tuple(layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @overload
+    def __getitem__(self, number: int) -> Layer: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> "Layers": ...
+
+    def __getitem__(self, number: int | slice) -> "Layer | Layers":
+        if isinstance(number, slice):
+            return Layers(self._layers[number])
+        return self._layers[number]
+
+    def __repr__(self) -> str:
+        names = [layer.name for layer in self._layers]
+        return f"Layers({len(names)}: {names[0]} to {names[-1]})" if len(names) > 1 else f"Layers({names})"

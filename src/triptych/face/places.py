@@ -1,0 +1,116 @@
+"""How a place in a model is spelled: a layer `3`, `encoder.3` or `cross.3`, a head `3.2`, a pattern `*.2`."""
+
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import final
+
+from triptych.checkpoints.layer import Site
+from triptych.errors import UsageError
+
+_PART = re.compile(r"[a-z_]+|[0-9]+|\*", re.ASCII)
+
+
+@final
+class Places:
+    """The names of a model's attention layers, and what a person's spelling of one or several stands for.
+
+    A model with one stack of self-attention numbers its layers: `0`, `1`, …. Others put the stack before the
+    number: `encoder.0`, `decoder.0`, and `cross.0` for attention to the encoder's output.
+    """
+
+    def __init__(self, sites: Sequence[Site], model: str) -> None:
+        """Name the layers at these sites; `model` is for messages."""
+        self._model = model
+        stacks = dict.fromkeys(stack_of(site) for site in sites)
+        self.stacks = tuple(stacks)
+        self.names = tuple(
+            f"{stack_of(site)}.{site.layer}" if len(stacks) > 1 else str(site.layer) for site in sites
+        )
+
+    def layer(self, place: int | str) -> int:
+        """The number, in order, of the layer that a name stands for.
+
+        Raises:
+            UsageError: there is no such layer, or several; the message lists them.
+        """
+        if isinstance(place, int) and place < 0 and len(self.stacks) == 1 and -place <= len(self.names):
+            return len(self.names) + place
+        wanted = self._full(str(place))
+        if wanted in self.names:
+            return self.names.index(wanted)
+        several = [name for name in self.names if name.endswith(f".{wanted}")]
+        if several:
+            raise UsageError(f"{self._model}: layer {place} could be {', '.join(several)}: give one of these")
+        raise UsageError(f"{self._model} has no layer {place}: its layers are {self._shown()}")
+
+    def split(self, place: str) -> tuple[int, int | None]:
+        """A layer's number in order and a head's in it; None for the layer as a whole.
+
+        Raises:
+            UsageError: there is no such layer, or the name is not spelled like one.
+        """
+        parts = place.split(".")
+        if not all(_PART.fullmatch(part) for part in parts):
+            raise UsageError(f'"{place}" is no place in a model: write a layer as 3, a head as 3.2')
+        if self._full(place) in self.names:
+            return self.layer(place), None
+        if len(parts) > 1 and parts[-1].isdigit():
+            return self.layer(".".join(parts[:-1])), int(parts[-1])
+        return self.layer(place), None
+
+    def heads(self, places: str | Sequence[str], counts: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """The heads that places and patterns stand for, by the number of their layer.
+
+        Args:
+            places: `"3.2"`, `"3"` for all heads of a layer, `"*.2"`, `"cross.*"`; separated by commas or spaces,
+                or a sequence.
+            counts: the number of heads of every layer.
+
+        Raises:
+            UsageError: one stands for nothing.
+        """
+        given = re.split(r"[,\s]+", places.strip()) if isinstance(places, str) else list(places)
+        found: dict[int, set[int]] = {}
+        for place in given:
+            for layer, head in self._matching(str(place), counts):
+                found.setdefault(layer, set()).add(head)
+        if not found:
+            raise UsageError("no head is chosen: write a layer as 3, a head as 3.2, a pattern as *.2")
+        return {layer: tuple(sorted(heads)) for layer, heads in sorted(found.items())}
+
+    def _matching(self, place: str, counts: Sequence[int]) -> list[tuple[int, int]]:
+        if "*" not in place:
+            layer, head = self.split(place)
+            if head is not None and head >= counts[layer]:
+                raise UsageError(
+                    f"{self._model}: layer {self.names[layer]} has no head {head}: its heads are 0 to "
+                    f"{counts[layer] - 1}"
+                )
+            return [(layer, one) for one in (range(counts[layer]) if head is None else [head])]
+        pattern = self._full(place)
+        found = [
+            (layer, head)
+            for layer, name in enumerate(self.names)
+            for head in range(counts[layer])
+            if fnmatchcase(f"{name}.{head}", pattern) or fnmatchcase(name, pattern)
+        ]
+        if not found:
+            raise UsageError(f"{self._model}: {place} matches no head; layers are {self._shown()}")
+        return found
+
+    def _full(self, place: str) -> str:
+        """A name as this model has it: `decoder.3` of a model with one stack is its layer `3`."""
+        first, dot, rest = place.partition(".")
+        return rest if dot and len(self.stacks) == 1 and first == self.stacks[0] else place
+
+    def _shown(self) -> str:
+        ends: dict[str, list[str]] = {}
+        for name in self.names:
+            ends.setdefault(name.rpartition(".")[0], []).append(name)
+        return ", ".join(own[0] if len(own) == 1 else f"{own[0]} to {own[-1]}" for own in ends.values())
+
+
+def stack_of(site: Site) -> str:
+    """The stack that a layer is named after."""
+    return "cross" if site.kind == "cross" else site.stack

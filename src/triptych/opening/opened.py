@@ -1,0 +1,380 @@
+"""A model in memory with its tokenizers: of a run, of a converted model, or of another library's checkpoint."""
+
+import copy
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import tomli_w
+import torch
+from pydantic import ValidationError
+
+from triptych.checkpoints import read_marian
+from triptych.checkpoints.models import load_encoder_decoder, load_language_model
+from triptych.checkpoints.translators import Languages, read_translator
+from triptych.decoding import Precision, SearchOptions, Stop, TextGenerator, Translator
+from triptych.decoding.text_generator import check_vocabulary
+from triptych.errors import DataError, TriptychError, UsageError
+from triptych.files import write_text
+from triptych.models import EncoderDecoder, LanguageModel, write_model
+from triptych.models.device import find_device
+from triptych.models.storage import read_own_model
+from triptych.opening.source import Source, find_source
+from triptych.runs.folder import DECODING, RECIPE, check_tokenizers
+from triptych.runs.language import TOKENIZER
+from triptych.storage.untrusted import read_json
+from triptych.text import Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
+from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
+
+
+@final
+class OpenedModel:
+    """A model of one stack with its tokenizer, or an encoder-decoder with two.
+
+    Attributes:
+        name: the path or the name on the Hub that was given.
+        folder: where its files lie.
+        model: in evaluation mode.
+        tokenizer: of what the model reads and predicts; of an encoder-decoder the target's.
+        recipe: of a run that translates; None for others.
+        end_ids: tokens that end a text, as the checkpoint's configuration has them.
+        start_id: the token that an encoder-decoder's decoder reads first.
+        unsearched: why outputs of an encoder-decoder are not searched for; None if they are.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        model: LanguageModel | EncoderDecoder,
+        tokenizers: Tokenizer | TokenizerPair,
+        *,
+        recipe: Recipe | None = None,
+        decoding: DecodingConfig | None = None,
+        end_ids: tuple[int, ...] = (),
+        start_id: int | None = None,
+        unsearched: TriptychError | None = None,
+    ) -> None:
+        self.name, self.folder, self.model, self._tokenizers = name, folder, model, tokenizers
+        self.unsearched = unsearched
+        self.recipe, self._decoding, self.end_ids = recipe, decoding, end_ids
+        if isinstance(tokenizers, TokenizerPair):
+            self.tokenizer: Tokenizer = tokenizers.target
+            start_id = tokenizers.target.rules.start[0] if start_id is None else start_id
+        else:
+            self.tokenizer = tokenizers
+        self.start_id = start_id
+
+    @property
+    def translates(self) -> bool:
+        """Whether the model has an encoder and a decoder."""
+        return isinstance(self.model, EncoderDecoder)
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether it translates: an encoder-decoder whose files ask for a search that ours can be."""
+        return self._decoding is not None
+
+    @property
+    def decoding(self) -> DecodingConfig:
+        """How an encoder-decoder is searched.
+
+        Raises:
+            TriptychError: it is not, with the reason.
+        """
+        if self._decoding is None:
+            raise self.unsearched or _does_not_translate(self.name)
+        return self._decoding
+
+    @property
+    def tokenizers(self) -> TokenizerPair:
+        """Those of the two sides of a translator that is searched.
+
+        Raises:
+            UsageError: it has one stack, or its files ask for a search that ours is not.
+        """
+        if not isinstance(self._tokenizers, TokenizerPair):
+            raise self.unsearched or _does_not_translate(self.name)
+        return self._tokenizers
+
+    @property
+    def language_model(self) -> LanguageModel:
+        """The model, which has one stack.
+
+        Raises:
+            DataError: it has two.
+        """
+        if not isinstance(self.model, LanguageModel):
+            raise DataError(f"{self.name} translates: it has no language model; see triptych translate")
+        return self.model
+
+    @property
+    def encoder_decoder(self) -> EncoderDecoder:
+        """The model, which has two stacks.
+
+        Raises:
+            UsageError: it has one.
+        """
+        if not isinstance(self.model, EncoderDecoder):
+            raise _does_not_translate(self.name)
+        return self.model
+
+    def with_model(self, model: LanguageModel | EncoderDecoder) -> "OpenedModel":
+        """The same with another model in its place."""
+        changed = copy.copy(self)
+        changed.model = model
+        return changed
+
+    def with_decoding(self, decoding: DecodingConfig) -> "OpenedModel":
+        """The same, searched in another way."""
+        changed = copy.copy(self)
+        changed._decoding = decoding
+        return changed
+
+    def require_recipe(self) -> None:
+        """The model is a recipe's or Marian's, which can be written in other formats.
+
+        Raises:
+            UsageError: it is not.
+        """
+        if self.encoder_decoder.recipe is None:
+            kind = read_json(self.folder / "config.json").get("model_type")
+            raise UsageError(
+                f"{self.folder} is a checkpoint of {kind}, which is run here, and not converted: of other "
+                "libraries' translators only Marian's are"
+            )
+
+    def save(self, folder: Path) -> None:
+        """Write model, tokenizers and the way to search, without a recipe, into a folder."""
+        write_model(self.encoder_decoder, folder)
+        self.tokenizers.save(folder)
+        write_text(folder / DECODING, tomli_w.dumps(self.decoding.model_dump()))
+
+    def search_options(
+        self,
+        beam_size: int | None = None,
+        alpha: float | None = None,
+        num_best: int = 1,
+        max_extra_tokens: int | None = None,
+        stop: Stop | None = None,
+    ) -> SearchOptions:
+        """The recipe's or the checkpoint's way to search, with what is given changed.
+
+        Asking for more translations than its beam holds widens the beam, unless a beam is given.
+
+        Raises:
+            UsageError: values that do not go together, or the model is not searched.
+        """
+        decoding = self.decoding
+        try:
+            return SearchOptions(
+                beam_size=max(decoding.beam_size, num_best) if beam_size is None else beam_size,
+                alpha=decoding.alpha if alpha is None else alpha,
+                max_extra_tokens=max_extra_tokens or decoding.max_extra_tokens,
+                num_best=num_best,
+                stop=stop or decoding.stop,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    def translator(
+        self, options: SearchOptions | None = None, *, precision: Precision = "fp32", workers: int = 1
+    ) -> Translator:
+        """A translator with the model's own way to search unless another is given."""
+        options = options or self.search_options()
+        return Translator(
+            self.encoder_decoder, self.tokenizers, options, precision=precision, workers=workers
+        )
+
+    def generator(self, *, precision: Precision = "fp32", batch_rows: int = 32) -> TextGenerator:
+        """What continues texts with the model."""
+        return TextGenerator(
+            self.language_model,
+            self.tokenizer,
+            precision=precision,
+            end_ids=self.end_ids,
+            batch_rows=batch_rows,
+        )
+
+
+def _does_not_translate(name: str) -> UsageError:
+    return UsageError(f"{name} is a language model, which does not translate: see triptych generate")
+
+
+def open_model(
+    source: str | Path | Source,
+    device: str = "auto",
+    dtype: torch.dtype | None = None,
+    languages: Languages | None = None,
+) -> OpenedModel:
+    """The model of a run, of a converted one, of a checkpoint of another library, or of the Hub.
+
+    Args:
+        source: the folder, file or name, or what was found there.
+        device: where the model goes; "auto" takes a GPU if there is one.
+        dtype: of its numbers; those of the files if None.
+        languages: of an encoder-decoder of several languages; those that its files name if None.
+
+    Raises:
+        UsageError: nothing of that name, no such device, or languages that the model does not have.
+        DataError: files missing or damaged, files of different runs, or a family that cannot be run.
+    """
+    found = source if isinstance(source, Source) else find_source(source)
+    where = find_device(device)
+    if found.is_own:
+        if languages is not None:
+            raise UsageError(f"{found.name} is a run of one pair of languages: leave out --languages")
+        opened = _own_translator(found) if found.translates else _own_language_model(found)
+        opened.model.to(where, dtype)
+        return opened
+    if found.translates:
+        return _others_translator(found, where, dtype, languages)
+    if languages is not None:
+        raise UsageError(f"{found.name} does not translate: leave out --languages")
+    loaded = load_language_model(found.path, where, dtype)
+    tokenizer = load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
+    return OpenedModel(
+        found.name,
+        loaded.folder,
+        loaded.model,
+        tokenizer,
+        end_ids=_end_ids(loaded.folder, loaded.config),
+    )
+
+
+def open_language_model(
+    source: str | Path, device: str = "auto", dtype: torch.dtype | None = None
+) -> OpenedModel:
+    """As `open_model`; the model must have one stack.
+
+    Raises:
+        DataError: it has two.
+    """
+    found = find_source(source)
+    if found.translates:
+        raise DataError(f"{found.name} translates: it has no language model; see triptych translate")
+    opened = open_model(found, device, dtype)
+    check_vocabulary(opened.language_model, opened.tokenizer)
+    return opened
+
+
+def open_translator(
+    source: str | Path, device: str = "auto", languages: Languages | None = None
+) -> OpenedModel:
+    """As `open_model`; the model must have two stacks and be searched.
+
+    Raises:
+        UsageError: it has one, or its files ask for a search that ours is not.
+    """
+    found = find_source(source)
+    if not found.translates:
+        if found.is_own and (found.folder / RECIPE).exists():
+            require_translation(read_recipe(found.folder / RECIPE), found.name)
+        raise _does_not_translate(found.name)
+    opened = open_model(found, device, None, languages)
+    opened.search_options()
+    return opened
+
+
+def _own_translator(source: Source) -> OpenedModel:
+    folder, recipe = source.folder, None
+    if (folder / RECIPE).exists():
+        recipe = require_translation(read_recipe(folder / RECIPE), folder)
+        decoding = recipe.decoding
+    elif (folder / DECODING).exists():
+        decoding = _read_decoding(folder / DECODING)
+    else:
+        raise DataError(f"{folder} is not a run folder: it has no {RECIPE}")
+    model = read_own_model(folder)
+    assert isinstance(model, EncoderDecoder), "its configuration says so"
+    tokenizers = TokenizerPair.load(folder)
+    if recipe is not None:
+        check_tokenizers(tokenizers, recipe, folder)
+    sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+    if sizes != (model.src_vocab_size, model.tgt_vocab_size):
+        raise DataError(
+            f"{folder}: the tokenizers have {sizes[0]} and {sizes[1]} tokens, the model "
+            f"{model.src_vocab_size} and {model.tgt_vocab_size}: the files come from different runs"
+        )
+    return OpenedModel(source.name, folder, model, tokenizers, recipe=recipe, decoding=decoding)
+
+
+def _own_language_model(source: Source) -> OpenedModel:
+    model, tokenizer = read_own_model(source.folder), read_tokenizer(source.folder / TOKENIZER)
+    assert isinstance(model, LanguageModel), "its configuration says so"
+    if tokenizer.vocab_size != model.vocab_size:
+        raise DataError(
+            f"{source.folder}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model "
+            f"{model.vocab_size:,}: the files come from different runs"
+        )
+    ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    return OpenedModel(source.name, source.folder, model, tokenizer, end_ids=ends)
+
+
+def _others_translator(
+    source: Source, device: torch.device, dtype: torch.dtype | None, languages: Languages | None
+) -> OpenedModel:
+    folder = source.folder
+    stops: dict[str, str] = {}
+    if source.record.get("model_type") == "marian" and languages is None:
+        marian = read_marian(folder)
+        model, tokenizers = marian.model.to(device, dtype), marian.tokenizers
+        num_beams, alpha = marian.num_beams, marian.length_penalty
+    else:
+        try:
+            found = read_translator(folder, device, languages)
+        except (DataError, UsageError) as error:
+            if languages is not None:
+                raise
+            return _unsearched(source, device, dtype, error)
+        model, tokenizers = found.model.to(dtype=dtype), found.tokenizers
+        num_beams, alpha = found.num_beams, found.length_penalty
+        stops = {"stop": "full"} if found.stops_when_full else {}
+    beams = {} if num_beams is None else {"beam_size": num_beams}
+    decoding = DecodingConfig.model_validate({**beams, **stops, "alpha": alpha})
+    return OpenedModel(source.name, folder, model, tokenizers, decoding=decoding)
+
+
+def _unsearched(
+    source: Source, device: torch.device, dtype: torch.dtype | None, why: TriptychError
+) -> OpenedModel:
+    """An encoder-decoder that reads what it is given, and whose outputs are not searched for.
+
+    Raises:
+        DataError: `why`, where it cannot be run at all.
+    """
+    start_id = source.record.get("decoder_start_token_id")
+    if not isinstance(start_id, int):
+        raise why
+    model = load_encoder_decoder(source.folder, device, dtype)
+    tokenizer = load_tokenizer(source.folder, vocab_size=model.src_vocab_size)
+    return OpenedModel(source.name, source.folder, model, tokenizer, start_id=start_id, unsearched=why)
+
+
+def _read_decoding(path: Path) -> DecodingConfig:
+    """How a converted model is searched.
+
+    Raises:
+        DataError: not TOML, or not such settings.
+    """
+    try:
+        return DecodingConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{path}: {where}: {first['msg']}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _end_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """What `generation_config.json`, or else `config.json`, says of the end of a text."""
+    path = folder / "generation_config.json"
+    for record in (read_json(path) if path.exists() else {}, config):
+        match record.get("eos_token_id"):
+            case int(one):
+                return (one,)
+            case list(several):
+                return tuple(token for token in several if isinstance(token, int))
+    return ()

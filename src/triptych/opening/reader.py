@@ -1,0 +1,441 @@
+"""A model reads texts: token ids in, everything that its layers were given and computed out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Literal, final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from triptych.attention import LayerSteps, MultiHeadAttention, PositionIds, QueriesAndKeys
+from triptych.decoding import GenerationOptions
+from triptych.decoding.batches import EvaluationMode, batches_of_like_length
+from triptych.decoding.text_generator import check_vocabulary
+from triptych.errors import UsageError
+from triptych.models import EncoderDecoder, LanguageModel
+from triptych.models.sites import AnyModel, AttentionSite, attention_sites
+from triptych.opening.opened import OpenedModel
+from triptych.text import Tokenizer
+
+AttentionKind = Literal["encoder", "decoder", "cross"]
+# Padded tokens that a model reads at a time.
+BATCH_TOKENS = 8192
+
+
+@final
+@dataclass(frozen=True)
+class TextIds:
+    """What a model reads of one text.
+
+    Attributes:
+        ids: what its stack reads; of an encoder-decoder what its decoder produces, the end of sentence last.
+        source: what the encoder of an encoder-decoder reads, its end included; None for other models.
+        num_generated: how many of `ids`, the last ones, the model produced itself.
+    """
+
+    ids: tuple[int, ...]
+    source: tuple[int, ...] | None = None
+    num_generated: int = 0
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One call of an attention layer.
+
+    Attributes:
+        site: the layer and its place in the model.
+        x: what queries are made of, after the norm before the layer.
+        memory: what keys and values are made of; None in self-attention, where that is `x`.
+        mask: True = may attend; see `MultiHeadAttention.forward`, as for the others.
+        causal: a query sees only its own position and earlier ones.
+        positions: of the tokens; None if they follow each other.
+    """
+
+    site: AttentionSite
+    x: Float[Tensor, "batch query_len d_model"]
+    memory: Float[Tensor, "batch key_len d_memory"] | None
+    mask: Bool[Tensor, "..."] | None
+    causal: bool
+    positions: PositionIds | None
+
+    @property
+    def layer(self) -> MultiHeadAttention:
+        """The layer."""
+        return self.site.layer
+
+    @property
+    def kind(self) -> AttentionKind:
+        """Which tokens look at which."""
+        return self.site.stack
+
+    def queries_and_keys(self) -> QueriesAndKeys:
+        """Queries and keys as the layer compares them."""
+        return self.layer.queries_and_keys(
+            self.x, memory=self.memory, mask=self.mask, causal=self.causal, positions=self.positions
+        )
+
+    def steps(self) -> LayerSteps:
+        """Every value of the call, computed again; the layer's tap acts as it did."""
+        return self.layer.steps(
+            self.x, memory=self.memory, mask=self.mask, causal=self.causal, positions=self.positions
+        )
+
+    def of_row(self, row: int, query_len: int, key_len: int) -> "LayerCall":
+        """The call for one row of the batch alone, without padding on the right.
+
+        Args:
+            row: of the batch.
+            query_len: its number of queries.
+            key_len: its number of keys.
+        """
+        one, mask, positions = slice(row, row + 1), self.mask, self.positions
+        if mask is not None:
+            mask = mask[(None,) * (4 - mask.ndim)]
+            mask = mask[one] if mask.shape[0] > 1 else mask
+            mask = mask[..., :query_len, :key_len] if mask.shape[-2] > 1 else mask[..., :key_len]
+            mask = None if bool(mask.all()) else mask
+        if positions is not None:
+            ids = positions.ids[one] if positions.ids.ndim == 2 else positions.ids
+            positions = positions._replace(ids=ids[..., :query_len])
+        memory = None if self.memory is None else self.memory[one, :key_len]
+        return replace(self, x=self.x[one, :query_len], memory=memory, mask=mask, positions=positions)
+
+
+@contextmanager
+def record_calls(model: AnyModel) -> Iterator[list[LayerCall]]:
+    """Record the calls of all attention layers of a model, in the order in which they run.
+
+    The outputs of the model stay the same, bit for bit. Calls with a cache are refused: what they compare
+    with is not in their input.
+
+    Args:
+        model: runs inside the context; its layers are as they were afterwards.
+
+    Raises:
+        ValueError: in the run, a layer was called with a cache.
+    """
+    calls: list[LayerCall] = []
+
+    def keep(
+        module: MultiHeadAttention,
+        given: tuple[Tensor, ...],
+        named: Mapping[str, Any],
+        *,
+        site: AttentionSite,
+    ) -> None:
+        if named.get("cache") is not None:
+            raise ValueError(f"{site.name} was called with a cache: run the whole text at once")
+        causal = named.get("causal")
+        calls.append(
+            LayerCall(
+                site,
+                given[0],
+                named.get("memory"),
+                named.get("mask"),
+                module.semantics.kind == "causal" if causal is None else causal,
+                named.get("positions"),
+            )
+        )
+
+    with ExitStack() as stack:
+        for site in attention_sites(model):
+            hook = site.layer.register_forward_pre_hook(partial(keep, site=site), with_kwargs=True)
+            stack.callback(hook.remove)
+        yield calls
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What a model computed on a batch of texts, each padded on the right.
+
+    Attributes:
+        texts: what was read.
+        hidden: the stream after the last norm, `[batch, length, d_model]`.
+        calls: of the attention layers, in the order in which they ran.
+        residuals: the residual stream before each block and at the end, by stack: `[batch, length, d_model]`;
+            empty unless asked for.
+    """
+
+    texts: tuple[TextIds, ...]
+    hidden: Float[Tensor, "batch length d_model"]
+    calls: tuple[LayerCall, ...]
+    residuals: Mapping[str, tuple[Tensor, ...]]
+
+
+@final
+class Reader:
+    """A model with its tokenizers, ready to read texts. It reads in evaluation mode.
+
+    Attributes:
+        opened: the model.
+        name: its path, or its name on the Hub.
+    """
+
+    def __init__(self, opened: OpenedModel) -> None:
+        """Put a reader together.
+
+        Raises:
+            DataError: the tokenizer has tokens that the model has not.
+        """
+        self.opened, self.name = opened, opened.name
+        if isinstance(opened.model, LanguageModel):
+            check_vocabulary(opened.model, opened.tokenizer)
+
+    @property
+    def model(self) -> LanguageModel | EncoderDecoder:
+        """The model that reads."""
+        return self.opened.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the tokens that the output table stands for."""
+        return self.opened.tokenizer
+
+    @property
+    def source_tokenizer(self) -> Tokenizer:
+        """Of what the first stack reads."""
+        opened = self.opened
+        return opened.tokenizers.source if opened.is_searched else opened.tokenizer
+
+    def encode(
+        self, texts: Sequence[str], targets: Sequence[str] | None = None, max_new_tokens: int = 0
+    ) -> list[TextIds]:
+        """What the model reads of texts.
+
+        Args:
+            texts: at least one character each.
+            targets: of an encoder-decoder, what its decoder reads for each text; its own translation if None.
+                Not for other models.
+            max_new_tokens: of a decoder, how many tokens it continues each text by at most, the most
+                probable ones.
+
+        Raises:
+            UsageError: a text is empty or past the model's positions, or something that this kind of model
+                does not do is asked for.
+        """
+        require_text(texts)
+        if isinstance(self.model, EncoderDecoder):
+            if max_new_tokens:
+                raise UsageError(
+                    f"{self.name} has an encoder and a decoder: it translates and does not continue"
+                )
+            return self._encode_pairs(texts, targets)
+        if targets is not None:
+            raise UsageError(f"{self.name} has no decoder beside its encoder: leave out the target")
+        if max_new_tokens and not self.model.causal:
+            raise UsageError(f"{self.name} is an encoder, which does not continue texts")
+        # An encoder's text may hold its mask token.
+        found = self.tokenizer.encode(texts, add_special=True, parse_special=not self.model.causal)
+        ids = [TextIds(tuple(own)) for own in found]
+        self.check(ids)
+        return self._continued(ids, max_new_tokens) if max_new_tokens else ids
+
+    def check(self, texts: Sequence[TextIds]) -> None:
+        """Check that the model has positions for texts, and that none is empty.
+
+        Raises:
+            UsageError: one is.
+        """
+        if isinstance(self.model, LanguageModel):
+            _check_lengths([one.ids for one in texts], self.model.max_tokens, "text")
+            return
+        source = self.model.architecture.source
+        most = source.num_positions if source.positions == "learned" else None
+        _check_lengths([one.source or () for one in texts], most, "text")
+        _check_lengths([one.ids for one in texts], self.model.max_target_tokens, "target")
+
+    def record(self, texts: Sequence[TextIds]) -> Iterator[tuple[list[int], Recording]]:
+        """Run the model over texts, those of like length in one batch.
+
+        Args:
+            texts: as `encode` gives them.
+
+        Yields:
+            The places of a batch's texts, and what was recorded.
+        """
+        self.check(texts)
+        lengths = [[*(one.ids if one.source is None else one.source)] for one in texts]
+        for batch in batches_of_like_length(lengths, BATCH_TOKENS):
+            with torch.no_grad():
+                yield batch, self.run([texts[i] for i in batch])
+
+    def run(self, texts: Sequence[TextIds], *, residuals: bool = False) -> Recording:
+        """Run the model once, on a batch; gradients flow where they are recorded.
+
+        Args:
+            texts: as `encode` gives them.
+            residuals: whether to record the residual stream.
+        """
+        model = self.model
+        device = next(model.parameters()).device
+        with EvaluationMode(model), record_calls(model) as calls, _residuals(model, residuals) as streams:
+            hidden = (
+                self._run_pairs(model, texts, device)
+                if isinstance(model, EncoderDecoder)
+                else self._run_single(model, texts, device)
+            )
+        return Recording(tuple(texts), hidden, tuple(calls), {name: (*own,) for name, own in streams.items()})
+
+    def logits(self, hidden: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows outputs"]:
+        """Logits of the token after each; of a model without an output table the hidden states themselves."""
+        if isinstance(self.model, EncoderDecoder):
+            return self.model.logits(hidden)
+        return hidden if self.model.head is None else self.model.head(hidden)  # type: ignore[no-any-return]
+
+    def tokens(self, text: TextIds) -> Mapping[AttentionKind, tuple[tuple[str, ...], tuple[str, ...]]]:
+        """The tokens that look, and those looked at, readable, of each kind of attention."""
+        produced = tuple(self.tokenizer.pieces(text.ids))
+        if isinstance(self.model, LanguageModel):
+            return {self.model.architecture.kind: (produced, produced)}
+        read = tuple(self.source_tokenizer.pieces(text.source or ()))
+        # The decoder reads what it produces one place later.
+        start, *_ = self.tokenizer.pieces([self._start_id])
+        return {
+            "encoder": (read, read),
+            "decoder": (produced, (start, *produced[:-1])),
+            "cross": (produced, read),
+        }
+
+    @property
+    def _start_id(self) -> int:
+        assert self.opened.start_id is not None, "an encoder-decoder has one"
+        return self.opened.start_id
+
+    @cached_property
+    def _pad_id(self) -> int:
+        model = self.model
+        if isinstance(model, EncoderDecoder):
+            return model.pad_id
+        config = model.architecture.embeddings
+        masked = None if config.masked is None else config.masked.padding
+        choices = (config.padding_id, masked, self.tokenizer.pad_id, 0)
+        return next(choice for choice in choices if choice is not None)
+
+    def _run_single(
+        self, model: LanguageModel, texts: Sequence[TextIds], device: torch.device
+    ) -> Tensor:
+        rows = [one.ids for one in texts]
+        ids, mask = _padded(rows, self._pad_id, device), None
+        if not model.causal and len({len(own) for own in rows}) > 1:
+            lengths = torch.tensor([len(own) for own in rows], device=device)
+            mask = (torch.arange(ids.shape[1], device=device) < lengths[:, None])[:, None, None, :]
+        return model.hidden(ids, mask=mask)
+
+    def _run_pairs(
+        self, model: EncoderDecoder, texts: Sequence[TextIds], device: torch.device
+    ) -> Tensor:
+        src = _padded([one.source or () for one in texts], model.pad_id, device)
+        shifted = [(self._start_id, *one.ids[:-1]) for one in texts]
+        return model.decode(_padded(shifted, model.pad_id, device), model.encode(src), model.memory_mask(src))
+
+    def _encode_pairs(self, texts: Sequence[str], targets: Sequence[str] | None) -> list[TextIds]:
+        if targets is not None and len(targets) != len(texts):
+            raise UsageError(f"there are {len(texts)} texts and {len(targets)} targets: give one for each")
+        opened = self.opened
+        if not opened.is_searched:  # another library's, whose outputs are not searched for
+            if targets is None:
+                raise opened.unsearched or UsageError(f"{self.name}: give the decoder's text (--target)")
+            sources, produced = (self.tokenizer.encode(own, add_special=True) for own in (texts, targets))
+            return [TextIds(tuple(ids), tuple(read)) for read, ids in zip(sources, produced, strict=True)]
+        pair, lines = opened.tokenizers, [text.strip() for text in texts]
+        sources = pair.source.encode(lines)
+        if targets is None:
+            found = opened.translator().search_tokens(sources)
+            produced = [[*best.ids] for best, *_ in found]
+        else:
+            produced = pair.target.encode([text.strip() for text in targets])
+        # Tokens that every output is forced to begin with count as produced.
+        _, *forced = pair.target.rules.start
+        return [
+            TextIds(
+                (*forced, *ids, pair.target.eos_id),
+                (*read, pair.source.eos_id),
+                len(forced) + len(ids) + 1 if targets is None else 0,
+            )
+            for read, ids in zip(sources, produced, strict=True)
+        ]
+
+    def _continued(self, texts: Sequence[TextIds], max_new_tokens: int) -> list[TextIds]:
+        model = self.opened.language_model
+        context = model.context
+        if context is not None:
+            for which, length in _lengths([one.ids for one in texts], "text"):
+                if length >= context:
+                    raise UsageError(
+                        f"{which} has {length:,} tokens, which leaves no room for new ones in the "
+                        f"{context:,} that the model reads at once: shorten it, or leave out max_new_tokens"
+                    )
+        options = GenerationOptions(max_new_tokens)
+        with EvaluationMode(model):
+            found = self.opened.generator().continue_tokens([one.ids for one in texts], options)
+        longer = []
+        for one, (new,) in zip(texts, found, strict=True):
+            # The last token is read too, here.
+            ids = new.ids if context is None else new.ids[: context - len(one.ids)]
+            longer.append(TextIds((*one.ids, *ids), None, len(ids)))
+        return longer
+
+
+@contextmanager
+def _residuals(model: AnyModel, wanted: bool) -> Iterator[dict[str, list[Tensor]]]:
+    """Record the residual stream before each block, and before what ends a stack, by stack, if wanted."""
+    found: dict[str, list[Tensor]] = {}
+    if not wanted:
+        yield found
+        return
+
+    def keep(module: nn.Module, given: tuple[Tensor, ...], *, stack: str) -> None:
+        found.setdefault(stack, []).append(given[0])
+
+    places: list[tuple[str, nn.Module]]
+    if isinstance(model, LanguageModel):
+        stack = model.architecture.kind
+        places = [(stack, block) for block in model.blocks] + [(stack, model.final_norm)]
+    else:
+        places = [("encoder", block) for block in model.encoder] + [("encoder", model.encoder_norm)]
+        places += [("decoder", block) for block in model.decoder] + [("decoder", model.decoder_norm)]
+    with ExitStack() as hooks:
+        for stack, module in places:
+            hooks.callback(module.register_forward_pre_hook(partial(keep, stack=stack)).remove)
+        yield found
+
+
+def require_text(texts: Sequence[str], what: str = "text") -> None:
+    """There is something to read.
+
+    Raises:
+        UsageError: there is no text, or one is empty.
+    """
+    if not texts:
+        raise UsageError(f"there is no {what}: give at least one")
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            which = f"{what} {number}" if len(texts) > 1 else f"the {what}"
+            raise UsageError(f"{which} is empty: give it some words")
+
+
+def _check_lengths(texts: Sequence[Sequence[int]], most: int | None, what: str) -> None:
+    for which, length in _lengths(texts, what):
+        if not length:
+            raise UsageError(f"{which} is empty: give it some words")
+        if most is not None and length > most:
+            raise UsageError(
+                f"{which} has {length:,} tokens, but the model has positions for {most:,}: shorten it"
+            )
+
+
+def _lengths(texts: Sequence[Sequence[int]], what: str) -> Iterator[tuple[str, int]]:
+    """What each text is called in a message, and its tokens."""
+    for number, ids in enumerate(texts, start=1):
+        yield f"{what} {number}" if len(texts) > 1 else f"the {what}", len(ids)
+
+
+def _padded(texts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> Tensor:
+    rows = [torch.tensor(list(ids)) for ids in texts]
+    return pad_sequence(rows, batch_first=True, padding_value=pad_id).to(device)
