@@ -205,6 +205,30 @@ class Attention:
     source_ids: tuple[int, ...] | None = None
     source_tokens: tuple[str, ...] | None = None
 
+    def __getitem__(self, place: int | tuple[int | str, int]) -> Tensor:
+        """The weights of a layer, `[heads, queries, keys]`, or of a head, `[queries, keys]`.
+
+        `attention[3]` and `attention[3, 2]`; of an encoder-decoder `attention["cross.3", 2]`.
+
+        Raises:
+            UsageError: there is no such layer or head, or the number could be of several stacks.
+        """
+        layer, head = place if isinstance(place, tuple) else (place, None)
+        found = self._layer(layer)
+        if head is None:
+            return found.weights()
+        found.require_heads([head])
+        return found.weights(heads=[head])[0]
+
+    def _layer(self, place: int | str) -> LayerAttention:
+        kind, _, number = str(place).rpartition(".")
+        if not kind and len(self.stacks) > 1:
+            names = ", ".join(f"{stack.kind}.{place}" for stack in self.stacks)
+            raise UsageError(f"layer {place} could be {names}: give one of these")
+        if not number.lstrip("-").isdigit():
+            raise UsageError(f'"{place}" is no layer: write 3, or cross.3')
+        return (self.of(kind) if kind else self.stacks[0]).layer(int(number))
+
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
         """The kinds of attention that the model has."""

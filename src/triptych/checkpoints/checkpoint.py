@@ -297,7 +297,7 @@ def _opened(path: Path | str, family: Family | None, mapped: bool) -> AttentionS
         record, where, tensors = open_hub(str(path))
         if is_own(record):
             _require_no_family(path, family)
-            return OwnModel(download_model(str(path)), str(path))
+            return OwnModel.read_folder(download_model(str(path)), str(path))
     else:
         path = Path(path)
         config = (path if path.is_dir() else path.parent) / "config.json"
@@ -311,7 +311,7 @@ def _opened(path: Path | str, family: Family | None, mapped: bool) -> AttentionS
             _require_no_family(path, family)
             if path.is_file() and path.name != SAFETENSORS:
                 raise UsageError(f"{path}: the weights of a run are in {SAFETENSORS}: give its folder")
-            return OwnModel(path if path.is_dir() else path.parent)
+            return OwnModel.read_folder(path if path.is_dir() else path.parent)
     settings = Settings(record, where)
     tensors = dequantised(tensors, settings)
     how_known = "as told"

@@ -8,9 +8,12 @@ from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, InputNorms, Site, SourceVisitor, T
-from triptych.models.configuration import LanguageModelConfig, ModelConfig
+from triptych.models import EncoderDecoder, LanguageModel
+from triptych.models.architecture import EmbeddingsConfig, LanguageModelArchitecture
 from triptych.models.sites import attention_sites, attention_weights, input_norms
 from triptych.models.storage import read_own_model
+
+_LONGEST = 2048  # tokens, where a model says nothing
 
 
 def is_own(config: Mapping[str, Any]) -> bool:
@@ -20,22 +23,19 @@ def is_own(config: Mapping[str, Any]) -> bool:
 
 @final
 class OwnModel(AttentionSource):
-    """A model in a folder of ours, read whole: they are not large.
+    """A model of ours in memory.
 
     Attributes:
-        model: what was read.
+        model: the model.
 
     Args:
-        folder: of the run, or of the model alone.
-        name: for reports; the folder if None.
-
-    Raises:
-        DataError: files missing or damaged.
+        model: of a recipe, or of another library's checkpoint.
+        name: for reports.
     """
 
-    def __init__(self, folder: Path, name: str | None = None) -> None:
-        self.model = read_own_model(folder)
-        self.name, self.written_as, self.known_by = name or str(folder), "triptych", "its configuration"
+    def __init__(self, model: EncoderDecoder | LanguageModel, name: str) -> None:
+        self.model = model
+        self.name, self.written_as, self.known_by = name, "triptych", "its configuration"
         self._weights, self._inputs = attention_weights(self.model), input_norms(self.model)
         stacks = {"cross": "decoder"}
         found = {
@@ -59,13 +59,26 @@ class OwnModel(AttentionSource):
         )
         self.unread = {}
 
+    @classmethod
+    def read_folder(cls, folder: Path, name: str | None = None) -> "OwnModel":
+        """The model in a folder of ours, read whole: they are not large.
+
+        Args:
+            folder: of the run, or of the model alone.
+            name: for reports; the folder if None.
+
+        Raises:
+            DataError: files missing or damaged.
+        """
+        return cls(read_own_model(folder), name or str(folder))
+
     def accept(self, visitor: SourceVisitor[T]) -> T:
         return visitor.visit_own(self)
 
     def read(self, site: Site) -> AttentionLayer:
         weights = self._weights[self._names[site]]
         inputs = InputNorms(*self._inputs[self._names[site]])
-        scheme = self._config.positions.scheme
+        scheme = self._positions.positions
         embedded = scheme if scheme in ("sinusoidal", "learned") and site.kind != "cross" else "none"
         return AttentionLayer(site, weights, (site.module,), inputs=inputs, embedded_positions=embedded)
 
@@ -74,16 +87,19 @@ class OwnModel(AttentionSource):
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def longest_text(self, site: Site) -> int:
-        config = self._config
-        if config.positions.scheme == "learned":
-            return config.positions.max_tokens
-        return config.context if isinstance(config, LanguageModelConfig) else config.max_source_tokens + 1
+        positions = self._positions
+        if positions.positions == "learned":
+            return positions.num_positions
+        if isinstance(self.model, LanguageModel):
+            return self.model.context or _LONGEST
+        return (self.model.max_source_tokens or _LONGEST) + 1
 
     @property
-    def _config(self) -> ModelConfig | LanguageModelConfig:
-        config = self.model.config
-        assert config is not None, "a model that was read from a folder of ours has one"
-        return config
+    def _positions(self) -> EmbeddingsConfig:
+        architecture = self.model.architecture
+        if isinstance(architecture, LanguageModelArchitecture):
+            return architecture.embeddings
+        return architecture.source
 
     def input_modules(self, site: Site) -> tuple[str, str]:
         return site.module, site.module

@@ -139,7 +139,11 @@ def _check(run: OpenedModel, folder: Path, quantization: Quantization) -> Conver
     pairs = random_pairs(run.encoder_decoder, target.bos_id, target.eos_id)
     translator = ctranslate2.Translator(str(folder), device="cpu", inter_threads=1, intra_threads=1)
     sources = [
-        [source.vocabulary[token] for token in row if token not in (source.eos_id, run.encoder_decoder.pad_id)]
+        [
+            source.vocabulary[token]
+            for token in row
+            if token not in (source.eos_id, run.encoder_decoder.pad_id)
+        ]
         for row in pairs.src.tolist()
     ]
     outputs = [[target.vocabulary[token] for token in row[1:]] for row in pairs.tgt_in.tolist()]

@@ -6,11 +6,13 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from triptych.decoding.engine import Engine
+from triptych.decoding.engine import DecodingEngine, Engine
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions
 from triptych.decoding.maps import Precision
+from triptych.decoding.plain_engine import PlainEngine, has_taps
 from triptych.decoding.search import search
 from triptych.decoding.workers import Searcher
+from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.text import OutputRules
 
@@ -23,7 +25,13 @@ def batch_searcher(
     rules: OutputRules,
 ) -> Searcher:
     """A function from sentences, token ids without the end of sentence, to hypotheses for each."""
-    engine = Engine(model, precision, never=rules.never)
+    engine: DecodingEngine
+    if has_taps(model):
+        if precision != "fp32":
+            raise UsageError(f"a model with changed values runs in fp32, not in {precision}")
+        engine = PlainEngine(model, never=rules.never)
+    else:
+        engine = Engine(model, precision, never=rules.never)
 
     def searcher(sentences: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
         src = _padded(sentences, src_eos_id, model.pad_id).to(engine.device)

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast, final
+from typing import Any, Protocol, cast, final
 
 import torch
 from jaxtyping import Float, Int
@@ -24,8 +24,40 @@ GROUP = 64
 _FIRST_ROOM = 16
 
 
+class Kept(Protocol):
+    """What an engine keeps of the hypotheses of a batch."""
+
+    def reorder(self, parents: Int[Tensor, "batch beam_size"]) -> None:
+        """Row i goes on from the history of row `parents[i]` of its sentence."""
+
+    def select(self, sentences: Tensor) -> None:
+        """Keep these sentences only."""
+
+
+class DecodingEngine(ABC):
+    """A model that is decoded step by step.
+
+    Attributes:
+        device: where it runs.
+        pad_id: the token that is read nowhere.
+        max_target_tokens: longest target that the model has positions for; None if there is no limit.
+    """
+
+    device: torch.device
+    pad_id: int
+    max_target_tokens: int | None
+
+    @abstractmethod
+    def start(self, src: Int[Tensor, "batch src_len"], beam_size: int, fixed: bool = False) -> Kept:
+        """Read sentences: what decoding them needs, with room for `beam_size` hypotheses of each."""
+
+    @abstractmethod
+    def step(self, tokens: Int[Tensor, " rows"], cache: Any) -> Float[Tensor, "rows vocab"]:
+        """Logits of the token after each of `tokens`, one a row, in whole groups of `GROUP` columns."""
+
+
 @final
-class Engine:
+class Engine(DecodingEngine):
     """A model as decoding wants it: `fused`, its tables scaled, its output layer filled up.
 
     It shares memory with the model where it can: after the model changes, make another.

@@ -364,7 +364,7 @@ def fuse(
         elif isinstance(parent, Experts):
             maps.experts(parent)
         for name, layer in parent.named_children():
-            if isinstance(layer, MultiHeadAttention):
+            if isinstance(layer, MultiHeadAttention) and layer.tap is None:
                 is_cross = name == "cross_attention"
                 weights = layer.weights()
                 if small_cache:

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from triptych import thresholds
-from triptych.decoding.engine import GROUP, Engine, FixedBeamCache
+from triptych.decoding.engine import GROUP, DecodingEngine, Engine, FixedBeamCache
 from triptych.decoding.fixed_steps import FixedSteps
 from triptych.decoding.hypotheses import (
     Hypothesis,
@@ -22,7 +22,7 @@ from triptych.text import OutputRules
 
 @torch.inference_mode()
 def search(
-    engine: Engine,
+    engine: DecodingEngine,
     src: Int[Tensor, "batch src_len"],
     options: SearchOptions,
     rules: OutputRules,
@@ -46,7 +46,7 @@ def search(
         num_best hypotheses for every sentence (fewer only where the search found fewer).
     """
     if fixed is None:
-        fixed = engine.device.type == "cuda"
+        fixed = engine.device.type == "cuda" and isinstance(engine, Engine)
     beams = _Beams(engine, src, options, rules, fixed)
     while beams.sentences:
         beams.advance()
@@ -63,7 +63,7 @@ class _Beams:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: DecodingEngine,
         src: Tensor,
         options: SearchOptions,
         rules: OutputRules,
@@ -73,7 +73,7 @@ class _Beams:
         batch, k = src.shape[0], options.beam_size
         device = src.device
         self.cache = engine.start(src, k, fixed)
-        self.steps = FixedSteps(engine, cast(FixedBeamCache, self.cache)) if fixed else None
+        self.steps = FixedSteps(cast(Engine, engine), cast(FixedBeamCache, self.cache)) if fixed else None
         most = engine.max_target_tokens
         if most is not None:  # the first tokens take positions too; `output_limits` counts one of them
             most -= len(rules.start) - 1

@@ -313,3 +313,47 @@ def tied_map(weights: AttentionWeights, name: str, to: str) -> AttentionWeights:
 def _require_shape(name: str, given: Tensor, like: Tensor) -> None:
     if given.shape != like.shape:
         raise UsageError(f"{name} is {list(like.shape)} here, and {list(given.shape)} was given")
+
+
+# Values.
+
+
+def resampled(values: Float[Tensor, "tokens d_v"]) -> Edit:
+    """What a head gave on another text, position by position; from its start again past its end."""
+
+    def edit(z: Tensor, first: int) -> Tensor:
+        places = torch.arange(first, first + z.shape[1], device=values.device) % len(values)
+        return values[places].expand_as(z)
+
+    return edit
+
+
+def patched(what: Activation, values: Tensor, positions: Sequence[int] | None) -> Edit:
+    """The value of a head from another run, where that run has it.
+
+    Args:
+        what: which value; queries are the rows of q, scores, weights and z, keys those of k and v.
+        values: of the run, `[rows, …]`.
+        positions: the rows to take; all if None.
+    """
+
+    def edit(value: Tensor, first: int) -> Tensor:
+        start = 0 if what in ("k", "v") else first
+        wanted = range(len(values)) if positions is None else positions
+        rows = [row for row in wanted if start <= row < start + value.shape[1] and row < len(values)]
+        if not rows:
+            return value
+        here, new = torch.tensor(rows, device=value.device) - start, values[rows].to(value)
+        if what in ("scores", "weights"):
+            if values.shape[1] > value.shape[2] and bool(values[rows][:, value.shape[2] :].any()):
+                raise UsageError(
+                    f"the run has {values.shape[1]} keys and the text {value.shape[2]}: {what} are patched between "
+                    "texts of one length"
+                )
+            width = min(new.shape[1], value.shape[2])
+            value[:, here, :width] = new[:, :width]
+            return value
+        value[:, here] = new
+        return value
+
+    return edit

@@ -1,8 +1,9 @@
 """Layers and heads of a model, as a person holds them: matrices, the two forms, and what stands between."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from html import escape
 from typing import NoReturn, final, overload
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import fold_norm
-from triptych.algebra.weights import AttentionWeights, Link, Side
+from triptych.algebra.semantics import HeadNorm
+from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.errors import UsageError
 
@@ -87,7 +89,9 @@ class RotaryForm:
 
     def __repr__(self) -> str:
         shape = f"{self.left.shape[0]} × {self.right.shape[0]}, width {self.left.shape[1]}"
-        return f"RotaryForm({shape}: positions turn it: .at(distance) is the form at one, .pairs its energies)"
+        return (
+            f"RotaryForm({shape}: positions turn it: .at(distance) is the form at one, .pairs its energies)"
+        )
 
 
 @final
@@ -235,12 +239,19 @@ class Head:
         )
 
     def _repr_html_(self) -> str:
-        rows = [(name, _shape(getattr(self, name))) for name in ("W_Q", "W_K", "W_V", "W_O")]
+        rows = [
+            (name, _shape(part))
+            for name, part in zip(_MAPS, (self.W_Q, self.W_K, self.W_V, self.W_O), strict=True)
+        ]
         rows += [("between", ", ".join(self.between) or "nothing")]
         return table_html(f"Head {self.name}", rows)
 
 
-_NORM_WITHIN_QK, _NORM_WITHIN_V = "a norm within the map of queries or keys", "a norm within the map of values"
+_MAPS = "W_Q", "W_K", "W_V", "W_O"
+_NORM_WITHIN_QK, _NORM_WITHIN_V = (
+    "a norm within the map of queries or keys",
+    "a norm within the map of values",
+)
 _BREAKS_QK = ("QK-norm", "clipped queries, keys and values", _NORM_WITHIN_QK)
 _BREAKS_OV = ("clipped queries, keys and values", _NORM_WITHIN_V)
 
@@ -259,9 +270,8 @@ class Layer:
 
     borrows: str | None = None
 
-    def __init__(self, name: str, model: str, read: "ReadLayer") -> None:
-        self.name, self.model, self._read = name, model, read
-        self.kind = read.kind
+    def __init__(self, name: str, model: str, kind: str, read: Callable[[], AttentionLayer]) -> None:
+        self.name, self.model, self.kind, self._read = name, model, kind, read
 
     @cached_property
     def _layer(self) -> AttentionLayer:
@@ -364,7 +374,10 @@ class Layer:
 
     def _repr_html_(self) -> str:
         rows = [
-            (f"head {head.number}", "  ".join(_shape(part) for part in (head.W_Q, head.W_K, head.W_V, head.W_O)))
+            (
+                f"head {head.number}",
+                "  ".join(_shape(part) for part in (head.W_Q, head.W_K, head.W_V, head.W_O)),
+            )
             for head in self.heads
         ]
         return table_html(f"Layer {self.name}: W_Q, W_K, W_V, W_O", rows)
@@ -373,17 +386,6 @@ class Layer:
 @final
 class NoSuchHeadError(UsageError, IndexError):
     """A head that a layer does not have."""
-
-
-@final
-class ReadLayer:
-    """Reads a layer when it is called."""
-
-    def __init__(self, kind: str, read: "LayerSource") -> None:
-        self.kind, self._read = kind, read
-
-    def __call__(self) -> AttentionLayer:
-        return self._read()
 
 
 @final
@@ -410,3 +412,76 @@ class Layers(Sequence[Layer]):
     def __repr__(self) -> str:
         names = [layer.name for layer in self._layers]
         return f"Layers({len(names)}: {names[0]} to {names[-1]})" if len(names) > 1 else f"Layers({names})"
+
+
+@final
+class Stack:
+    """The attention layers of one stack of a model: `model.encoder.layers`.
+
+    Attributes:
+        name: "encoder", "decoder" or "cross".
+        model: the name of the model.
+        layers: in order.
+    """
+
+    def __init__(self, name: str, model: str, layers: Layers) -> None:
+        self.name, self.model, self.layers = name, model, layers
+
+    def __getitem__(self, place: int | tuple[int, int]) -> "Layer | Head":
+        """A layer, or with two numbers a head of one."""
+        if isinstance(place, tuple):
+            return self.layers[place[0]][place[1]]
+        return self.layers[place]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __repr__(self) -> str:
+        return f"{self.name} of {self.model}: {self.layers!r}"
+
+
+def _one_head(weights: AttentionWeights, number: int) -> AttentionWeights:
+    """One head of a layer, its tensors views of the layer's; norms over all heads stay as they are."""
+    links: dict[int, Link] = {}
+
+    def of_link(link: Link) -> Link:
+        if id(link) not in links:
+            place = number * link.copies // weights.num_heads
+            own = slice(place, place + 1)
+            bias = None if link.bias is None else link.bias[own]
+            links[id(link)] = replace(link, weight=link.weight[own], bias=bias)
+        return links[id(link)]
+
+    def of_norm(norm: HeadNorm | None, copies: int) -> HeadNorm | None:
+        if norm is None or norm.over != "head" or not norm.of_each_head:
+            return norm
+        place = number * copies // weights.num_heads
+        parts = {name: part[place] if part.ndim == 2 else part for name, part in norm.tensors().items()}
+        return replace(norm, **parts)  # type: ignore[arg-type]
+
+    semantics = weights.semantics
+    semantics = replace(
+        semantics.of_heads([number]),
+        q_norm=of_norm(semantics.q_norm, weights.num_heads),
+        k_norm=of_norm(semantics.k_norm, weights.num_key_heads),
+    )
+    chains = {side: tuple(map(of_link, weights.chain(side))) for side in SIDES}
+    return replace(weights, num_heads=1, semantics=semantics, o_bias=None, **chains)  # type: ignore[arg-type]
+
+
+def _shape(tensor: Tensor) -> str:
+    return str([*tensor.shape])
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}"
+
+
+def table_html(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    """A small table with a heading, for a notebook."""
+    body = "".join(f"<tr><th scope='row'>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in rows)
+    return f"<table><caption>{escape(title)}</caption>{body}</table>"

@@ -317,9 +317,7 @@ class Reader:
         choices = (config.padding_id, masked, self.tokenizer.pad_id, 0)
         return next(choice for choice in choices if choice is not None)
 
-    def _run_single(
-        self, model: LanguageModel, texts: Sequence[TextIds], device: torch.device
-    ) -> Tensor:
+    def _run_single(self, model: LanguageModel, texts: Sequence[TextIds], device: torch.device) -> Tensor:
         rows = [one.ids for one in texts]
         ids, mask = _padded(rows, self._pad_id, device), None
         if not model.causal and len({len(own) for own in rows}) > 1:
@@ -327,9 +325,7 @@ class Reader:
             mask = (torch.arange(ids.shape[1], device=device) < lengths[:, None])[:, None, None, :]
         return model.hidden(ids, mask=mask)
 
-    def _run_pairs(
-        self, model: EncoderDecoder, texts: Sequence[TextIds], device: torch.device
-    ) -> Tensor:
+    def _run_pairs(self, model: EncoderDecoder, texts: Sequence[TextIds], device: torch.device) -> Tensor:
         src = _padded([one.source or () for one in texts], model.pad_id, device)
         shifted = [(self._start_id, *one.ids[:-1]) for one in texts]
         return model.decode(_padded(shifted, model.pad_id, device), model.encode(src), model.memory_mask(src))

@@ -62,7 +62,9 @@ def find_source(source: str | Path) -> Source:
     name = str(source)
     path = download_checkpoint(name) if is_on_hub(source) else Path(source)
     if not path.exists():
-        raise UsageError(f"{name}: there is no such folder or file, and it is no name on the Hub (owner/name)")
+        raise UsageError(
+            f"{name}: there is no such folder or file, and it is no name on the Hub (owner/name)"
+        )
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.is_file():
         raise DataError(f"{path} has no config.json: give a run folder, or one in Hugging Face's format")

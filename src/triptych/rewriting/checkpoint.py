@@ -243,7 +243,7 @@ class _RunRewriting(_Rewriting):
         result: list[Certificate] = []
 
         def fill(folder: Path) -> None:
-            left_out = _copy_run(request.folder, folder)
+            left_out = copy_run(request.folder, folder)
             write_model(new, folder)
             written = self._reopened(folder)
             sites = {site.name: site for site in written.sites}
@@ -264,7 +264,7 @@ class _RunRewriting(_Rewriting):
         return result[0]
 
     def _reopened(self, written: Path) -> OwnModel:
-        return OwnModel(written)
+        return OwnModel.read_folder(written)
 
     def took_up_norm(self, site: Site) -> bool:
         """False: norms of our models are changed together with their layers."""
@@ -410,7 +410,7 @@ def _owners(source: Checkpoint) -> dict[str, Site]:
     return found
 
 
-def _copy_run(source: Path, target: Path) -> tuple[str, ...]:
+def copy_run(source: Path, target: Path) -> tuple[str, ...]:
     """Copy the files beside the weights of a run, without the state of its training.
 
     Raises:

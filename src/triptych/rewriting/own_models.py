@@ -70,7 +70,9 @@ class OwnRunnable(RunnableModel):
                     for side, size in sizes.items()
                 }
                 pad = model.pad_id
-                yield Window({side: ids.masked_fill(ids == pad, pad + 1) for side, ids in drawn.items()}, None)
+                yield Window(
+                    {side: ids.masked_fill(ids == pad, pad + 1) for side, ids in drawn.items()}, None
+                )
             else:
                 length = max(4, min(32, self._longest) - 4)
                 ids = torch.randint(0, model.vocab_size, (1, length), generator=generator)

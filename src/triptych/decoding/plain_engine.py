@@ -1,0 +1,88 @@
+"""Decoding with the layers of a model as they are: slower than `Engine`, and what it is compared with.
+
+Every hypothesis is a row with keys, values and a memory of its own, one token after the other, so that a tap
+of a layer (`attention.steps`) sees the same positions as in a forward pass.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from triptych.attention import DecoderCache
+from triptych.decoding.engine import GROUP, DecodingEngine
+from triptych.models import EncoderDecoder
+from triptych.models.sites import attention_sites
+
+
+def has_taps(model: EncoderDecoder) -> bool:
+    """Whether a layer of the model changes values on the way."""
+    return any(site.layer.tap is not None for site in attention_sites(model))
+
+
+@final
+class PlainEngine(DecodingEngine):
+    """An encoder-decoder, token by token through its own layers, in their own dtype.
+
+    Attributes:
+        model: in evaluation mode.
+    """
+
+    def __init__(self, model: EncoderDecoder, never: Sequence[int] = ()) -> None:
+        """For a model; logits of the tokens in `never` are −inf."""
+        self.model = model.eval()
+        self.device, self.pad_id = model.tgt_embedding.weight.device, model.pad_id
+        self.max_target_tokens = model.max_target_tokens
+        self._never = torch.tensor([*never], dtype=torch.long, device=self.device)
+        # Taps of cross-attention are told where a query stands.
+        taps = [site.layer.tap for site in attention_sites(model) if site.stack == "cross"]
+        self._taps = [tap for tap in taps if tap is not None and hasattr(tap, "first")]
+
+    def start(self, src: Int[Tensor, "batch src_len"], beam_size: int, fixed: bool = False) -> "Hypotheses":
+        """Read sentences: what decoding them needs, with `beam_size` hypotheses of each."""
+        assert not fixed, "steps on a GPU are recorded of the fused engine alone"
+        memory, mask = self.model.encode(src), self.model.memory_mask(src)
+        return Hypotheses(
+            DecoderCache(len(self.model.decoder)),
+            memory.repeat_interleave(beam_size, dim=0),
+            mask.repeat_interleave(beam_size, dim=0),
+            beam_size,
+        )
+
+    def step(self, tokens: Int[Tensor, " rows"], cache: "Hypotheses") -> Float[Tensor, "rows vocab"]:
+        """Logits of the token after each of `tokens`, one a row; the cache takes the tokens in."""
+        for tap in self._taps:
+            tap.first = cache.layers.length
+        x = self.model.decode(tokens[:, None], cache.memory, cache.mask, cache.layers)
+        logits = self.model.logits(x[:, 0]).index_fill(1, self._never, -math.inf)
+        return F.pad(logits.float(), (0, -logits.shape[1] % GROUP), value=-math.inf)
+
+
+@final
+class Hypotheses:
+    """What is kept of the hypotheses of a batch: a row for each."""
+
+    def __init__(
+        self,
+        layers: DecoderCache,
+        memory: Float[Tensor, "rows src_len d_model"],
+        mask: Bool[Tensor, "rows 1 1 src_len"],
+        beam_size: int,
+    ) -> None:
+        self.layers, self.memory, self.mask, self._beam_size = layers, memory, mask, beam_size
+
+    def reorder(self, parents: Int[Tensor, "batch beam_size"]) -> None:
+        """Row i goes on from the history of row `parents[i]` of its sentence."""
+        first = torch.arange(len(parents), device=parents.device)[:, None] * self._beam_size
+        self.layers.select((first + parents).flatten())
+
+    def select(self, sentences: Tensor) -> None:
+        """Keep these sentences only."""
+        of_beam = torch.arange(self._beam_size, device=sentences.device)
+        rows = (sentences[:, None] * self._beam_size + of_beam).flatten()
+        self.layers.select(rows, rows)
+        self.memory, self.mask = self.memory[rows], self.mask[rows]

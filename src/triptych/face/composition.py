@@ -1,0 +1,127 @@
+"""How much a head reads of what an earlier head wrote: composition scores, with their chance level."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.errors import UsageError
+from triptych.face.heads import Head, Layer
+
+Into = Literal["Q", "K", "V"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Composition:
+    """Composition scores of pairs of heads.
+
+    For heads a of an earlier layer and b of a later one, with W_OV of a and the form F of b, the score is
+    `‖W_OV F‖ / (‖W_OV‖ ‖F‖)` in Frobenius norms: F is W_QK of b for "Q", its transpose for "K", W_OV for "V".
+    Maps read normalised input: the gain of the norm before a layer is folded into them.
+
+    Attributes:
+        into: "Q", "K" or "V": what of the later head reads what the earlier one wrote.
+        scores: `[layers, heads, layers, heads]`, earlier head first; NaN where the first is not before the second.
+        chance: √E[score²] where the one form is turned against the other at random: `1 / √d_model`, whatever
+            their spectra.
+        layers: the names of the layers.
+
+    Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
+    """
+
+    into: Into
+    scores: Float[Tensor, "layers heads layers heads"]
+    chance: float
+    layers: tuple[str, ...]
+
+    def top(self, count: int = 10) -> list[tuple[str, str, float]]:
+        """The pairs of heads with the highest scores: earlier head, later head, score."""
+        flat = self.scores.nan_to_num(nan=-1.0).flatten()
+        found = []
+        for place in flat.topk(min(count, int(self.scores.isfinite().sum()))).indices.tolist():
+            one, head, other, later = torch.unravel_index(torch.tensor(place), self.scores.shape)
+            pair = f"{self.layers[one]}.{int(head)}", f"{self.layers[other]}.{int(later)}"
+            found.append((*pair, float(flat[place])))
+        return found
+
+    def __repr__(self) -> str:
+        best = "; ".join(f"{one} → {other} {score:.3f}" for one, other, score in self.top(3))
+        return (
+            f"Composition into {self.into}: scores {list(self.scores.shape)}, chance {self.chance:.3f}\n"
+            f"  highest: {best}"
+        )
+
+
+def compose(layers: Sequence[Layer], into: Into) -> Composition:
+    """Composition scores between all heads of a stack.
+
+    Args:
+        layers: self-attention layers of one stack, in order.
+        into: "Q", "K" or "V".
+
+    Raises:
+        UsageError: rotary positions or norms of queries and keys make W_QK no one form; or norms that cannot be
+            folded stand between the layers.
+    """
+    if into not in ("Q", "K", "V"):
+        raise UsageError(f'composition is into "Q", "K" or "V", not {into!r}')
+    heads = [[_folded(head, into) for head in layer] for layer in layers]
+    most, d = max(map(len, heads)), layers[0].d_model
+    scores = torch.full((len(heads), most, len(heads), most), torch.nan)
+    writes = [_factors([head.ov.left for head in own], [head.ov.right for head in own]) for own in heads]
+    reads = writes
+    if into != "V":
+        forms = [[_qk(head) for head in own] for own in heads]
+        reads = [
+            _factors(*(pairs if into == "Q" else pairs[::-1]))
+            for pairs in (([left for left, _ in own], [right for _, right in own]) for own in forms)
+        ]
+    for i, (V, O) in enumerate(writes):
+        for j in range(i + 1, len(heads)):
+            left, right = reads[j]
+            # ‖V Oᵀ L Rᵀ‖ from the triangles of V and R; nothing d × d is formed.
+            core = torch.einsum("adr,bds->abrs", O, left)
+            whole = torch.einsum("axr,abrs,bys->abxy", _triangle(V), core, _triangle(right))
+            norms = _norm(V, O)[:, None] * _norm(left, right)
+            found = torch.linalg.matrix_norm(whole) / norms
+            scores[i, : len(heads[i]), j, : len(heads[j])] = found.float()
+    return Composition(into, scores, d**-0.5, tuple(layer.name for layer in layers))
+
+
+def _folded(head: Head, into: Into) -> Head:
+    weights = head.layer.weights
+    if weights.norm_place != "pre":
+        place = "a post-norm" if weights.norm_place == "post" else "norms on both sides of layers (sandwich)"
+        raise UsageError(
+            f"layer {head.layer.name}: composition scores would be wrong: {place} scales what a head wrote before "
+            "the next one reads it"
+        )
+    return head if weights.norm is None else head.folded
+
+
+def _qk(head: Head) -> tuple[Tensor, Tensor]:
+    form = head.qk
+    if head.weights.semantics.rotary is not None:
+        raise UsageError(
+            f"head {head.name}: rotary positions make W_QK another form at every distance, so there is no "
+            'composition into "Q" or "K"; into "V" there is'
+        )
+    return form.left, form.right
+
+
+def _factors(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.stack([*left]).double(), torch.stack([*right]).double()
+
+
+def _triangle(maps: Tensor) -> Tensor:
+    return torch.linalg.qr(maps, mode="r").R
+
+
+def _norm(left: Tensor, right: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(_triangle(left) @ _triangle(right).mT).clamp(
+        min=torch.finfo(left.dtype).tiny
+    )

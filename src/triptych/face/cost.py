@@ -1,0 +1,76 @@
+"""What the attention of a model costs, layer by layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from triptych.algebra.cost import writing_cost
+from triptych.checkpoints.layer import AttentionSource
+from triptych.face.heads import Layer
+
+
+@final
+@dataclass(frozen=True)
+class LayerCost:
+    """The cost of one attention layer.
+
+    Attributes:
+        layer: its name.
+        parameters: learned numbers, biases included.
+        flops_per_token: of its maps for one token, without pairs of tokens.
+        flops_per_pair: of one query and one key.
+        cache_bytes_per_token: kept of a token while decoding; 0 outside decoders.
+    """
+
+    layer: str
+    parameters: int
+    flops_per_token: int
+    flops_per_pair: int
+    cache_bytes_per_token: int
+
+
+@final
+@dataclass(frozen=True)
+class ModelCost:
+    """The cost of all attention layers.
+
+    Attributes:
+        model: its name.
+        layers: each by itself.
+    """
+
+    model: str
+    layers: tuple[LayerCost, ...]
+
+    def total(self, what: str = "parameters") -> int:
+        """The sum over layers of one of the figures."""
+        return sum(getattr(layer, what) for layer in self.layers)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record per layer."""
+        return [dict(layer.__dict__) for layer in self.layers]
+
+    def __repr__(self) -> str:
+        return (
+            f"ModelCost of {self.model}: attention of {len(self.layers)} layers\n"
+            f"  {self.total():,} parameters, {self.total('flops_per_token'):,} FLOPs per token and "
+            f"{self.total('flops_per_pair'):,} per pair, {self.total('cache_bytes_per_token'):,} bytes of cache per token"
+        )
+
+
+def cost_of(name: str, layers: Sequence[Layer], source: AttentionSource) -> ModelCost:
+    """Count what each layer costs; layers that run several times count for each."""
+    found = []
+    for layer, site in zip(layers, source.sites, strict=True):
+        read = source.read(site)
+        cost = writing_cost(layer.weights)
+        found.append(
+            LayerCost(
+                layer.name,
+                cost.parameters,
+                cost.token_flops * read.uses,
+                cost.pair_flops * read.uses,
+                cost.cached_numbers * read.cache_bytes * read.uses,
+            )
+        )
+    return ModelCost(name, tuple(found))

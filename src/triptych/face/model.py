@@ -1,0 +1,1064 @@
+"""`load(x)` is a model: its layers have heads, it reads texts, and a change gives a new one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, final, overload
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.attending import Attention, AttentionBatch, attend, attend_over
+from triptych.attending.over import OverText, read_texts
+from triptych.attending.worth import Instead
+from triptych.attention import ACTIVATIONS, Activation
+from triptych.checkpoints.family import Family
+from triptych.checkpoints.layer import AttentionSource
+from triptych.checkpoints.translators import Languages
+from triptych.converting.checks import Quantization
+from triptych.converting.conversion import Conversion, TargetFormat, convert
+from triptych.decoding import (
+    Continuation,
+    Evaluation,
+    Filling,
+    GenerationOptions,
+    Likelihood,
+    Precision,
+    SamplingOptions,
+    Stop,
+    TextGenerator,
+    Translation,
+    Translator,
+    evaluate_translations,
+    fill_masks,
+)
+from triptych.engines import EngineName, evaluate_text, make_generator, make_translator
+from triptych.errors import TriptychError, UsageError
+from triptych.face.changes import (
+    SIDE_OF,
+    Change,
+    Edit,
+    Steering,
+    ValueChange,
+    WeightChange,
+    changed_copy,
+    patched,
+    resampled,
+    tied_map,
+    with_map,
+    without_heads,
+)
+from triptych.face.composition import Composition, Into, compose
+from triptych.face.cost import ModelCost, cost_of
+from triptych.face.heads import Head, Layer, Layers, Stack, table_html
+from triptych.face.opened import ChangedSource, Opened, Options, open_anything
+from triptych.face.places import Places, stack_of
+from triptych.face.run import Run, recorded_graph
+from triptych.face.saving import save_changed, save_unchanged
+from triptych.face.sweep import Sweep, sweep_heads
+from triptych.inspection import Inspection, inspect
+from triptych.models import EncoderDecoder, LanguageModel
+from triptych.models.sites import AttentionSite, attention_sites
+from triptych.opening import OpenedModel, Reader
+from triptych.progress import Progress
+from triptych.rewriting.certificate import Certificate, read_certificate
+from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.models import AnyRewrite
+from triptych.rewriting.planning import Plan, plan_rewrite
+from triptych.rewriting.recipe import RewriteRecipe, rewrite_recipe_of
+from triptych.storage.copying import CERTIFICATE
+from triptych.text import read_lines
+
+By = Literal["zero", "mean", "resample"]
+
+
+def load(
+    source: object,
+    *,
+    device: str = "auto",
+    dtype: torch.dtype | None = None,
+    tokenizer: Any = None,
+    languages: tuple[str, str] | None = None,
+    engine: EngineName = "triptych",
+    precision: Precision = "fp32",
+    family: Family | None = None,
+) -> "Model":
+    """Open a model: `load("gpt2")[3, 2].W_Q`, `load("runs/demo").translate("Guten Tag.")`.
+
+    Opening reads the configuration and the headers of the files. A weight is read when it is asked for; of a
+    model on the Hub by its bytes' range. Modules are built when the model first runs.
+
+    Args:
+        source: a run folder, a folder or a tensor file in Hugging Face's format, a name on the Hub (`owner/name`,
+            with `@revision` or without; a path of that name comes first), a `transformers` model, or a model of
+            triptych in memory.
+        device: where the model runs: auto, cpu, cuda or cuda:N; "auto" takes a GPU if there is one.
+        dtype: of the model's numbers when it runs; those of the files if None.
+        tokenizer: of a model in memory: the folder of its tokenizer, or for `transformers` models the tokenizer.
+        languages: of a translator of several languages, of the text and of its translation, as its tokenizer
+            writes them: `("de_DE", "en_XX")`.
+        engine: what translates and generates: "triptych", or "ctranslate2" for models that `convert` can write
+            for it.
+        precision: of the maps when text is translated or generated: "fp32" as they are, "bf16" or "int8".
+        family: how a checkpoint is written, where its configuration does not say; see `read_family`.
+
+    Raises:
+        UsageError: nothing of that name, or something that is no model.
+    """
+    options = Options(
+        device,
+        dtype,
+        tokenizer,
+        None if languages is None else Languages(*languages),
+        engine,
+        precision,
+        family,
+    )
+    return Model(open_anything(source, options))
+
+
+@final
+class Model:
+    """A model whose layers have heads. A change gives a new model, which shares memory with this one.
+
+    `model[3, 2]` is head 2 of layer 3, `model["cross.3"][2]` one of an encoder-decoder's cross-attention.
+    """
+
+    def __init__(self, opened: Opened, changes: Sequence[Change] = ()) -> None:
+        """Use `load`."""
+        self._opened, self._changes = opened, tuple(changes)
+
+    # What it is.
+
+    @property
+    def name(self) -> str:
+        """The path or name that was given."""
+        return self._opened.name
+
+    @property
+    def can(self) -> tuple[str, ...]:
+        """What works: read, run, rewrite, translate, generate, fill, convert."""
+        found = ["read", "rewrite"] if self._opened.module is None else ["read"]
+        if self._opened.why_not_run:
+            return tuple(found)
+        model = self._opened.model
+        found.append("run")
+        if model.is_searched:
+            found.append("translate")
+        elif isinstance(model.model, LanguageModel) and model.model.head is not None:
+            found.append("generate" if model.model.causal else "fill")
+        if not self._changes and (not model.translates or model.encoder_decoder.recipe is not None):
+            found.append("convert")
+        return tuple(found)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What was changed, in order: `ablate(3.2)`."""
+        return tuple(change.words for change in self._changes)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all tensors of the files."""
+        source = self._opened.attention
+        tensors = getattr(source, "tensors", None)
+        if tensors is None:
+            return sum(parameter.numel() for parameter in source.model.parameters())  # type: ignore[attr-defined]
+        return sum(torch.Size(info.shape).numel() for info in tensors.infos.values())
+
+    @cached_property
+    def certificate(self) -> Certificate | None:
+        """What is claimed of a rewritten model; None for others."""
+        if self._opened.module is not None or self._changes:
+            return None
+        path = Path(self._opened.place) / CERTIFICATE
+        return read_certificate(path) if path.is_file() else None
+
+    # Reading.
+
+    @cached_property
+    def layers(self) -> Layers:
+        """All attention layers, in order; their weights are read when they are asked for."""
+        source = self._attention
+        return Layers(
+            [
+                Layer(name, self.name, site.kind, partial(source.read, site))
+                for name, site in zip(self._places.names, source.sites, strict=True)
+            ]
+        )
+
+    @property
+    def encoder(self) -> "Stack":
+        """The layers of the encoder; likewise `decoder` and `cross`.
+
+        Raises:
+            UsageError: there is none.
+        """
+        return self._stack("encoder")
+
+    @property
+    def decoder(self) -> "Stack":
+        """The self-attention layers of the decoder."""
+        return self._stack("decoder")
+
+    @property
+    def cross(self) -> "Stack":
+        """The layers that attend to the encoder's output."""
+        return self._stack("cross")
+
+    @overload
+    def __getitem__(self, place: int) -> Layer: ...
+
+    @overload
+    def __getitem__(self, place: str) -> Any: ...
+
+    @overload
+    def __getitem__(self, place: tuple[int | str, int]) -> Head: ...
+
+    def __getitem__(self, place: int | str | tuple[int | str, int]) -> Layer | Head:
+        """A layer by its name (`3`, `"decoder.3"`), a head by both (`model[3, 2]`, `model["3.2"]`).
+
+        Raises:
+            UsageError: there is no such place, or several; the message lists them.
+        """
+        if isinstance(place, tuple):
+            layer, head = place
+            return self.layers[self._places.layer(layer)][head]
+        if isinstance(place, int):
+            return self.layers[self._places.layer(place)]
+        number, of_head = self._places.split(place)
+        return self.layers[number] if of_head is None else self.layers[number][of_head]
+
+    def composition(self, into: Into, stack: Literal["encoder", "decoder"] | None = None) -> Composition:
+        """How much each head reads of what earlier heads of its stack wrote, with the chance level.
+
+        Args:
+            into: "Q", "K" or "V" of the later head.
+            stack: of an encoder-decoder, which.
+
+        Raises:
+            UsageError: positions or norms would make the scores wrong, by name; or there are several stacks.
+        """
+        stacks = self._places.stacks
+        chosen = stack or stacks[0]
+        if len(stacks) > 1 and stack is None:
+            raise UsageError(f"{self.name} has {', '.join(stacks)}: composition({into!r}, stack=…) is of one")
+        return compose(self._stack(chosen).layers, into)
+
+    def inspect(
+        self,
+        *,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        ignore_rotary: bool = False,
+        progress: Progress | None = None,
+    ) -> Inspection:
+        """Measure every head from its weights: spectra, ranks, similarities beside chance, symmetry, copying.
+
+        Args:
+            layers: numbers of layers, in every stack; all if None. Likewise `heads`.
+            heads: numbers of heads.
+            ignore_rotary: measure W_Q W_Kᵀ of rotary heads without the rotation.
+            progress: told the layer, the bytes read, and the bytes of all.
+
+        Raises:
+            UsageError: no layer or head is chosen.
+            DataError: tensors do not fit the configuration.
+        """
+        return inspect(
+            self._attention, layers=layers, heads=heads, ignore_rotary=ignore_rotary, progress=progress
+        )
+
+    def cost(self) -> ModelCost:
+        """Parameters, FLOPs per token and cache bytes of the attention, layer by layer."""
+        return cost_of(self.name, self.layers, self._opened.attention)
+
+    # Running.
+
+    @overload
+    def translate(self, text: str, **options: Any) -> Translation: ...
+
+    @overload
+    def translate(self, text: Sequence[str], **options: Any) -> list[Translation]: ...
+
+    def translate(
+        self,
+        text: str | Sequence[str],
+        *,
+        beam_size: int | None = None,
+        alpha: float | None = None,
+        num_best: int = 1,
+        max_extra_tokens: int | None = None,
+        stop: Stop | None = None,
+        workers: int = 1,
+        stream: bool = False,
+    ) -> Translation | list[Translation] | Iterator[Translation]:
+        """Translate a sentence, or several in their order.
+
+        Args:
+            text: one sentence, or several.
+            beam_size: hypotheses kept; the recipe's or the checkpoint's if None, and likewise below.
+            alpha: exponent of the length penalty.
+            num_best: translations of each sentence.
+            max_extra_tokens: an output ends at the length of its input plus this.
+            stop: when a sentence is done, as in `SearchOptions`.
+            workers: processes that translate side by side on a CPU.
+            stream: give translations one by one, as soon as each batch is done.
+
+        Returns:
+            One translation for a string, whose `text` is the best one; a list for several; an iterator with
+            `stream`.
+
+        Raises:
+            UsageError: the model does not translate, or options that do not go together.
+        """
+        translator = self.translator(
+            beam_size=beam_size,
+            alpha=alpha,
+            num_best=num_best,
+            max_extra_tokens=max_extra_tokens,
+            stop=stop,
+            workers=workers,
+        )
+        if stream:
+            return translator.translate_stream([text] if isinstance(text, str) else text)
+        with translator:
+            return translator.translate(text)
+
+    def translator(
+        self,
+        *,
+        beam_size: int | None = None,
+        alpha: float | None = None,
+        num_best: int = 1,
+        max_extra_tokens: int | None = None,
+        stop: Stop | None = None,
+        workers: int = 1,
+    ) -> Translator:
+        """What `translate` translates with, ready to be used many times; options as there."""
+        opened, given = self.opened, self._opened.options
+        if given.engine == "ctranslate2":
+            stop = stop or "full"
+        options = opened.search_options(beam_size, alpha, num_best, max_extra_tokens, stop)
+        return make_translator(
+            opened,
+            options,
+            engine=given.engine,
+            precision=given.precision,
+            workers=workers,
+            device=given.device,
+        )
+
+    @overload
+    def generate(self, text: str, **options: Any) -> Continuation: ...
+
+    @overload
+    def generate(self, text: Sequence[str], **options: Any) -> list[Any]: ...
+
+    def generate(
+        self,
+        text: str | Sequence[str],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+        num_samples: int = 1,
+        beam_size: int = 1,
+        alpha: float = 0.0,
+        stop: Sequence[str] = (),
+        chat: bool = False,
+        stream: bool = False,
+    ) -> Continuation | list[Any] | Iterator[str]:
+        """Continue a text, or several.
+
+        Args:
+            text: one text, or several.
+            max_new_tokens: a continuation ends at this many tokens.
+            temperature: logits are divided by it; 0 takes the most probable token.
+            top_k: only the k most probable tokens; None for all.
+            top_p: only the fewest most probable tokens whose probabilities sum to p or more.
+            min_p: only tokens whose probability is p times that of the most probable one, or more.
+            repetition_penalty: p by which logits of tokens that are in the text already are divided.
+            seed: of what is drawn.
+            num_samples: continuations of each text.
+            beam_size: 1, or the hypotheses of a beam search, which draws nothing.
+            alpha: exponent of the beam's length penalty.
+            stop: a continuation ends before any of these strings.
+            chat: put the text into the tokenizer's chat template, as what a user says.
+            stream: give the text of one continuation as it comes.
+
+        Returns:
+            One continuation for a string and one sample, whose `text` is what was added; a list for several; an
+            iterator of strings with `stream`.
+
+        Raises:
+            UsageError: the model continues no text, or options that do not go together.
+        """
+        try:
+            sampling = SamplingOptions(repetition_penalty, temperature, top_k, top_p, min_p)
+            options = GenerationOptions(
+                max_new_tokens, sampling, seed, num_samples, beam_size, alpha, (), tuple(stop)
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        generator = self.generator()
+        if stream:
+            if not isinstance(text, str):
+                raise UsageError("stream=True continues one text: give a string")
+            return generator.stream(text, options, chat=chat)
+        prompts = [text] if isinstance(text, str) else list(text)
+        found = [
+            one[0] if num_samples == 1 else one for one in self._continued(generator, prompts, options, chat)
+        ]
+        return found[0] if isinstance(text, str) else found
+
+    def generator(self) -> TextGenerator:
+        """What `generate` continues texts with, ready to be used many times."""
+        given = self._opened.options
+        return make_generator(
+            self.opened, engine=given.engine, precision=given.precision, device=given.device
+        )
+
+    def fill(self, text: str, count: int = 5) -> list[list[Filling]]:
+        """The most probable tokens for every `[MASK]` of a text.
+
+        Args:
+            text: with at least one mask.
+            count: tokens for each mask.
+
+        Raises:
+            UsageError: the model fills no masks, or there is none in the text.
+        """
+        opened = self.opened
+        return fill_masks(opened.language_model, opened.tokenizer, text, count)
+
+    @overload
+    def evaluate(self, text: str | Path | Sequence[str], *, context: int | None = ...) -> Likelihood: ...
+
+    @overload
+    def evaluate(
+        self, text: str | Path | Sequence[str], references: Sequence[str] | Path, **options: Any
+    ) -> Evaluation: ...
+
+    def evaluate(
+        self,
+        text: str | Path | Sequence[str],
+        references: Sequence[str] | Path | None = None,
+        *,
+        context: int | None = None,
+        stride: int | None = None,
+        beam_size: int | None = None,
+        alpha: float | None = None,
+        stop: Stop | None = None,
+        workers: int = 1,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Likelihood | Evaluation:
+        """How well the model predicts a text; with references, how well it translates one.
+
+        Args:
+            text: a text, the file of one, or several documents, each scored by itself. For a translation, the
+                sentences, or the file with one on each line.
+            references: the right translations, or their file.
+            context: tokens of a window; as many as the model reads at once, and 1,024 at most, if None.
+            stride: tokens by which a window begins after the one before; `context` if None.
+            beam_size: of the translations, and likewise below; see `translate`.
+            alpha: exponent of the length penalty.
+            stop: when a sentence is done.
+            workers: processes that translate side by side.
+            progress: told how many documents or sentences of how many are done.
+
+        Returns:
+            The loss in nats per token with its interval, or BLEU and chrF with theirs.
+
+        Raises:
+            UsageError: the model does not do it, or options that do not go together.
+            DataError: there is nothing to score.
+        """
+        if references is not None:
+            sources = (
+                read_lines(text) if isinstance(text, Path) else [text] if isinstance(text, str) else text
+            )
+            right = read_lines(references) if isinstance(references, Path) else references
+            translator = self.translator(beam_size=beam_size, alpha=alpha, stop=stop, workers=workers)
+            return evaluate_translations(translator, sources, right, progress)
+        documents = [text] if isinstance(text, str) else text
+        if isinstance(documents, Path):
+            documents = read_texts(self.reader, documents)
+        return evaluate_text(
+            self.opened,
+            documents,
+            context=context,
+            stride=stride,
+            engine=self._opened.options.engine,
+            progress=progress,
+        )
+
+    def score(self, text: str, target: str | None = None) -> list[tuple[str, float]]:
+        """The tokens of a text that are predicted, and the log-probability in nats of each.
+
+        Args:
+            text: what the model reads.
+            target: of an encoder-decoder, the translation that is scored; its own if None.
+
+        Raises:
+            UsageError: the model predicts no next token.
+        """
+        with torch.no_grad():
+            run = self.run(text, target=target)
+        losses = run.losses.tolist()
+        return [
+            (token, -loss)
+            for token, loss in zip(run.tokens[len(run.tokens) - len(losses) :], losses, strict=True)
+        ]
+
+    @overload
+    def attend(self, text: str, target: str | None = ..., *, max_new_tokens: int = ...) -> Attention: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def attend(
+        self, text: Sequence[str], target: Sequence[str] | None = ..., *, max_new_tokens: int = ...
+    ) -> AttentionBatch: ...
+
+    def attend(
+        self,
+        text: str | Sequence[str],
+        target: str | Sequence[str] | None = None,
+        *,
+        max_new_tokens: int = 0,
+    ) -> Attention | AttentionBatch:
+        """Where every head looks on a text: `model.attend(text)[3, 2]` is `[queries, keys]`.
+
+        Args:
+            text: one text, or several, which are read in padded batches.
+            target: of an encoder-decoder, what its decoder reads, one for each text; its own translation if None.
+            max_new_tokens: of a decoder, how many tokens it continues the text by first, greedily.
+
+        Raises:
+            UsageError: an empty text, one past the model's positions, or something that the model does not do.
+        """
+        return attend(self.reader, text, target, max_new_tokens)
+
+    def attend_over(
+        self,
+        text: str | Path | Sequence[str],
+        targets: Sequence[str] | Path | None = None,
+        *,
+        worth: Instead | None = None,
+        explain: bool = False,
+        context: int | None = None,
+        most_tokens: int | None = None,
+        progress: Progress = lambda what, done, total: None,
+    ) -> OverText:
+        """What every head does over a whole text: previous token, induction, what it is worth, …
+
+        Args:
+            text: a text, the file of one, or several documents.
+            targets: of an encoder-decoder, the translations or their file; its own if None.
+            worth: also leave every head out in turn and measure the loss; what takes its output's place: "zero",
+                "mean" or "even".
+            explain: also compare where heads look with what parts of the scores alone would give.
+            context: tokens of a window.
+            most_tokens: tokens read.
+            progress: told what is done, how much of it and of how much.
+
+        Raises:
+            UsageError: something does not fit the model.
+        """
+        documents = [text] if isinstance(text, str) else text
+        if isinstance(documents, Path):
+            documents = read_texts(self.reader, documents)
+        return attend_over(
+            self.reader,
+            documents,
+            read_lines(targets) if isinstance(targets, Path) else targets,
+            worth=worth,
+            explain=explain,
+            context=context,
+            most_tokens=most_tokens,
+            progress=progress,
+        )
+
+    @overload
+    def run(self, text: str, *, target: str | None = ..., grad: bool = ...) -> Run: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def run(
+        self, text: Sequence[str], *, target: Sequence[str] | None = ..., grad: bool = ...
+    ) -> list[Run]: ...
+
+    def run(
+        self,
+        text: str | Sequence[str],
+        *,
+        target: str | Sequence[str] | None = None,
+        grad: bool = False,
+    ) -> Run | list[Run]:
+        """Run the model on a text: logits, loss, and every activation.
+
+        Args:
+            text: one text, or several, which run as one padded batch.
+            target: of an encoder-decoder, what its decoder produces; its own translation if None.
+            grad: whether gradients reach the activations and parameters (`Run.gradient`).
+
+        Raises:
+            UsageError: an empty text, or one past the model's positions.
+        """
+        texts = [text] if isinstance(text, str) else list(text)
+        targets = None if target is None else [target] if isinstance(target, str) else list(target)
+        reader = self.reader
+        ids = reader.encode(texts, targets)
+        reader.check(ids)
+        sites = self._sites(reader.model)
+        order = {number: site.name for number, site in enumerate(sites)}
+        if grad:
+            with torch.enable_grad(), recorded_graph(sites) as graph:
+                recording = reader.run(ids, residuals=True)
+                found = [
+                    Run(reader, self._places, order, one, recording, row, graph)
+                    for row, one in enumerate(ids)
+                ]
+        else:
+            with torch.no_grad():
+                recording = reader.run(ids, residuals=True)
+                found = [Run(reader, self._places, order, one, recording, row) for row, one in enumerate(ids)]
+        return found[0] if isinstance(text, str) else found
+
+    # Changing.
+
+    def ablate(
+        self, heads: str | Sequence[str], by: By = "zero", *, text: str | Sequence[str] | None = None
+    ) -> "Model":
+        """The model with some heads off: what they give W_O is replaced.
+
+        Args:
+            heads: `"3.2"`, `"3"` for a layer, `"*.2"`, `"cross.*"`; several, separated by commas.
+            by: what takes the place: "zero", the "mean" over a text, or what the head gives on another text,
+                position by position ("resample").
+            text: for "mean" and "resample".
+
+        Raises:
+            UsageError: there is no such head, or a text is missing.
+        """
+        chosen = self._heads(heads)
+        words = f"ablate({_said(heads)}{'' if by == 'zero' else f', by={by}'})"
+        if by == "zero":
+            if text is not None:
+                raise UsageError('a text goes with by="mean" or by="resample"')
+            return self._changed(
+                WeightChange(
+                    words, {number: partial(without_heads, heads=own) for number, own in chosen.items()}
+                )
+            )
+        if text is None:
+            raise UsageError(f'by="{by}" needs a text: ablate({_said(heads)!r}, by="{by}", text=…)')
+        runs = self.run([text] if isinstance(text, str) else list(text))
+        values = {
+            number: {head: self._values(runs, number, head) for head in own} for number, own in chosen.items()
+        }
+        if by == "mean":
+            means = {n: {head: z.mean(dim=0) for head, z in own.items()} for n, own in values.items()}
+            return self._changed(
+                WeightChange(
+                    words, {n: partial(without_heads, heads=chosen[n], mean=means[n]) for n in chosen}
+                )
+            )
+        edits = {n: {head: resampled(z) for head, z in own.items()} for n, own in values.items()}
+        return self._changed(ValueChange(words, "z", edits))
+
+    def patch(
+        self,
+        heads: str | Sequence[str],
+        run: Run,
+        what: Activation = "z",
+        *,
+        positions: Sequence[int] | None = None,
+    ) -> "Model":
+        """The model with activations of some heads taken from a run.
+
+        Args:
+            heads: as in `ablate`.
+            run: of this model or another one with such heads, on a text of its own.
+            what: which activation: q, k, v, scores, weights or z.
+            positions: of the text, at which it is taken; all that the run has if None.
+
+        Raises:
+            UsageError: there is no such head, or the shapes do not fit.
+        """
+        if what not in ACTIVATIONS:
+            raise UsageError(f"{what!r} is not one of {', '.join(ACTIVATIONS)}")
+        names = self._places.names
+        edits = {
+            number: {
+                head: patched(what, getattr(run[f"{names[number]}.{head}"], what).detach(), positions)
+                for head in own
+            }
+            for number, own in self._heads(heads).items()
+        }
+        return self._changed(ValueChange(f"patch({_said(heads)}, {what})", what, edits))
+
+    def edit(
+        self, heads: str | Sequence[str], what: Activation, with_: Callable[[Tensor], Tensor]
+    ) -> "Model":
+        """The model with a formula of your own between two steps of its heads.
+
+        Args:
+            heads: as in `ablate`.
+            what: which value: q, k, v, scores, weights or z.
+            with_: from the value of one head, `[batch, …]` as in `Run`, to what takes its place, of the same
+                shape.
+
+        Raises:
+            UsageError: there is no such head or value.
+        """
+        if what not in ACTIVATIONS:
+            raise UsageError(f"{what!r} is not one of {', '.join(ACTIVATIONS)}")
+        edits = {
+            number: {head: _ignoring_position(with_) for head in own}
+            for number, own in self._heads(heads).items()
+        }
+        return self._changed(ValueChange(f"edit({_said(heads)}, {what})", what, edits))
+
+    def steer(self, place: str, vector: Float[Tensor, " d_model"], scale: float = 1.0) -> "Model":
+        """The model with a direction added to its residual stream.
+
+        Args:
+            place: `"residual.3"`: before block 3; `"residual.encoder.3"` of an encoder-decoder. The number of
+                blocks stands for the end of the stack.
+            vector: `[d_model]`.
+            scale: what it is multiplied by.
+
+        Raises:
+            UsageError: there is no such place, or the vector has another width.
+        """
+        stack, block = self._residual(place)
+        width = self.layers[0].d_model
+        if vector.shape != (width,):
+            raise UsageError(f"the vector has shape {list(vector.shape)}, and the stream is [{width}]")
+        direction = scale * vector.detach().to(self.opened.model.parameters().__next__().device)
+        return self._changed(Steering(f"steer({place}, {scale:g})", stack, block, direction))
+
+    def replace(self, place: str | int, **maps: Tensor) -> "Model":
+        """The model with other maps in a layer or a head: `model.replace("3.2", W_Q=…)`.
+
+        Args:
+            place: a layer or a head.
+            maps: W_Q, W_K, W_V or W_O; shapes as `Layer` and `Head` have them.
+
+        Raises:
+            UsageError: another shape, a map that heads share, or no such place.
+        """
+        number, head = self._places.split(str(place))
+        if unknown := [name for name in maps if name not in SIDE_OF]:
+            raise UsageError(f"{unknown[0]} is not one of {', '.join(SIDE_OF)}")
+        changed = self._changed(
+            *(
+                WeightChange(
+                    f"replace({place}, {name})",
+                    {number: partial(with_map, name=name, given=given, head=head)},
+                )
+                for name, given in maps.items()
+            )
+        )
+        changed.layers[number].weights  # noqa: B018 (a shape that does not fit is an error now)
+        return changed
+
+    def tie(self, place: str | int, name: str, to: str) -> "Model":
+        """The model with one map of a layer in the place of another: `model.tie("3", "W_K", "W_Q")`.
+
+        Args:
+            place: a layer, or "*" for all.
+            name: the map that is replaced: W_Q, W_K or W_V.
+            to: the map that takes its place.
+
+        Raises:
+            UsageError: the maps do not fit each other.
+        """
+        if unknown := [map_ for map_ in (name, to) if map_ not in SIDE_OF]:
+            raise UsageError(f"{unknown[0]} is not one of {', '.join(SIDE_OF)}")
+        numbers = range(len(self.layers)) if str(place) == "*" else [self._places.layer(place)]
+        tied = partial(tied_map, name=name, to=to)
+        changed = self._changed(WeightChange(f"tie({place}, {name}, {to})", dict.fromkeys(numbers, tied)))
+        for number in numbers:
+            changed.layers[number].weights  # noqa: B018
+        return changed
+
+    def sweep(
+        self,
+        clean: str | Sequence[str],
+        corrupted: str | Sequence[str],
+        metric: Callable[[Run], float | Tensor],
+        what: Activation = "z",
+        *,
+        progress: Progress = lambda what, done, total: None,
+    ) -> Sweep:
+        """Patch every head in turn from a run on clean text into one on corrupted text.
+
+        Args:
+            clean: a text, or several.
+            corrupted: likewise, of as many tokens each.
+            metric: of a run, a number.
+            what: which activation is patched.
+            progress: told the head, how many are done, and of how many.
+
+        Returns:
+            By head, the metric after the patch, with bootstrap intervals over texts.
+
+        Raises:
+            UsageError: there are not as many texts, or not as many tokens in a pair.
+        """
+        return sweep_heads(self, clean, corrupted, metric, what, progress)
+
+    def plan(
+        self, *steps: AnyRewrite, calibration: str | Path | None = None, skip_refused: bool = False
+    ) -> Plan:
+        """What a rewrite would do, without doing it; arguments as those of `rewrite`."""
+        recipe = _recipe(steps, calibration, skip_refused)
+        return plan_rewrite(str(self._files()), recipe, family=self._opened.options.family)
+
+    def rewrite(
+        self,
+        *steps: AnyRewrite,
+        calibration: str | Path | None = None,
+        skip_refused: bool = False,
+        text: str | Path | None = None,
+        compare: bool = True,
+        progress: Progress | None = None,
+    ) -> "Model":
+        """The model with its attention written in another way, and a certificate of what that changed.
+
+            model.rewrite("fold_value_bias", "truncate(rank=6)").save("smaller")
+
+        The result is written to a temporary folder, and opened from there.
+
+        Args:
+            steps: rewrites, as calls or as records, in order.
+            calibration: a text for the rewrites that look at one.
+            skip_refused: whether a layer that refuses a step stays as it is.
+            text: a text to compare both models on; random tokens if None.
+            compare: whether to compare them.
+            progress: told what is done, how much of it and of how much.
+
+        Raises:
+            RewriteRefusedError: a layer refuses a step, with the reason.
+        """
+        temporary = TemporaryDirectory(prefix="triptych-")
+        target = Path(temporary.name) / "rewritten"
+        rewrite_checkpoint(
+            str(self._files()),
+            target,
+            _recipe(steps, calibration, skip_refused),
+            family=self._opened.options.family,
+            text=None if text is None else Path(text),
+            compare=compare,
+            progress=progress,
+        )
+        name = f"{self.name}, rewritten"
+        return Model(Opened(name, target, self._opened.options, temporary=temporary))
+
+    # Keeping.
+
+    def save(self, path: str | Path) -> Path:
+        """Write the model in the format that it came from; returns the folder.
+
+        A rewritten model is written with its certificate. Changes that weights can say are written into them.
+
+        Args:
+            path: the folder to make.
+
+        Raises:
+            UsageError: the folder exists, or weights cannot say a change, by name.
+            DataError: the format has no place for it.
+        """
+        target = Path(path)
+        if unsayable := [change for change in self._changes if change.unsayable]:
+            change = unsayable[0]
+            raise UsageError(f"{change.words} cannot be saved: {change.unsayable}")
+        if self._changes:
+            save_changed(self._opened, self._attention, self._changes, target)
+        else:
+            save_unchanged(self._opened, target)
+        return target
+
+    def convert(
+        self, path: str | Path, to: TargetFormat, quantization: Quantization = "float32"
+    ) -> Conversion:
+        """Write the model in another format: "hf", "ctranslate2", "onnx" or "triptych".
+
+        Args:
+            path: the folder to make.
+            to: the format.
+            quantization: of the matrices, for CTranslate2.
+
+        Raises:
+            UsageError: the model does not fit the format, or it was changed.
+        """
+        if self._changes:
+            raise UsageError(
+                f"{self.name} was changed ({', '.join(self.changes)}): save it, and convert what was saved"
+            )
+        return convert(self.opened, Path(path), to, quantization)
+
+    # What capabilities are built on.
+
+    @cached_property
+    def opened(self) -> OpenedModel:
+        """The module with its tokenizers, changes made.
+
+        Raises:
+            TriptychError: the model cannot be run; the message says why.
+        """
+        try:
+            opened = self._opened.model
+        except TriptychError as error:
+            if "read" in self.can and self.layers:
+                raise type(error)(f"{error}; its layers and heads can be read") from None
+            raise
+        if not self._changes:
+            return opened
+        return opened.with_model(changed_copy(opened.model, self._changes, self._sites))
+
+    @cached_property
+    def reader(self) -> Reader:
+        """What reads texts."""
+        return Reader(self.opened)
+
+    # Inside.
+
+    @cached_property
+    def _places(self) -> Places:
+        return Places(self._opened.attention.sites, self.name)
+
+    @cached_property
+    def _attention(self) -> AttentionSource:
+        """The attention layers, changes made."""
+        source = self._opened.attention
+        return ChangedSource(source, self._changes) if self._changes else source
+
+    def _stack(self, name: str) -> "Stack":
+        found = [
+            layer
+            for layer, site in zip(self.layers, self._opened.attention.sites, strict=True)
+            if stack_of(site) == name
+        ]
+        if not found:
+            raise UsageError(f"{self.name} has no {name}: it has {', '.join(self._places.stacks)}")
+        return Stack(name, self.name, Layers(found))
+
+    def _sites(self, model: LanguageModel | EncoderDecoder) -> list[AttentionSite]:
+        """The layers of a module in the order of `layers`."""
+        sites = attention_sites(model)
+        if isinstance(model, LanguageModel):
+            return sites
+        by_place = {(str(site.stack), site.block): site for site in sites}
+        return [by_place[stack_of(site), site.layer] for site in self._opened.attention.sites]
+
+    def _heads(self, heads: str | Sequence[str]) -> dict[int, tuple[int, ...]]:
+        return self._places.heads(heads, [layer.num_heads for layer in self.layers])
+
+    def _changed(self, *changes: Change) -> "Model":
+        return Model(self._opened, (*self._changes, *changes))
+
+    def _values(self, runs: Sequence[Run], number: int, head: int) -> Float[Tensor, "tokens d_v"]:
+        place = f"{self._places.names[number]}.{head}"
+        return torch.cat([run[place].z.detach() for run in runs])
+
+    def _residual(self, place: str) -> tuple[str, int]:
+        word, _, rest = place.partition(".")
+        stack, _, number = rest.rpartition(".")
+        stacks = [stack for stack in self._places.stacks if stack != "cross"]
+        if word != "residual" or not number.isdigit():
+            raise UsageError(
+                f'"{place}" is no place in the residual stream: write residual.3, or residual.encoder.3'
+            )
+        if not stack and len(stacks) > 1:
+            raise UsageError(
+                f"{place} could be of {' or '.join(stacks)}: write residual.{stacks[0]}.{number}"
+            )
+        stack = stack or stacks[0]
+        count = sum(stack_of(site) == stack for site in self._opened.attention.sites)
+        if stack not in stacks or int(number) > count:
+            raise UsageError(f"{self.name} has no {place}: {stack} has residual.0 to residual.{count}")
+        return stack, int(number)
+
+    def _continued(
+        self, generator: TextGenerator, prompts: Sequence[str], options: GenerationOptions, chat: bool
+    ) -> list[list[Continuation]]:
+        """Texts that change values by position run without padding: those of one length together."""
+        if not any(isinstance(change, ValueChange) for change in self._changes):
+            return generator.generate(prompts, options, chat=chat)
+        ids = [generator.encode(prompt, chat=chat) for prompt in prompts]
+        found: dict[int, list[Continuation]] = {}
+        for length in sorted({len(own) for own in ids}):
+            places = [place for place, own in enumerate(ids) if len(own) == length]
+            found |= dict(
+                zip(places, generator.continue_tokens([ids[i] for i in places], options), strict=True)
+            )
+        return [found[place] for place in range(len(prompts))]
+
+    def _files(self) -> str | Path:
+        """Where the model's files lie: what a rewrite reads.
+
+        Raises:
+            UsageError: it was changed, or is in memory.
+        """
+        if self._changes:
+            raise UsageError(
+                f"{self.name} was changed ({', '.join(self.changes)}): save it, and rewrite what was saved"
+            )
+        if self._opened.module is not None:
+            raise UsageError(f"{self.name} has no files: save it, and rewrite what was saved")
+        return self._opened.place
+
+    def __repr__(self) -> str:
+        source = self._opened.attention
+        rows = [f"Model {self.name}: {self._summary(source)}"]
+        rows += [f"  changed: {', '.join(self.changes)}"] if self._changes else []
+        rows += [f"  {note}" for note in source.warnings[:2]]
+        if source.absent:
+            rows.append(f"  absent from the files: {', '.join(source.absent)}")
+        return "\n".join(rows)
+
+    def _summary(self, source: AttentionSource) -> str:
+        stacks: dict[str, list[Layer]] = {}
+        for layer, site in zip(self.layers, source.sites, strict=True):
+            stacks.setdefault(stack_of(site), []).append(layer)
+        parts = []
+        for stack, layers in stacks.items():
+            if stack != "cross":
+                name = stack if len(self._places.stacks) > 1 else ""
+                parts.append(f"{name} {len(layers)} layers × {layers[0].num_heads} heads".strip())
+        first = self.layers[0]
+        dtype = str(next(first.weights.tensors()).dtype).removeprefix("torch.")
+        kind = "" if len(stacks) > 1 else f" {next(iter(stacks))}"
+        d_k = first.weights.multiplied("q").d_out
+        millions = self.num_parameters / 1e6
+        size = f"{millions:,.1f} M" if millions >= 0.1 else f"{self.num_parameters:,}"
+        return (
+            f"{source.written_as}{kind}, {', '.join(parts)}, d_model {first.d_model}, d_k {d_k}, "
+            f"{size} parameters ({dtype})"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [("model", self._summary(self._opened.attention)), ("found at", str(self._opened.place))]
+        rows += [("changed", ", ".join(self.changes))] if self._changes else []
+        return table_html(self.name, rows)
+
+
+def _said(places: str | Sequence[str]) -> str:
+    return places if isinstance(places, str) else ", ".join(places)
+
+
+def _ignoring_position(function: Callable[[Tensor], Tensor]) -> Edit:
+    return lambda value, first: function(value)
+
+
+def _recipe(steps: Sequence[AnyRewrite], calibration: str | Path | None, skip_refused: bool) -> RewriteRecipe:
+    record: dict[str, Any] = {"step": steps, "skip_refused": skip_refused}
+    if calibration is not None:
+        record["calibration"] = str(calibration)
+    return rewrite_recipe_of(record, Path(), "rewrite")

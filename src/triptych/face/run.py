@@ -1,0 +1,229 @@
+"""One run of a model on a text: logits, loss, and every activation by its place."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from triptych.algebra.weights import AttentionWeights
+from triptych.attention import ACTIVATIONS, Activation, LayerSteps, Tap
+from triptych.errors import UsageError
+from triptych.face.changes import blocks_of
+from triptych.face.places import Places
+from triptych.models import EncoderDecoder
+from triptych.models.sites import AttentionSite
+from triptych.opening import LayerCall, Reader, Recording, TextIds
+
+
+@final
+class Activations:
+    """What a layer, or one head of it, computed on a text.
+
+    Attributes:
+        name: the place, `3` or `3.2`.
+        q: queries as they meet the keys, `[heads, queries, d_k]`; of a head without the first dimension, and
+            likewise all others.
+        k: keys, `[heads, keys, d_k]`.
+        v: values, `[heads, keys, d_v]`.
+        scores: what the softmax takes, before the mask, `[heads, queries, keys]`.
+        weights: the attention weights, `[heads, queries, keys]`.
+        z: what W_O reads, `[heads, queries, d_v]`.
+    """
+
+    def __init__(
+        self, name: str, steps: LayerSteps, weights: AttentionWeights, head: int | None = None
+    ) -> None:
+        self.name, self.steps = name, steps
+        self._weights, self._head = weights, head
+        for what in ACTIVATIONS:
+            setattr(self, what, self._part(getattr(steps, what)))
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Tensor
+    weights: Tensor
+    z: Tensor
+
+    @cached_property
+    def output(self) -> Float[Tensor, "queries d_model"]:
+        """What the layer adds, or for a head its part of that, `z W_O`: `[queries, d_model]`."""
+        if self._head is None:
+            return self.steps.output[0]
+        return self.z @ self._weights.W_O[self._head].to(self.z)
+
+    def _part(self, value: Tensor) -> Tensor:
+        return value[0] if self._head is None else value[0, self._head]
+
+    def __repr__(self) -> str:
+        shapes = "  ".join(f"{what} {list(getattr(self, what).shape)}" for what in ACTIVATIONS)
+        return f"Activations {self.name}: {shapes}  output {list(self.output.shape)}"
+
+
+@final
+class Run:
+    """A model on one text.
+
+    Attributes:
+        model: the name of the model.
+        tokens: of the text, readable; of an encoder-decoder those that the decoder produces.
+        ids: the same as numbers.
+        source_tokens: what the encoder of an encoder-decoder read; None for other models.
+        logits: `[length, vocab]`: of the token after each; of an encoder-decoder those of `tokens`.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        places: Places,
+        order: Mapping[int, str],
+        text: TextIds,
+        recording: Recording,
+        row: int,
+        graph: Mapping[str, Mapping[Activation, Tensor]] | None = None,
+    ) -> None:
+        """Of one row of a recording; `order` has the site of each of the face's layers."""
+        self.model, self._places, self._order, self._graph = reader.name, places, order, graph
+        self._text, self._row, self._recording = text, row, recording
+        self.ids, self.tokens = text.ids, tuple(reader.tokenizer.pieces(text.ids))
+        self.source_tokens = (
+            None if text.source is None else tuple(reader.source_tokenizer.pieces(text.source))
+        )
+        self.logits = reader.logits(recording.hidden[row, : len(text.ids)])
+        model = reader.model
+        self._predicts = isinstance(model, EncoderDecoder) or (model.causal and model.head is not None)
+
+    @property
+    def losses(self) -> Float[Tensor, " predicted"]:
+        """The negative log-probability in nats of every token that is predicted.
+
+        Raises:
+            UsageError: the model predicts no next token: an encoder.
+        """
+        if not self._predicts:
+            raise UsageError(f"{self.model} predicts no next token, so its run has no loss")
+        ids = torch.tensor(self.ids, device=self.logits.device)
+        if self._text.source is None:
+            return F.cross_entropy(self.logits[:-1].float(), ids[1:], reduction="none")
+        return F.cross_entropy(self.logits.float(), ids, reduction="none")
+
+    @property
+    def loss(self) -> Float[Tensor, ""]:
+        """The mean of `losses`."""
+        return self.losses.mean()
+
+    def __getitem__(self, place: str | int) -> Activations:
+        """The activations of a layer (`"3"`, `"cross.3"`) or of a head (`"3.2"`).
+
+        Raises:
+            UsageError: there is no such place; the message says which there are.
+        """
+        number, head = self._places.split(str(place))
+        site = self._order[number]
+        if site not in self._calls:
+            raise UsageError(f"layer {self._places.names[number]} did not run on this text")
+        call, steps = self._calls[site]
+        if head is not None and not 0 <= head < call.layer.num_heads:
+            raise UsageError(
+                f"layer {self._places.names[number]} has no head {head}: its heads are 0 to "
+                f"{call.layer.num_heads - 1}"
+            )
+        return Activations(str(place), steps(), call.layer.weights(), head)
+
+    def residual(self, place: int | str) -> Float[Tensor, "length d_model"]:
+        """The residual stream before a block (`3`, `"encoder.3"`), or at the end of a stack (its last number).
+
+        Raises:
+            UsageError: there is no such block.
+        """
+        stack, _, number = str(place).rpartition(".")
+        streams = self._recording.residuals
+        stack = stack or next(iter(streams))
+        if len(streams) > 1 and "." not in str(place):
+            raise UsageError(f"residual({place}) could be of {' or '.join(streams)}: write encoder.{place}")
+        found = streams.get(stack, ())
+        if not number.isdigit() or int(number) >= len(found):
+            raise UsageError(
+                f"there is no residual {place}: {stack} has 0 to {len(found) - 1}, the last at its end"
+            )
+        length = len(self.ids) if stack != "encoder" or self._text.source is None else len(self._text.source)
+        return found[int(number)][self._row, :length]
+
+    def gradient(self, place: str | int, what: Activation = "z", of: Tensor | None = None) -> Tensor:
+        """The gradient of a number by an activation; needs a run with `grad=True`.
+
+        Args:
+            place: a layer or a head.
+            what: which activation.
+            of: a number computed of this run; its loss if None.
+
+        Raises:
+            UsageError: the run recorded no gradients, or there is no such place.
+        """
+        if self._graph is None:
+            raise UsageError("the run has no gradients: run(text, grad=True)")
+        number, head = self._places.split(str(place))
+        kept = self._graph[self._order[number]][what]
+        (found,) = torch.autograd.grad(self.loss if of is None else of, kept, retain_graph=True)
+        return found[0] if head is None else found[0, head]
+
+    @cached_property
+    def _calls(self) -> dict[str, tuple[LayerCall, Callable[[], LayerSteps]]]:
+        found = {}
+        for call in self._recording.calls:
+            queries, keys = self._lengths(call)
+            own = call.of_row(self._row, queries, keys)
+            found[call.site.name] = (own, lambda own=own: _steps(own))  # type: ignore[misc]
+        return found
+
+    def _lengths(self, call: LayerCall) -> tuple[int, int]:
+        own, source = len(self.ids), len(self._text.source or ())
+        if call.kind == "encoder" and self._text.source is not None:
+            return source, source
+        return own, source if call.kind == "cross" else own
+
+    def __repr__(self) -> str:
+        source = "" if self.source_tokens is None else f"{len(self.source_tokens)} source tokens, "
+        loss = (
+            f", loss {float(self.loss.detach()):.4f} nats per token"
+            if self._predicts and len(self.ids) > 1
+            else ""
+        )
+        return (
+            f"Run of {self.model}: {source}{len(self.tokens)} tokens{loss}\n"
+            f"  logits {list(self.logits.shape)}; layers {', '.join(self._places.names[:8])}"
+            f"{' …' if len(self._places.names) > 8 else ''}"
+        )
+
+
+def _steps(call: LayerCall) -> LayerSteps:
+    with torch.set_grad_enabled(call.x.requires_grad):
+        return call.steps()
+
+
+@contextmanager
+def recorded_graph(sites: Sequence[AttentionSite]) -> Iterator[dict[str, dict[Activation, Tensor]]]:
+    """Keep what layers compute as part of the graph of the run, by site, so that gradients reach it."""
+    found: dict[str, dict[Activation, Tensor]] = {site.name: {} for site in sites}
+    with ExitStack() as stack:
+        for site in sites:
+            before = site.layer.tap
+            site.layer.tap = _keeping(found[site.name], before)
+            stack.callback(setattr, site.layer, "tap", before)
+        yield found
+
+
+def _keeping(found: dict[Activation, Tensor], before: Tap | None) -> Tap:
+    def keep(name: Activation, value: Tensor, first: int | None) -> Tensor:
+        found[name] = value if before is None else before(name, value, first)
+        return found[name]
+
+    return keep
+
+
+__all__ = ["Activations", "Run", "blocks_of", "recorded_graph"]
