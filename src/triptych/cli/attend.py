@@ -9,8 +9,7 @@ from typing import Annotated, NamedTuple
 import typer
 from rich.console import Console
 
-import triptych
-from triptych.attending import AttentionBatch, Reader, open_reader
+from triptych.attending import AttentionBatch
 from triptych.attending.looks import strongest_looks, written_tokens
 from triptych.attending.over import OverText
 from triptych.attending.over_page import head_notes, notes_origin
@@ -27,19 +26,18 @@ from triptych.attending.saving import (
 from triptych.attending.viewing import Told, write_attention_page
 from triptych.attending.writing import TokenWriter
 from triptych.cli.groups import grouped
-from triptych.cli.options import DeviceOption
+from triptych.cli.options import MODEL, DeviceOption, WithoutOption, open_model
 from triptych.cli.outputs import ForceOption, Output, require_free
 from triptych.cli.over import MoreFigures, OverOptions, is_over_csv, show_over
 from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
 from triptych.errors import UsageError
+from triptych.face import Model
 from triptych.files import write_bytes, write_text
 from triptych.reports import is_page, render_table
 from triptych.text import read_lines
 
-Model = Annotated[
-    str, typer.Argument(help="A run folder, a folder in Hugging Face's format, or a name on the Hub.")
-]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
 Text = Annotated[str | None, typer.Argument(help="The text to read; - reads all of standard input.")]
 FileOption = Annotated[
     Path | None, typer.Option("--file", help="Texts, one per line, read in padded batches.")
@@ -101,13 +99,13 @@ class _Texts(NamedTuple):
         """The files that are read."""
         return [] if self.file is None else [self.file]
 
-    def attend(self, reader: Reader) -> AttentionBatch:
+    def attend(self, model: Model) -> AttentionBatch:
         """The attention of a model on the texts."""
         texts = self._texts()
         if self.file is not None and self.target is not None:
             raise UsageError("--target goes with one text, not with --file")
         targets = None if self.target is None else [self.target]
-        return triptych.attend(reader, texts, target=targets, max_new_tokens=self.max_new_tokens)
+        return model.attend(texts, targets, max_new_tokens=self.max_new_tokens)
 
     def _texts(self) -> list[str]:
         """One of the command line or standard input, or the lines of a file.
@@ -137,11 +135,11 @@ class _Heads(NamedTuple):
     top: TopOption = None
     writes: WritesOption = None
 
-    def of(self, attention: AttentionBatch, reader: Reader) -> list[Saved]:
+    def of(self, attention: AttentionBatch, model: Model) -> list[Saved]:
         """What is chosen of each text."""
         layers = None if self.layers is None else numbers(self.layers, "--layers")
         heads = None if self.heads is None else numbers(self.heads, "--heads")
-        writer = None if self.writes is None else TokenWriter(reader, self.writes)
+        writer = None if self.writes is None else TokenWriter(model.reader, self.writes)
         return [Saved(one, one.parts(self.kind, layers, heads), self.top, writer) for one in attention]
 
 
@@ -180,7 +178,7 @@ class _Files(NamedTuple):
 
 @grouped
 def attend(
-    model: Model,
+    source: ModelArgument,
     texts: _Texts,
     chosen: _Heads,
     files: _Files,
@@ -189,6 +187,7 @@ def attend(
     *,
     force: ForceOption = False,
     device: DeviceOption = "auto",
+    without: WithoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show where every head of a model looks on a text.
@@ -201,19 +200,19 @@ def attend(
     """
     corpus = over.choice(more)
     is_of_heads = corpus is not None and not texts.are_given
-    read = [Path(model), *texts.read(), *([] if corpus is None else corpus.read())]
+    read = [Path(source), *texts.read(), *([] if corpus is None else corpus.read())]
     is_own_csv = is_over_csv if is_of_heads else is_attention_csv
     require_free(files.outputs(is_own_csv), [path for path in read if path.exists()], force=force)
     if corpus is not None and is_of_heads:
         if any(option not in (None, 0) for option in (*texts, *chosen, files.npz, files.svg, files.png)):
             raise UsageError("--over without a text goes with no options of one but --csv, --html and --json")
-        show_over(corpus.measure(model, device), files.csv, files.html, as_json=as_json)
+        show_over(corpus.measure(open_model(source, device, without)), files.csv, files.html, as_json=as_json)
         return
     if corpus is not None and files.html is None:
         raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
-    reader = open_reader(model, device)
-    saved = chosen.of(texts.attend(reader), reader)
-    behaviour = None if corpus is None else corpus.measure(reader)
+    model = open_model(source, device, without)
+    saved = chosen.of(texts.attend(model), model)
+    behaviour = None if corpus is None else corpus.measure(model)
     with progress_bar("{task.description}", "writing", of_bytes=False) as tell:
         files.write(saved, behaviour, tell)
     _print(saved, files.given(), as_json=as_json)

@@ -7,16 +7,14 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-import triptych
+from triptych.cli.options import MODEL, open_model
 from triptych.converting.checks import Quantization
 from triptych.converting.conversion import Conversion
 from triptych.errors import UsageError
 
 
 def convert(
-    source: Annotated[
-        Path, typer.Argument(help="A run folder, or a folder with a model in Hugging Face's format.")
-    ],
+    source: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)],
     out: Annotated[Path, typer.Option("--out", "-o", help="The output folder; it must not exist.")],
     to: Annotated[
         Literal["hf", "ctranslate2", "onnx"] | None,
@@ -38,7 +36,7 @@ def convert(
     """
     if (to is None) == (origin is None):
         raise UsageError("give either --to FORMAT (hf, ctranslate2 or onnx) or --from hf")
-    conversion = triptych.convert(source, out, to or "triptych", quantization)
+    conversion = open_model(source, "cpu").convert(out, to or "triptych", quantization)
     if as_json:
         print(json.dumps(conversion.record()))
         return

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 from rich.console import Console
 
-import triptych
 from triptych.cli.groups import grouped
 from triptych.cli.options import (
+    MODEL,
     AlphaOption,
     BeamOption,
     DeviceOption,
@@ -19,18 +19,19 @@ from triptych.cli.options import (
     EngineOption,
     PrecisionOption,
     StopOption,
+    WithoutOption,
     WorkersOption,
     number_of_workers,
+    open_model,
     torch_dtype,
 )
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.cli.progress import progress_bar
 from triptych.cli.tables import print_whole
-from triptych.decoding import Likelihood
+from triptych.decoding import Evaluation, Likelihood
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.reports import Table
-from triptych.runs import Evaluation
 from triptych.text import read_lines
 from triptych.text.documents import LanguageCorpusSpec, read_documents, whole_documents
 from triptych.training.parallel import World, do_each, launched
@@ -39,8 +40,7 @@ Models = Annotated[
     list[str],
     typer.Argument(
         metavar="MODEL...",
-        help="A run folder, a folder in Hugging Face's format, or (with --text) a name on the Hub; one or "
-        "more.",
+        help=f"{MODEL} One or more.",
     ),
 ]
 SourceOption = Annotated[
@@ -116,6 +116,7 @@ def evaluate(
     translating: OfTranslators,
     scoring: OfTexts,
     device: DeviceOption = "auto",
+    without: WithoutOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
     """Score a translator on a test text, or a language model.
@@ -126,9 +127,9 @@ def evaluate(
     """
     with launched(device) as world:
         if scoring.text is not None:
-            _score_text(models, scoring.text, translating, scoring, device, as_json, world)
+            _score_text(models, scoring.text, translating, scoring, (device, without), as_json, world)
         else:
-            _score_translators(models, translating, scoring, device, as_json, world)
+            _score_translators(models, translating, scoring, (device, without), as_json, world)
 
 
 def _score_text(
@@ -136,7 +137,7 @@ def _score_text(
     text: Path,
     others: OfTranslators,
     asked: OfTexts,
-    device: str,
+    how: tuple[str, str | None],
     as_json: bool,
     world: World,
 ) -> None:
@@ -151,15 +152,11 @@ def _score_text(
 
     def score(model: str) -> Likelihood:
         with progress_bar("{task.description}", "scoring", of_bytes=False) as tell:
-            return triptych.evaluate_text(
-                model,
+            return open_model(model, *how, engine=asked.engine, dtype=torch_dtype(asked.dtype)).evaluate(
                 documents,
-                device,
                 context=asked.context,
                 stride=asked.stride,
-                engine=asked.engine,
-                dtype=torch_dtype(asked.dtype),
-                progress=lambda done, total: tell(_doing("scoring", model, models), done, total),
+                progress=lambda _, done, total: tell(_doing("scoring", model, models), done, total),
             )
 
     found = do_each(models, score, world, Likelihood)
@@ -176,7 +173,12 @@ def _score_text(
 
 
 def _score_translators(
-    runs: Sequence[str], asked: OfTranslators, others: OfTexts, device: str, as_json: bool, world: World
+    runs: Sequence[str],
+    asked: OfTranslators,
+    others: OfTexts,
+    how: tuple[str, str | None],
+    as_json: bool,
+    world: World,
 ) -> None:
     source, reference, out = asked.source, asked.reference, asked.out
     if source is None or reference is None:
@@ -193,17 +195,14 @@ def _score_translators(
 
     def score(run: str) -> Evaluation:
         with progress_bar("{task.description}", "translating", of_bytes=False) as tell:
-            return triptych.evaluate(
-                run,
+            return open_model(run, *how, precision=asked.precision).evaluate(
                 sources,
                 references,
-                device,
                 beam_size=asked.beam,
                 alpha=asked.alpha,
                 stop=asked.stop,
-                precision=asked.precision,
                 workers=number_of_workers(asked.workers),
-                progress=lambda done, total: tell(_doing("translating", run, runs), done, total),
+                progress=lambda _, done, total: tell(_doing("translating", run, runs), done, total),
             )
 
     found = do_each(runs, score, world, Evaluation)

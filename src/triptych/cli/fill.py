@@ -5,19 +5,17 @@ from typing import Annotated
 
 import typer
 
-import triptych
-from triptych.cli.options import DeviceOption
+from triptych.cli.options import MODEL, DeviceOption, WithoutOption, open_model
 
 
 def fill(
-    model: Annotated[
-        str, typer.Argument(help="A run folder, a folder in Hugging Face's format, or a name on the Hub.")
-    ],
+    source: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)],
     text: Annotated[str, typer.Argument(help="A text with one or more [MASK].")],
     count: Annotated[
         int, typer.Option("--count", min=1, help="How many tokens are shown for each mask.")
     ] = 5,
     device: DeviceOption = "auto",
+    without: WithoutOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per mask, with probabilities and texts.")
     ] = False,
@@ -26,7 +24,7 @@ def fill(
 
     Each mask is predicted with the others as they are.
     """
-    for number, found in enumerate(triptych.fill(model, text, count, device), start=1):
+    for number, found in enumerate(open_model(source, device, without).fill(text, count), start=1):
         if as_json:
             fillings = [
                 {

@@ -9,23 +9,31 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-import triptych
-from triptych.attending import LanguageReader, reader_of
+from triptych.attending import read_attention
 from triptych.attending.saving import head_records
 from triptych.cli.groups import grouped
-from triptych.cli.options import DeviceOption, DtypeOption, EngineOption, PrecisionOption, torch_dtype
+from triptych.cli.options import (
+    MODEL,
+    DeviceOption,
+    DtypeOption,
+    EngineOption,
+    PrecisionOption,
+    WithoutOption,
+    open_model,
+    torch_dtype,
+)
 from triptych.cli.selection import HeadSelection, parse_index
 from triptych.decoding import Continuation, GenerationOptions, SamplingOptions, TextGenerator
 from triptych.errors import UsageError
+from triptych.face import Model
+from triptych.opening import TextIds
 from triptych.text import iterate_file
 
 # Prompts of a file that are read and continued before the first are printed.
 _PROMPTS_AT_A_TIME = 256
 
 
-Model = Annotated[
-    str, typer.Argument(help="A run folder, a folder in Hugging Face's format, or a name on the Hub.")
-]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
 Prompt = Annotated[str | None, typer.Argument(help="The text to continue; - reads all of standard input.")]
 FileOption = Annotated[
     Path | None, typer.Option("--file", help="Prompts, one per line, continued in batches.")
@@ -122,11 +130,12 @@ class RunBy(NamedTuple):
     engine: EngineOption = "triptych"
     device: DeviceOption = "auto"
     dtype: DtypeOption = None
+    without: WithoutOption = None
 
 
 @grouped
 def generate(
-    model: Model,
+    source: ModelArgument,
     continuing: Continuing,
     by: RunBy,
     prompt: Prompt = None,
@@ -145,13 +154,19 @@ def generate(
     if attention and by.engine != "triptych":
         raise UsageError(f"--attention goes with --engine triptych: {by.engine} gives no attention weights")
     prompts = _prompts(prompt, file)
-    generator = triptych.load_generator(
-        model, by.device, precision=by.precision, engine=by.engine, dtype=torch_dtype(by.dtype)
+    model = open_model(
+        source,
+        by.device,
+        by.without,
+        precision=by.precision,
+        engine=by.engine,
+        dtype=torch_dtype(by.dtype),
     )
+    generator = model.generator()
     wanted = [_selection(text, generator) for text in attention or []]
     if as_json:
         for given, found in _continued(generator, prompts, options, chat):
-            print(json.dumps(_record(generator, given, found, wanted, chat), ensure_ascii=False))
+            print(json.dumps(_record(model, generator, given, found, wanted, chat), ensure_ascii=False))
     elif file is None and options.num_samples == options.beam_size == 1:
         _stream(generator, next(prompts), options, chat)
     else:
@@ -211,13 +226,14 @@ def _selection(text: str, generator: TextGenerator) -> HeadSelection:
 
 
 def _record(
+    model: Model,
     generator: TextGenerator,
     prompt: str,
     found: Sequence[Continuation],
     wanted: Sequence[HeadSelection],
     chat: bool,
 ) -> dict[str, Any]:
-    attention = _attention(generator, prompt, found, wanted, chat) if wanted else [{}] * len(found)
+    attention = _attention(model, generator, prompt, found, wanted, chat) if wanted else [{}] * len(found)
     return {
         "prompt": prompt,
         "continuations": [
@@ -236,6 +252,7 @@ def _record(
 
 
 def _attention(
+    model: Model,
     generator: TextGenerator,
     prompt: str,
     found: Sequence[Continuation],
@@ -243,8 +260,7 @@ def _attention(
     chat: bool,
 ) -> Iterator[dict[str, Any]]:
     """For each continuation the weights with which the text was read before each of its tokens."""
-    ids, reader = generator.encode(prompt, chat=chat), reader_of("the model", generator)
-    assert isinstance(reader, LanguageReader), "a generator has one stack"
+    ids = generator.encode(prompt, chat=chat)
     for one in found:
         if not one.ids:
             yield {"attention": []}
@@ -255,6 +271,6 @@ def _attention(
                 f"--attention: the text has {len(read):,} tokens, and the model reads {most:,} at once: "
                 "lower --max-new-tokens"
             )
-        (attention,) = reader.read_ids([read])
+        (attention,) = read_attention(model.reader, [TextIds(tuple(read))])
         parts = [part for selection in wanted for part in selection.of(attention)]
         yield {"attention": [*head_records(parts, len(ids) - 1, one.pieces)]}

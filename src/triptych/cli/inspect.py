@@ -13,10 +13,10 @@ from typing import Annotated, Any, NamedTuple, final
 import typer
 from rich.console import Console
 
-import triptych
 from triptych.attending.correlations import Beside, correlations_table, put_beside
 from triptych.checkpoints.family import read_family
 from triptych.cli.groups import grouped
+from triptych.cli.options import MODEL, open_model
 from triptych.cli.outputs import ForceOption, Output, require_free
 from triptych.cli.over import MoreFigures, OverOptions, print_table, write_rows
 from triptych.cli.progress import progress_bar
@@ -45,8 +45,7 @@ CheckpointsArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="CHECKPOINT...",
-        help="A folder, a tensor file next to its config.json, a run, or a name on the Hub; or several, side "
-        "by side.",
+        help=f"{MODEL} Or several, side by side.",
     ),
 ]
 LayersOption = Annotated[
@@ -80,12 +79,11 @@ class _Reading(NamedTuple):
 
     def inspect(self, name: str) -> Inspection:
         """Measure a checkpoint."""
+        family = None if self.family is None else read_family(self.family)
         with progress_bar("reading {task.description}", name) as tell:
-            return triptych.inspect(
-                name,
+            return open_model(name, family=family).inspect(
                 layers=None if self.layers is None else numbers(self.layers, "--layers"),
                 heads=None if self.heads is None else numbers(self.heads, "--heads"),
-                family=None if self.family is None else read_family(self.family),
                 ignore_rotary=self.ignore_rotary,
                 progress=tell,
             )
@@ -148,7 +146,8 @@ def inspect(
     def measure(name: str) -> _Found:
         inspection = reading.inspect(name)
         return _Found(
-            inspection, None if text is None else put_beside(inspection, text.measure(name).behaviour)
+            inspection,
+            None if text is None else put_beside(inspection, text.measure(open_model(name)).behaviour),
         )
 
     with launched("cpu" if text is None else "auto") as world:

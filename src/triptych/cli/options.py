@@ -1,15 +1,19 @@
 """Options that several commands share."""
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
 from triptych.decoding import Precision
 from triptych.engines import EngineName
+from triptych.face import Model, load
 from triptych.launch import num_on_machine
 from triptych.threads import num_cores
 
+# What every command that takes a model says of it.
+MODEL = "A run folder, a folder or file in Hugging Face's format, or a name on the Hub."
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 PrecisionOption = Annotated[
@@ -40,6 +44,14 @@ DtypeOption = Annotated[
     Dtype | None,
     typer.Option("--dtype", help="Language models: type of the numbers. Default: that of the file."),
 ]
+WithoutOption = Annotated[
+    str | None,
+    typer.Option(
+        "--without",
+        metavar="HEADS",
+        help="Switch heads off: 3.2 is head 2 of layer 3, 3 a layer, *.2 a pattern; several with commas.",
+    ),
+]
 LanguagesOption = Annotated[
     tuple[str, str] | None,
     typer.Option(
@@ -64,6 +76,24 @@ WorkersOption = Annotated[
         help="Number of processes that translate in parallel, one thread each. Default: the cores. CPU only.",
     ),
 ]
+
+
+def open_model(
+    source: str | Path,
+    device: str = "auto",
+    without: str | None = None,
+    **options: Any,
+) -> Model:
+    """The model that a command is given, with the heads of `--without` off.
+
+    Args:
+        source: the argument.
+        device: where it runs.
+        without: heads that are switched off.
+        options: as those of `triptych.load`.
+    """
+    model = load(source, device=device, **options)
+    return model if without is None else model.ablate(without)
 
 
 def torch_dtype(name: Dtype | None) -> torch.dtype | None:

@@ -10,15 +10,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 from rich.console import Console
 
-import triptych
-from triptych.attending import Reader, open_reader
 from triptych.attending.over import OverText, read_texts
 from triptych.attending.over_page import over_report
 from triptych.cli.progress import progress_bar
 from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.reports import Table, render_table, write_report
-from triptych.text import read_lines
 
 OverOption = Annotated[
     Path | None,
@@ -125,16 +122,13 @@ class OverChoice(NamedTuple):
         """The files that are read."""
         return [path for path in (self.text, self.how.over_targets) if path is not None]
 
-    def measure(self, model: str | Reader, device: str = "auto") -> OverText:
+    def measure(self, model: Model) -> OverText:
         """Measure what the heads of a model do over the text."""
-        reader = model if isinstance(model, Reader) else open_reader(model, device)
-        targets = self.how.over_targets
-        documents = read_texts(reader, self.text, self.how.documents)
+        documents = read_texts(model.reader, self.text, self.how.documents)
         with progress_bar("{task.description}", "reading", of_bytes=False) as tell:
-            return triptych.attend_over(
-                reader,
+            return model.attend_over(
                 documents,
-                None if targets is None else read_lines(targets),
+                self.how.over_targets,
                 worth=self.more.worth,
                 explain=self.more.explain,
                 context=self.how.context,

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import triptych
 from triptych.algebra.rewrites.registry import (
     EXACT,
     REWRITES,
@@ -22,14 +21,14 @@ from triptych.algebra.rewrites.registry import (
     summary,
 )
 from triptych.algebra.rewrites.rewrite import Rewrite
-from triptych.checkpoints.family import Family, read_family
+from triptych.checkpoints.family import read_family
 from triptych.cli.groups import grouped
 from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
 from triptych.cli.verbose import VerboseOption
 from triptych.errors import UsageError
 from triptych.rewriting.certificate import UNPADDED, Certificate, Cost, LayerRecord, NormRecord, card
-from triptych.rewriting.planning import Plan, plan_rewrite, resize_kv_heads
+from triptych.rewriting.planning import Plan, resize_kv_heads
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 
 
@@ -150,13 +149,13 @@ class _Wanted(NamedTuple):
     layers: LayersOption = None
     skip_refused: SkipRefusedOption = False
 
-    def recipe_for(self, checkpoint: str, family: Family | None) -> RewriteRecipe:
+    def recipe_for(self, model: Model) -> RewriteRecipe:
         """The same as a recipe.
 
         Raises:
             UsageError: nothing is asked for, or two ways at once.
         """
-        steps = self._steps(checkpoint, family)
+        steps = self._steps(model)
         layers = None if self.layers is None else tuple(numbers(self.layers, "--layers"))
         if self.recipe is not None:
             if self.exact or steps or layers is not None:
@@ -182,14 +181,14 @@ class _Wanted(NamedTuple):
             step=tuple(steps), skip_refused=self.skip_refused or self.exact, calibration=self.calibrate
         )
 
-    def _steps(self, checkpoint: str, family: Family | None) -> list[Rewrite]:
+    def _steps(self, model: Model) -> list[Rewrite]:
         """What is named with --do, in that order, then what has an option of its own."""
         own = self._truncations()
         if self.prune is not None:
             on_text = self.calibrate is not None
             own.append({"rewrite": "prune_heads", "number": self.prune, "on_text": on_text})
         if self.kv_heads is not None:
-            kv_rewrite = resize_kv_heads(checkpoint, self.kv_heads, family)
+            kv_rewrite = resize_kv_heads(model.layers[0].num_kv_heads, self.kv_heads)
             own.append({"rewrite": kv_rewrite, "num_kv_heads": self.kv_heads})
         named = [*map(read_rewrite, self.do or [])]
         return [*named, *sorted(map(read_rewrite, own), key=attrgetter("place"))]
@@ -232,11 +231,11 @@ def rewrite(
 
     The result has the format of the original. The certificate says what was changed and what was measured.
     """
-    own = None if family is None else read_family(family)
-    chosen = wanted.recipe_for(checkpoint, own)
+    model = open_model(checkpoint, "cpu", family=None if family is None else read_family(family))
+    chosen = wanted.recipe_for(model)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if plan:
-        found = plan_rewrite(checkpoint, chosen, family=own)
+        found = model.plan(chosen)
         print(json.dumps(_plain(found))) if as_json else _print_plan(found, console)
         return
     if out is None:
@@ -244,9 +243,9 @@ def rewrite(
     if text is not None and not compare:
         raise UsageError("--text and --no-compare contradict each other: leave one out")
     with progress_bar("{task.description}", "opening") as tell:
-        certificate = triptych.rewrite_checkpoint(
-            checkpoint, out, chosen, family=own, text=text, compare=compare, progress=tell
-        )
+        rewritten = model.rewrite(chosen, out=out, text=text, compare=compare, progress=tell)
+    certificate = rewritten.certificate
+    assert certificate is not None, "it was written"
     if as_json:
         print(certificate.as_json().decode(), end="")
     else:

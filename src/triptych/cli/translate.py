@@ -9,12 +9,11 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-import triptych
-from triptych.attending import reader_of
 from triptych.attending.saving import head_records
 from triptych.attending.viewing import write_attention_page
 from triptych.cli.groups import grouped
 from triptych.cli.options import (
+    MODEL,
     AlphaOption,
     BeamOption,
     DeviceOption,
@@ -22,16 +21,19 @@ from triptych.cli.options import (
     LanguagesOption,
     PrecisionOption,
     StopOption,
+    WithoutOption,
     WorkersOption,
     number_of_workers,
+    open_model,
 )
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.cli.selection import HeadSelection, parse_index
 from triptych.decoding import Translation, Translator
 from triptych.decoding.ahead import Ahead
 from triptych.errors import UsageError
+from triptych.face import Model
 from triptych.files import write_atomically
-from triptych.models import EncoderDecoder, attention_sites
+from triptych.models import attention_sites
 from triptych.reports import is_page
 from triptych.text import iterate_file, iterate_lines
 
@@ -62,21 +64,28 @@ class Searching(NamedTuple):
     engine: EngineOption = "triptych"
     device: DeviceOption = "auto"
     languages: LanguagesOption = None
+    without: WithoutOption = None
 
-    def translator(self, run: Path) -> Translator:
-        """The translator of a run that searches so."""
-        return triptych.load(
-            run,
+    def model(self, source: str) -> Model:
+        """The model that translates."""
+        return open_model(
+            source,
             self.device,
+            self.without,
+            precision=self.precision,
+            engine=self.engine,
+            languages=self.languages,
+        )
+
+    def translator(self, model: Model) -> Translator:
+        """The translator of a model that searches so."""
+        return model.translator(
             beam_size=self.beam,
             alpha=self.alpha,
             num_best=self.num_best,
             max_extra_tokens=self.max_extra,
             stop=self.stop,
-            precision=self.precision,
             workers=number_of_workers(self.workers),
-            engine=self.engine,
-            languages=self.languages,
         )
 
 
@@ -101,24 +110,21 @@ class Showing(NamedTuple):
         ),
     ] = None
 
-    def renderer(self, translator: Translator, num_best: int) -> Renderer:
+    def renderer(self, model: Model, num_best: int) -> Renderer:
         """What is printed of each line's translation.
 
         Raises:
             UsageError: attention that there is not, or without JSON.
         """
-        wanted = [_parse_selection(text, translator.model) for text in self.attention or []]
+        wanted = [_parse_selection(text, model) for text in self.attention or []]
         if wanted and not self.as_json:
             raise UsageError("--attention goes with --json")
-        return _json_renderer(translator, wanted) if self.as_json else _text_renderer(num_best)
+        return _json_renderer(model, wanted) if self.as_json else _text_renderer(num_best)
 
 
 @grouped
 def translate(
-    run: Annotated[
-        Path,
-        typer.Argument(help="A run folder, or a folder with an encoder-decoder in Hugging Face's format."),
-    ],
+    source: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)],
     searching: Searching,
     showing: Showing,
     file: Annotated[
@@ -140,10 +146,13 @@ def translate(
             f"--attention goes with --engine triptych: {searching.engine} gives no attention weights"
         )
     require_free(
-        [Output(out, unmarked), Output(html, is_page)], (run, *([] if file is None else [file])), force=force
+        [Output(out, unmarked), Output(html, is_page)],
+        (Path(source), *([] if file is None else [file])),
+        force=force,
     )
-    translator = searching.translator(run)
-    render = showing.renderer(translator, searching.num_best)
+    model = searching.model(source)
+    translator = searching.translator(model)
+    render = showing.renderer(model, searching.num_best)
     lines = _standard_input() if file is None else iterate_file(file)
     viewed: list[str] = []
 
@@ -168,24 +177,24 @@ def translate(
         else:
             write_atomically(out, lambda temporary: _write_file(temporary, rendered()))
         if html is not None:
-            _write_page(translator, str(run), viewed, html)
+            _write_page(model, viewed, html)
 
 
-def _parse_selection(text: str, model: EncoderDecoder) -> HeadSelection:
+def _parse_selection(text: str, model: Model) -> HeadSelection:
     parts = text.split(":")
     if len(parts) != 3 or parts[0] not in _KINDS:
         raise UsageError(f"--attention {text}: write KIND:LAYER:HEAD with a kind of {', '.join(_KINDS)}")
-    sites = [site for site in attention_sites(model) if site.stack == parts[0]]
+    sites = [site for site in attention_sites(model.opened.encoder_decoder) if site.stack == parts[0]]
     layer = parse_index(parts[1], len(sites), "layer", text)
     chosen = sites if layer is None else [sites[layer]]
     num_heads = min(site.layer.num_heads for site in chosen)
     return HeadSelection(parts[0], layer, parse_index(parts[2], num_heads, "head", text))
 
 
-def _write_page(translator: Translator, name: str, sources: list[str], path: Path) -> None:
+def _write_page(model: Model, sources: list[str], path: Path) -> None:
     if not sources:
         raise UsageError("--attention-html: no line can be shown: each is empty, or is translated in pieces")
-    attention = triptych.attend(reader_of(name, translator), sources)
+    attention = model.attend(sources)
     write_attention_page(attention.page(), path)
 
 
@@ -208,7 +217,7 @@ def _text_renderer(num_best: int) -> Renderer:
     return render
 
 
-def _json_renderer(translator: Translator, wanted: list[HeadSelection]) -> Renderer:
+def _json_renderer(model: Model, wanted: list[HeadSelection]) -> Renderer:
     def render(translation: Translation, number: int) -> list[str]:
         record: dict[str, Any] = {
             "line": number,
@@ -226,7 +235,7 @@ def _json_renderer(translator: Translator, wanted: list[HeadSelection]) -> Rende
             ],
         }
         if wanted and translation.num_pieces == 1:
-            seen = triptych.attend(translator, translation.source)
+            seen = model.attend(translation.source)
             parts = [part for selection in wanted for part in selection.of(seen)]
             record["attention"] = [*head_records(parts)]
         return [json.dumps(record, ensure_ascii=False)]

@@ -1,7 +1,7 @@
 """The face of the package: one model, its layers, its heads.
 
-`load` gives a `Model`. It reads (`layers`, `inspect`, `composition`), runs (`translate`, `attend`, `run`), and
-changes: every change gives a new `Model` that every method takes. `Model` holds what it opened (`Opened`) and
+`load` gives a `Model`. It reads (`layers`, `inspect`, `composition`), it runs (`translate`, `attend`, `run`),
+and every change of it gives a new `Model` that every method takes. `Model` holds what it opened (`Opened`) and
 a list of `Change`s, and delegates; each capability lives in its own room. Start with `model.py`.
 """
 

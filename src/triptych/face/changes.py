@@ -1,7 +1,8 @@
 """Changes of a model: other weights, values changed on the way, directions added to the residual stream.
 
 A change is a record that says what it does to the weights of a layer, or to the modules of a model that runs.
-It never touches what it was given: a changed model has modules of its own and shares every tensor that stayed.
+It never touches what it was given: a changed model has modules of its own, and shares every tensor that stayed
+as it was.
 """
 
 import copy
@@ -181,8 +182,8 @@ class Steering(Change):
         bias = getattr(target, "bias", None)
         if bias is None or (frame.pre and (frame.out_norm is not None or frame.scale != 1.0)):
             raise UsageError(
-                f"{self.words} cannot be saved: no bias is added to the stream last before it, so weights of this "
-                "model cannot say it"
+                f"{self.words} cannot be saved: no bias is added to the stream last before it, so no weights of "
+                "this model say it"
             )
         assert isinstance(target, nn.Module)
         target.bias = nn.Parameter(bias.detach() + self.vector.to(bias))
@@ -256,8 +257,8 @@ def with_map(weights: AttentionWeights, name: str, given: Tensor, head: int | No
     Args:
         weights: of the layer.
         name: of the map.
-        given: `[d_in, d_out]` for one head, `[copies, d_in, d_out]` for a layer, where copies are its heads, or
-            the groups that share a key or a value.
+        given: `[d_in, d_out]` for one head, `[copies, d_in, d_out]` for a layer, where copies are its heads,
+            or the groups that share a key or a value.
         head: which; None for the layer.
 
     Raises:
@@ -347,8 +348,8 @@ def patched(what: Activation, values: Tensor, positions: Sequence[int] | None) -
         if what in ("scores", "weights"):
             if values.shape[1] > value.shape[2] and bool(values[rows][:, value.shape[2] :].any()):
                 raise UsageError(
-                    f"the run has {values.shape[1]} keys and the text {value.shape[2]}: {what} are patched between "
-                    "texts of one length"
+                    f"the run has {values.shape[1]} keys and the text {value.shape[2]}: {what} are patched "
+                    "between texts of one length"
                 )
             width = min(new.shape[1], value.shape[2])
             value[:, here, :width] = new[:, :width]

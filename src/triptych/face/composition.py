@@ -25,7 +25,8 @@ class Composition:
 
     Attributes:
         into: "Q", "K" or "V": what of the later head reads what the earlier one wrote.
-        scores: `[layers, heads, layers, heads]`, earlier head first; NaN where the first is not before the second.
+        scores: `[layers, heads, layers, heads]`, earlier head first; NaN where it is not the
+            earlier one.
         chance: √E[score²] where the one form is turned against the other at random: `1 / √d_model`, whatever
             their spectra.
         layers: the names of the layers.
@@ -64,8 +65,8 @@ def compose(layers: Sequence[Layer], into: Into) -> Composition:
         into: "Q", "K" or "V".
 
     Raises:
-        UsageError: rotary positions or norms of queries and keys make W_QK no one form; or norms that cannot be
-            folded stand between the layers.
+        UsageError: rotary positions or norms of queries and keys make W_QK no one form, or norms stand
+            between the layers that cannot be folded.
     """
     if into not in ("Q", "K", "V"):
         raise UsageError(f'composition is into "Q", "K" or "V", not {into!r}')
@@ -80,13 +81,13 @@ def compose(layers: Sequence[Layer], into: Into) -> Composition:
             _factors(*(pairs if into == "Q" else pairs[::-1]))
             for pairs in (([left for left, _ in own], [right for _, right in own]) for own in forms)
         ]
-    for i, (V, O) in enumerate(writes):
+    for i, (W_V, W_O) in enumerate(writes):
         for j in range(i + 1, len(heads)):
             left, right = reads[j]
             # ‖V Oᵀ L Rᵀ‖ from the triangles of V and R; nothing d × d is formed.
-            core = torch.einsum("adr,bds->abrs", O, left)
-            whole = torch.einsum("axr,abrs,bys->abxy", _triangle(V), core, _triangle(right))
-            norms = _norm(V, O)[:, None] * _norm(left, right)
+            core = torch.einsum("adr,bds->abrs", W_O, left)
+            whole = torch.einsum("axr,abrs,bys->abxy", _triangle(W_V), core, _triangle(right))
+            norms = _norm(W_V, W_O)[:, None] * _norm(left, right)
             found = torch.linalg.matrix_norm(whole) / norms
             scores[i, : len(heads[i]), j, : len(heads[j])] = found.float()
     return Composition(into, scores, d**-0.5, tuple(layer.name for layer in layers))
@@ -97,8 +98,8 @@ def _folded(head: Head, into: Into) -> Head:
     if weights.norm_place != "pre":
         place = "a post-norm" if weights.norm_place == "post" else "norms on both sides of layers (sandwich)"
         raise UsageError(
-            f"layer {head.layer.name}: composition scores would be wrong: {place} scales what a head wrote before "
-            "the next one reads it"
+            f"layer {head.layer.name}: composition scores would be wrong: {place} scales what a head wrote "
+            "before the next one reads it"
         )
     return head if weights.norm is None else head.folded
 

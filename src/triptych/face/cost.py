@@ -54,7 +54,8 @@ class ModelCost:
         return (
             f"ModelCost of {self.model}: attention of {len(self.layers)} layers\n"
             f"  {self.total():,} parameters, {self.total('flops_per_token'):,} FLOPs per token and "
-            f"{self.total('flops_per_pair'):,} per pair, {self.total('cache_bytes_per_token'):,} bytes of cache per token"
+            f"{self.total('flops_per_pair'):,} per pair, "
+            f"{self.total('cache_bytes_per_token'):,} bytes of cache per token"
         )
 
 

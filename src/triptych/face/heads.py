@@ -163,12 +163,12 @@ class Head:
         With rotary positions it is a form for every distance (`RotaryForm`).
 
         Raises:
-            UsageError: what stands between queries and keys makes the scores no bilinear form: norms, clipping.
+            UsageError: norms or clipping between queries and keys make the scores no bilinear form.
         """
         if found := [why for why in self.between if why in _BREAKS_QK]:
             raise UsageError(
-                f"head {self.name}: {found[0]} stands between the maps and the scores, so W_QK is no one form: "
-                "W_Q and W_K are the maps themselves"
+                f"head {self.name}: {found[0]} stands between the maps and the scores, so W_QK is no one "
+                "form: W_Q and W_K are the maps themselves"
             )
         rotary = self.weights.semantics.rotary
         return BilinearForm(self.W_Q, self.W_K) if rotary is None else RotaryForm(self.W_Q, self.W_K, rotary)
@@ -182,14 +182,14 @@ class Head:
         """
         if found := [why for why in self.between if why in _BREAKS_OV]:
             raise UsageError(
-                f"head {self.name}: {found[0]} stands between W_V and W_O, so W_OV is no one form: W_V and W_O "
-                "are the maps themselves"
+                f"head {self.name}: {found[0]} stands between W_V and W_O, so W_OV is no one form: W_V and "
+                "W_O are the maps themselves"
             )
         return BilinearForm(self.W_V, self.W_O.mT)
 
     @property
     def between(self) -> list[str]:
-        """What decides the output besides the maps: rotary positions, QK-norm, a soft cap, a window, …"""
+        """What decides the output besides the maps: rotary positions, QK-norm, a soft cap, and the like."""
         found = self.weights.semantics.beyond(("scale", "kind", "dropout"))
         for sides, word in (("qk", _NORM_WITHIN_QK), ("v", _NORM_WITHIN_V)):
             links = [link for side in sides for link in self.weights.chain(side)]  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ class Head:
         biases = [f"b_{side.upper()}" for side in ("q", "k", "v") if self._bias(side) is not None]
         return (
             f"Head {self.name} of {self.layer.model}{group}\n"
-            f"  W_Q {_shape(self.W_Q)}  W_K {_shape(self.W_K)}  W_V {_shape(self.W_V)}  W_O {_shape(self.W_O)}"
+            f"  {'  '.join(f'{name} {_shape(getattr(self, name))}' for name in _MAPS)}"
             + (f"  with {', '.join(biases)}" if biases else "")
             + f" ({_dtype(self.W_Q)}){between}"
         )
@@ -357,7 +357,8 @@ class Layer:
         if not -self.num_heads <= number < self.num_heads:
             # An IndexError, too, for loops that go by index.
             raise NoSuchHeadError(
-                f"layer {self.name} of {self.model} has no head {number}: its heads are 0 to {self.num_heads - 1}"
+                f"layer {self.name} of {self.model} has no head {number}: its heads are 0 to "
+                f"{self.num_heads - 1}"
             )
         return Head(self, number % self.num_heads)
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from triptych.algebra.rewrites import Rewrite
 from triptych.attending import Attention, AttentionBatch, attend, attend_over
 from triptych.attending.over import OverText, read_texts
 from triptych.attending.worth import Instead
@@ -65,13 +66,14 @@ from triptych.opening import OpenedModel, Reader
 from triptych.progress import Progress
 from triptych.rewriting.certificate import Certificate, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
-from triptych.rewriting.models import AnyRewrite
 from triptych.rewriting.planning import Plan, plan_rewrite
-from triptych.rewriting.recipe import RewriteRecipe, rewrite_recipe_of
+from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe, rewrite_recipe_of
 from triptych.storage.copying import CERTIFICATE
 from triptych.text import read_lines
 
 By = Literal["zero", "mean", "resample"]
+# A rewrite as a call or a record, a recipe of several, or the file of one.
+Step = str | Rewrite | RewriteRecipe | Path
 
 
 def load(
@@ -91,16 +93,17 @@ def load(
     model on the Hub by its bytes' range. Modules are built when the model first runs.
 
     Args:
-        source: a run folder, a folder or a tensor file in Hugging Face's format, a name on the Hub (`owner/name`,
-            with `@revision` or without; a path of that name comes first), a `transformers` model, or a model of
-            triptych in memory.
+        source: a run folder, a folder or a tensor file in Hugging Face's format, a name on the Hub
+            (`owner/name`, with `@revision` or without; a path of that name comes first), a `transformers`
+            model, or a model of triptych in memory.
         device: where the model runs: auto, cpu, cuda or cuda:N; "auto" takes a GPU if there is one.
         dtype: of the model's numbers when it runs; those of the files if None.
-        tokenizer: of a model in memory: the folder of its tokenizer, or for `transformers` models the tokenizer.
+        tokenizer: of a model in memory: the folder of its tokenizer, or for a `transformers` model
+            the tokenizer.
         languages: of a translator of several languages, of the text and of its translation, as its tokenizer
             writes them: `("de_DE", "en_XX")`.
-        engine: what translates and generates: "triptych", or "ctranslate2" for models that `convert` can write
-            for it.
+        engine: what translates and generates: "triptych", or "ctranslate2" for models that `convert` can
+            write for it.
         precision: of the maps when text is translated or generated: "fp32" as they are, "bf16" or "int8".
         family: how a checkpoint is written, where its configuration does not say; see `read_family`.
 
@@ -393,8 +396,8 @@ class Model:
             stream: give the text of one continuation as it comes.
 
         Returns:
-            One continuation for a string and one sample, whose `text` is what was added; a list for several; an
-            iterator of strings with `stream`.
+            One continuation for a string and one sample, whose `text` is what was added; a list for several;
+            an iterator of strings with `stream`.
 
         Raises:
             UsageError: the model continues no text, or options that do not go together.
@@ -456,7 +459,7 @@ class Model:
         alpha: float | None = None,
         stop: Stop | None = None,
         workers: int = 1,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        progress: Progress = lambda what, done, total: None,
     ) -> Likelihood | Evaluation:
         """How well the model predicts a text; with references, how well it translates one.
 
@@ -470,7 +473,7 @@ class Model:
             alpha: exponent of the length penalty.
             stop: when a sentence is done.
             workers: processes that translate side by side.
-            progress: told how many documents or sentences of how many are done.
+            progress: told what is done, how many documents or sentences, and of how many.
 
         Returns:
             The loss in nats per token with its interval, or BLEU and chrF with theirs.
@@ -485,7 +488,7 @@ class Model:
             )
             right = read_lines(references) if isinstance(references, Path) else references
             translator = self.translator(beam_size=beam_size, alpha=alpha, stop=stop, workers=workers)
-            return evaluate_translations(translator, sources, right, progress)
+            return evaluate_translations(translator, sources, right, partial(progress, "translating"))
         documents = [text] if isinstance(text, str) else text
         if isinstance(documents, Path):
             documents = read_texts(self.reader, documents)
@@ -495,7 +498,7 @@ class Model:
             context=context,
             stride=stride,
             engine=self._opened.options.engine,
-            progress=progress,
+            progress=partial(progress, "scoring"),
         )
 
     def score(self, text: str, target: str | None = None) -> list[tuple[str, float]]:
@@ -535,11 +538,13 @@ class Model:
 
         Args:
             text: one text, or several, which are read in padded batches.
-            target: of an encoder-decoder, what its decoder reads, one for each text; its own translation if None.
+            target: of an encoder-decoder, what its decoder reads, one for each text; its own translation if
+                None.
             max_new_tokens: of a decoder, how many tokens it continues the text by first, greedily.
 
         Raises:
-            UsageError: an empty text, one past the model's positions, or something that the model does not do.
+            UsageError: an empty text, one past the model's positions, or something that the model does not
+                do.
         """
         return attend(self.reader, text, target, max_new_tokens)
 
@@ -554,13 +559,13 @@ class Model:
         most_tokens: int | None = None,
         progress: Progress = lambda what, done, total: None,
     ) -> OverText:
-        """What every head does over a whole text: previous token, induction, what it is worth, …
+        """What every head does over a whole text: previous token, induction, what it is worth.
 
         Args:
             text: a text, the file of one, or several documents.
             targets: of an encoder-decoder, the translations or their file; its own if None.
-            worth: also leave every head out in turn and measure the loss; what takes its output's place: "zero",
-                "mean" or "even".
+            worth: also leave every head out in turn and measure the loss; what takes its output's place:
+                "zero", "mean" or "even".
             explain: also compare where heads look with what parts of the scores alone would give.
             context: tokens of a window.
             most_tokens: tokens read.
@@ -813,16 +818,15 @@ class Model:
         """
         return sweep_heads(self, clean, corrupted, metric, what, progress)
 
-    def plan(
-        self, *steps: AnyRewrite, calibration: str | Path | None = None, skip_refused: bool = False
-    ) -> Plan:
-        """What a rewrite would do, without doing it; arguments as those of `rewrite`."""
+    def plan(self, *steps: Step, calibration: str | Path | None = None, skip_refused: bool = False) -> Plan:
+        """What a rewrite would do, without doing it; arguments and errors as those of `rewrite`."""
         recipe = _recipe(steps, calibration, skip_refused)
         return plan_rewrite(str(self._files()), recipe, family=self._opened.options.family)
 
     def rewrite(
         self,
-        *steps: AnyRewrite,
+        *steps: Step,
+        out: str | Path | None = None,
         calibration: str | Path | None = None,
         skip_refused: bool = False,
         text: str | Path | None = None,
@@ -833,10 +837,9 @@ class Model:
 
             model.rewrite("fold_value_bias", "truncate(rank=6)").save("smaller")
 
-        The result is written to a temporary folder, and opened from there.
-
         Args:
-            steps: rewrites, as calls or as records, in order.
+            steps: rewrites, as calls or as records, in order; or a recipe, or its file.
+            out: the folder to write; a temporary one, which `save` copies, if None.
             calibration: a text for the rewrites that look at one.
             skip_refused: whether a layer that refuses a step stays as it is.
             text: a text to compare both models on; random tokens if None.
@@ -845,9 +848,10 @@ class Model:
 
         Raises:
             RewriteRefusedError: a layer refuses a step, with the reason.
+            UsageError: an unknown rewrite, or the folder exists.
         """
-        temporary = TemporaryDirectory(prefix="triptych-")
-        target = Path(temporary.name) / "rewritten"
+        temporary = TemporaryDirectory(prefix="triptych-") if out is None else None
+        target = Path(out) if temporary is None else Path(temporary.name) / "rewritten"
         rewrite_checkpoint(
             str(self._files()),
             target,
@@ -857,7 +861,7 @@ class Model:
             compare=compare,
             progress=progress,
         )
-        name = f"{self.name}, rewritten"
+        name = str(out) if temporary is None else f"{self.name}, rewritten"
         return Model(Opened(name, target, self._opened.options, temporary=temporary))
 
     # Keeping.
@@ -1057,7 +1061,11 @@ def _ignoring_position(function: Callable[[Tensor], Tensor]) -> Edit:
     return lambda value, first: function(value)
 
 
-def _recipe(steps: Sequence[AnyRewrite], calibration: str | Path | None, skip_refused: bool) -> RewriteRecipe:
+def _recipe(steps: Sequence[Step], calibration: str | Path | None, skip_refused: bool) -> RewriteRecipe:
+    if len(steps) == 1 and isinstance(steps[0], RewriteRecipe | Path):
+        if calibration is not None or skip_refused:
+            raise UsageError("calibration and skip_refused are the recipe's: leave them out")
+        return read_rewrite_recipe(steps[0]) if isinstance(steps[0], Path) else steps[0]
     record: dict[str, Any] = {"step": steps, "skip_refused": skip_refused}
     if calibration is not None:
         record["calibration"] = str(calibration)

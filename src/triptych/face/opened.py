@@ -49,7 +49,7 @@ class Opened:
         place: a path, or a name on the Hub.
         options: how it is run.
         module: a model of ours in memory, in the place of files.
-        temporary: holds the files of a model that has no place of its own: one that was in memory, or rewritten.
+        temporary: holds the files of a model that was in memory, or rewritten.
     """
 
     name: str
@@ -82,8 +82,7 @@ class Opened:
         options = self.options
         if self.module is None:
             device = "cpu" if options.engine != "triptych" else options.device
-            opened = open_model(self.source, device, options.dtype, options.languages)
-            return opened
+            return open_model(self.source, device, options.dtype, options.languages)
         if options.tokenizer is None:
             raise UsageError(f"{self.name} has no tokenizer: load(module, tokenizer=FOLDER) reads texts")
         folder = Path(options.tokenizer)
@@ -131,8 +130,8 @@ def open_anything(source: object, options: Options) -> Opened:
     if isinstance(source, nn.Module) and hasattr(source, "save_pretrained"):
         return _of_transformers(source, options)
     raise UsageError(
-        f"a {type(source).__name__} is no model: give a folder, a name on the Hub, a transformers model, or a "
-        "model of triptych"
+        f"a {type(source).__name__} is no model: give a folder, a name on the Hub, a transformers model, or "
+        "a model of triptych"
     )
 
 

@@ -63,8 +63,8 @@ class Places:
         """The heads that places and patterns stand for, by the number of their layer.
 
         Args:
-            places: `"3.2"`, `"3"` for all heads of a layer, `"*.2"`, `"cross.*"`; separated by commas or spaces,
-                or a sequence.
+            places: `"3.2"`, `"3"` for all heads of a layer, `"*.2"`, `"cross.*"`; separated by commas or
+                spaces, or a sequence.
             counts: the number of heads of every layer.
 
         Raises:

@@ -136,7 +136,7 @@ class Run:
         return Activations(str(place), steps(), call.layer.weights(), head)
 
     def residual(self, place: int | str) -> Float[Tensor, "length d_model"]:
-        """The residual stream before a block (`3`, `"encoder.3"`), or at the end of a stack (its last number).
+        """The residual stream before a block (`3`, `"encoder.3"`), or at the end of a stack.
 
         Raises:
             UsageError: there is no such block.

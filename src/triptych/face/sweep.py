@@ -26,7 +26,7 @@ class Sweep:
     Attributes:
         what: the activation that was patched.
         heads: the heads, `3.2`.
-        values: `[heads, texts]`, the metric of the corrupted text with the head's activation of the clean one.
+        values: `[heads, texts]`, the metric of the corrupted text with the head's clean activation.
         clean: `[texts]`, the metric of the clean texts; likewise `corrupted`.
         corrupted: without a patch.
         low: `[heads]`, lower end of the 95 % bootstrap interval over texts of the mean; likewise `high`. For
@@ -84,7 +84,8 @@ def sweep_heads(
     for number, (one, other) in enumerate(before, start=1):
         if len(one.ids) != len(other.ids):
             raise UsageError(
-                f"pair {number} has {len(one.ids)} and {len(other.ids)} tokens: a patch goes to the same positions"
+                f"pair {number} has {len(one.ids)} and {len(other.ids)} tokens: a patch goes to the same "
+                "positions"
             )
     heads = [f"{layer.name}.{head}" for layer in model.layers for head in range(layer.num_heads)]
     values = torch.empty(len(heads), len(before))

@@ -1,4 +1,4 @@
-"""Opening a model: what a source is, its model with tokenizers in memory, and one reader that runs it on texts.
+"""Opening a model: what a source is, its model with tokenizers, and one reader that runs it on texts.
 
 `find_source` decides what a path or a name is. `open_model` makes an `OpenedModel` of it. A `Reader` turns
 texts into token ids, runs the model, and records what its layers were given (`Recording`): attention pages,

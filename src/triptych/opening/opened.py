@@ -1,4 +1,4 @@
-"""A model in memory with its tokenizers: of a run, of a converted model, or of another library's checkpoint."""
+"""A model in memory with its tokenizers: of a run, a converted model, or another library's checkpoint."""
 
 import copy
 import tomllib

@@ -246,10 +246,8 @@ def local_folder(checkpoint: str) -> Path:
     raise DataError(f"{path}: there is no such folder, and it is not a name on the Hub (owner/name)")
 
 
-def resize_kv_heads(checkpoint: str, num_kv_heads: int, family: Family | None = None) -> str:
+def resize_kv_heads(there: int, num_kv_heads: int) -> str:
     """The name of the rewrite to a number of key-value heads: merging, or repeating if there are fewer."""
-    source = open_checkpoint(local_folder(checkpoint), family)
-    there = source.read(source.sites[0]).weights.num_key_heads
     return "repeat_kv_heads" if num_kv_heads > there else "merge_kv_heads"
 
 

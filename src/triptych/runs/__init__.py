@@ -1,4 +1,4 @@
-"""Runs: a recipe becomes a folder (`train`), which can be gone on with (`resume`) and measured (`validate`)."""
+"""Runs: a recipe becomes a folder (`train`), which can be continued (`resume`) and measured (`validate`)."""
 
 from triptych.runs.continuing import copy_checkpoint, goes_on, holds_language_model
 from triptych.runs.folder import holds_run
