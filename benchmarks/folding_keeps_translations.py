@@ -17,15 +17,15 @@ from pathlib import Path
 
 import torch
 
-from triptych import runs
 from triptych.algebra.rewrites import fold
 from triptych.decoding import Translation, Translator, length_penalty
 from triptych.models import EncoderDecoder
+from triptych.opening import OpenedModel, open_translator
 from triptych.rewriting import rewrite
 from triptych.text import read_lines
 
 
-def score(run: runs.Run, model: EncoderDecoder, source: str, pieces: list[int], alpha: float) -> float:
+def score(run: OpenedModel, model: EncoderDecoder, source: str, pieces: list[int], alpha: float) -> float:
     """The search's score of a given output: log-probability over the length penalty."""
     src_tok, tgt_tok = run.tokenizers.source, run.tokenizers.target
     src = torch.tensor([[*src_tok.encode([source.strip()])[0], src_tok.eos_id]])
@@ -36,7 +36,7 @@ def score(run: runs.Run, model: EncoderDecoder, source: str, pieces: list[int], 
     return total / length_penalty(len(ids), alpha)
 
 
-def translate(run: runs.Run, model: EncoderDecoder, lines: list[str]) -> tuple[list[Translation], float]:
+def translate(run: OpenedModel, model: EncoderDecoder, lines: list[str]) -> tuple[list[Translation], float]:
     translator = Translator(model, run.tokenizers, run.search_options())
     started = time.perf_counter()
     order = sorted(range(len(lines)), key=lambda i: len(lines[i]))
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    run = runs.Run.open(arguments.run, "cpu")
+    run = open_translator(arguments.run, "cpu")
     lines = read_lines(arguments.source)
     trained = run.model.eval()
     outcome = rewrite(trained, fold)

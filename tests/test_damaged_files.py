@@ -33,6 +33,7 @@ from triptych.checkpoints.family import read_family
 from triptych.converting.conversion import convert
 from triptych.errors import ConfigurationWarning, DataError, TriptychError
 from triptych.models import read_model
+from triptych.opening import open_translator
 from triptych.rewriting.certificate import read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
@@ -115,23 +116,23 @@ def _resealed(folder: Path) -> None:
 
 
 CASES = {
-    "configuration of a run": Case("run", "config.json", mutated_json, runs.Run.open),
-    "weights of a run": Case("run", "model.safetensors", mutated_safetensors, runs.Run.open),
-    "tokenizer of a run": Case("run", "tokenizer.json", mutated_json, runs.Run.open),
-    "recipe of a run": Case("run", "recipe.toml", mutated_toml, runs.Run.open),
+    "configuration of a run": Case("run", "config.json", mutated_json, open_translator),
+    "weights of a run": Case("run", "model.safetensors", mutated_safetensors, open_translator),
+    "tokenizer of a run": Case("run", "tokenizer.json", mutated_json, open_translator),
+    "recipe of a run": Case("run", "recipe.toml", mutated_toml, open_translator),
     "state of a run": Case("run", "state/last.safetensors", mutated_safetensors, _read_state),
     "metrics of a run": Case(
         "run", "metrics.jsonl", mutated_bytes, lambda f: read_metrics(f / "metrics.jsonl")
     ),
     "recipe": Case("run", "recipe.toml", mutated_toml, lambda folder: read_recipe(folder / "recipe.toml")),
-    "decoding of a converted model": Case("converted", "decoding.toml", mutated_toml, runs.Run.open),
-    "tokenizer of a converted model": Case("converted", "tokenizer.json", mutated_json, runs.Run.open),
-    "Marian's configuration": Case("marian", "config.json", mutated_json, runs.Run.open),
-    "Marian's generation": Case("marian", "generation_config.json", mutated_json, runs.Run.open),
-    "Marian's vocabulary": Case("marian", "vocab.json", mutated_json, runs.Run.open),
-    "Marian's tokenizer settings": Case("marian", "tokenizer_config.json", mutated_json, runs.Run.open),
-    "Marian's SentencePiece": Case("marian", "source.spm", mutated_bytes, runs.Run.open),
-    "Marian's weights": Case("marian", "model.safetensors", mutated_safetensors, runs.Run.open),
+    "decoding of a converted model": Case("converted", "decoding.toml", mutated_toml, open_translator),
+    "tokenizer of a converted model": Case("converted", "tokenizer.json", mutated_json, open_translator),
+    "Marian's configuration": Case("marian", "config.json", mutated_json, open_translator),
+    "Marian's generation": Case("marian", "generation_config.json", mutated_json, open_translator),
+    "Marian's vocabulary": Case("marian", "vocab.json", mutated_json, open_translator),
+    "Marian's tokenizer settings": Case("marian", "tokenizer_config.json", mutated_json, open_translator),
+    "Marian's SentencePiece": Case("marian", "source.spm", mutated_bytes, open_translator),
+    "Marian's weights": Case("marian", "model.safetensors", mutated_safetensors, open_translator),
     "configuration of a checkpoint": Case("gpt2", "config.json", mutated_json, _read_all),
     "configuration of a rotary checkpoint": Case("llama", "config.json", mutated_json, _read_all),
     "weights of a checkpoint": Case("gpt2", "model.safetensors", mutated_safetensors, _read_all),
@@ -266,4 +267,4 @@ def test_a_size_past_all_measure_is_refused_before_anything_of_it_is_made(
     path = tmp_path / "marian" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {name: size}))
     with limited(), pytest.raises(DataError):
-        runs.Run.open(tmp_path / "marian", "cpu")
+        open_translator(tmp_path / "marian", "cpu")

@@ -14,7 +14,7 @@ import torch
 from small_checkpoints import gpt2_that_runs
 from triptych.decoding import score_continuations
 from triptych.errors import UsageError
-from triptych.runs import open_text_model
+from triptych.opening import open_language_model
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def plain(model: Any, context: list[int], continuation: list[int]) -> tuple[floa
 def test_the_likelihood_of_a_continuation_is_the_models_whatever_is_asked_beside_it(
     harness: Any, checkpoint: Path
 ) -> None:
-    opened = open_text_model(checkpoint, "cpu")
+    opened = open_language_model(checkpoint, "cpu")
     (end,) = opened.tokenizer.encode(["!"], parse_special=True)[0]
     cases = [("What is", " it"), ("a ", "b"), ("", "alone"), ("The end of it", ".")]
     found = harness.HarnessModel(str(checkpoint), "cpu", batch_size=3).loglikelihood(
@@ -82,7 +82,7 @@ def test_a_continuation_that_the_model_would_choose_is_greedy(harness: Any, chec
 
 
 def test_a_long_text_is_scored_whole_in_windows(harness: Any, checkpoint: Path) -> None:
-    opened = open_text_model(checkpoint, "cpu")
+    opened = open_language_model(checkpoint, "cpu")
     model = harness.HarnessModel(str(checkpoint), "cpu")
     text = "What a piece of work is a man! " * 5
     text = text.replace("!", "?")
@@ -108,7 +108,7 @@ def test_text_is_generated_until_a_stop_string_and_prompts_are_cut_to_fit(
 
 
 def test_texts_past_the_limit_lose_their_beginning(checkpoint: Path) -> None:
-    opened = open_text_model(checkpoint, "cpu")
+    opened = open_language_model(checkpoint, "cpu")
     before, after = [*range(70)], [5, 6, 7]
     (found,) = score_continuations(opened.model, [(before, after)], 64)
     assert found[0] == pytest.approx(plain(opened.model, before[-62:], after)[0], rel=1e-5)

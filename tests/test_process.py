@@ -10,7 +10,7 @@ import torch
 import triptych
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.inspection import inspect
-from triptych.runs import Run
+from triptych.opening import open_translator
 from triptych.training import Recipe, resolve
 from triptych.training.progress import Display, LineDisplay, Moment
 
@@ -111,7 +111,7 @@ def test_translating(run: Path) -> None:
 
 
 def test_translating_with_workers_even_between_two_lines(run: Path) -> None:
-    with Run.open(run).translator(workers=2) as translator:
+    with open_translator(run).translator(workers=2) as translator:
         for _ in translator.translate_stream([["ein"], ["zwei"]]):
             assert torch.get_num_threads() == THREADS
 

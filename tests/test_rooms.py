@@ -35,29 +35,68 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"attention", "models", "text"},  # attention: learned positions are tables
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
     "runs": {"checkpoints", "decoding", "models", "storage", "text", "training"},
+    # what a source is, its model with tokenizers, and what reads texts with it
+    "opening": {"attention", "checkpoints", "decoding", "models", "runs", "storage", "text", "training"},
     # attending: which heads the loss misses least
-    "rewriting": {"algebra", "attending", "attention", "checkpoints", "models", "runs", "storage", "text"},
-    "converting": {"algebra", "attention", "checkpoints", "decoding", "models", "rewriting", "runs", "text"},
+    "rewriting": {"algebra", "attending", "attention", "checkpoints", "models", "opening", "storage"},
+    "converting": {
+        *(
+            "algebra",
+            "attention",
+            "checkpoints",
+            "decoding",
+            "models",
+            "opening",
+            "rewriting",
+            "runs",
+            "text",
+        ),
+    },
     # a model by the library that is to run it
-    "engines": {"checkpoints", "converting", "decoding", "models", "runs"},
+    "engines": {"checkpoints", "converting", "decoding", "models", "opening"},
+    # one model, its layers, its heads: what all commands are thin over
+    "face": {
+        *(
+            "algebra",
+            "attending",
+            "attention",
+            "checkpoints",
+            "converting",
+            "decoding",
+            "engines",
+            "inspection",
+        ),
+        *("models", "opening", "rewriting", "storage", "text"),
+    },
     "reports": set(),
     "inspection": {"algebra", "checkpoints", "reports"},
     # what a model does on a text
     "attending": {
-        *("algebra", "attention", "checkpoints", "decoding", "inspection", "models", "reports", "runs"),
+        *("algebra", "attention", "checkpoints", "decoding", "inspection", "models", "opening", "reports"),
         *("storage", "text"),
     },
     "costing": {"algebra", "attention", "reports"},
     "planning": {"algebra", "models", "reports", "text", "training"},  # a run on devices that are not here
     "recipes": set(),
     "studies": {
-        *("algebra", "checkpoints", "inspection", "models", "recipes", "reports", "rewriting", "runs"),
+        *(
+            "algebra",
+            "checkpoints",
+            "decoding",
+            "opening",
+            "inspection",
+            "models",
+            "recipes",
+            "reports",
+            "rewriting",
+            "runs",
+        ),
         *("text", "training"),
     },
-    "harness": {"decoding", "models", "runs", "text"},  # a model as another program takes it
+    "harness": {"decoding", "opening"},  # a model as another program takes it
     "demonstration": {
-        *("algebra", "attending", "decoding", "models", "recipes", "reports", "rewriting", "runs", "text"),
-        "training",
+        *("algebra", "attending", "decoding", "models", "opening", "recipes", "reports", "rewriting", "runs"),
+        *("text", "training"),
     },
 }
 FOUNDATION = {"errors", "extras", "files", "launch", "progress", "threads", "thresholds", "toml"}

@@ -17,11 +17,11 @@ from triptych.algebra.rewrites.record import rewritten
 from triptych.algebra.weights import AttentionWeights, Side
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer
+from triptych.opening import open_translator
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import Window
 from triptych.rewriting.transformers_models import TransformersModel
-from triptych.runs import Run
 
 _NAIVE = "each matrix by itself"
 _WAYS = (_NAIVE, "free", "uncentred", "centred")
@@ -214,7 +214,7 @@ def _bleu(folder: Path, pairs: Path, sentences: int) -> float:
         (pairs / f"test_2016_flickr.{side}").read_text(encoding="utf-8").splitlines()[:sentences]
         for side in ("en", "de")
     ]
-    run = Run.open(folder, "cpu")
+    run = open_translator(folder, "cpu")
     translated = run.translator(run.search_options(beam_size=1)).translate(lines[0])
     return float(sacrebleu.corpus_bleu([found.text for found in translated], [lines[1]]).score)
 

@@ -1,4 +1,4 @@
-"""Ours: `Run.open` on the Marian checkpoint, a `Translator` with its own worker processes."""
+"""Ours: `open_translator` on the Marian checkpoint, a `Translator` with its own worker processes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from benchmarks.workers import decoding
 from benchmarks.workers.decoding import Engine, Output
 from benchmarks.workers.protocol import Options, serve
 from triptych.decoding import Translator
-from triptych.runs import Run
+from triptych.opening import open_translator
 
 
 @final
@@ -20,7 +20,7 @@ class Ours(Engine):
     def __init__(self, options: Options) -> None:
         torch.set_num_threads(options["threads"])
         self.options = options
-        self.run = Run.open(Path(options["checkpoint"]), "cpu")
+        self.run = open_translator(Path(options["checkpoint"]), "cpu")
         self.made_for: tuple[int, int] | None = None
         self.translator: Translator | None = None
 

@@ -27,7 +27,7 @@ from benchmarks.workers.training_triptych import TrainerLearner
 from triptych.attention import attention, explain_attention
 from triptych.decoding import Translator
 from triptych.models import PRESETS, ModelConfig
-from triptych.runs import Run
+from triptych.opening import open_translator
 from triptych.text import Batch
 
 OURS = "triptych"
@@ -157,7 +157,7 @@ def _decoding(device: torch.device, request: Options) -> Answer:
     """The same lines by both, round by round; ours with its steps recorded as graphs."""
     folder = Path(request["checkpoint"])
     lines = Path(request["source"]).read_text(encoding="utf-8").splitlines()[: request["num_lines"]]
-    run = Run.open(folder, device.type)
+    run = open_translator(folder, device.type)
     translator = Translator(
         run.model,
         run.tokenizers,

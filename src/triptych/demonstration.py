@@ -252,12 +252,12 @@ def _fold(run: OpenedModel, tried: Sequence[TranslationSample]) -> Folding:
         next(site.layer for site in attention_sites(model) if site.name == _STACKED_SITE).eval()
         for model in (run.model, folded)
     )
-    x = torch.randn(_TIMED_BATCH, _TIMED_TOKENS, run.model.config.d_model, device=_device(folded))
+    x = torch.randn(_TIMED_BATCH, _TIMED_TOKENS, run.encoder_decoder.config.d_model, device=_device(folded))
     with torch.inference_mode():
         seconds = _median_seconds([lambda: before(x), lambda: after(x)])
     return Folding(
         site=_STACKED_SITE,
-        parameters=(_size(run.model), _size(folded)),
+        parameters=(_size(run.encoder_decoder), _size(folded)),
         layer_parameters=(record.before.parameters, record.after.parameters),
         layer_seconds=(seconds[0], seconds[1]),
         num_same=sum(old.hypothesis == new.text for old, new in zip(tried, again, strict=True)),

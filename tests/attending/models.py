@@ -8,7 +8,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
 from triptych.models import EncoderDecoder, LanguageModel, LanguageModelConfig, ModelConfig
-from triptych.runs import OpenedModel
+from triptych.opening import OpenedModel
 from triptych.text import Tokenizer, load_tokenizer
 
 
@@ -36,7 +36,7 @@ def language_model(
     model = LanguageModel.of(config, kind, 257).eval()
     with torch.no_grad():
         model.embeddings.table.weight.mul_(20)  # so that heads differ in where they look
-    return OpenedModel(model, letters(folder), ())
+    return OpenedModel("tiny", folder, model, letters(folder))
 
 
 def translator_model() -> EncoderDecoder:

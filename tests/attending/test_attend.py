@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from attending.models import language_model, translator_model
-from triptych import UsageError, attend
-from triptych.attending import Attention, LanguageReader, PairReader, Reader, reader_of, record_calls
-from triptych.attending.readers import CheckpointTokens
+from triptych import UsageError
+from triptych.attending import Attention, attend
 from triptych.attending.saving import (
     Saved,
     is_attention_csv,
@@ -21,26 +20,25 @@ from triptych.attending.saving import (
     write_npz,
 )
 from triptych.models.dropout import Dropout
+from triptych.opening import OpenedModel, Reader, record_calls
 
 TEXT = "to be or not to be"
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> LanguageReader:
-    found = reader_of("decoder", language_model(tmp_path_factory.mktemp("decoder")))
-    assert isinstance(found, LanguageReader)
-    return found
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    return Reader(language_model(tmp_path_factory.mktemp("decoder")))
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> LanguageReader:
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     opened = language_model(tmp_path_factory.mktemp("encoder"), "encoder", "learned")
-    return LanguageReader("encoder", opened)
+    return Reader(opened)
 
 
 @pytest.fixture(scope="module")
-def pairs(decoder: LanguageReader) -> PairReader:
-    return PairReader("pairs", translator_model(), CheckpointTokens(decoder.tokenizer, 256))
+def pairs(decoder: Reader) -> Reader:
+    return Reader(OpenedModel("pairs", Path("pairs"), translator_model(), decoder.tokenizer, start_id=256))
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -48,7 +46,7 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def test_the_output_of_a_model_is_the_same_bit_for_bit_while_its_calls_are_recorded(
-    decoder: LanguageReader,
+    decoder: Reader,
 ) -> None:
     ids = torch.tensor(decoder.tokenizer.encode([TEXT]))
     before = decoder.model(ids).logits
@@ -59,13 +57,13 @@ def test_the_output_of_a_model_is_the_same_bit_for_bit_while_its_calls_are_recor
     assert len(calls) == 2
 
 
-def test_a_call_with_a_cache_is_refused(decoder: LanguageReader) -> None:
+def test_a_call_with_a_cache_is_refused(decoder: Reader) -> None:
     with record_calls(decoder.model), pytest.raises(ValueError, match=r"decoder\.0 was called with a cache"):
         decoder.model(torch.tensor([[1, 2]]), cache=decoder.model.new_cache())
 
 
 def test_texts_of_a_padded_batch_have_the_weights_that_each_has_alone(
-    decoder: LanguageReader, encoder: LanguageReader
+    decoder: Reader, encoder: Reader
 ) -> None:
     texts = [TEXT, "that", "is the question"]
     for reader in (decoder, encoder):
@@ -82,7 +80,7 @@ def test_texts_of_a_padded_batch_have_the_weights_that_each_has_alone(
         assert batch.tokens[1] == ("t", "h", "a", "t")
 
 
-def test_generated_tokens_are_marked_and_looked_with_as_while_generating(decoder: LanguageReader) -> None:
+def test_generated_tokens_are_marked_and_looked_with_as_while_generating(decoder: Reader) -> None:
     found = attend(decoder, TEXT, max_new_tokens=5)
     assert found.num_generated == 5
     assert len(found.tokens) == len(TEXT) + 5
@@ -97,7 +95,7 @@ def test_generated_tokens_are_marked_and_looked_with_as_while_generating(decoder
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_model_reads_in_evaluation_mode_and_stays_in_its_own(
-    decoder: LanguageReader, pairs: PairReader, training: bool
+    decoder: Reader, pairs: Reader, training: bool
 ) -> None:
     for reader, more in ((decoder, {"max_new_tokens": 2}), (pairs, {"target": TEXT})):
         expected = attend(reader, TEXT, **more).weights[-1]  # type: ignore[call-overload]
@@ -110,7 +108,7 @@ def test_a_model_reads_in_evaluation_mode_and_stays_in_its_own(
         reader.model.eval()
 
 
-def test_pairs_have_three_kinds_of_attention_with_their_own_tokens(pairs: PairReader) -> None:
+def test_pairs_have_three_kinds_of_attention_with_their_own_tokens(pairs: Reader) -> None:
     batch = attend(pairs, ["abcd", "efghij"], target=["xy", "z"])
     first = batch[0]
     assert first.kinds == ("encoder", "decoder", "cross")
@@ -125,7 +123,7 @@ def test_pairs_have_three_kinds_of_attention_with_their_own_tokens(pairs: PairRe
     assert batch.weights[0].shape == (2, 4, 2, 6)
 
 
-def test_the_largest_weights_and_what_is_left_sum_to_one(decoder: LanguageReader) -> None:
+def test_the_largest_weights_and_what_is_left_sum_to_one(decoder: Reader) -> None:
     layer = attend(decoder, TEXT).weights.layer(0)
     whole = layer.weights()
     for head, kept in zip((2, 0), layer.maps(3, [2, 0]), strict=True):
@@ -134,7 +132,7 @@ def test_the_largest_weights_and_what_is_left_sum_to_one(decoder: LanguageReader
         close(torch.from_numpy(top.weights), whole[head].topk(3).values)
 
 
-def test_chosen_parts_are_those_of_the_text_and_others_are_named_with_their_range(pairs: PairReader) -> None:
+def test_chosen_parts_are_those_of_the_text_and_others_are_named_with_their_range(pairs: Reader) -> None:
     found = attend(pairs, "abcd", target="xy")
     parts = found.parts(["encoder", "cross"], layers=[1], heads=[3])
     assert [(part.stack.kind, part.layer.number, part.heads) for part in parts] == [("encoder", 1, (3,))]
@@ -150,7 +148,7 @@ def test_chosen_parts_are_those_of_the_text_and_others_are_named_with_their_rang
 
 
 def test_a_page_marks_what_was_generated_and_keeps_the_largest_of_long_texts(
-    decoder: LanguageReader, monkeypatch: pytest.MonkeyPatch
+    decoder: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = attend(decoder, TEXT, max_new_tokens=2)
     (kind,) = found.page().texts[0].kinds
@@ -195,7 +193,7 @@ def saved(found: Attention, top: int | None = None) -> Saved:
     return Saved(found, found.parts(layers=[1], heads=[3, 1]), top)
 
 
-def test_json_has_the_weights_to_seven_digits(decoder: LanguageReader) -> None:
+def test_json_has_the_weights_to_seven_digits(decoder: Reader) -> None:
     found = attend(decoder, TEXT)
     record = json.loads("".join(json_pieces(saved(found))))
     assert record["tokens"] == list(found.tokens)
@@ -207,7 +205,7 @@ def test_json_has_the_weights_to_seven_digits(decoder: LanguageReader) -> None:
     assert top["keys"][0][0] == 0
 
 
-def test_npz_has_the_weights_as_they_are(decoder: LanguageReader, tmp_path: Path) -> None:
+def test_npz_has_the_weights_as_they_are(decoder: Reader, tmp_path: Path) -> None:
     found = attend(decoder, [TEXT, "that"])
     write_npz([saved(one) for one in found], tmp_path / "two.npz")
     with np.load(tmp_path / "two.npz", allow_pickle=False) as arrays:
@@ -220,7 +218,7 @@ def test_npz_has_the_weights_as_they_are(decoder: LanguageReader, tmp_path: Path
     assert is_attention_npz(tmp_path / "top.npz")
 
 
-def test_csv_has_a_row_for_every_weight_above_zero(decoder: LanguageReader, tmp_path: Path) -> None:
+def test_csv_has_a_row_for_every_weight_above_zero(decoder: Reader, tmp_path: Path) -> None:
     found = attend(decoder, "that")
     write_csv([saved(found)], tmp_path / "a.csv")
     with (tmp_path / "a.csv").open(newline="") as file:
@@ -233,7 +231,7 @@ def test_csv_has_a_row_for_every_weight_above_zero(decoder: LanguageReader, tmp_
 
 
 def test_too_many_weights_for_a_file_are_refused_with_what_to_do(
-    decoder: LanguageReader, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    decoder: Reader, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("triptych.attending.saving.MOST_WEIGHTS", 600)
     one = saved(attend(decoder, TEXT))

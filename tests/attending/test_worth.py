@@ -9,12 +9,12 @@ import torch
 from attending.tiny_readers import TEXTS, language_reader, pair_reader
 from triptych.algebra.moments import MomentsGatherer
 from triptych.algebra.rewrites.pruning import measure_importance
-from triptych.attending.capture import record_calls
 from triptych.attending.leaving_out import batches_of, head_outputs, run_whole
 from triptych.attending.over_text import cut_windows
 from triptych.attending.worth import measure_worth
 from triptych.errors import UsageError
 from triptych.models.sites import attention_sites
+from triptych.opening import record_calls
 
 
 def masked_reader() -> Any:

@@ -1,12 +1,11 @@
 """Readers of tiny models in float64, with a byte-level tokenizer of their own."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from triptych.attending.readers import LanguageReader, PairReader, TranslatorTokens
-from triptych.decoding import Translator
 from triptych.models import (
     AttentionConfig,
     DecoderConfig,
@@ -17,8 +16,9 @@ from triptych.models import (
     ModelConfig,
     PositionsConfig,
 )
-from triptych.runs import OpenedModel
+from triptych.opening import OpenedModel, Reader
 from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers
+from triptych.training import DecodingConfig
 
 BIASED = AttentionConfig.model_validate(dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), True))
 TEXTS = ["the cat sat on the mat", "a dog ran", "where is the cat now, and where is the dog?"]
@@ -29,17 +29,17 @@ def tokenizers() -> TokenizerPair:
     return train_tokenizers(TokenizerSpec(vocab_size=280), TEXTS, TEXTS)
 
 
-def language_reader(scheme: Any = "learned", kind: Any = "decoder", **options: Any) -> LanguageReader:
+def language_reader(scheme: Any = "learned", kind: Any = "decoder", **options: Any) -> Reader:
     torch.manual_seed(0)
     sizes = {"num_layers": 2, "d_model": 16, "num_heads": 4, "d_ff": 16, "context": 32}
     positions = PositionsConfig(scheme=scheme, max_tokens=64)
     config = LanguageModelConfig(**{**sizes, **options}, attention=BIASED, positions=positions)
     model = LanguageModel.of(config, kind, tokenizers().source.vocab_size).double().eval()
     _stir(model)
-    return LanguageReader("tiny", OpenedModel(model, tokenizers().source, ()))
+    return Reader(OpenedModel("tiny", Path("tiny"), model, tokenizers().source))
 
 
-def pair_reader() -> PairReader:
+def pair_reader() -> Reader:
     torch.manual_seed(0)
     config = ModelConfig(
         d_model=16,
@@ -51,7 +51,7 @@ def pair_reader() -> PairReader:
     both = tokenizers()
     model = EncoderDecoder.of(config, both.source.vocab_size, both.target.vocab_size, both.source.pad_id)
     _stir(model.double().eval())
-    return PairReader("tiny", model, TranslatorTokens(Translator(model, both)))
+    return Reader(OpenedModel("tiny", Path("tiny"), model, both, decoding=DecodingConfig()))
 
 
 def _stir(model: torch.nn.Module) -> None:

@@ -20,7 +20,7 @@ from triptych.decoding import SearchOptions, Translator
 from triptych.decoding.pieces import split_line
 from triptych.errors import DataError
 from triptych.models import read_model, write_model
-from triptych.runs import Run
+from triptych.opening import open_translator
 from triptych.text import TokenizerPair
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints" / "marian-multi30k"
@@ -366,7 +366,7 @@ def test_sentencepiece_models_are_written_as_they_were_read(tmp_path: Path) -> N
 
 def test_the_commands_and_load_take_such_a_folder(tmp_path: Path) -> None:
     write_marian(tmp_path, dtype=torch.float32)
-    run = Run.open(tmp_path, device="cpu")
+    run = open_translator(tmp_path, device="cpu")
     assert run.recipe is None
     assert run.search_options().beam_size == 3
     translator = triptych.load(tmp_path, device="cpu")
@@ -385,7 +385,7 @@ def test_the_commands_and_load_take_such_a_folder(tmp_path: Path) -> None:
 
 def test_attention_of_such_a_model_is_over_its_own_pieces(tmp_path: Path) -> None:
     write_marian(tmp_path, dtype=torch.float32)
-    seen = triptych.attend(tmp_path, "ab a", target="ba", device="cpu")
+    seen = triptych.load(tmp_path, device="cpu").attend("ab a", "ba")
     assert seen.source_tokens == ("▁", "ab", "▁a", "</s>")
     assert seen.tokens == ("▁", "ba", "</s>")
     assert seen.of("cross")[2].shape == (2, 3, 4)

@@ -9,7 +9,7 @@ import torch
 
 from command import Command
 from small_checkpoints import gpt2
-from triptych import attend
+from triptych.attending import attend
 from triptych.attention import QueriesAndKeys
 
 

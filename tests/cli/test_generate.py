@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Inner
+from triptych.runs.generation import OpenedModel
 
 from command import Command
 from small_checkpoints import gpt2_that_runs
 from triptych import attend, runs
 from triptych.engines import loading
 from triptych.models import LanguageModel, LanguageModelConfig
-from triptych.runs.generation import OpenedModel
 from triptych.text import load_tokenizer
 
 PROMPT = "First"

@@ -33,35 +33,55 @@ def test_the_summary_of_a_command_is_the_first_line_of_its_docstring(name: str) 
     assert len(COMMANDS[name]) <= 63, "longer ones are cut off on a terminal of 80 columns"
 
 
-# What each command calls.
+# What each command calls: a function of the package, or a method of the model that it opens.
 VERBS = {
     "demo": ("demo",),
     "train": ("train", "resume"),
-    "translate": ("load", "attend"),
-    "generate": ("load_generator",),
-    "fill": ("fill",),
-    "attend": ("attend",),
-    "evaluate": ("evaluate", "evaluate_text"),
-    "inspect": ("inspect",),
-    "rewrite": ("rewrite_checkpoint",),
     "verify": ("verify",),
-    "convert": ("convert",),
     "compare": ("compare_study",),
     "plan": ("plan",),
     "cost": ("cost", "measure_times"),
 }
+METHODS = {
+    "translate": "translator",
+    "generate": "generator",
+    "fill": "fill",
+    "attend": "attend",
+    "evaluate": "evaluate",
+    "inspect": "inspect",
+    "rewrite": "rewrite",
+    "convert": "convert",
+}
+
+
+def called_in(name: str) -> set[str]:
+    """What the module of a command calls, as it is written."""
+    tree = ast.parse(inspect.getsource(import_module(f"triptych.cli.{name}")))
+    return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
 
 
 def test_every_command_has_its_verb_on_the_face_of_the_package() -> None:
-    assert VERBS.keys() == COMMANDS.keys()
+    assert VERBS.keys() | METHODS.keys() == COMMANDS.keys()
     assert {verb for verbs in VERBS.values() for verb in verbs} <= set(triptych.__all__)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", VERBS)
 def test_a_command_calls_its_verb(name: str) -> None:
-    tree = ast.parse(inspect.getsource(import_module(f"triptych.cli.{name}")))
-    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    called = called_in(name)
     assert {of.removeprefix("triptych.") for of in called if of.startswith("triptych.")} == set(VERBS[name])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_command_on_a_model_opens_it_and_calls_its_method(name: str) -> None:
+    called = called_in(name)
+    assert "open_model" in called
+    assert any(of.endswith(f".{METHODS[name]}") or of.endswith(f").{METHODS[name]}") for of in called)
+    assert callable(getattr(triptych.Model, METHODS[name]))
+
+
+def test_the_face_offers_about_forty_names_and_the_model_no_more_methods() -> None:
+    assert len(triptych.__all__) <= 45
+    assert len([name for name in vars(triptych.Model) if not name.startswith("_")]) <= 40
 
 
 def test_everything_that_the_package_offers_is_there_and_is_what_its_module_has() -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from command import Command
-from triptych import Run, recipes
+from triptych import recipes
+from triptych.opening import open_translator
 from triptych.training import read_recipe
 
 SMALL = [
@@ -54,7 +55,7 @@ def test_a_run_folder_holds_all_that_is_promised(
     assert stored.model.d_model == 16
     assert stored.training.max_steps == 4
     assert stored.training.adam_beta2 == 0.98
-    assert Run.open(folder).translator().translate(["Vier."])[0].source == "Vier."
+    assert open_translator(folder).translator().translate(["Vier."])[0].source == "Vier."
     assert "padding" in answer.err
 
 
@@ -68,7 +69,7 @@ def test_text_without_a_joint_vocabulary_trains_with_two(triptych: Command, tmp_
         *_sets([*SMALL, "tokenizer.joint=false", "model.tie_embeddings='target'"]),
     )
     assert answer.code == 0, answer.err
-    opened = Run.open(out)
+    opened = open_translator(out)
     assert not opened.tokenizers.joint
     assert opened.translator().translate(["Vier."])[0].candidates
 

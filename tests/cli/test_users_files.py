@@ -9,8 +9,9 @@ import pytest
 
 from command import Command
 from small_checkpoints import gpt2
-from triptych import demonstration, files, runs
+from triptych import demonstration, files
 from triptych.cli.main import COMMANDS
+from triptych.opening import open_translator
 from triptych.reports.html import GENERATOR
 from triptych.training.progress import LineDisplay
 from triptych.training.state import RUN_FILES
@@ -152,7 +153,7 @@ def test_a_run_is_made_among_other_files_by_force_alone(triptych: Command, home:
     others = {name: found for name, found in contents(home).items() if name not in RUN_FILES["."]}
     answer = triptych("train", "demo", *SETS, "--out", ".", "--force")
     assert answer.code == 0, answer.err
-    assert runs.Run.open(home).translator().translate("Vier.").source == "Vier."
+    assert open_translator(home).translator().translate("Vier.").source == "Vier."
     assert "An encoder-decoder Transformer" in (home / "README.md").read_text()
     assert others.items() <= contents(home).items()
 
@@ -259,7 +260,7 @@ def test_a_finished_demo_is_there_until_the_next_is_whole(
             demonstration.demo(finished_demo, LineDisplay(), FAST, num_tested=5)
     assert names(finished_demo) >= known
     assert (finished_demo / "report.html").read_bytes() == report
-    assert len(runs.Run.open(finished_demo).translator().translate(["Vier."])) == 1
+    assert len(open_translator(finished_demo).translator().translate(["Vier."])) == 1
     again = demonstration.demo(finished_demo, LineDisplay(), FAST, num_tested=5)
     assert isinstance(again, demonstration.Demonstration)
     assert names(finished_demo) == known

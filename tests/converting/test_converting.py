@@ -20,7 +20,8 @@ from triptych.converting.plain_heads import plain_model
 from triptych.decoding import SearchOptions, Translator
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, ModelConfig
-from triptych.runs import Run, train
+from triptych.opening import OpenedModel, open_translator
+from triptych.runs import train
 from triptych.text import TokenizerPair, TokenizerSpec, generate_pairs, train_tokenizers
 from triptych.training import DecodingConfig, resolve
 
@@ -123,11 +124,11 @@ def _tokenizers(joint: bool) -> TokenizerPair:
     return TokenizerPair(pair.source, train_tokenizers(TokenizerSpec(vocab_size=270), *sides).target)
 
 
-def make_run(tokenizers: TokenizerPair, site: dict[str, Any] | None = None, **changes: Any) -> Run:
+def make_run(tokenizers: TokenizerPair, site: dict[str, Any] | None = None, **changes: Any) -> OpenedModel:
     sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
     model = make_model(site or {"projections": "factored"}, *sizes, **changes)
     decoding = DecodingConfig(beam_size=4, alpha=0.0, max_extra_tokens=6)
-    return Run(Path("a run"), model, tokenizers, None, decoding)
+    return OpenedModel("a run", Path("a run"), model, tokenizers, decoding=decoding)
 
 
 def sentences() -> tuple[Tensor, Tensor]:
@@ -221,7 +222,7 @@ def test_transformers_computes_the_same_and_searches_the_same(
 
 
 @torch.no_grad()
-def make_run_that_ends(*given: Any, **changes: Any) -> Run:
+def make_run_that_ends(*given: Any, **changes: Any) -> OpenedModel:
     """A run whose outputs end before their limit, some of them not at once."""
     for seed in range(20):
         torch.manual_seed(seed)
@@ -236,7 +237,7 @@ def make_run_that_ends(*given: Any, **changes: Any) -> Run:
     raise AssertionError("outputs end at once, or never")
 
 
-def translations(run: Run, lines: list[str]) -> list[str]:
+def translations(run: OpenedModel, lines: list[str]) -> list[str]:
     return [translation.text for translation in run.translator().translate(lines)]
 
 
@@ -251,7 +252,7 @@ def test_pre_norm_is_the_same_in_float64_too(joint: TokenizerPair, tmp_path: Pat
 def test_a_tokenizer_for_each_side_lies_in_a_folder_of_its_own(apart: TokenizerPair, tmp_path: Path) -> None:
     run = make_run(apart, tie_embeddings="target")
     convert(run, tmp_path / "out", "hf")
-    again = Run.open(tmp_path / "out", "cpu")
+    again = open_translator(tmp_path / "out", "cpu")
     assert not again.tokenizers.joint
     assert again.model.config.max_source_tokens == run.model.config.max_source_tokens
     options = SearchOptions(beam_size=4, alpha=0.0, max_extra_tokens=6)
@@ -342,10 +343,10 @@ def test_a_marian_checkpoint_comes_back_tensor_for_tensor(tmp_path: Path, change
     tensors = write_marian(tmp_path, dtype=torch.float32, **heads, **changes)
     conversion = convert(tmp_path, tmp_path / "ours", "triptych")
     assert [check.tried for check in conversion.checks] == [True]
-    ours = Run.open(tmp_path / "ours", "cpu")
+    ours = open_translator(tmp_path / "ours", "cpu")
     assert ours.recipe is None
     lines = ["ab ba", "", "aba fi." * 30, ">>de<< fi."]
-    assert translations(ours, lines) == translations(Run.open(tmp_path, "cpu"), lines)
+    assert translations(ours, lines) == translations(open_translator(tmp_path, "cpu"), lines)
     convert(ours, tmp_path / "theirs", "hf")
     again = load_file(tmp_path / "theirs" / "model.safetensors")
     assert again.keys() == tensors.keys()
@@ -361,7 +362,7 @@ def test_a_marian_checkpoint_comes_back_tensor_for_tensor(tmp_path: Path, change
 def test_a_checkpoint_of_another_dtype_keeps_it(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = write_marian(tmp_path, dtype=dtype)
     convert(tmp_path, tmp_path / "ours", "triptych")
-    model = Run.open(tmp_path / "ours", "cpu").model
+    model = open_translator(tmp_path / "ours", "cpu").model
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert torch.equal(model.src_embedding.weight, tensors["model.shared.weight"])
 
@@ -378,10 +379,10 @@ def test_a_folder_of_ours_is_no_checkpoint_of_theirs(tmp_path: Path) -> None:
         train(recipe, tmp_path / "ours")
     (tmp_path / "ours" / "decoding.toml").write_text("beam_size = 0")
     with pytest.raises(DataError, match=r"decoding\.toml: beam_size"):
-        Run.open(tmp_path / "ours", "cpu")
+        open_translator(tmp_path / "ours", "cpu")
     (tmp_path / "ours" / "decoding.toml").write_text("beam_size = ")
     with pytest.raises(DataError, match=r"decoding\.toml cannot be read"):
-        Run.open(tmp_path / "ours", "cpu")
+        open_translator(tmp_path / "ours", "cpu")
 
 
 def run_readme(conversion: Conversion, **names: Any) -> dict[str, Any]:
@@ -451,7 +452,7 @@ def test_onnx_takes_what_no_other_format_does(
 @pytest.mark.skipif(not MARIAN.is_dir(), reason="needs ../shared/checkpoints/marian-multi30k")
 def test_a_trained_checkpoint_goes_there_and_back_and_translates_the_same(tmp_path: Path) -> None:
     convert(MARIAN, tmp_path / "ours", "triptych")
-    ours = Run.open(tmp_path / "ours", "cpu")
+    ours = open_translator(tmp_path / "ours", "cpu")
     convert(ours, tmp_path / "theirs", "hf")
     before, after = (load_file(folder / "model.safetensors") for folder in (MARIAN, tmp_path / "theirs"))
     assert before.keys() == after.keys()
@@ -459,7 +460,7 @@ def test_a_trained_checkpoint_goes_there_and_back_and_translates_the_same(tmp_pa
     lines = (MULTI30K / "test_2016_flickr.en").read_text().splitlines()[:20]
     options = SearchOptions(beam_size=4, alpha=0.0)
     found = Translator(ours.model, ours.tokenizers, options).translate(lines)
-    assert translations(ours, lines[:4]) == translations(Run.open(MARIAN, "cpu"), lines[:4])
+    assert translations(ours, lines[:4]) == translations(open_translator(MARIAN, "cpu"), lines[:4])
     theirs = transformers.MarianMTModel.from_pretrained(tmp_path / "theirs").eval()
     source, pad = ours.tokenizers.source, ours.model.pad_id
     rows = [torch.tensor([*ids, source.eos_id]) for ids in source.encode(lines)]
@@ -473,7 +474,7 @@ def test_a_trained_checkpoint_goes_there_and_back_and_translates_the_same(tmp_pa
 @pytest.mark.skipif(not MARIAN.is_dir(), reason="needs ../shared/checkpoints/marian-multi30k")
 def test_a_trained_checkpoint_translates_the_same_in_ctranslate2(tmp_path: Path) -> None:
     ctranslate2 = pytest.importorskip("ctranslate2", reason="needs CTranslate2")
-    run = Run.open(MARIAN, "cpu")
+    run = open_translator(MARIAN, "cpu")
     convert(run, tmp_path / "out", "ctranslate2")
     lines = (MULTI30K / "test_2016_flickr.en").read_text().splitlines()[:20]
     found = Translator(run.model, run.tokenizers, SearchOptions(beam_size=4, alpha=0.0)).translate(lines)

@@ -14,6 +14,7 @@ from triptych.converting.conversion import convert
 from triptych.errors import UsageError
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.models.storage import write_model
+from triptych.opening import open_language_model
 from triptych.text import TokenizerSpec, train_tokenizer
 from triptych.training import resolve
 from triptych.training.progress import LineDisplay
@@ -145,7 +146,7 @@ def test_language_models_are_written_for_ctranslate2_with_their_tokenizer(
         assert check.tried
         generator = ctranslate2.Generator(str(tmp_path / f"{name}-out"))
         assert generator.compute_type.startswith("int8" if quantization == "int8" else "float32")
-        opened = runs.open_text_model(tmp_path / name, "cpu")
+        opened = open_language_model(tmp_path / name, "cpu")
         ids = opened.tokenizer.encode(["the cat"])[0]
         (scored,) = generator.score_batch([[str(token) for token in ids]])
         logits = opened.model(torch.tensor([ids])).logits[0].log_softmax(dim=-1)

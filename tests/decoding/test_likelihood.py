@@ -10,9 +10,10 @@ import torch
 from small_checkpoints import gpt2_that_runs
 from triptych.decoding import GenerationOptions
 from triptych.decoding.likelihood import measure_likelihood, token_losses
-from triptych.engines import evaluate_text, load_generator
+from triptych.engines import evaluate_text
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel, LanguageModelConfig, PositionsConfig
+from triptych.opening import open_language_model
 from triptych.text import Tokenizer, TokenizerSpec, train_tokenizers
 
 TEXTS = ["the cat sat on the mat", "a dog ran", "", "where is the cat now, and where is the dog?"]
@@ -120,7 +121,7 @@ def test_trained_models_have_the_loss_that_transformers_computes(
     whole = file.read_text(encoding="utf-8")
     # By transformers 5.23 in float32: the last 5 % of the text, windows of 128 tokens side by side.
     text = whole[int(len(whole) * 0.95) :][:characters]
-    found = evaluate_text(SHARED / "checkpoints" / name, [text], "cpu", context=128)
+    found = evaluate_text(open_language_model(SHARED / "checkpoints" / name, "cpu"), [text], context=128)
     assert found.nats_per_token == pytest.approx(nats, abs=1e-6)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from triptych import attend
+from triptych.attending import attend
 from triptych.decoding import GenerationOptions, SamplingOptions, TextGenerator
 from triptych.decoding.text_generator import TextStream
 from triptych.errors import DataError, UsageError

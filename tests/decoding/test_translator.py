@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tolerances import assert_same
-from triptych import attend
+from triptych.attending import attend
 from triptych.decoding import Candidate, Engine, SearchOptions, Translation, Translator, search
 from triptych.decoding.pieces import split_line
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig

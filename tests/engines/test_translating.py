@@ -12,7 +12,7 @@ from triptych.engines import converted as cache
 from triptych.engines.translating import CTranslate2Searcher
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, ModelConfig
-from triptych.runs import Run
+from triptych.opening import OpenedModel
 from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers
 from triptych.training import DecodingConfig
 
@@ -41,7 +41,7 @@ def tokenizers() -> TokenizerPair:
 
 
 @pytest.fixture
-def run(tokenizers: TokenizerPair, tmp_path: Path) -> Run:
+def run(tokenizers: TokenizerPair, tmp_path: Path) -> OpenedModel:
     """A model of random weights that pays attention to its source and mostly ends soon."""
     torch.manual_seed(3)
     site = {"projections": "grouped", "num_kv_heads": 1}
@@ -63,10 +63,10 @@ def run(tokenizers: TokenizerPair, tmp_path: Path) -> Run:
         for block in model.decoder:
             block.cross_attention.projections.v_proj.weight.mul_(6)
     decoding = DecodingConfig(beam_size=3, alpha=0.6, max_extra_tokens=12)
-    return Run(tmp_path / "run", model.eval(), tokenizers, None, decoding)
+    return OpenedModel("run", tmp_path / "run", model.eval(), tokenizers, decoding=decoding)
 
 
-def both(run: Run, options: SearchOptions) -> tuple[list[Translation], list[Translation]]:
+def both(run: OpenedModel, options: SearchOptions) -> tuple[list[Translation], list[Translation]]:
     searcher = CTranslate2Searcher(run, options, "fp32", 1, "cpu")
     theirs = Translator(run.model, run.tokenizers, options, searcher=searcher)
     return run.translator(options).translate(LINES), theirs.translate(LINES)
@@ -82,7 +82,7 @@ def both(run: Run, options: SearchOptions) -> tuple[list[Translation], list[Tran
     ],
     ids=["greedy", "beam", "n-best, longer outputs preferred", "at the limit"],
 )
-def test_hypotheses_and_scores_are_those_of_our_own_search(run: Run, options: SearchOptions) -> None:
+def test_hypotheses_and_scores_are_those_of_our_own_search(run: OpenedModel, options: SearchOptions) -> None:
     ours, theirs = both(run, options)
     assert len({translation.text for translation in ours}) > 3
     for expected, found in zip(ours, theirs, strict=True):
@@ -92,7 +92,7 @@ def test_hypotheses_and_scores_are_those_of_our_own_search(run: Run, options: Se
             assert one.log_prob == pytest.approx(other.log_prob, abs=1e-4)
 
 
-def test_a_model_is_converted_once_and_another_one_apart(run: Run) -> None:
+def test_a_model_is_converted_once_and_another_one_apart(run: OpenedModel) -> None:
     options = SearchOptions(beam_size=1)
     both(run, options)
     (first,) = cache.cache_folder().iterdir()
@@ -108,7 +108,7 @@ def test_a_model_is_converted_once_and_another_one_apart(run: Run) -> None:
 
 
 def test_without_a_place_for_the_cache_nothing_is_left_behind(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: OpenedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "temporary").mkdir()
@@ -119,7 +119,7 @@ def test_without_a_place_for_the_cache_nothing_is_left_behind(
     assert not [*(tmp_path / "temporary").iterdir()]
 
 
-def test_a_damaged_cache_is_one_line_that_names_it(run: Run) -> None:
+def test_a_damaged_cache_is_one_line_that_names_it(run: OpenedModel) -> None:
     options = SearchOptions(beam_size=1)
     both(run, options)
     (folder,) = cache.cache_folder().iterdir()
@@ -128,7 +128,9 @@ def test_a_damaged_cache_is_one_line_that_names_it(run: Run) -> None:
         CTranslate2Searcher(run, options, "fp32", 1, "cpu")
 
 
-def test_what_ctranslate2_cannot_do_is_refused_by_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ctranslate2_cannot_do_is_refused_by_name(
+    run: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = SearchOptions(beam_size=3, stop="certain")
     with pytest.raises(UsageError, match='stop must be "full", and it is "certain"'):
         CTranslate2Searcher(run, options, "fp32", 1, "cpu")
@@ -145,7 +147,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_reason(tokenizers: Tokeni
     tree |= {"positions": {"scheme": "alibi"}, "encoder": {"num_layers": 1}, "decoder": {"num_layers": 1}}
     sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
     model = EncoderDecoder.of(ModelConfig.model_validate(tree), *sizes, 0)
-    run = Run(Path("a run"), model, tokenizers, None, DecodingConfig())
+    run = OpenedModel("a run", Path("a run"), model, tokenizers, decoding=DecodingConfig())
     with pytest.raises(UsageError, match="'alibi', and CTranslate2 has no positions inside attention"):
         CTranslate2Searcher(run, SearchOptions(beam_size=1), "fp32", 1, "cpu")
     assert not cache.cache_folder().exists() or not [*cache.cache_folder().iterdir()]

@@ -1,14 +1,8 @@
 """Changes of a model, against `transformers` with the same change written by hand."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-
-import triptych
-from triptych.errors import UsageError
 
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
 needs_checkpoints = pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")

@@ -11,7 +11,7 @@ from triptych.checkpoints.own import OwnModel
 from triptych.models import LanguageModel, LanguageModelConfig, attention_weights, write_model
 from triptych.models.sites import input_norms
 from triptych.models.storage import read_own_model
-from triptych.rewriting.opening import can_run, open_model
+from triptych.rewriting.opening import can_run, open_runnable
 
 
 def make_model(kind: str = "decoder", **config: object) -> LanguageModel:
@@ -74,7 +74,7 @@ def test_the_norms_that_layers_read_are_those_before_them(norm: str) -> None:
 def test_a_language_model_of_ours_is_a_checkpoint_to_look_into(tmp_path: Path) -> None:
     model = make_model(bias=False, norm_kind="rms")
     write_model(model, tmp_path)
-    opened = OwnModel(tmp_path)
+    opened = OwnModel.read_folder(tmp_path)
     assert [(site.module, site.kind) for site in opened.sites] == [
         ("decoder.0", "causal"),
         ("decoder.1", "causal"),
@@ -97,7 +97,7 @@ def test_a_run_of_a_language_model_is_run_by_us_and_its_attention_heard(tmp_path
     model = make_model().float()
     write_model(model, tmp_path)
     assert can_run(tmp_path) == ""
-    opened, source = open_model(tmp_path), OwnModel(tmp_path)
+    opened, source = open_runnable(tmp_path), OwnModel.read_folder(tmp_path)
     assert (opened.by, opened.kind) == ("triptych", "causal")
     window = next(opened.random_windows(0))
     with opened.watch(source, source.sites):

@@ -16,9 +16,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from checkpoints.tiny_models import TINY
 from interrupting import SignalAt, assert_same_run
 from small_checkpoints import gpt2_that_runs
-from triptych import evaluate_text, runs
+from triptych import runs
 from triptych.checkpoints.models import load_language_model
+from triptych.engines import evaluate_text
 from triptych.errors import DataError, TriptychError, UsageError
+from triptych.opening import open_language_model
 from triptych.training import ContinuedRecipe, read_recipe, resolve
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import LineDisplay
@@ -93,8 +95,8 @@ def test_the_run_is_a_checkpoint_of_its_family_that_transformers_reads(finished:
 
 def test_the_run_learns_and_is_scored_as_its_last_validation_was(finished: Path) -> None:
     losses = [line["valid_loss"] for line in read_metrics(finished / "metrics.jsonl") if "valid_loss" in line]
-    begun = evaluate_text(finished.parent / "gpt2", LINES[:9], "cpu").nats_per_token
-    ended = evaluate_text(finished, LINES[:9], "cpu").nats_per_token
+    begun = evaluate_text(open_language_model(finished.parent / "gpt2", "cpu"), LINES[:9]).nats_per_token
+    ended = evaluate_text(open_language_model(finished, "cpu"), LINES[:9]).nats_per_token
     assert losses[0] > losses[-1]
     assert ended < 0.8 * begun
 

@@ -16,6 +16,7 @@ from triptych.errors import DataError, TriptychError, UsageError
 from triptych.models import LanguageModel, LanguageModelConfig, read_model
 from triptych.models.architecture import HeadConfig
 from triptych.models.language_model import LanguageModelHead
+from triptych.opening import open_language_model
 from triptych.text import PackedBatches, TokenShards, read_tokenizer, write_shards
 from triptych.training import LanguageRecipe, resolve
 from triptych.training.language import TokensOfText
@@ -140,7 +141,7 @@ def test_a_run_learns_and_its_figures_agree(task: str, finished: dict[str, Path]
 
 def test_a_validation_is_the_loss_of_the_whole_text_held_out(finished: dict[str, Path]) -> None:
     folder = finished["language-model"]
-    opened = runs.open_language_model(folder, "cpu")
+    opened = open_language_model(folder, "cpu")
     text = (folder.parent / "text.txt").read_text()
     documents = text.splitlines()
     held_out, start = [], int(sum(map(len, documents)) * 0.9)
@@ -169,10 +170,10 @@ def test_a_validation_is_the_loss_of_the_whole_text_held_out(finished: dict[str,
 
 
 def test_a_run_continues_text_and_one_that_fills_masks_fills_them(finished: dict[str, Path]) -> None:
-    opened = runs.open_text_model(finished["language-model"], "cpu")
+    opened = open_language_model(finished["language-model"], "cpu")
     assert opened.end_ids == (opened.tokenizer.eos_id,)
     ((best, *_),) = runs.fill(finished["masked-language-model"], "the [MASK] cat", device="cpu")
-    filling = runs.open_text_model(finished["masked-language-model"], "cpu")
+    filling = open_language_model(finished["masked-language-model"], "cpu")
     tokenizer = filling.tokenizer
     (before,), (after,) = tokenizer.encode(["the"]), tokenizer.encode([" cat"])
     # No space of its own before the mask, and the ends around the text that documents have in training.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, final
+from typing import NamedTuple, final, overload
 
 import torch
 from jaxtyping import Float
@@ -424,6 +424,16 @@ class AttentionBatch:
             UsageError: the model has no such attention.
         """
         return BatchWeights([text.of(kind) for text in self.texts])
+
+
+@overload
+def attend(reader: Reader, text: str, target: str | None = None, max_new_tokens: int = 0) -> Attention: ...  # type: ignore[overload-overlap]
+
+
+@overload
+def attend(
+    reader: Reader, text: Sequence[str], target: Sequence[str] | None = None, max_new_tokens: int = 0
+) -> AttentionBatch: ...
 
 
 def attend(

@@ -87,7 +87,7 @@ def _batch(reader: Reader, windows: Sequence[tuple[int, Window]], units: tuple[i
     produced = [list(window.text.ids) for _, window in windows]
     if isinstance(model, EncoderDecoder):
         pad_id = model.pad_id
-        read = [[reader.opened.start_id, *ids[:-1]] for ids in produced]
+        read = [[reader.start_id, *ids[:-1]] for ids in produced]
         src = _padded([window.text.source or () for _, window in windows], pad_id, device)
     elif model.causal:
         read, produced = [ids[:-1] for ids in produced], [ids[1:] for ids in produced]

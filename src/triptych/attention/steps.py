@@ -1,7 +1,7 @@
 """One call of an attention layer, operation by operation, and the places where a tap may change it."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, final
+from typing import Literal, Protocol, final, runtime_checkable
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -12,6 +12,7 @@ Activation = Literal["q", "k", "v", "scores", "weights", "z"]
 ACTIVATIONS: tuple[Activation, ...] = ("q", "k", "v", "scores", "weights", "z")
 
 
+@runtime_checkable
 class Tap(Protocol):
     """Changes what a layer computes on the way: queries, keys, values, scores, weights, or what W_O reads."""
 

@@ -152,12 +152,14 @@ def _score_text(
 
     def score(model: str) -> Likelihood:
         with progress_bar("{task.description}", "scoring", of_bytes=False) as tell:
-            return open_model(model, *how, engine=asked.engine, dtype=torch_dtype(asked.dtype)).evaluate(
+            opened = open_model(model, *how, engine=asked.engine, dtype=torch_dtype(asked.dtype))
+            found: Likelihood = opened.evaluate(
                 documents,
                 context=asked.context,
                 stride=asked.stride,
                 progress=lambda _, done, total: tell(_doing("scoring", model, models), done, total),
             )
+            return found
 
     found = do_each(models, score, world, Likelihood)
 
@@ -195,7 +197,7 @@ def _score_translators(
 
     def score(run: str) -> Evaluation:
         with progress_bar("{task.description}", "translating", of_bytes=False) as tell:
-            return open_model(run, *how, precision=asked.precision).evaluate(
+            found: Evaluation = open_model(run, *how, precision=asked.precision).evaluate(
                 sources,
                 references,
                 beam_size=asked.beam,
@@ -204,6 +206,7 @@ def _score_translators(
                 workers=number_of_workers(asked.workers),
                 progress=lambda _, done, total: tell(_doing("translating", run, runs), done, total),
             )
+            return found
 
     found = do_each(runs, score, world, Evaluation)
 

@@ -14,6 +14,7 @@ from triptych.attending.over import OverText, read_texts
 from triptych.attending.over_page import over_report
 from triptych.cli.progress import progress_bar
 from triptych.errors import UsageError
+from triptych.face import Model
 from triptych.files import write_text
 from triptych.reports import Table, render_table, write_report
 

@@ -23,10 +23,12 @@ from triptych.algebra.rewrites.registry import (
 from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.checkpoints.family import read_family
 from triptych.cli.groups import grouped
+from triptych.cli.options import open_model
 from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
 from triptych.cli.verbose import VerboseOption
 from triptych.errors import UsageError
+from triptych.face import Model
 from triptych.rewriting.certificate import UNPADDED, Certificate, Cost, LayerRecord, NormRecord, card
 from triptych.rewriting.planning import Plan, resize_kv_heads
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe

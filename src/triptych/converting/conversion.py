@@ -102,7 +102,7 @@ def _convert_language_model(
     """
     if to not in ("hf", "ctranslate2"):
         raise UsageError(
-            f"{source} is a run of a language model, which is converted --to hf or ctranslate2 alone"
+            f"{opened.folder} is a run of a language model, which is converted --to hf or ctranslate2 alone"
         )
 
     def write(folder: Path) -> Written:

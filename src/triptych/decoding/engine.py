@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol, cast, final
+from typing import Any, Protocol, cast, final, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -24,6 +24,7 @@ GROUP = 64
 _FIRST_ROOM = 16
 
 
+@runtime_checkable
 class Kept(Protocol):
     """What an engine keeps of the hypotheses of a batch."""
 

@@ -1,8 +1,8 @@
 """The face of the package: one model, its layers, its heads.
 
-`load` gives a `Model`. It reads (`layers`, `inspect`, `composition`), it runs (`translate`, `attend`, `run`),
-and every change of it gives a new `Model` that every method takes. `Model` holds what it opened (`Opened`) and
-a list of `Change`s, and delegates; each capability lives in its own room. Start with `model.py`.
+`load` gives a `Model`. It reads (`layers`, `inspect`, `composition`) and runs (`translate`, `attend`, `run`).
+Every change gives a new `Model` that every method takes. A `Model` holds what it opened (`Opened`) and its
+`Change`s, and delegates; each capability lives in its own room. Start with `model.py`.
 """
 
 from triptych.face.changes import Change

@@ -1,15 +1,14 @@
 """Changes of a model: other weights, values changed on the way, directions added to the residual stream.
 
 A change is a record that says what it does to the weights of a layer, or to the modules of a model that runs.
-It never touches what it was given: a changed model has modules of its own, and shares every tensor that stayed
-as it was.
+It never touches what it was given: a changed model has modules of its own, and shares all tensors that stayed.
 """
 
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar, final
+from typing import Literal, final
 
 import torch
 from jaxtyping import Float
@@ -22,7 +21,6 @@ from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import Block
 from triptych.models.sites import AttentionSite, attention_sites
 
-ModelT = TypeVar("ModelT", LanguageModel, EncoderDecoder)
 Map = Literal["W_Q", "W_K", "W_V", "W_O"]
 SIDE_OF: dict[str, Side] = {"W_Q": "q", "W_K": "k", "W_V": "v", "W_O": "o"}
 # From the value of one head, `[batch, …]`, and the position of its first query to the value in its place.
@@ -182,8 +180,8 @@ class Steering(Change):
         bias = getattr(target, "bias", None)
         if bias is None or (frame.pre and (frame.out_norm is not None or frame.scale != 1.0)):
             raise UsageError(
-                f"{self.words} cannot be saved: no bias is added to the stream last before it, so no weights of "
-                "this model say it"
+                f"{self.words} cannot be saved: no bias is added to the stream right before it, so no weights "
+                "of this model say it"
             )
         assert isinstance(target, nn.Module)
         target.bias = nn.Parameter(bias.detach() + self.vector.to(bias))
@@ -194,8 +192,10 @@ def sum_of(one: Tensor | None, other: Tensor) -> Tensor:
 
 
 def changed_copy(
-    model: ModelT, changes: Sequence[Change], order: Callable[[ModelT], Sequence[AttentionSite]]
-) -> ModelT:
+    model: LanguageModel | EncoderDecoder,
+    changes: Sequence[Change],
+    order: Callable[[LanguageModel | EncoderDecoder], Sequence[AttentionSite]],
+) -> LanguageModel | EncoderDecoder:
     """A model with changes; its modules are new, and its parameters those of the old one.
 
     Args:

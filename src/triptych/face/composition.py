@@ -119,10 +119,10 @@ def _factors(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[Tensor, T
 
 
 def _triangle(maps: Tensor) -> Tensor:
-    return torch.linalg.qr(maps, mode="r").R
+    found: Tensor = torch.linalg.qr(maps, mode="r").R
+    return found
 
 
 def _norm(left: Tensor, right: Tensor) -> Tensor:
-    return torch.linalg.matrix_norm(_triangle(left) @ _triangle(right).mT).clamp(
-        min=torch.finfo(left.dtype).tiny
-    )
+    norms: Tensor = torch.linalg.matrix_norm(_triangle(left) @ _triangle(right).mT)
+    return norms.clamp(min=torch.finfo(left.dtype).tiny)

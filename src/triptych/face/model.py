@@ -1,6 +1,6 @@
 """`load(x)` is a model: its layers have heads, it reads texts, and a change gives a new one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from triptych.algebra.rewrites import Rewrite
 from triptych.attending import Attention, AttentionBatch, attend, attend_over
+from triptych.attending.leaving_out import Instead
 from triptych.attending.over import OverText, read_texts
-from triptych.attending.worth import Instead
 from triptych.attention import ACTIVATIONS, Activation
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionSource
@@ -22,15 +22,12 @@ from triptych.converting.checks import Quantization
 from triptych.converting.conversion import Conversion, TargetFormat, convert
 from triptych.decoding import (
     Continuation,
-    Evaluation,
     Filling,
     GenerationOptions,
-    Likelihood,
     Precision,
     SamplingOptions,
     Stop,
     TextGenerator,
-    Translation,
     Translator,
     evaluate_translations,
     fill_masks,
@@ -110,6 +107,8 @@ def load(
     Raises:
         UsageError: nothing of that name, or something that is no model.
     """
+    if engine != "triptych" and dtype is not None:
+        raise UsageError(f"--engine {engine} rounds by --precision: leave out --dtype")
     options = Options(
         device,
         dtype,
@@ -279,12 +278,6 @@ class Model:
 
     # Running.
 
-    @overload
-    def translate(self, text: str, **options: Any) -> Translation: ...
-
-    @overload
-    def translate(self, text: Sequence[str], **options: Any) -> list[Translation]: ...
-
     def translate(
         self,
         text: str | Sequence[str],
@@ -296,7 +289,7 @@ class Model:
         stop: Stop | None = None,
         workers: int = 1,
         stream: bool = False,
-    ) -> Translation | list[Translation] | Iterator[Translation]:
+    ) -> Any:
         """Translate a sentence, or several in their order.
 
         Args:
@@ -353,12 +346,6 @@ class Model:
             device=given.device,
         )
 
-    @overload
-    def generate(self, text: str, **options: Any) -> Continuation: ...
-
-    @overload
-    def generate(self, text: Sequence[str], **options: Any) -> list[Any]: ...
-
     def generate(
         self,
         text: str | Sequence[str],
@@ -376,7 +363,7 @@ class Model:
         stop: Sequence[str] = (),
         chat: bool = False,
         stream: bool = False,
-    ) -> Continuation | list[Any] | Iterator[str]:
+    ) -> Any:
         """Continue a text, or several.
 
         Args:
@@ -440,14 +427,6 @@ class Model:
         opened = self.opened
         return fill_masks(opened.language_model, opened.tokenizer, text, count)
 
-    @overload
-    def evaluate(self, text: str | Path | Sequence[str], *, context: int | None = ...) -> Likelihood: ...
-
-    @overload
-    def evaluate(
-        self, text: str | Path | Sequence[str], references: Sequence[str] | Path, **options: Any
-    ) -> Evaluation: ...
-
     def evaluate(
         self,
         text: str | Path | Sequence[str],
@@ -460,7 +439,7 @@ class Model:
         stop: Stop | None = None,
         workers: int = 1,
         progress: Progress = lambda what, done, total: None,
-    ) -> Likelihood | Evaluation:
+    ) -> Any:
         """How well the model predicts a text; with references, how well it translates one.
 
         Args:
@@ -492,12 +471,17 @@ class Model:
         documents = [text] if isinstance(text, str) else text
         if isinstance(documents, Path):
             documents = read_texts(self.reader, documents)
+        options = self._opened.options
+        if options.engine != "triptych" and options.device not in ("auto", "cpu"):
+            raise UsageError(
+                f"--engine {options.engine} scores texts on the CPU: leave out --device {options.device}"
+            )
         return evaluate_text(
             self.opened,
             documents,
             context=context,
             stride=stride,
-            engine=self._opened.options.engine,
+            engine=options.engine,
             progress=partial(progress, "scoring"),
         )
 
@@ -816,7 +800,16 @@ class Model:
         Raises:
             UsageError: there are not as many texts, or not as many tokens in a pair.
         """
-        return sweep_heads(self, clean, corrupted, metric, what, progress)
+        texts = [[one] if isinstance(one, str) else list(one) for one in (clean, corrupted)]
+        return sweep_heads(
+            [f"{layer.name}.{head}" for layer in self.layers for head in range(layer.num_heads)],
+            self.run,
+            lambda head, run, text: self.patch(head, run, what).run(text),
+            (texts[0], texts[1]),
+            metric,
+            what,
+            progress,
+        )
 
     def plan(self, *steps: Step, calibration: str | Path | None = None, skip_refused: bool = False) -> Plan:
         """What a rewrite would do, without doing it; arguments and errors as those of `rewrite`."""
@@ -850,8 +843,10 @@ class Model:
             RewriteRefusedError: a layer refuses a step, with the reason.
             UsageError: an unknown rewrite, or the folder exists.
         """
-        temporary = TemporaryDirectory(prefix="triptych-") if out is None else None
-        target = Path(out) if temporary is None else Path(temporary.name) / "rewritten"
+        temporary, target = None, Path(out or "")
+        if out is None:
+            temporary = TemporaryDirectory(prefix="triptych-")
+            target = Path(temporary.name) / "rewritten"
         rewrite_checkpoint(
             str(self._files()),
             target,

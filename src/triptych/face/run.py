@@ -1,6 +1,6 @@
 """One run of a model on a text: logits, loss, and every activation by its place."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import final
@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import ACTIVATIONS, Activation, LayerSteps, Tap
 from triptych.errors import UsageError
-from triptych.face.changes import blocks_of
 from triptych.face.places import Places
 from triptych.models import EncoderDecoder
 from triptych.models.sites import AttentionSite
@@ -127,13 +126,13 @@ class Run:
         site = self._order[number]
         if site not in self._calls:
             raise UsageError(f"layer {self._places.names[number]} did not run on this text")
-        call, steps = self._calls[site]
+        call = self._calls[site]
         if head is not None and not 0 <= head < call.layer.num_heads:
             raise UsageError(
                 f"layer {self._places.names[number]} has no head {head}: its heads are 0 to "
                 f"{call.layer.num_heads - 1}"
             )
-        return Activations(str(place), steps(), call.layer.weights(), head)
+        return Activations(str(place), _steps(call), call.layer.weights(), head)
 
     def residual(self, place: int | str) -> Float[Tensor, "length d_model"]:
         """The residual stream before a block (`3`, `"encoder.3"`), or at the end of a stack.
@@ -173,13 +172,10 @@ class Run:
         return found[0] if head is None else found[0, head]
 
     @cached_property
-    def _calls(self) -> dict[str, tuple[LayerCall, Callable[[], LayerSteps]]]:
-        found = {}
-        for call in self._recording.calls:
-            queries, keys = self._lengths(call)
-            own = call.of_row(self._row, queries, keys)
-            found[call.site.name] = (own, lambda own=own: _steps(own))  # type: ignore[misc]
-        return found
+    def _calls(self) -> dict[str, LayerCall]:
+        return {
+            call.site.name: call.of_row(self._row, *self._lengths(call)) for call in self._recording.calls
+        }
 
     def _lengths(self, call: LayerCall) -> tuple[int, int]:
         own, source = len(self.ids), len(self._text.source or ())
@@ -224,6 +220,3 @@ def _keeping(found: dict[Activation, Tensor], before: Tap | None) -> Tap:
         return found[name]
 
     return keep
-
-
-__all__ = ["Activations", "Run", "blocks_of", "recorded_graph"]

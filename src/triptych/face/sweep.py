@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -13,9 +13,6 @@ from triptych.attention import Activation
 from triptych.errors import UsageError
 from triptych.face.run import Run
 from triptych.progress import Progress
-
-if TYPE_CHECKING:
-    from triptych.face.model import Model
 
 
 @final
@@ -67,33 +64,46 @@ class Sweep:
 
 
 def sweep_heads(
-    model: "Model",
-    clean: str | Sequence[str],
-    corrupted: str | Sequence[str],
+    heads: Sequence[str],
+    run: Callable[[str], Run],
+    patched: Callable[[str, Run, str], Run],
+    texts: tuple[Sequence[str], Sequence[str]],
     metric: Callable[[Run], float | Tensor],
     what: Activation,
     progress: Progress,
 ) -> Sweep:
-    """See `Model.sweep`."""
-    pairs = [[one] if isinstance(one, str) else list(one) for one in (clean, corrupted)]
-    if len(pairs[0]) != len(pairs[1]) or not pairs[0]:
+    """Patch every head in turn.
+
+    Args:
+        heads: their places.
+        run: the model on a text.
+        patched: the model on a text, with a head's activation from a run.
+        texts: clean and corrupted ones.
+        metric: of a run, a number.
+        what: the activation.
+        progress: told the head, how many are done, and of how many.
+
+    Raises:
+        UsageError: there are not as many texts, or not as many tokens in a pair.
+    """
+    clean, corrupted = texts
+    if len(clean) != len(corrupted) or not clean:
         raise UsageError(
-            f"there are {len(pairs[0])} clean and {len(pairs[1])} corrupted texts: give one for each"
+            f"there are {len(clean)} clean and {len(corrupted)} corrupted texts: give one for each"
         )
-    before = [(model.run(one), model.run(other)) for one, other in zip(*pairs, strict=True)]
+    before = [(run(one), run(other)) for one, other in zip(clean, corrupted, strict=True)]
     for number, (one, other) in enumerate(before, start=1):
         if len(one.ids) != len(other.ids):
             raise UsageError(
                 f"pair {number} has {len(one.ids)} and {len(other.ids)} tokens: a patch goes to the same "
                 "positions"
             )
-    heads = [f"{layer.name}.{head}" for layer in model.layers for head in range(layer.num_heads)]
     values = torch.empty(len(heads), len(before))
     for place, head in enumerate(heads):
         progress(head, place, len(heads))
-        for text, ((one, _), other) in enumerate(zip(before, pairs[1], strict=True)):
-            values[place, text] = float(metric(model.patch(head, one, what).run(other)))
+        for text, ((one, _), other_text) in enumerate(zip(before, corrupted, strict=True)):
+            values[place, text] = float(metric(patched(head, one, other_text)))
     of_clean, of_corrupted = (torch.tensor([float(metric(pair[side])) for pair in before]) for side in (0, 1))
-    texts = values.T.double()
-    low, high = ratio_intervals(texts, torch.ones_like(texts))
+    by_text = values.T.double()
+    low, high = ratio_intervals(by_text, torch.ones_like(by_text))
     return Sweep(what, tuple(heads), values, of_clean, of_corrupted, low, high)

@@ -286,7 +286,7 @@ class Reader:
         """Logits of the token after each; of a model without an output table the hidden states themselves."""
         if isinstance(self.model, EncoderDecoder):
             return self.model.logits(hidden)
-        return hidden if self.model.head is None else self.model.head(hidden)  # type: ignore[no-any-return]
+        return hidden if self.model.head is None else self.model.head(hidden)
 
     def tokens(self, text: TextIds) -> Mapping[AttentionKind, tuple[tuple[str, ...], tuple[str, ...]]]:
         """The tokens that look, and those looked at, readable, of each kind of attention."""
@@ -295,7 +295,7 @@ class Reader:
             return {self.model.architecture.kind: (produced, produced)}
         read = tuple(self.source_tokenizer.pieces(text.source or ()))
         # The decoder reads what it produces one place later.
-        start, *_ = self.tokenizer.pieces([self._start_id])
+        start, *_ = self.tokenizer.pieces([self.start_id])
         return {
             "encoder": (read, read),
             "decoder": (produced, (start, *produced[:-1])),
@@ -303,7 +303,8 @@ class Reader:
         }
 
     @property
-    def _start_id(self) -> int:
+    def start_id(self) -> int:
+        """The token that an encoder-decoder's decoder reads first."""
         assert self.opened.start_id is not None, "an encoder-decoder has one"
         return self.opened.start_id
 
@@ -327,7 +328,7 @@ class Reader:
 
     def _run_pairs(self, model: EncoderDecoder, texts: Sequence[TextIds], device: torch.device) -> Tensor:
         src = _padded([one.source or () for one in texts], model.pad_id, device)
-        shifted = [(self._start_id, *one.ids[:-1]) for one in texts]
+        shifted = [(self.start_id, *one.ids[:-1]) for one in texts]
         return model.decode(_padded(shifted, model.pad_id, device), model.encode(src), model.memory_mask(src))
 
     def _encode_pairs(self, texts: Sequence[str], targets: Sequence[str] | None) -> list[TextIds]:
@@ -389,13 +390,12 @@ def _residuals(model: AnyModel, wanted: bool) -> Iterator[dict[str, list[Tensor]
     def keep(module: nn.Module, given: tuple[Tensor, ...], *, stack: str) -> None:
         found.setdefault(stack, []).append(given[0])
 
-    places: list[tuple[str, nn.Module]]
+    places: list[tuple[str, nn.Module]] = []
     if isinstance(model, LanguageModel):
-        stack = model.architecture.kind
-        places = [(stack, block) for block in model.blocks] + [(stack, model.final_norm)]
+        places += [(model.architecture.kind, module) for module in (*model.blocks, model.final_norm)]
     else:
-        places = [("encoder", block) for block in model.encoder] + [("encoder", model.encoder_norm)]
-        places += [("decoder", block) for block in model.decoder] + [("decoder", model.decoder_norm)]
+        places += [("encoder", module) for module in (*model.encoder, model.encoder_norm)]
+        places += [("decoder", module) for module in (*model.decoder, model.decoder_norm)]
     with ExitStack() as hooks:
         for stack, module in places:
             hooks.callback(module.register_forward_pre_hook(partial(keep, stack=stack)).remove)
