@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.workers.protocol import Answer, Options, Prepared, seconds_of, serve
-from triptych.attending import LanguageReader, open_reader
+from triptych.attending import read_attention
 from triptych.attending.viewing import write_attention_page
+from triptych.opening import Reader, TextIds, open_model
 from triptych.text import load_tokenizer
 
 
@@ -37,9 +38,7 @@ def prepare(options: Options) -> Prepared:
 
 
 def _triptych(folder: Path, ids: list[int], page: Path) -> None:
-    reader = open_reader(folder, "cpu")
-    assert isinstance(reader, LanguageReader)
-    (found,) = reader.read_ids([ids])
+    (found,) = read_attention(Reader(open_model(folder, "cpu")), [TextIds(tuple(ids))])
     write_attention_page(found.page(), page)
 
 

@@ -25,15 +25,21 @@ from triptych.opening import OpenedModel, Reader, record_calls
 TEXT = "to be or not to be"
 
 
+def named(name: str, opened: OpenedModel) -> Reader:
+    reader = Reader(opened)
+    reader.name = name
+    return reader
+
+
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    return Reader(language_model(tmp_path_factory.mktemp("decoder")))
+    return named("decoder", language_model(tmp_path_factory.mktemp("decoder")))
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     opened = language_model(tmp_path_factory.mktemp("encoder"), "encoder", "learned")
-    return Reader(opened)
+    return named("encoder", opened)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attending.tiny_readers import TEXTS, language_reader
+from triptych.attending import read_attention
 from triptych.attending.explaining import (
     divergence,
     explain_call,
@@ -27,7 +28,7 @@ PARTS = {
 
 def a_call(scheme: Any) -> Any:
     reader = language_reader(scheme)
-    (attention,) = reader.read([TEXTS[2]])
+    (attention,) = read_attention(reader, reader.encode([TEXTS[2]]))
     return reader, attention.weights.layers[1]
 
 
@@ -98,7 +99,7 @@ def test_a_head_that_moves_what_it_reads_writes_the_tokens_that_it_looks_at() ->
     (found,) = measure_copies(reader, cut_windows(reader, TEXTS))
     assert found.copies.tolist() == [1]
     assert found.chance < 0.02
-    (attention,) = reader.read([TEXTS[0]])
+    (attention,) = read_attention(reader, reader.encode([TEXTS[0]]))
     table = OutputTable.of(reader.model, "decoder")
     assert table is not None
     nearest = nearest_tokens(attention.weights.layers[0], table, 0, 1)[:, 0]

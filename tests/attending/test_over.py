@@ -78,8 +78,8 @@ def test_windows_cover_a_document_side_by_side() -> None:
     (ids,) = reader.tokenizer.encode([TEXTS[2]])
     found = cut_windows(reader, [TEXTS[2], ""], context=5)
     kept = ids[:-1] if len(ids) % 5 == 1 else ids  # a token alone has nothing to look at
-    assert [token for window in found.windows for token in window.ids] == kept
-    assert max(len(window.ids) for window in found.windows) == 5
+    assert [token for window in found.windows for token in window.text.ids] == kept
+    assert max(len(window.text.ids) for window in found.windows) == 5
     assert (found.units, len(set(found.unit_of))) == ("windows", len(found.windows))
     assert cut_windows(reader, TEXTS, context=5).units == "documents"
 

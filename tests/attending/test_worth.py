@@ -20,7 +20,7 @@ from triptych.opening import record_calls
 def masked_reader() -> Any:
     """An encoder whose tokenizer has a mask."""
     reader = language_reader(kind="encoder")
-    reader.tokenizer = copy.copy(reader.tokenizer)
+    reader.opened.tokenizer = copy.copy(reader.tokenizer)
     reader.tokenizer.mask_id = 5
     return reader
 
@@ -38,14 +38,14 @@ def loss(reader: Any, windows: Any) -> float:
 
 
 def windows_of(reader: Any) -> Any:
-    targets = TEXTS[::-1] if hasattr(reader, "start_id") else None
+    targets = TEXTS[::-1] if reader.opened.translates else None
     return cut_windows(reader, TEXTS, targets, context=None if targets else 16)
 
 
 def changed(reader: Any, windows: Any, instead: str, name: str, head: int) -> float:
     """The loss of a model whose head was changed in its weights."""
     other = copy.copy(reader)
-    other.model = copy.deepcopy(reader.model)
+    other.opened = reader.opened.with_model(copy.deepcopy(reader.model))
     site = next(site for site in attention_sites(other.model) if site.name == name)
     maps = site.layer.projections
     width = maps.o_proj.weight.shape[1] // site.layer.num_heads
@@ -100,7 +100,7 @@ def test_what_a_head_adds_is_what_prune_heads_measures() -> None:
     with torch.no_grad():
         for window in windows.windows:
             with record_calls(reader.model) as calls:
-                reader.model.hidden(torch.tensor([window.ids[:-1]]))
+                reader.model.hidden(torch.tensor([window.text.ids[:-1]]))
             gatherer.add(site.layer.weights("causal"), calls[1].x)
     expected = measure_importance(site.layer.weights("causal"), gatherer.result())
     added = {head.head: head.added for head in found.heads if head.layer == 1}
@@ -124,7 +124,7 @@ def test_an_encoder_predicts_tokens_that_are_hidden_the_same_ones_every_time() -
     assert bool((batch.read[batch.predicts] == 5).all())
     shown = batch.tokens & ~batch.predicts
     assert torch.equal(batch.read[shown], batch.targets[shown])
-    lengths = [len(window.ids) for window in windows.windows]
+    lengths = [len(window.text.ids) for window in windows.windows]
     assert sorted(batch.predicts.sum(dim=1).tolist()) == sorted(max(1, round(0.15 * n)) for n in lengths)
 
 

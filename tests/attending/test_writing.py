@@ -37,6 +37,6 @@ def test_a_translator_writes_target_tokens_and_its_encoder_none() -> None:
     found = TokenWriter(reader, 2).of(part, 1)
     assert found is not None
     assert [len(nearest) for nearest in found] == [2] * len(part.stack.keys)
-    target = set(reader.tokenizers[1].pieces(range(reader.tokenizers[1].vocab_size)))
+    target = set(reader.tokenizer.pieces(range(reader.tokenizer.vocab_size)))
     assert {token for nearest in found for token in nearest} <= target
     assert TokenWriter(reader).of(part_of(reader, "encoder", 0), 1) is None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import triptych
 from small_checkpoints import gpt2_that_runs
 from triptych.decoding import GenerationOptions
 from triptych.decoding.likelihood import measure_likelihood, token_losses
@@ -131,24 +132,24 @@ def test_ctranslate2_scores_a_text_as_the_model_does(tmp_path: Path, monkeypatch
     gpt2_that_runs(tmp_path / "gpt2")
     text = "What a piece of work is a man! " * 4
     ours, theirs = (
-        evaluate_text(tmp_path / "gpt2", [text], "cpu", context=16, stride=9, engine=engine)
+        triptych.load(tmp_path / "gpt2", device="cpu", engine=engine).evaluate(text, context=16, stride=9)
         for engine in ("triptych", "ctranslate2")
     )
     assert theirs.tokens == ours.tokens
     assert theirs.nats == pytest.approx(ours.nats, rel=1e-5)
-    with pytest.raises(UsageError, match="in float32: leave out --dtype"):
-        evaluate_text(tmp_path / "gpt2", [text], engine="ctranslate2", dtype=torch.float32)
+    with pytest.raises(UsageError, match="leave out --dtype"):
+        triptych.load(tmp_path / "gpt2", engine="ctranslate2", dtype=torch.float32)
 
 
 def test_a_model_is_run_in_the_dtype_asked_for(tmp_path: Path) -> None:
     gpt2_that_runs(tmp_path / "gpt2")
     text = "What a piece of work is a man! " * 4
     exact, rounded = (
-        evaluate_text(tmp_path / "gpt2", [text], "cpu", context=16, dtype=dtype)
+        triptych.load(tmp_path / "gpt2", device="cpu", dtype=dtype).evaluate(text, context=16)
         for dtype in (torch.float64, torch.bfloat16)
     )
     assert rounded.nats != exact.nats
     assert rounded.nats == pytest.approx(exact.nats, rel=1e-2)
-    generator = load_generator(tmp_path / "gpt2", "cpu", dtype=torch.bfloat16)
+    generator = triptych.load(tmp_path / "gpt2", device="cpu", dtype=torch.bfloat16).generator()
     assert generator.model.embeddings.table.weight.dtype == torch.bfloat16
     assert generator.generate(["What"], GenerationOptions(3))[0][0].ids

@@ -1,7 +1,7 @@
 """Changes of a model: other weights, values changed on the way, directions added to the residual stream.
 
 A change is a record that says what it does to the weights of a layer, or to the modules of a model that runs.
-It never touches what it was given: a changed model has modules of its own, and shares all tensors that stayed.
+It never touches what it was given: a changed model has modules of its own, and shares all other tensors.
 """
 
 import copy
@@ -180,7 +180,7 @@ class Steering(Change):
         bias = getattr(target, "bias", None)
         if bias is None or (frame.pre and (frame.out_norm is not None or frame.scale != 1.0)):
             raise UsageError(
-                f"{self.words} cannot be saved: no bias is added to the stream right before it, so no weights "
+                f"{self.words} cannot be saved: no bias comes right before it, so no weights "
                 "of this model say it"
             )
         assert isinstance(target, nn.Module)

@@ -337,7 +337,10 @@ class Reader:
         opened = self.opened
         if not opened.is_searched:  # another library's, whose outputs are not searched for
             if targets is None:
-                raise opened.unsearched or UsageError(f"{self.name}: give the decoder's text (--target)")
+                raise UsageError(
+                    f"{self.name} is not searched for a translation here: give the decoder's text (--target)"
+                    + ("" if opened.unsearched is None else f"; {opened.unsearched}")
+                )
             sources, produced = (self.tokenizer.encode(own, add_special=True) for own in (texts, targets))
             return [TextIds(tuple(ids), tuple(read)) for read, ids in zip(sources, produced, strict=True)]
         pair, lines = opened.tokenizers, [text.strip() for text in texts]
