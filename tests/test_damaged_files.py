@@ -174,7 +174,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (base / "marian").mkdir()
     write_marian(base / "marian", torch_dtype=None)
     (base / "marian" / "generation_config.json").write_text('{"num_beams": 4, "length_penalty": 1.0}')
-    convert(base / "marian", base / "converted", "triptych")
+    convert(open_translator(base / "marian", "cpu"), base / "converted", "triptych")
     gpt2(base / "gpt2")
     llama(base / "llama")
     _shard(gpt2(base / "sharded"))

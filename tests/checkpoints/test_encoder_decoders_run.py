@@ -11,11 +11,11 @@ from torch import Tensor
 
 from checkpoints.oracle import apart, fields_not_understood, in_float64, pairs, saved
 from checkpoints.tiny_models import TINY
-from triptych.attending import record_calls
 from triptych.attention import DecoderCache
 from triptych.checkpoints.models import load_encoder_decoder, load_language_model
 from triptych.errors import DataError
 from triptych.models import EncoderDecoder
+from triptych.opening import record_calls
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

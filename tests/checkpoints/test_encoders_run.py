@@ -12,11 +12,11 @@ from torch import Tensor
 from checkpoints.oracle import apart, changed, fields_not_understood, pairs, saved
 from checkpoints.test_models_run import theirs
 from checkpoints.tiny_models import TINY
-from triptych.attending import record_calls
 from triptych.attention import PositionIds
 from triptych.checkpoints.models import load_language_model
 from triptych.errors import DataError
 from triptych.models.language_model import LanguageModel
+from triptych.opening import record_calls
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

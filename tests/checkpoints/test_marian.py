@@ -18,7 +18,7 @@ from triptych.checkpoints import model_type, read_marian
 from triptych.checkpoints.marian_tokenizers import write_tokenizers
 from triptych.decoding import SearchOptions, Translator
 from triptych.decoding.pieces import split_line
-from triptych.errors import DataError
+from triptych.errors import DataError, UsageError
 from triptych.models import read_model, write_model
 from triptych.opening import open_translator
 from triptych.text import TokenizerPair
@@ -395,12 +395,12 @@ def test_a_folder_of_another_architecture_is_refused_by_its_name(tmp_path: Path)
     transformers = pytest.importorskip("transformers")
     tiny = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20, n_positions=16)
     transformers.GPT2LMHeadModel(tiny).save_pretrained(tmp_path)
-    with pytest.raises(DataError, match="GPT-2 is not run as an encoder with a decoder"):
-        triptych.load(tmp_path)
+    with pytest.raises(UsageError, match="is a language model, which does not translate"):
+        triptych.load(tmp_path).translator()
     (tmp_path / "config.json").write_text('{"format": 1}')
     assert model_type(tmp_path) is None
-    with pytest.raises(DataError, match="is not a run folder: it has no recipe"):
-        triptych.load(tmp_path)
+    with pytest.raises(DataError, match="model_type"):
+        triptych.load(tmp_path).translator()
 
 
 def test_a_checkpoint_that_was_read_can_be_saved_as_ours(tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ def test_a_trained_checkpoint_gives_what_transformers_gave() -> None:
         "Fünf Personen in Winteranzügen und Helmen stehen im Schnee und im Hintergrund.",
         "Leute reparieren das Dach eines Hauses.",
     ]
-    translator = triptych.load(SHARED, device="cpu")
+    translator = triptych.load(SHARED, device="cpu").translator()
     assert translator.tokenizers.source.encode([sources[0], sources[3]]) == [first, last]
     translator.options = SearchOptions(beam_size=1)
     found = translator.translate(sources)

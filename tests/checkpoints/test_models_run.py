@@ -16,7 +16,6 @@ from torch import Tensor
 
 from checkpoints.oracle import apart, changed, fields_not_understood, in_float64, pairs, saved
 from checkpoints.tiny_models import TINY
-from triptych.attending import record_calls
 from triptych.attention import PositionIds
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import Family, families, family_of
@@ -25,6 +24,7 @@ from triptych.checkpoints.model_spec import ModelSpec
 from triptych.checkpoints.models import load_language_model
 from triptych.errors import DataError, UsageError
 from triptych.models.language_model import LanguageModel
+from triptych.opening import record_calls
 from triptych.storage.settings import Settings, paths_in
 from triptych.storage.tensors import open_tensors
 

@@ -137,9 +137,9 @@ def test_greedy_and_beam_search_find_what_generate_of_transformers_finds(name: s
 
 def test_lines_are_translated_as_transformers_does_it_from_the_files_alone(tmp_path: Path) -> None:
     other = translator_folder(tmp_path, "bart", forced_bos_token_id=1, num_beams=1, no_repeat_ngram_size=2)
-    with triptych.load(tmp_path, max_extra_tokens=5) as translator:
-        found = translator.translate(["w5 w9 w4", "", "w7"])
-        seen = triptych.attend(translator, "w5 w9 w4")
+    model = triptych.load(tmp_path)
+    found = model.translate(["w5 w9 w4", "", "w7"], max_extra_tokens=5)
+    seen = model.attend("w5 w9 w4")
     assert found[1].text == ""
     assert seen.source_tokens == ("<s>", "w5", "w9", "w4", "</s>")
     assert seen.tokens[0] == "<s>"  # which is forced
@@ -164,7 +164,8 @@ def test_languages_stand_where_the_class_of_the_tokenizer_puts_them(tmp_path: Pa
     translator_folder(tmp_path / "behind", "mbart", tokenizer_class="MBartTokenizer")
     translator_folder(tmp_path / "before", "m2m_100", tokenizer_class="MBart50TokenizerFast")
     behind, before = (
-        triptych.load(tmp_path / name, languages=("de_DE", "en_XX")) for name in ("behind", "before")
+        triptych.load(tmp_path / name, languages=("de_DE", "en_XX")).translator()
+        for name in ("behind", "before")
     )
     for translator, source, start in (
         (behind, [9, 2, 38], (39,)),
@@ -201,11 +202,11 @@ def test_what_cannot_be_searched_as_asked_is_refused_by_name(
     folder = shutil.copytree(small, tmp_path / "model")
     write_tokenizer(folder, **made_of)
     with pytest.raises(TriptychError, match=said):
-        triptych.load(folder, languages=languages)
+        triptych.load(folder, languages=languages).translator()
 
 
 def test_a_checkpoint_that_is_only_run_is_not_converted(small: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a checkpoint of bart, which is run here, and not converted"):
-        triptych.convert(small, tmp_path / "out", "ctranslate2")
+        triptych.load(small).convert(tmp_path / "out", "ctranslate2")
     with pytest.raises(UsageError, match="which is run here, and not converted"):
-        triptych.load(small, engine="ctranslate2")
+        triptych.load(small, engine="ctranslate2").translator()

@@ -9,7 +9,7 @@ import torch
 
 from command import Command
 from small_checkpoints import gpt2
-from triptych.attending import attend
+from triptych import load
 from triptych.attention import QueriesAndKeys
 
 
@@ -28,7 +28,7 @@ def test_json_is_what_the_library_gives(triptych: Command, small_run: Path, tmp_
     )
     assert answer.code == 0, answer.err
     records = [json.loads(line) for line in answer.out.splitlines()]
-    found = attend(small_run, ["Vier.", "Fünf Uhr."])
+    found = load(small_run).attend(["Vier.", "Fünf Uhr."])
     for record, one in zip(records, found, strict=True):
         assert record["num_generated"] == len(one.tokens)
         assert [(head["kind"], head["layer"], head["head"]) for head in record["heads"]] == [

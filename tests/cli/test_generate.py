@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Inner
-from triptych.runs.generation import OpenedModel
 
 from command import Command
 from small_checkpoints import gpt2_that_runs
-from triptych import attend, runs
-from triptych.engines import loading
+from triptych import load
+from triptych.face.opened import Opened
 from triptych.models import LanguageModel, LanguageModelConfig
+from triptych.opening import OpenedModel
 from triptych.text import load_tokenizer
 
 PROMPT = "First"
@@ -87,7 +87,7 @@ def test_attention_of_the_new_tokens_is_added_on_request(triptych: Command, chec
         for i, row in enumerate(entry["weights"]):
             assert sum(row) == pytest.approx(1, abs=1e-4)
             assert not any(row[len(PROMPT) + i :])
-    seen = attend(checkpoint, PROMPT, max_new_tokens=4).weights
+    seen = load(checkpoint).attend(PROMPT, max_new_tokens=4).weights
     for entry in entries:
         expected = seen[entry["layer"]][entry["head"], len(PROMPT) - 1 : -1, :-1]
         np.testing.assert_allclose(entry["weights"], expected, atol=1e-6)
@@ -264,22 +264,23 @@ def opened_of_words(folder: Path, kind: Literal["decoder", "encoder"], context: 
     (folder / "tokenizer_config.json").write_text('{"mask_token": "[MASK]", "pad_token": "[PAD]"}')
     torch.manual_seed(0)
     config = LanguageModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, context=context)
-    return OpenedModel(LanguageModel.of(config, kind, len(WORDS)).eval(), load_tokenizer(folder), ())
+    model = LanguageModel.of(config, kind, len(WORDS)).eval()
+    return OpenedModel("words", folder, model, load_tokenizer(folder))
 
 
 @pytest.fixture
 def masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
     """An encoder in place of every model."""
     opened = opened_of_words(tmp_path, "encoder")
-    monkeypatch.setattr(runs.generation, "open_text_model", lambda *_: opened)
-    return opened.model
+    monkeypatch.setattr(Opened, "model", opened)
+    return opened.language_model
 
 
 def test_attention_of_a_text_past_the_context_is_refused(
     triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = opened_of_words(tmp_path, "decoder", context=8)
-    monkeypatch.setattr(loading, "open_text_model", lambda *_: opened)
+    monkeypatch.setattr(Opened, "model", opened)
     options = ("--json", "--attention", "0:0", "--max-new-tokens")
     (record,) = records(triptych("generate", "model", "a b", *options, "5").out)
     (one,) = record["continuations"]

@@ -341,7 +341,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_a_marian_checkpoint_comes_back_tensor_for_tensor(tmp_path: Path, changes: dict[str, Any]) -> None:
     heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
     tensors = write_marian(tmp_path, dtype=torch.float32, **heads, **changes)
-    conversion = convert(tmp_path, tmp_path / "ours", "triptych")
+    conversion = convert(open_model(tmp_path, "cpu"), tmp_path / "ours", "triptych")
     assert [check.tried for check in conversion.checks] == [True]
     ours = open_translator(tmp_path / "ours", "cpu")
     assert ours.recipe is None
@@ -361,7 +361,7 @@ def test_a_marian_checkpoint_comes_back_tensor_for_tensor(tmp_path: Path, change
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_a_checkpoint_of_another_dtype_keeps_it(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = write_marian(tmp_path, dtype=dtype)
-    convert(tmp_path, tmp_path / "ours", "triptych")
+    convert(open_model(tmp_path, "cpu"), tmp_path / "ours", "triptych")
     model = open_translator(tmp_path / "ours", "cpu").model
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert torch.equal(model.src_embedding.weight, tensors["model.shared.weight"])
@@ -369,9 +369,9 @@ def test_a_checkpoint_of_another_dtype_keeps_it(tmp_path: Path, dtype: torch.dty
 
 def test_a_folder_of_ours_is_no_checkpoint_of_theirs(tmp_path: Path) -> None:
     write_marian(tmp_path, dtype=torch.float32)
-    convert(tmp_path, tmp_path / "ours", "triptych")
+    convert(open_model(tmp_path, "cpu"), tmp_path / "ours", "triptych")
     with pytest.raises(UsageError, match="is a run already"):
-        convert(tmp_path / "ours", tmp_path / "again", "triptych")
+        convert(open_model(tmp_path / "ours", "cpu"), tmp_path / "again", "triptych")
     recipe = resolve(
         {"data": {part: {"generated": 5, "generated_part": part} for part in ("train", "valid")}}
     )
@@ -451,7 +451,7 @@ def test_onnx_takes_what_no_other_format_does(
 
 @pytest.mark.skipif(not MARIAN.is_dir(), reason="needs ../shared/checkpoints/marian-multi30k")
 def test_a_trained_checkpoint_goes_there_and_back_and_translates_the_same(tmp_path: Path) -> None:
-    convert(MARIAN, tmp_path / "ours", "triptych")
+    convert(open_model(MARIAN, "cpu"), tmp_path / "ours", "triptych")
     ours = open_translator(tmp_path / "ours", "cpu")
     convert(ours, tmp_path / "theirs", "hf")
     before, after = (load_file(folder / "model.safetensors") for folder in (MARIAN, tmp_path / "theirs"))

@@ -78,7 +78,7 @@ def run_of(folder: Path, settings: dict[str, Any], kind: Any = "decoder") -> Lan
 def test_transformers_gives_the_logits_of_a_model_that_folds(kind: str, name: str, tmp_path: Path) -> None:
     settings = GPT2[name] if kind == "gpt2" else {**_LLAMA, **LLAMA[name]}
     model = run_of(tmp_path / "run", settings)
-    done = convert(tmp_path / "run", tmp_path / "out", "hf")
+    done = convert(open_model(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
     assert done.architecture == kind
     assert [check.tried for check in done.checks] == [True, True, True]
     ids = torch.randint(model.vocab_size, (2, 20), generator=torch.Generator().manual_seed(2))
@@ -97,7 +97,7 @@ def test_a_model_that_folds_into_neither_format_is_refused_by_its_part(name: str
     settings, said = REFUSED[name]
     run_of(tmp_path / "run", settings)
     with pytest.raises(UsageError, match=said) as raised:
-        convert(tmp_path / "run", tmp_path / "out", "hf")
+        convert(open_model(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
 
@@ -105,9 +105,9 @@ def test_a_model_that_folds_into_neither_format_is_refused_by_its_part(name: str
 def test_encoders_and_other_formats_are_refused(tmp_path: Path) -> None:
     run_of(tmp_path / "run", {}, "encoder")
     with pytest.raises(UsageError, match="it is an encoder"):
-        convert(tmp_path / "run", tmp_path / "out", "hf")
+        convert(open_model(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
     with pytest.raises(UsageError, match="converted --to hf or ctranslate2 alone"):
-        convert(tmp_path / "run", tmp_path / "out", "onnx")
+        convert(open_model(tmp_path / "run", "cpu"), tmp_path / "out", "onnx")
 
 
 def test_a_run_that_went_on_with_a_checkpoint_is_written_in_its_format(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_run_that_went_on_with_a_checkpoint_is_written_in_its_format(tmp_path:
         }
     )
     runs.train(recipe, tmp_path / "run", LineDisplay())
-    done = convert(tmp_path / "run", tmp_path / "out", "hf")
+    done = convert(open_model(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
     assert [check.tried for check in done.checks] == [True, True, True]
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {path.name for path in (tmp_path / "gpt2").iterdir()}
@@ -141,7 +141,10 @@ def test_language_models_are_written_for_ctranslate2_with_their_tokenizer(
     run_of(tmp_path / "run", GPT2["grouped"])
     gpt2_that_runs(tmp_path / "gpt2")
     for name in ("run", "gpt2"):
-        found = convert(tmp_path / name, tmp_path / f"{name}-out", "ctranslate2", quantization)
+        opened = open_model(tmp_path / name, "cpu")
+        found = convert(opened, tmp_path / f"{name}-out", "ctranslate2", quantization)
+            open_model(tmp_path / name, "cpu"), tmp_path / f"{name}-out", "ctranslate2", quantization
+        )
         (check,) = found.checks
         assert check.tried
         generator = ctranslate2.Generator(str(tmp_path / f"{name}-out"))

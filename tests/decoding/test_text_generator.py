@@ -1,6 +1,7 @@
 """Continuations as text: whole characters, stop strings, and the same text as it comes and at the end."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from triptych.decoding import GenerationOptions, SamplingOptions, TextGenerator
 from triptych.decoding.text_generator import TextStream
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel, LanguageModelConfig
+from triptych.opening import OpenedModel, Reader
 from triptych.text import Tokenizer, load_tokenizer
 
 END = "<|endoftext|>"
@@ -151,7 +153,8 @@ def test_rows_of_the_table_past_the_tokenizers_tokens_are_never_chosen(letters: 
 def test_attend_continues_a_text_as_its_generator_does(letters: Tokenizer) -> None:
     generator = TextGenerator(model(), letters)
     (found,) = generator.generate(["Hello"], GenerationOptions(4))[0]
-    seen = attend(generator, "Hello", max_new_tokens=4)
+    opened = OpenedModel("letters", Path("letters"), generator.model, letters)
+    seen = attend(Reader(opened), "Hello", max_new_tokens=4)
     assert seen.ids == (*ids(letters, "Hello"), *found.ids)
     assert seen.num_generated == 4
     assert [len(layer) for layer in seen.weights] == generator.heads_by_layer == [2]

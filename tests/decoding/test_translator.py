@@ -1,5 +1,7 @@
 """Text in, text out."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,7 +10,9 @@ from triptych.attending import attend
 from triptych.decoding import Candidate, Engine, SearchOptions, Translation, Translator, search
 from triptych.decoding.pieces import split_line
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.opening import OpenedModel, Reader
 from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers
+from triptych.training import DecodingConfig
 
 GERMAN = [
     "Der Hund schläft.",
@@ -183,7 +187,8 @@ def test_the_model_is_evaluated_and_put_back_as_it_was(translator: Translator, t
 def test_attention_has_a_row_for_every_target_token_that_sums_to_one(
     translator: Translator, tokenizers: TokenizerPair, target: str | None
 ) -> None:
-    seen = attend(translator, GERMAN[1], target=target)
+    opened = OpenedModel("run", Path("run"), translator.model, tokenizers, decoding=DecodingConfig())
+    seen = attend(Reader(opened), GERMAN[1], target=target)
     if target is None:
         chosen = translator.translate([GERMAN[1]])[0].candidates[0].pieces
         assert seen.tokens == (*chosen, "<eos>")
