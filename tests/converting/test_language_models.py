@@ -143,8 +143,6 @@ def test_language_models_are_written_for_ctranslate2_with_their_tokenizer(
     for name in ("run", "gpt2"):
         opened = open_model(tmp_path / name, "cpu")
         found = convert(opened, tmp_path / f"{name}-out", "ctranslate2", quantization)
-            open_model(tmp_path / name, "cpu"), tmp_path / f"{name}-out", "ctranslate2", quantization
-        )
         (check,) = found.checks
         assert check.tried
         generator = ctranslate2.Generator(str(tmp_path / f"{name}-out"))
