@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
+from triptych.errors import UsageError
+
 if sys.platform != "win32":
     import fcntl
 
@@ -57,7 +59,8 @@ class NewFolder:
 
     It grows in a temporary neighbour of its place and is given its name at the end, once all of it is on the
     disk. Left without `finish`, nothing stays behind; what a process that was killed left behind is removed
-    when the same place is made the next time.
+    when the same place is made the next time. Until the context is left, the folder is held (`hold_folder`),
+    under its own name too.
 
     Attributes:
         path: where it is while it is made; its place once it is finished.
@@ -99,7 +102,8 @@ class NewFolder:
         """Have all of it on the disk, and give it its name.
 
         Raises:
-            OSError: the disk is full, or the place has come into being meanwhile.
+            FileExistsError: the place has come into being meanwhile.
+            OSError: the disk is full.
         """
         # mkdtemp makes a private folder; give it the mode that mkdir() would have given.
         self.path.chmod(0o777 & ~_umask())
@@ -108,9 +112,12 @@ class NewFolder:
                 sync(Path(folder, name))
             _sync_folder(Path(folder))
         self._require_free()
-        self.path = self.path.rename(self._place)
+        try:
+            self.path = self.path.rename(self._place)
+        except OSError:
+            self._require_free()
+            raise
         _sync_folder(self._place.parent)
-        self._let_go()
 
     def _require_free(self) -> None:
         if os.path.lexists(self._place):
@@ -146,11 +153,11 @@ def hold_folder(folder: Path, *, wait: bool = True) -> Iterator[None]:
         wait: for a process that holds it.
 
     Raises:
-        BlockingIOError: another process holds it, and it is not to be waited for.
+        UsageError: another process holds it, and it is not to be waited for.
     """
     handle = _hold(folder, wait=wait)
     if handle is None and not wait and folder.is_dir():
-        raise BlockingIOError(errno.EAGAIN, "another process uses it", str(folder))
+        raise UsageError(f"{folder}: another process is at work in this folder; wait for it or stop it")
     try:
         yield
     finally:

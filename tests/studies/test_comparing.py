@@ -150,6 +150,21 @@ def test_a_folder_of_another_study_is_refused(place: Path, stand_in: Path) -> No
         made(place, "mine")
 
 
+def test_of_two_studies_in_one_folder_one_goes_on(place: Path, stand_in: Path) -> None:
+    refused: list[str] = []
+
+    def start_another(stage: str, progress: StudyProgress) -> None:
+        if not refused:
+            with pytest.raises(UsageError) as caught:
+                made(place)
+            refused.append(str(caught.value))
+
+    study = read_study(place / "study.toml")
+    outcome = compare_study(study, place / "out", origin=place, tell=start_another)
+    assert refused == [f"{place / 'out'}: another process is at work in this folder; wait for it or stop it"]
+    assert len(outcome.results) == 3
+
+
 def test_a_study_that_is_stopped_lets_its_runs_save_and_ends_in_the_same_table(
     place: Path, stand_in: Path
 ) -> None:
