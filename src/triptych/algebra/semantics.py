@@ -73,7 +73,8 @@ class HeadNorm:
                 return change(part.view(-1, width)).flatten()
             return change(part) if part.ndim > 1 else part
 
-        return replace(self, **{name: changed(part) for name, part in self.tensors().items()})
+        parts: dict[str, Any] = {name: changed(part) for name, part in self.tensors().items()}
+        return replace(self, **parts)
 
     def _normalised(self, x: Tensor) -> Tensor:
         weight, bias = self._numbers(self.weight, x), self._numbers(self.bias, x)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites.channels import SIDES_OF, Move, each_link, in_working_precision
+from triptych.algebra.rewrites.channels import SIDES_OF, Move, in_working_precision
 from triptych.algebra.rewrites.data import require_moments_of
 from triptych.algebra.rewrites.heads import (
     OWN_NUMBERS,
