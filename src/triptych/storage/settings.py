@@ -187,7 +187,7 @@ class Settings:
 
 def paths_in(expression: str) -> set[str]:
     """The fields that a value or a condition reads, as paths."""
-    sides = []
+    sides: list[str] = []
     for part in _QUOTED.sub("", expression).split(" and "):
         found = _CONDITION.fullmatch(part.strip())
         sides += [part] if found is None else [found[1], found[3]] if found[2] in ("<", ">=") else [found[1]]
