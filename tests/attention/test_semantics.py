@@ -385,3 +385,21 @@ def test_a_recipe_asks_for_gates_of_language_models_and_they_begin_half_open() -
     assert_same(attention(x).output, attend(without, x) / 2, kind="output")
     with pytest.raises(ValueError, match="output_gate is true, and encoder-decoder models have none"):
         ModelConfig.model_validate({"decoder": {"cross_attention": {"output_gate": True}}})
+
+
+@pytest.mark.parametrize(("key_heads", "value_heads"), [(2, 4), (2, 1), (1, 2)])
+@pytest.mark.parametrize("over", ["head", "all heads"])
+def test_key_heads_that_are_repeated_take_their_norms_along(
+    over: Any, key_heads: int, value_heads: int
+) -> None:
+    q, k, v = (Link(drawn(copies, D_MODEL, 6)) for copies in (H, key_heads, value_heads))
+    shapes = [(H, 6), (key_heads, 6)] if over == "head" else [(H * 6,), (key_heads * 6,)]
+    q_norm, k_norm = (HeadNorm(1e-6, drawn(*shape), over=over) for shape in shapes)
+    semantics = Semantics(0.4, "causal", q_norm=q_norm, k_norm=k_norm)
+    weights = AttentionWeights(D_MODEL, H, (q,), (k,), (v,), (Link(drawn(H, 6, D_MODEL)),), semantics)
+    x, cache = random_input(N), LayerCache()
+    for adopted in (False, True):
+        layer = MultiHeadAttention.from_weights(weights, adopted=adopted)
+        assert_same(layer(x).output, attend(weights, x), kind="output")
+    steps = [layer(x[:, i:j], cache=cache).output for i, j in ((0, 3), (3, N))]
+    assert_same(torch.cat(steps, dim=1), attend(weights, x), kind="output")

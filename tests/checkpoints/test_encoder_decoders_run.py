@@ -1,5 +1,6 @@
 """Encoders with decoders of every family that is run, against those of `transformers`."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -111,6 +112,30 @@ def test_logits_and_attention_weights_are_those_of_transformers(
         for one, call, layer in zip(ours, recorded, layers, strict=True):
             assert apart(one, layer) < TOLERANCE.get(name, 1e-10)
             assert apart(call.queries_and_keys().weights(), layer) < TOLERANCE.get(name, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("m2m_100", {"activation_function": None, "scale_embedding": None}),
+        ("t5", {"dense_act_fn": "silu"}),
+        ("t5, gated", {"dense_act_fn": "relu"}),
+    ],
+)
+@torch.no_grad()
+def test_what_a_file_leaves_out_or_says_twice_is_what_the_class_makes_of_it(
+    name: str, fields: Mapping[str, Any], tmp_path: Path
+) -> None:
+    made(name, tmp_path)
+    path = tmp_path / "config.json"
+    record = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({field: value for field, value in record.items() if value is not None}))
+    model_class = getattr(transformers, TINY[CASES[name].tiny].model)
+    with in_float64():
+        other = model_class.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    src, tgt = some_ids(9), some_ids(7)
+    found = load_encoder_decoder(tmp_path)(src, tgt)
+    assert apart(found, theirs(other, src, tgt).logits) < 1e-10
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -17,7 +17,7 @@ from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.writing import WrittenLayer
 from triptych.errors import DataError, UsageError
-from triptych.rewriting.calibration import gather_moments, require_heads_without_norms
+from triptych.rewriting.calibration import gather_moments
 from triptych.rewriting.certificate import (
     Cost,
     LayerRecord,
@@ -142,7 +142,6 @@ def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Rewr
             yield from prepared.parts(source, read, number)
             continue
         done = prepared.through(source, read, number)
-        require_heads_without_norms(read, done.kept)
         yield Layer(
             site.name,
             done.weights.to(torch.float64),

@@ -7,6 +7,7 @@ hidden_act | 'silu'                      a text in quotes stands for itself
 layer_types[]                            the entry of this layer in a list
 layer_types[] == sliding_attention       a condition; also !=, <, >=, a bare field (true?), !field
 attn_config.softmax_scale != null        whether a field is there and not null
+slow_but_exact and pretraining_tp >= 2   several conditions, all of which must hold
 layer % 2 == 1                           a condition on the layer's number; also (layer + 1) % 2, a field
                                          in place of 2 (pattern | 6), layer >= max_window_layers
 """
@@ -113,6 +114,8 @@ class Settings:
         condition = condition.strip()
         if not condition:
             return True
+        if " and " in condition:
+            return all(self.holds(part, layer) for part in condition.split(" and "))
         if found := _CONDITION.fullmatch(condition):
             left, sign, right = found.groups()
             value = self._of_number(left, layer)
@@ -184,10 +187,10 @@ class Settings:
 
 def paths_in(expression: str) -> set[str]:
     """The fields that a value or a condition reads, as paths."""
-    expression = _QUOTED.sub("", expression)
-    sides = [expression]
-    if found := _CONDITION.fullmatch(expression.strip()):
-        sides = [found[1], found[3]] if found[2] in ("<", ">=") else [found[1]]
+    sides: list[str] = []
+    for part in _QUOTED.sub("", expression).split(" and "):
+        found = _CONDITION.fullmatch(part.strip())
+        sides += [part] if found is None else [found[1], found[3]] if found[2] in ("<", ">=") else [found[1]]
     words = {
         word.removesuffix("[]") for side in sides for word in re.findall(r"[A-Za-z_][\w.]*(?:\[\])?", side)
     }
