@@ -44,6 +44,7 @@ MORE: dict[str, dict[str, Any]] = {
     "mixtral": {"head_dim": 6},
     "stablelm": {"partial_rotary_factor": 0.67},
     "phi3": FIRST,
+    "llama4, text": {"attn_temperature_tuning": False},  # which counts padding there
 }
 MORE_OF_RECORD: dict[str, dict[str, Any]] = {
     "phimoe": {"short_mscale": 1.3, "long_mscale": 1.7, **FIRST},
@@ -185,10 +186,9 @@ def test_texts_that_grow_past_the_length_are_continued_as_transformers_continues
     tokens, expected = generated(other, texts, 14)
     engine, cache, whole = TextEngine(model), model.new_cache(), torch.tensor([texts[0]])
     opened, logits = engine.read(texts)
-    reads_again = any(block.self_attention.semantics.rotary.reads_again for block in model.blocks)  # type: ignore[union-attr]
     for step, (token, there) in enumerate(zip(tokens.T, expected, strict=True)):
         assert apart(logits, there) < 1e-6, step  # which are float32
-        if not reads_again:
+        if name not in ("phi3", "phimoe"):
             assert apart(model(whole, cache=cache).logits[:, -1], there[:1]) < 1e-6, step
         logits, whole = engine.step(token, opened), token[:1, None]
 

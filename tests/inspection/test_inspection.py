@@ -182,7 +182,7 @@ def test_a_window_shorter_than_the_text_decides_which_pairs_are_slow(tmp_path: P
     assert turning == [[(4, 0)] * LAYERS, [(2, 2)] * LAYERS]
     lists = {"short_factor": [1.0] * 4, "long_factor": [1.0, 1.0, 1.0, 1e6]}
     config["rope_scaling"] = {"type": "longrope", "original_max_position_embeddings": 4096, **lists}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": None}))
     assert [layer.rotary_pairs for layer in inspected(tmp_path).layers] == [(3, 1)] * LAYERS
 
 
