@@ -16,7 +16,7 @@ from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.models import load_encoder_decoder
 from triptych.checkpoints.own import is_own
 from triptych.decoding import GenerationOptions, TextGenerator, Translator
-from triptych.decoding.batches import EvaluationMode, batches_of_like_length
+from triptych.decoding.batches import EvaluationMode, batches_of_like_length, padded_alike
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.models import EncoderDecoder, LanguageModel
@@ -133,10 +133,12 @@ class LanguageReader(Reader):
         self._check(texts)
         counts = [0] * len(texts) if num_generated is None else num_generated
         found: list[Attention | None] = [None] * len(texts)
-        for batch in batches_of_like_length([[*ids] for ids in texts], BATCH_TOKENS):
+        lengths, limit = [len(ids) for ids in texts], self.model.rotary_limit
+        batches = batches_of_like_length([[*ids] for ids in texts], BATCH_TOKENS)
+        for batch in (part for whole in batches for part in padded_alike(whole, lengths, limit)):
             calls = self._run([texts[i] for i in batch])
             for row, i in enumerate(batch):
-                length = len(texts[i])
+                length = lengths[i]
                 tokens = tuple(self.tokenizer.pieces(texts[i]))
                 own = [call.of_row(row, length, length) for call in calls]
                 stack = _stack(self.model.architecture.kind, own, tokens, tokens)

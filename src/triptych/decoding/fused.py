@@ -267,6 +267,8 @@ class FusedAttention(nn.Module):
 def _keeps_once(weights: AttentionWeights) -> bool:
     """Whether keys and values are the same, but for positions that turn keys."""
     semantics = weights.semantics
+    if semantics.rotary is not None and semantics.rotary.long is not None:
+        return False  # keys stay as they were turned
     return weights.tied("k", "v") and semantics.k_norm is None and semantics.clip is None
 
 

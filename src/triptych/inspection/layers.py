@@ -118,7 +118,7 @@ def inspect_layer(
     if semantics.rotary is not None and not ignore_rotary:
         longest = checkpoint.longest_text(site)
         seen = min(longest, semantics.window or longest, semantics.chunk or longest)
-        pairs = RotaryPairs.of(semantics.rotary, seen)
+        pairs = RotaryPairs.of(semantics.rotary.of_length(longest), seen)
     measured = measure_heads(weights, pairs)
     chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
     return InspectedLayer(
