@@ -1,13 +1,12 @@
 """Every class of tokenizers that transformers makes in a way of its own, out of either kind of files."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from checkpoints.tiny_spm import BYTE_PIECES, PIECES, RULES, Piece, charsmap, spm
 from text.test_pretrained import (
@@ -19,9 +18,6 @@ from text.test_pretrained import (
     sentence_pieces,
     word_pieces,
 )
-from triptych.errors import DataError
-from triptych.text import load_tokenizer
-from triptych.text.sentencepiece import read_model
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>", "[CLS]", "[SEP]", "[UNK]", "[PAD]", "[MASK]", "<mask>"]

@@ -231,7 +231,9 @@ def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> Pretrained
         path = _vocabulary_file(folder)
     settings = _read_settings(folder, whole)
     try:
-        inner, tokens = by_library(lambda: _make(settings, path, text, whole), str(path), _FETCH_AGAIN)
+        inner, tokens = by_library(
+            lambda: _make(settings, path, text, whole, vocab_size), str(path), _FETCH_AGAIN
+        )
     except ValueError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     joins = bool(settings.record.get("clean_up_tokenization_spaces"))
@@ -247,13 +249,13 @@ def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> Pretrained
         token = tokenizer.pieces([last])[0]
         raise DataError(
             f"{path} does not fit the model: token {token!r} has the id {last}, and the embedding "
-            f" has {vocab_size} rows; give the tokenizer that belongs to the checkpoint"
+            f"has {vocab_size} rows; give the tokenizer that belongs to the checkpoint"
         )
     return tokenizer
 
 
 def _make(
-    settings: TokenizerSettings, path: Path, text: str, whole: Mapping[str, Any] | None
+    settings: TokenizerSettings, path: Path, text: str, whole: Mapping[str, Any] | None, rows: int | None
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """The tokenizer of a vocabulary file, or of the whole one, and its named special tokens."""
     if whole is None:
@@ -272,9 +274,8 @@ def _make(
             add_tokens(inner, settings, settings.given, settings.extra or ())
             return inner, {name: content_of(token) for name, token in settings.given.items()}
         vocabulary = vocabulary_of_whole(whole, inner)
-    inner = made.make(settings, vocabulary)
+    inner, named = made.make(settings, vocabulary, rows)
     _require_stated_ids(inner, settings)
-    named = made.named_tokens(settings)
     return inner, {name: content_of(token) for name, token in named.items()}
 
 

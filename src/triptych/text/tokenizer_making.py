@@ -64,7 +64,7 @@ class TokenizerClass:
     extra: Callable[[TokenizerSettings, Marked], Sequence[Token]] = lambda settings, marked: marked or ()
     resets_flags: bool = False
 
-    def named_tokens(self, settings: TokenizerSettings) -> dict[str, Token]:
+    def _named_tokens(self, settings: TokenizerSettings) -> dict[str, Token]:
         """The named special tokens, those of the class included."""
         found: dict[str, Token] = {}
         for name in (*NAMED_TOKENS, *settings.given):
@@ -75,27 +75,52 @@ class TokenizerClass:
                 found[name] = AddedToken(token, **flags) if isinstance(token, str) and flags else token
         return found
 
-    def make(self, settings: TokenizerSettings, vocabulary: Vocabulary) -> tokenizers.Tokenizer:
-        """The tokenizer with all its added tokens and what surrounds a text.
+    def make(
+        self, settings: TokenizerSettings, vocabulary: Vocabulary, rows: int | None = None
+    ) -> tuple[tokenizers.Tokenizer, dict[str, Token]]:
+        """The tokenizer with its added tokens and what surrounds a text, and its named special tokens.
+
+        Args:
+            settings: of the checkpoint.
+            vocabulary: of the checkpoint.
+            rows: of the embedding. Special tokens of the class alone that it has no rows for are left out.
 
         Raises:
             ValueError: a vocabulary that the class does not take, or without a token that it needs.
         """
         if vocabulary.kind != self.kind:
             raise ValueError(
-                f"its class goes with a vocabulary of {self.kind}, and it has one of {vocabulary.kind}"
+                f"its class goes with a vocabulary of {self.kind}, and it has one of {vocabulary.kind}; "
+                "tokenizer_class PreTrainedTokenizerFast in tokenizer_config.json takes it as it is"
             )
-        named = self.named_tokens(settings)
+        named = self._named_tokens(settings)
+        extra = self.extra(settings, vocabulary.marked) if settings.extra is None else settings.extra
+        inner = self._make(settings, vocabulary, named, extra)
+        if rows is not None and max(inner.get_vocab().values(), default=-1) >= rows:
+            named = {
+                name: token
+                for name, token in named.items()
+                if name in settings.given or content_of(token) in vocabulary.ids
+            }
+            if settings.extra is None:
+                extra = [token for token in extra if content_of(token) in vocabulary.ids]
+            inner = self._make(settings, vocabulary, named, extra)
+        return inner, named
+
+    def _make(
+        self,
+        settings: TokenizerSettings,
+        vocabulary: Vocabulary,
+        named: Mapping[str, Token],
+        extra: Sequence[Token],
+    ) -> tokenizers.Tokenizer:
         contents = {name: content_of(token) for name, token in named.items()}
         making = Making(settings, vocabulary, contents)
         inner = self.build(making)
-        extra: Sequence[Token] = (
-            self.extra(settings, vocabulary.marked) if settings.extra is None else settings.extra
-        )
         add_tokens(inner, settings, named, extra)
         if self.resets_flags:
-            inner.add_tokens([AddedToken(text, special=True) for text in contents.values()])
-            inner.add_tokens([AddedToken(content_of(token), special=True) for token in extra])
+            tokens = [*contents.values(), *map(content_of, extra)]
+            inner.add_tokens([AddedToken(text, special=True) for text in tokens])
         self._surround(inner, making)
         return inner
 
