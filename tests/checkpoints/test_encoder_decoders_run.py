@@ -40,15 +40,21 @@ CASES = {
     "blenderbot": Case("blenderbot"),
     "blenderbot-small": Case("blenderbot-small", {"scale_embedding": True}),
     "marian": Case("marian", {"scale_embedding": True}),
+    **{
+        f"{name}, untied": Case(name, {"tie_word_embeddings": False, "scale_embedding": True})
+        for name in ("bart", "mbart", "pegasus", "m2m_100", "blenderbot", "blenderbot-small", "marian")
+    },
+    "marian, not scaled": Case("marian", {"scale_embedding": False}),
     "t5": Case("t5"),
+    "t5, silu": Case("t5", {"feed_forward_proj": "silu"}),
     "t5, gated": Case("t5", {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 3}),
     "t5, not scaled": Case("t5", {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False}),
     "mt5": Case("mt5"),
     "umt5": Case("umt5"),
 }
 # Marian's class rounds sines and cosines to float32.
-TOLERANCE = {"marian": 1e-6}
-IN_EVERY_RUN = ("bart", "t5, gated")
+TOLERANCE = {name: 1e-6 for name, case in CASES.items() if case.tiny == "marian"}
+IN_EVERY_RUN = ("bart", "bart, untied", "t5, gated")
 ALL = [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in CASES]
 
 
@@ -66,7 +72,7 @@ def made(name: str, folder: Path) -> Any:
         config._attn_implementation = "eager"
         return config
 
-    not_saved = "embed_positions" if name == "marian" else ""
+    not_saved = "embed_positions" if CASES[name].tiny == "marian" else ""
     return saved(model_class, configure, folder, leave=not_saved)
 
 

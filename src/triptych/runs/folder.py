@@ -155,7 +155,8 @@ class Run:
         if self.model.recipe is None:
             raise UsageError(
                 f"{self.folder} is a checkpoint of {model_type(self.folder)}, which is run here, and not "
-                "converted: of other libraries' translators only Marian's are"
+                "converted: of other libraries' translators only Marian's are, with scaled embeddings and "
+                "feed-forward layers of one width"
             )
 
     def save(self, folder: Path) -> None:

@@ -136,15 +136,18 @@ class Settings:
         return bool(self.value(condition, layer))
 
     def _of_number(self, expression: str, layer: int) -> int | None:
-        """`layer`, `layer % N` or `(layer + 1) % N`, N an expression; None if not one of these."""
+        """`layer`, `layer % N` or `(layer + 1) % N`, N an expression; None if not one of these, or no N.
+
+        Raises:
+            DataError: N is no whole number of at least 1.
+        """
         found = re.fullmatch(r"(layer|\(layer \+ 1\))(?:\s*%\s*(.+))?", expression)
         if found is None:
             return None
         number = layer if found[1] == "layer" else layer + 1
         if found[2] is None:
             return number
-        of = self.value(found[2], layer)
-        return number % of if isinstance(of, int) and of > 0 else None
+        return None if self.value(found[2], layer) is None else number % self.count(found[2], layer)
 
     def _product(self, expression: str, layer: int) -> Any:
         parts = re.split(r"\s+([*/])\s+", expression)

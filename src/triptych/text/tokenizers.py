@@ -183,6 +183,8 @@ def ids_of(text: str, origin: str, advice: str = "") -> tuple[list[int], int]:
         added = [token["id"] for token in record.get("added_tokens") or []]
         vocab = record["model"]["vocab"]
         own = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1]
+        if strange := [number for number in (*added, *own) if not isinstance(number, int)]:
+            raise TypeError(f"{strange[0]!r} is no id of a token")
         return [number for number in (*added, *own) if number >= 0], len(added) + len(vocab)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
