@@ -26,18 +26,24 @@ _LEAST_MAPPED, _ALIGNMENT = 1 << 16, 8
 _LONGEST_NAME = 255
 
 
-def require_regular(path: Path) -> int:
+def require_regular(path: Path, most: int | None = None) -> int:
     """Check that a path is a regular file, or a link to one, before it is opened by a library.
+
+    Args:
+        path: of the file.
+        most: the most bytes that it may have; None for any number.
 
     Returns:
         Its size in bytes.
 
     Raises:
-        OSError: it is missing, or a folder, a pipe or a device.
+        OSError: it is missing, too large, or a folder, a pipe or a device.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if most is not None and found.st_size > most:
+        raise _too_large(path, most)
     return found.st_size
 
 
@@ -47,14 +53,18 @@ def read_limited(path: Path, most: int) -> bytes:
     Raises:
         OSError: it is larger, cannot be read, or is not a regular file.
     """
+    require_regular(path, most)
     content = bytearray()
-    if require_regular(path) <= most:
-        with path.open("rb") as file:
-            while len(content) <= most and (block := file.read(_BLOCK)):
-                content += block
-        if len(content) <= most:
-            return bytes(content)
-    raise OSError(errno.EFBIG, f"it has more than {most:,} bytes, the most for such a file", str(path))
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            content += block
+            if len(content) > most:  # it has grown, or its size was not true
+                raise _too_large(path, most)
+    return bytes(content)
+
+
+def _too_large(path: Path, most: int) -> OSError:
+    return OSError(errno.EFBIG, f"it has more than {most:,} bytes, the most for such a file", str(path))
 
 
 class Bytes(ABC):
