@@ -20,7 +20,7 @@ from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.models import EncoderDecoder, read_model, write_model
 from triptych.models.device import find_device
-from triptych.storage.untrusted import read_json
+from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited
 from triptych.text import TokenizerPair
 from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
 from triptych.training.state import RUN_FILES, own_files
@@ -207,7 +207,7 @@ def _read_decoding(path: Path) -> DecodingConfig:
         DataError: not TOML, or not such settings.
     """
     try:
-        return DecodingConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        return DecodingConfig.model_validate(tomllib.loads(read_limited(path, LONGEST_TEXT).decode()))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

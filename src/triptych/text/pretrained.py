@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
+from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
 from triptych.text.byte_level import BYTE_OF
 from triptych.text.chat import render_chat
 from triptych.text.sentencepiece import SPACE_MARK
@@ -37,7 +38,6 @@ _FORMAT_START = '{"format":"triptych pretrained'
 # The largest published vocabularies have 262,144 tokens; the library takes memory for every id below the
 # largest one.
 _LARGEST_ID = 1 << 22
-_MAX_BYTES = 1 << 28
 _FETCH_AGAIN = "; fetch it again"
 
 
@@ -434,10 +434,6 @@ def _read_text(path: Path) -> str:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise DataError(
-                f"{path} has more than {_MAX_BYTES >> 20} MiB, which no tokenizer has; fetch it again"
-            )
-        return path.read_bytes()
+        return read_limited(path, LONGEST_TOKENIZER)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None

@@ -12,6 +12,7 @@ import tokenizers
 
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
+from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
 from triptych.text.lines import SURROGATE, as_lines
 
 Made = TypeVar("Made")
@@ -158,7 +159,7 @@ def read_saved(path: Path) -> str:
         DataError: no such file, or not text.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return read_limited(path, LONGEST_TOKENIZER).decode()
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; a run folder holds its tokenizer") from error
     except (OSError, UnicodeDecodeError) as error:
