@@ -19,6 +19,7 @@ from triptych.runs.training import prepare
 from triptych.studies.budget import Solved, Vocabulary, amount, solve, training_flops
 from triptych.studies.job import Job, Result, TrainedRun
 from triptych.studies.running import ALONE, Planned, StudyProgress, run_all
+from triptych.studies.statistics import too_few
 from triptych.studies.study import Study, recipes_of, rewrites_of
 from triptych.text import read_parallel
 from triptych.threads import num_cores
@@ -135,6 +136,8 @@ def compare_study(
     vocabulary = Vocabulary(*sizes)
     made = {name: recipe.filled(choices) for name, recipe in made.items()}
     variants = _held(study, made, vocabulary)  # most mistakes show here, before a folder is made
+    if warning := too_few(len(study.seed_list), len(study.variants) - 1):
+        say(warning)
     with ExitStack() as held:
         world.on_first(lambda: _claim(folder, study, held))
         runner = _Runner(study, folder, tell, world)
