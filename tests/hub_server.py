@@ -1,9 +1,10 @@
 """The Hugging Face Hub, as a server on this machine plays it."""
 
+import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +27,12 @@ class Hub(ThreadingHTTPServer):
         self.status: int | None = None
         self.code = ""
         self.cut_short = False
+        # A hostile server: headers in the place of the true ones, after a number of true answers; and what is
+        # sent instead of a content, of no stated length.
+        self.lies: dict[str, str] = {}
+        self.true_answers = 0
+        self.instead: Callable[[bytes], Iterable[bytes]] | None = None
+        self.breaks = 0  # answers that end in the middle, with the connection
 
     @property
     def url(self) -> str:
@@ -42,72 +49,74 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(body=True)
 
     def answer(self, body: bool) -> None:
-        if self.server.status is not None:
-            self.refuse(self.server.status, self.server.code)
+        hub = self.server
+        if hub.status is not None:
+            self.refuse(hub.status, hub.code)
             return
         path = unquote(urlsplit(self.path).path)
-        name, listing, revision = path.removeprefix("/api/models/").partition("/tree/")
-        if listing and name in self.server.names and revision in ("main", COMMIT):
-            self.send_list()
+        if path in {f"/api/models/{name}/revision/{COMMIT}" for name in hub.names}:
+            files = sorted(path for path in hub.folder.rglob("*") if path.is_file())
+            siblings = [{"rfilename": path.relative_to(hub.folder).as_posix()} for path in files]
+            self.send(200, json.dumps({"siblings": siblings}).encode(), {}, body)
             return
-        name, _, inside = unquote(urlsplit(self.path).path).strip("/").partition("/resolve/")
+        name, _, inside = path.strip("/").partition("/resolve/")
         revision, _, file = inside.partition("/")
-        if name not in self.server.names:
+        if name not in hub.names:
             self.refuse(404, "RepoNotFound")
-            return
-        if revision not in ("main", COMMIT):
+        elif revision not in ("main", COMMIT):
             self.refuse(404, "RevisionNotFound")
-            return
-        path = self.server.folder / file
-        if not path.is_file():
+        elif not (hub.folder / file).is_file():
             self.refuse(404, "EntryNotFound")
-            return
+        else:
+            self.send_file(hub.folder / file, body)
+
+    def send_file(self, path: Path, body: bool) -> None:
         content, status = path.read_bytes(), 200
-        whole = len(content)
+        large = path.suffix == ".safetensors"
+        found = hashlib.sha256(content) if large else hashlib.sha1(b"blob %d\0" % len(content) + content)
+        headers = {"ETag": f'"{found.hexdigest()}"', "Accept-Ranges": "bytes"}
         asked = self.headers.get("Range")
         if asked and self.server.knows_ranges:
             start, end = asked.removeprefix("bytes=").split("-")
+            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
             content, status = content[int(start) : int(end) + 1], 206
         if self.server.cut_short and body and status == 206:
             content = content[:-1]
+        self.send(status, content, headers, body)
+
+    def send(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
+        hub = self.server
+        pieces: Iterable[bytes] = (content[i : i + PIECE] for i in range(0, len(content), PIECE))
+        headers = {"X-Repo-Commit": COMMIT, "Content-Length": str(len(content))} | headers
+        if hub.instead is not None and body:
+            pieces = hub.instead(content)
+            del headers["Content-Length"]
+        if body and hub.breaks:
+            hub.breaks -= 1
+            pieces = [content[: len(content) // 2]]
         self.send_response(status)
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{file}-{whole}"')
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(len(content)))
+        for name, value in (headers | self.lies()).items():
+            self.send_header(name, value)
         self.end_headers()
-        for start in range(0, len(content) if body else 0, PIECE):
+        for piece in pieces if body else ():
             try:
-                self.wfile.write(content[start : start + PIECE])
+                self.wfile.write(piece)
             except OSError:  # nobody listens any more
                 return
-            self.server.sent += len(content[start : start + PIECE])
+            hub.sent += len(piece)
 
-    def send_list(self) -> None:
-        """Of the files, as the Hub's own interface gives it."""
-        folder = self.server.folder
-        found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        entries = [
-            {
-                "type": "file",
-                "path": str(path.relative_to(folder)),
-                "size": path.stat().st_size,
-                "oid": "0" * 40,
-            }
-            for path in found
-        ]
-        content = json.dumps(entries).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+    def lies(self) -> dict[str, str]:
+        if self.server.true_answers:
+            self.server.true_answers -= 1
+            return {}
+        return self.server.lies
 
     def refuse(self, status: int, code: str) -> None:
         self.send_response(status)
         if code:
             self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
+        for name, value in ({"Content-Length": "0"} | self.lies()).items():
+            self.send_header(name, value)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
@@ -118,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
 def served(folder: Path) -> Iterator[Hub]:
     """The server, running."""
     server = Hub(folder)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     yield server
     server.shutdown()

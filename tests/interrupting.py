@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -61,3 +62,16 @@ class KillAt(SignalAt):
     def update(self, moment: Moment) -> None:
         if moment.step == self.step:
             raise KillError
+
+
+class WaitAt(SignalAt):
+    """Says that a step is reached, and waits there until it may go on."""
+
+    def __init__(self, step: int, reached: threading.Event, go_on: threading.Event) -> None:
+        super().__init__(step, signal.SIGTERM)
+        self._reached, self._go_on = reached, go_on
+
+    def update(self, moment: Moment) -> None:
+        if moment.step == self.step:
+            self._reached.set()
+            assert self._go_on.wait(60)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import random
 import resource
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import tokenizers
+import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.tiny_marian import write_marian
@@ -39,6 +42,7 @@ from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 from triptych.rewriting.verification import verify
 from triptych.storage.copying import CERTIFICATE
+from triptych.text import load_tokenizer
 from triptych.training import TrainingConfig, read_recipe, resolve
 from triptych.training.metrics import read_metrics
 from triptych.training.optimizers import Optimizer
@@ -136,6 +140,9 @@ CASES = {
     "configuration of a checkpoint": Case("gpt2", "config.json", mutated_json, _read_all),
     "configuration of a rotary checkpoint": Case("llama", "config.json", mutated_json, _read_all),
     "weights of a checkpoint": Case("gpt2", "model.safetensors", mutated_safetensors, _read_all),
+    "pickled weights of a checkpoint": Case("pickled", "pytorch_model.bin", mutated_bytes, _read_all),
+    "tokenizer of a checkpoint": Case("tokenizer", "tokenizer.json", mutated_json, load_tokenizer),
+    "chat template of a checkpoint": Case("tokenizer", "chat_template.jinja", mutated_bytes, load_tokenizer),
     "index of a checkpoint": Case("sharded", "model.safetensors.index.json", mutated_json, _read_all),
     "certificate": Case("rewritten", CERTIFICATE, mutated_json, read_certificate),
     "certificate, its own hash right": Case("rewritten", CERTIFICATE, mutated_json, _resealed),
@@ -178,6 +185,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     gpt2(base / "gpt2")
     llama(base / "llama")
     _shard(gpt2(base / "sharded"))
+    torch.save(load_file(gpt2(base / "pickled") / "model.safetensors"), base / "pickled/pytorch_model.bin")
+    (base / "pickled/model.safetensors").unlink()
+    (base / "tokenizer").mkdir()
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(["a text"], vocab_size=300)
+    tokenizer.save(str(base / "tokenizer/tokenizer.json"))
+    (base / "tokenizer/chat_template.jinja").write_text("{{ messages }}")
     exact = RewriteRecipe.model_construct(step=tuple(EXACT), skip_refused=True)
     rewrite_checkpoint(str(base / "gpt2"), base / "rewritten", exact, compare=False)
     (base / "toml").mkdir()
@@ -256,6 +270,30 @@ def test_a_damaged_file_is_one_clear_line_or_read(name: str, folders: Path, tmp_
 @pytest.mark.parametrize("name", CASES)
 def test_many_damaged_files_are_one_clear_line_or_read(name: str, folders: Path, tmp_path: Path) -> None:
     assert failures(CASES[name], folders, tmp_path / "folder", MANY) == []
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "hash right" not in name])
+def test_a_pipe_a_device_and_a_file_without_measure_are_one_line(
+    name: str, folders: Path, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    shutil.copytree(folders / case.folder, tmp_path / "folder")
+    path = tmp_path / "folder" / case.file
+    content = path.read_bytes()
+    tensors = path.suffix in (".safetensors", ".bin")
+    for stand_in in ("a pipe", "a device") if tensors else ("a pipe", "a device", "1 TB"):
+        path.unlink()
+        if stand_in == "a pipe":
+            os.mkfifo(path)
+        elif stand_in == "a device":
+            path.symlink_to("/dev/zero")
+        else:
+            path.write_bytes(content)
+            os.truncate(path, 10**12)
+        with limited(), pytest.raises(TriptychError) as error:
+            case.read(tmp_path / "folder")
+        assert "\n" not in str(error.value)
+        assert "not a regular file" in str(error.value) or "bytes, the most" in str(error.value)
 
 
 @pytest.mark.parametrize("size", [10**9, 2**31, 10**30])

@@ -1,7 +1,9 @@
+import errno
 import os
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from triptych.files import NewFolder, write_atomically, write_bytes, write_folder, write_text
 
@@ -111,3 +113,31 @@ def test_a_place_may_have_any_name(tmp_path: Path) -> None:
     (tmp_path / ".a.partial-x").mkdir()
     write_folder(tmp_path / "[a]*", lambda folder: (folder / "file").touch())
     assert sorted(path.name for path in tmp_path.iterdir()) == [".a.partial-x", "[a]*"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_full_disk_names_what_was_to_be_written_and_not_its_temporary_neighbour(
+    error: Exception, tmp_path: Path
+) -> None:
+    def fail(place: Path) -> None:
+        raise error
+
+    def fail_within(place: Path) -> None:
+        (place / "gone" / "file").write_text("x")
+
+    for write in (write_atomically, write_folder):
+        error.filename = None  # type: ignore[attr-defined]
+        with pytest.raises(OSError, match="No space left") as caught:
+            write(tmp_path / "out", fail)
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "out"))
+    with pytest.raises(FileNotFoundError) as missing:
+        write_folder(tmp_path / "out", fail_within)
+    assert missing.value.filename == str(tmp_path / "out" / "gone" / "file")
+    assert not list(tmp_path.iterdir())

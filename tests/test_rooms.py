@@ -25,14 +25,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": set(),
     "threads": set(),
     "thresholds": set(),
-    "toml": {"errors"},
+    "toml": {"errors", "storage"},
     "algebra": set(),
     "attention": {"algebra"},  # a layer hands out its forms
-    "models": {"attention", "algebra"},  # algebra: the weights of its layers
-    "text": set(),
-    "storage": set(),  # the files of a checkpoint
+    "models": {"attention", "algebra", "storage"},  # algebra: the weights of its layers
+    "text": {"storage"},
+    "storage": set(),  # the files of a checkpoint: every room reads them through it
     "checkpoints": {"algebra", "attention", "models", "storage", "text"},  # others' files become our models
-    "training": {"attention", "models", "text"},  # attention: learned positions are tables
+    "training": {"attention", "models", "storage", "text"},  # attention: learned positions are tables
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
     "runs": {"checkpoints", "decoding", "models", "storage", "text", "training"},
     # what a source is, its model with tokenizers, and what reads texts with it

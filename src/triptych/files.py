@@ -10,10 +10,17 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import final
+
+from triptych.errors import UsageError
 
 if sys.platform != "win32":
     import fcntl
+
+# What the system says where there is no room for more: on a disk, of a user, in a file.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -27,24 +34,29 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         write: called with the temporary path, to create the content.
 
     Raises:
-        OSError: the disk is full or the folder cannot be written; `path` is unchanged.
+        OSError: the disk is full or the folder cannot be written; `path` is unchanged. The error names the
+            file.
     """
     path = path.resolve()
-    if path.exists() and not path.is_file():
-        write(path)
-        return
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
     try:
-        write(temporary)
-        sync(temporary)
-        # mkstemp makes a private file; give it the mode that open() would have given.
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+        if path.exists() and not path.is_file():
+            write(path)
+            return
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            sync(temporary)
+            # mkstemp makes a private file; give it the mode that open() would have given.
+            temporary.chmod(0o666 & ~_umask())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+    except Exception as error:
+        _name_place(error, path)
+        raise
 
 
 @final
@@ -57,7 +69,8 @@ class NewFolder:
 
     It grows in a temporary neighbour of its place and is given its name at the end, once all of it is on the
     disk. Left without `finish`, nothing stays behind; what a process that was killed left behind is removed
-    when the same place is made the next time.
+    when the same place is made the next time. Until the context is left, the folder is held (`hold_folder`),
+    under its own name too.
 
     Attributes:
         path: where it is while it is made; its place once it is finished.
@@ -90,16 +103,21 @@ class NewFolder:
                 return self
             self._let_go()
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.path != self._place:
             shutil.rmtree(self.path, ignore_errors=True)
         self._let_go()
+        if isinstance(error, Exception):
+            _name_place(error, self._place)
 
     def finish(self) -> None:
         """Have all of it on the disk, and give it its name.
 
         Raises:
-            OSError: the disk is full, or the place has come into being meanwhile.
+            FileExistsError: the place has come into being meanwhile.
+            OSError: the disk is full.
         """
         # mkdtemp makes a private folder; give it the mode that mkdir() would have given.
         self.path.chmod(0o777 & ~_umask())
@@ -108,9 +126,12 @@ class NewFolder:
                 sync(Path(folder, name))
             _sync_folder(Path(folder))
         self._require_free()
-        self.path = self.path.rename(self._place)
+        try:
+            self.path = self.path.rename(self._place)
+        except OSError:
+            self._require_free()
+            raise
         _sync_folder(self._place.parent)
-        self._let_go()
 
     def _require_free(self) -> None:
         if os.path.lexists(self._place):
@@ -146,11 +167,11 @@ def hold_folder(folder: Path, *, wait: bool = True) -> Iterator[None]:
         wait: for a process that holds it.
 
     Raises:
-        BlockingIOError: another process holds it, and it is not to be waited for.
+        UsageError: another process holds it, and it is not to be waited for.
     """
     handle = _hold(folder, wait=wait)
     if handle is None and not wait and folder.is_dir():
-        raise BlockingIOError(errno.EAGAIN, "another process uses it", str(folder))
+        raise UsageError(f"{folder}: another process is at work in this folder; wait for it or stop it")
     try:
         yield
     finally:
@@ -217,6 +238,35 @@ def sync(path: Path) -> None:
     """Flush a file to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """The error of the system that an exception is, or is made of; None if there is none.
+
+    Libraries written in Rust have exceptions of their own for it, whose text ends in the number.
+    """
+    if isinstance(error, OSError):
+        return error
+    found = _RUST_ERROR.search(str(error))
+    return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
+
+
+def _name_place(error: Exception, place: Path) -> None:
+    """Have an error of the system name the place that is written, and not its temporary neighbour.
+
+    Raises:
+        OSError: the error is a library's own exception for one; this says the same.
+    """
+    found = system_error(error)
+    if found is None:
+        return
+    if found.filename is None and found.errno in FULL:  # nothing but writing raises these
+        found.filename = str(place)
+    elif isinstance(found.filename, str):
+        beside = re.escape(f"{place.parent / f'.{place.name}.'}")
+        found.filename = re.sub(rf"^{beside}[^/]*", lambda _: str(place), found.filename)
+    if found is not error:
+        raise found from error
 
 
 def _remove_if_left(folder: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.errors import UsageError
+from triptych.storage.untrusted import LONGEST_TEXT, read_limited
 
 
 def read_toml(path: Path, what: str, missing: str | None = None) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def read_toml(path: Path, what: str, missing: str | None = None) -> dict[str, An
         UsageError: it is not there, cannot be read, or is not TOML; the message names it.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_limited(path, LONGEST_TEXT).decode())
     except FileNotFoundError as error:
         raise UsageError(missing or f"{path}: {error.strerror}") from None
     except (OSError, UnicodeDecodeError) as error:

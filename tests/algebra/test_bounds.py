@@ -11,7 +11,7 @@ from torch import Tensor
 from heads import D_MODEL, NUM_HEADS, make_layer, with_semantics
 from triptych.algebra.bounds import output_bound, row_bound, score_bound
 from triptych.algebra.function import channels, of_heads
-from triptych.algebra.positions import RotaryEmbedding
+from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
 from triptych.algebra.rewrites import drop_key_bias, gauge_fix, truncate, truncate_rotary_pairs
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import Semantics
@@ -110,10 +110,16 @@ def test_the_output_of_a_head_stays_within_the_bound(biased: bool) -> None:
         torch.testing.assert_close(reached, found, rtol=1e-10, atol=0)
 
 
+LONG = OtherFrequencies(100, torch.tensor([0.5, 0.2, 0.003], dtype=torch.float64), 10.0)
+
+
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("start", [0, 1])
-def test_under_rotary_positions_the_bound_holds_at_every_distance(start: int, biased: bool) -> None:
-    rotation = RotaryEmbedding(torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64), "interleaved", start, 1.1)
+@pytest.mark.parametrize(("start", "long"), [(0, None), (1, None), (0, LONG)])
+def test_under_rotary_positions_the_bound_holds_at_every_distance(
+    start: int, long: OtherFrequencies | None, biased: bool
+) -> None:
+    frequencies = torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64)
+    rotation = RotaryEmbedding(frequencies, "interleaved", start, 1.1, long=long)
     weights = make("grouped", biased=biased, d_k=7)
     weights = with_semantics(weights, rotary=rotation)
     after = truncate_rotary_pairs(weights, pairs=2).weights

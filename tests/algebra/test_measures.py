@@ -182,6 +182,22 @@ def test_maps_multiplied_out_are_wide_and_still_shared() -> None:
     assert weights.multiplied_out().dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latents_narrower_than_heads_have_no_more_rank_than_they_have(dtype: torch.dtype) -> None:
+    q, down = (Link(torch.randn(1, D, 3).to(dtype)) for _ in "qd")
+    up_q, up_k, up_v = (Link(torch.randn(HEADS, 3, width).to(dtype)) for width in (WIDTH, WIDTH, VALUE))
+    weights = replace(layer(dtype), q=(q, up_q), k=(down, up_k), v=(Link(down.weight.clone()), up_v))
+    found, exact = measure_heads(weights), weights.to(torch.float64)
+    eigenvalues = torch.linalg.eigvals(exact.W_V @ exact.W_O)
+    assert_near(found.copying, eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1), 1e-6)
+    for pair, (one, other) in {"qk": "QK", "qv": "QV", "kv": "KV"}.items():
+        expected = map_similarity(*(getattr(exact, f"W_{side}") for side in (one, other)))
+        similarity = found.similarity[pair]  # type: ignore[index]
+        assert similarity is not None
+        assert_near(similarity.overlap, expected.overlap, 1e-6)
+        assert_near(similarity.chance, [3 / D] * HEADS, 1e-12)
+
+
 def test_what_turned_channels_are_multiplied_by_counts() -> None:
     weights = layer()
     turned = [0, 1, 2, 3]

@@ -1,5 +1,6 @@
 """Positions: added to embeddings, turned into queries and keys, taken from scores."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tolerances import assert_same
-from triptych.algebra.positions import RotaryEmbedding, alibi_slopes
+from triptych.algebra.positions import GrowingBase, RotaryEmbedding, alibi_slopes
 from triptych.algebra.semantics import Semantics
 from triptych.attention import SinusoidalPositions, attention, sinusoidal
 from triptych.attention.positions import (
@@ -216,6 +217,15 @@ def test_gradients_flow_through_the_rotation_after_a_table_made_in_inference_mod
     (gradient,) = torch.autograd.grad(fresh(heads, 2), heads, upstream)
     # The inverse of a rotation is its transpose: ⟨R x, u⟩ = ⟨x, Rᵀ u⟩ and R Rᵀ u = u.
     assert_same(fresh(gradient, 2), upstream, kind="gradient")
+
+
+def test_the_length_of_a_text_is_its_last_position_and_not_what_there_is_room_for() -> None:
+    heads, ids = torch.randn(2, 3, 5, 10, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
+    plain = embedded(RotaryPositions())
+    growing = dataclasses.replace(plain, long=GrowingBase(3, 10_000.0, 2.0))
+    assert_same(growing.at(heads, ids, end=5), plain.at(heads, ids, end=5), kind="exact")
+    assert_same(growing.at(heads, ids + 1, end=9), growing.of_length(4).at(heads, ids + 1, 4), kind="exact")
+    assert (growing.at(heads, ids + 1, end=9) - plain.at(heads, ids + 1, end=9)).abs().max() > 0.01
 
 
 def refusal(positions: AttentionPositions, width: int) -> str:

@@ -15,6 +15,9 @@ from triptych.algebra.function import attend
 from triptych.algebra.positions import (
     ALiBi,
     DisentangledBias,
+    GrowingBase,
+    LongTexts,
+    OtherFrequencies,
     PatchPositionBias,
     RelativePositionBias,
     RotaryEmbedding,
@@ -22,6 +25,8 @@ from triptych.algebra.positions import (
 from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import PARAMETERISATIONS, LayerCache, MultiHeadAttention, PositionIds
+from triptych.decoding.fused import FusedAttention
+from triptych.decoding.maps import Maps
 from triptych.models import LanguageModel, LanguageModelConfig, ModelConfig
 
 H, N = NUM_HEADS, 7
@@ -128,6 +133,45 @@ def test_padding_on_the_left_changes_nothing(name: str, part: str, cached: bool)
     for row, skipped in enumerate(padding.tolist()):
         alone = attend(weights, x[row : row + 1, skipped:])
         assert_same(found[row : row + 1, skipped:], alone, kind="output")
+
+
+LONG = [OtherFrequencies(4, torch.tensor([0.4, 0.3, 0.02]), 1.7), GrowingBase(4, 100.0, 3.0)]
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("long", LONG, ids=lambda long: type(long).__name__)
+def test_keys_of_a_text_that_grows_past_the_limit_stay_as_they_were_turned(
+    long: LongTexts, normed: bool
+) -> None:
+    """Also where one map makes keys and values, and what it makes is kept before it turns."""
+    weights = written_as("shared")[0].weights("causal")
+    norm = HeadNorm(1e-6, drawn(6)) if normed else None
+    rotary = replace(RotaryEmbedding.of_width(6, 100.0), long=long)
+    semantics = replace(weights.semantics, rotary=rotary, q_norm=norm, k_norm=norm)
+    once = replace(weights, semantics=semantics)
+    twice = replace(once, v=tuple(replace(link) for link in weights.v))
+    maps = Maps.of("fp32", torch.float64)
+    layers = [MultiHeadAttention.from_weights(written) for written in (twice, once)]
+    layers += [FusedAttention(written, maps, False, once=True) for written in (twice, once)]  # type: ignore[list-item]
+    x, padding = random_input(N), torch.tensor([0, 3])
+    there = torch.arange(N) >= padding[:, None]
+    ids = (torch.arange(N) - padding[:, None]).clamp(min=0)
+
+    def decoded(layer: MultiHeadAttention, padded: bool) -> Tensor:
+        cache, steps = LayerCache(), []
+        for i, j in ((0, 3), (3, 4), (4, 5), (5, N)):
+            given = (
+                {"mask": there[:, None, None, :j], "positions": PositionIds(ids[:, i:j], N)} if padded else {}
+            )
+            steps.append(layer(x[:, i:j], cache=cache, causal=True, **given).output)  # type: ignore[arg-type]
+        return torch.cat(steps, dim=1)
+
+    for padded in (False, True):
+        expected = decoded(layers[0], padded)
+        assert (expected - layers[0](x).output).abs().max() > 1e-3
+        for layer in layers[1:]:
+            assert_same(decoded(layer, padded)[there], expected[there], kind="output")
+    assert_same(layers[1](x).output, attend(once, x), kind="output")
 
 
 @pytest.mark.parametrize(
@@ -385,3 +429,21 @@ def test_a_recipe_asks_for_gates_of_language_models_and_they_begin_half_open() -
     assert_same(attention(x).output, attend(without, x) / 2, kind="output")
     with pytest.raises(ValueError, match="output_gate is true, and encoder-decoder models have none"):
         ModelConfig.model_validate({"decoder": {"cross_attention": {"output_gate": True}}})
+
+
+@pytest.mark.parametrize(("key_heads", "value_heads"), [(2, 4), (2, 1), (1, 2)])
+@pytest.mark.parametrize("over", ["head", "all heads"])
+def test_key_heads_that_are_repeated_take_their_norms_along(
+    over: Any, key_heads: int, value_heads: int
+) -> None:
+    q, k, v = (Link(drawn(copies, D_MODEL, 6)) for copies in (H, key_heads, value_heads))
+    shapes = [(H, 6), (key_heads, 6)] if over == "head" else [(H * 6,), (key_heads * 6,)]
+    q_norm, k_norm = (HeadNorm(1e-6, drawn(*shape), over=over) for shape in shapes)
+    semantics = Semantics(0.4, "causal", q_norm=q_norm, k_norm=k_norm)
+    weights = AttentionWeights(D_MODEL, H, (q,), (k,), (v,), (Link(drawn(H, 6, D_MODEL)),), semantics)
+    x, cache = random_input(N), LayerCache()
+    for adopted in (False, True):
+        layer = MultiHeadAttention.from_weights(weights, adopted=adopted)
+        assert_same(layer(x).output, attend(weights, x), kind="output")
+    steps = [layer(x[:, i:j], cache=cache).output for i, j in ((0, 3), (3, N))]
+    assert_same(torch.cat(steps, dim=1), attend(weights, x), kind="output")

@@ -1,5 +1,6 @@
 """Encoders with decoders of every family that is run, against those of `transformers`."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -39,15 +40,21 @@ CASES = {
     "blenderbot": Case("blenderbot"),
     "blenderbot-small": Case("blenderbot-small", {"scale_embedding": True}),
     "marian": Case("marian", {"scale_embedding": True}),
+    **{
+        f"{name}, untied": Case(name, {"tie_word_embeddings": False, "scale_embedding": True})
+        for name in ("bart", "mbart", "pegasus", "m2m_100", "blenderbot", "blenderbot-small", "marian")
+    },
+    "marian, not scaled": Case("marian", {"scale_embedding": False}),
     "t5": Case("t5"),
+    "t5, silu": Case("t5", {"feed_forward_proj": "silu"}),
     "t5, gated": Case("t5", {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 3}),
     "t5, not scaled": Case("t5", {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False}),
     "mt5": Case("mt5"),
     "umt5": Case("umt5"),
 }
 # Marian's class rounds sines and cosines to float32.
-TOLERANCE = {"marian": 1e-6}
-IN_EVERY_RUN = ("bart", "t5, gated")
+TOLERANCE = {name: 1e-6 for name, case in CASES.items() if case.tiny == "marian"}
+IN_EVERY_RUN = ("bart", "bart, untied", "t5, gated")
 ALL = [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in CASES]
 
 
@@ -65,7 +72,7 @@ def made(name: str, folder: Path) -> Any:
         config._attn_implementation = "eager"
         return config
 
-    not_saved = "embed_positions" if name == "marian" else ""
+    not_saved = "embed_positions" if CASES[name].tiny == "marian" else ""
     return saved(model_class, configure, folder, leave=not_saved)
 
 
@@ -111,6 +118,30 @@ def test_logits_and_attention_weights_are_those_of_transformers(
         for one, call, layer in zip(ours, recorded, layers, strict=True):
             assert apart(one, layer) < TOLERANCE.get(name, 1e-10)
             assert apart(call.queries_and_keys().weights(), layer) < TOLERANCE.get(name, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("m2m_100", {"activation_function": None, "scale_embedding": None}),
+        ("t5", {"dense_act_fn": "silu"}),
+        ("t5, gated", {"dense_act_fn": "relu"}),
+    ],
+)
+@torch.no_grad()
+def test_what_a_file_leaves_out_or_says_twice_is_what_the_class_makes_of_it(
+    name: str, fields: Mapping[str, Any], tmp_path: Path
+) -> None:
+    made(name, tmp_path)
+    path = tmp_path / "config.json"
+    record = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({field: value for field, value in record.items() if value is not None}))
+    model_class = getattr(transformers, TINY[CASES[name].tiny].model)
+    with in_float64():
+        other = model_class.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    src, tgt = some_ids(9), some_ids(7)
+    found = load_encoder_decoder(tmp_path)(src, tgt)
+    assert apart(found, theirs(other, src, tgt).logits) < 1e-10
 
 
 @pytest.mark.parametrize("name", ALL)

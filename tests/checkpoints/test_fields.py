@@ -15,6 +15,7 @@ from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import families
 from triptych.checkpoints.fields import fields_read, of_attention, overlooked
 from triptych.errors import ConfigurationWarning, DataError
+from triptych.inspection import inspect
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -166,13 +167,36 @@ def test_a_kind_of_layer_that_a_family_does_not_know_is_refused(tmp_path: Path) 
         open_checkpoint(tmp_path)
 
 
-def test_a_field_that_transformers_follows_now_and_then_is_refused(tmp_path: Path) -> None:
-    made("gemma", tmp_path)
-    changed(tmp_path, {"use_bidirectional_attention": True})
-    with pytest.raises(
-        DataError, match="with use_bidirectional_attention transformers sees both sides or one"
-    ):
-        open_checkpoint(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        (
+            "gemma",
+            {"use_bidirectional_attention": True},
+            "with use_bidirectional_attention transformers sees both sides or one",
+        ),
+        (
+            "gemma3",
+            {"use_bidirectional_attention": True},
+            "with use_bidirectional_attention of its text_config",
+        ),
+        ("mpt", {"attn_config.clip_qkv": 0.0}, "clip_qkv is 0, which transformers takes for no clipping"),
+        ("deberta", {"pos_att_type": ["c2p", "p2p"]}, "pos_att_type is .*, which is not supported"),
+        ("deberta", {"pos_att_type": "c2p|c2p"}, "pos_att_type is .*, which is not supported"),
+    ],
+)
+def test_a_field_that_transformers_does_not_follow_as_it_reads_is_refused(
+    name: str, fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    made(name, tmp_path)
+    changed(tmp_path, fields)
+    with pytest.raises(DataError, match=said):
+        inspect(tmp_path)
+
+
+def test_the_parts_of_disentangled_positions_count_in_the_scale_even_without_them(tmp_path: Path) -> None:
+    apart, _ = furthest("deberta, learned", tmp_path, {"pos_att_type": ["c2p", "p2c"]})
+    assert apart < TOLERANCE
 
 
 def with_all_set(record: dict[str, Any]) -> dict[str, Any]:

@@ -305,6 +305,43 @@ def test_models_that_are_not_run_are_refused_by_name(name: str, tmp_path: Path) 
         load_language_model(tmp_path)
 
 
+@pytest.mark.parametrize("afn", ["gelu", "swish", "relu"])
+@torch.no_grad()
+def test_openai_gpt_has_activations_by_names_of_its_own(afn: str, tmp_path: Path) -> None:
+    other = made("openai-gpt", tmp_path, {"afn": afn})
+    found = load_language_model(tmp_path).model(some_ids()).logits
+    assert apart(found, theirs(other, some_ids()).logits) < 1e-10
+
+
+@torch.no_grad()
+def test_turned_channels_keep_their_factor_where_no_norm_takes_it_off(tmp_path: Path) -> None:
+    other = made("llama4, stretched", tmp_path, {"use_qk_norm": False})
+    found = load_language_model(tmp_path).model(some_ids()).logits
+    assert apart(found, theirs(other, some_ids()).logits) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("openai-gpt", {"afn": "mish"}, "activation 'mish' is not one of"),
+        ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact is true and pretraining_tp"),
+        (
+            "deepseek_v2",
+            {"topk_method": "noaux_tc"},
+            "topk_method is neither greedy nor group_limited_greedy",
+        ),
+    ],
+)
+def test_what_a_field_says_is_followed_or_refused_by_name(
+    name: str, fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    made(name, tmp_path)
+    load_language_model(tmp_path)
+    changed(tmp_path, {}, fields)
+    with pytest.raises(DataError, match=said):
+        load_language_model(tmp_path)
+
+
 @pytest.fixture
 def gpt2(tmp_path: Path) -> Path:
     made("gpt2", tmp_path)

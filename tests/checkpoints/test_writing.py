@@ -17,6 +17,8 @@ from checkpoints.tiny_models import TINY, most
 from heads import with_semantics
 from triptych.algebra.function import attend
 from triptych.algebra.rewrites import (
+    Layer,
+    PruneHeads,
     RewriteRefusedError,
     drop_key_bias,
     fold_norm,
@@ -362,7 +364,7 @@ def test_heads_are_left_out_or_become_zero_maps(
     name: str, native: bool, saved: Callable[[str], tuple[Any, Path]], tmp_path: Path
 ) -> None:
     model, folder = saved(name)
-    kept = [0, 2, 3]
+    step = PruneHeads(heads=(1,))
 
     def silenced(checkpoint: Checkpoint, layer: AttentionLayer) -> WrittenLayer:
         """The model to compare with: a head that moves nothing."""
@@ -373,8 +375,8 @@ def test_heads_are_left_out_or_become_zero_maps(
     def pruned(checkpoint: Checkpoint, layer: AttentionLayer) -> WrittenLayer:
         # Positions and norms with numbers of each head's own are no matter where heads keep their places.
         free = with_semantics(layer.weights, positions="none")
-        after = prune_heads(free, [1]).weights
-        return write_layer(checkpoint, layer, after, kept=kept)
+        done, kept = step.select(free, step.look(Layer(layer.site.name, free)))
+        return write_layer(checkpoint, layer, done.weights, kept=kept)
 
     written(folder, tmp_path / "silent", silenced)
     again = written(tmp_path / "silent", tmp_path / "pruned", pruned)

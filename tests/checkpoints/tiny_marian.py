@@ -46,7 +46,7 @@ CONFIG: dict[str, Any] = {
 
 def tensors_of(config: dict[str, Any], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Random weights under the names that `save_pretrained` writes for this configuration."""
-    d_model, d_ff = config["d_model"], config["encoder_ffn_dim"]
+    d_model = config["d_model"]
     source_rows, target_rows = config["vocab_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {}
     if config["share_encoder_decoder_embeddings"]:
@@ -59,6 +59,7 @@ def tensors_of(config: dict[str, Any], dtype: torch.dtype = torch.float64) -> di
         shapes["lm_head.weight"] = (target_rows, d_model)
     shapes["final_logits_bias"] = (1, target_rows)
     for stack, attentions in (("encoder", ["self_attn"]), ("decoder", ["self_attn", "encoder_attn"])):
+        d_ff = config[f"{stack}_ffn_dim"]
         for i in range(config[f"{stack}_layers"]):
             layer = f"model.{stack}.layers.{i}"
             for attention in attentions:
@@ -137,7 +138,7 @@ class Reference:
 
     def embed(self, table: Tensor, ids: list[int]) -> Tensor:
         d_model = self.config["d_model"]
-        half = (d_model + 1) // 2
+        half, scale = (d_model + 1) // 2, math.sqrt(d_model) if self.config["scale_embedding"] else 1.0
         rows = []
         for position, token in enumerate(ids):
             channels = [
@@ -146,7 +147,7 @@ class Reference:
                 else math.cos(position / 10_000 ** (2 * (i - half) / d_model))
                 for i in range(d_model)
             ]
-            rows.append(table[token] * math.sqrt(d_model) + torch.tensor(channels, dtype=table.dtype))
+            rows.append(table[token] * scale + torch.tensor(channels, dtype=table.dtype))
         return torch.stack(rows)
 
     def linear(self, name: str, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from checkpoints.test_encoder_decoders_run import made
 
@@ -40,9 +40,11 @@ def write_tokenizer(
         tokenizer_class: in `tokenizer_config.json`.
         generation: fields of `generation_config.json`.
     """
-    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, "<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    inner.add_special_tokens(["<pad>", "<s>", "</s>", "<unk>", "de_DE", "en_XX"])
+    special = ["<pad>", "<s>", "</s>", "<unk>", "de_DE", "en_XX"]
+    pieces = [(word if word in special else f"▁{word}", 0.0) for word in WORDS]
+    inner = Tokenizer(models.Unigram(pieces, WORDS.index("<unk>")))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    inner.add_special_tokens(special)
     tokens = [(word, WORDS.index(word)) for word in around if word != "$A"]
     inner.post_processor = processors.TemplateProcessing(single=[*around], special_tokens=tokens)
     inner.save(str(folder / "tokenizer.json"))

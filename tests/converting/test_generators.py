@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from triptych.algebra.positions import GrowingBase
 from triptych.algebra.semantics import HeadGate, HeadNorm
 from triptych.attention import PARAMETERISATIONS, MultiHeadAttention
 from triptych.checkpoints.models import load_language_model
@@ -164,6 +165,9 @@ def test_parts_that_only_checkpoints_have_are_refused_too(tmp_path: Path) -> Non
         write_generator(with_semantics(rotary=squared), tmp_path)
     with pytest.raises(UsageError, match="rotary positions whose frequencies are scaled"):
         write_generator(with_semantics(rotary=stretched), tmp_path)
+    growing = replace(rotary, long=GrowingBase(2048, 10_000.0, 2.0))
+    with pytest.raises(UsageError, match="rotary positions that change in texts of more than 2,048 tokens"):
+        write_generator(with_semantics(rotary=growing), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])

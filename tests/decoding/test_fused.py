@@ -118,6 +118,17 @@ def test_a_fused_model_is_the_model_token_by_token(part: str) -> None:
         assert_same(found[row : row + 1, skipped:], alone, kind="output")
 
 
+@pytest.mark.parametrize("part", ["norms of each head", "norms of all heads"])
+@torch.no_grad()
+def test_key_heads_that_are_repeated_for_more_values_take_their_norms_along(part: str) -> None:
+    weights = make_layer("grouped", biased=True).weights("causal")
+    values = (weights.v[0].of_heads(NUM_HEADS),)
+    model = model_with(replace(weights, v=values, semantics=replace(weights.semantics, **parts()[part])))
+    quick = fused(model, Maps.of("fp32", torch.float64))
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
+
+
 @torch.no_grad()
 def test_sandwich_norms_relative_to_one_and_a_capped_head_are_fused() -> None:
     weights = make_layer("factored", biased=False).weights("causal")
@@ -201,14 +212,31 @@ def test_a_small_cache_holds_what_cost_counts_and_gives_the_same_logits(written:
     assert_same(quick(ids).logits, model(ids).logits, kind="output")
 
 
+@pytest.mark.parametrize("part", ["gate", "sinks"])
 @pytest.mark.parametrize("biased", [False, True])
 @torch.no_grad()
-def test_gated_heads_keep_a_small_cache_where_no_bias_of_values_stands_behind_it(biased: bool) -> None:
+def test_latents_are_kept_where_no_bias_of_values_is_weighed(part: str, biased: bool) -> None:
     weights = make_layer("latent", biased=biased, d_latent=7).weights("causal")
-    gate = HeadGate(drawn(NUM_HEADS, D_MODEL), drawn(NUM_HEADS))
-    model = model_with(replace(weights, semantics=replace(weights.semantics, gate=gate)))
+    weights = replace(weights, k=(weights.k[0], replace(weights.k[1], bias=None)))
+    given: dict[str, Any] = {
+        "gate": {"gate": HeadGate(drawn(NUM_HEADS, D_MODEL), drawn(NUM_HEADS))},
+        "sinks": {"sinks": drawn(NUM_HEADS)},
+    }
+    model = model_with(replace(weights, semantics=replace(weights.semantics, **given[part])))
     quick = fused(model, Maps.of("fp32", torch.float64), small_cache=True)
     assert isinstance(quick.blocks[0].self_attention, FusedAttention) is not biased
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
+
+
+@pytest.mark.parametrize("written", ["key_value", "shared"])
+@torch.no_grad()
+def test_queries_alone_are_normalised_where_keys_are_the_values(written: str) -> None:
+    weights = make_layer(written, biased=True).weights("causal")
+    norms = {"q_norm": HeadNorm(1e-6, drawn(NUM_HEADS, WIDTH))}
+    model = model_with(replace(weights, semantics=replace(weights.semantics, rotary=ROTARY, **norms)))
+    quick = fused(model, Maps.of("fp32", torch.float64), small_cache=True)
+    assert quick.blocks[0].self_attention.same
     ids = torch.randint(VOCAB, (2, LENGTH))
     assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
 

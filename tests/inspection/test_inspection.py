@@ -180,6 +180,10 @@ def test_a_window_shorter_than_the_text_decides_which_pairs_are_slow(tmp_path: P
         turning.append([layer.rotary_pairs for layer in inspected(tmp_path).layers])
     # Frequencies 10^(-5 f / 4): 1, 0.056, 0.0032, 0.00018.
     assert turning == [[(4, 0)] * LAYERS, [(2, 2)] * LAYERS]
+    lists = {"short_factor": [1.0] * 4, "long_factor": [1.0, 1.0, 1.0, 1e6]}
+    config["rope_scaling"] = {"type": "longrope", "original_max_position_embeddings": 4096, **lists}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": None}))
+    assert [layer.rotary_pairs for layer in inspected(tmp_path).layers] == [(3, 1)] * LAYERS
 
 
 def test_nothing_chosen_is_refused(tmp_path: Path) -> None:

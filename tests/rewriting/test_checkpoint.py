@@ -80,6 +80,23 @@ def small_llama(folder: Path, **settings: Any) -> Path:
     return saved(transformers.LlamaForCausalLM(config), folder)
 
 
+def small_cohere(folder: Path) -> Path:
+    """With norms of queries and keys that are each head's own."""
+    torch.manual_seed(4)
+    config = transformers.CohereConfig(
+        hidden_size=24,
+        intermediate_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        vocab_size=60,
+        max_position_embeddings=40,
+        use_qk_norm=True,
+        layer_norm_eps=1e-5,
+    )
+    return saved(transformers.CohereForCausalLM(config), folder)
+
+
 def small_t5(folder: Path) -> Path:
     torch.manual_seed(3)
     config = transformers.T5Config(
@@ -294,8 +311,11 @@ def test_a_budget_is_spread_by_what_directions_are_worth(tmp_path: Path) -> None
     assert 0.4 * 6 * len(ranks) <= sum(ranks) <= 0.5 * 6 * len(ranks)
 
 
-def test_every_step_sees_what_the_layers_do_on_the_text_after_the_steps_before_it(tmp_path: Path) -> None:
-    folder, text = small_gpt2(tmp_path / "source"), tmp_path / "text.txt"
+@pytest.mark.parametrize("make", [small_gpt2, small_cohere])
+def test_every_step_sees_what_the_layers_do_on_the_text_after_the_steps_before_it(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    folder, text = make(tmp_path / "source"), tmp_path / "text.txt"
     with_tokenizer(folder)
     text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
     source = open_checkpoint(folder)

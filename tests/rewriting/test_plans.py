@@ -1,5 +1,6 @@
 """What is planned is done: what is planned can be written, what is refused is refused in both."""
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 
 from checkpoints.test_families import made
 from checkpoints.tiny_models import TINY
+from small_checkpoints import HEADS, D, gpt2, llama
 from triptych.algebra.rewrites import (
     EXACT,
     REWRITES,
@@ -39,6 +41,50 @@ from triptych.rewriting.planning import plan_rewrite
 from triptych.rewriting.recipe import RewriteRecipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def llama_with_head_dim(folder: Path) -> Path:
+    """A configuration that can say fewer heads."""
+    path = llama(folder) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "head_dim": D // HEADS}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "rotary", "expected"),
+    [
+        (
+            "llama",
+            "maps",
+            "W_Q and W_K (50% of the attention's parameters) get lower ranks and keep all channels",
+        ),
+        ("llama", "pairs", None),
+        ("gpt2", "maps", None),
+    ],
+)
+def test_a_plan_says_what_a_truncation_does_not_shrink(
+    family: str, rotary: Any, expected: str | None, tmp_path: Path
+) -> None:
+    folder = gpt2(tmp_path) if family == "gpt2" else llama_with_head_dim(tmp_path)
+    plan = plan_rewrite(str(folder), RewriteRecipe(step=(Truncate(budget=0.5, rotary=rotary),)))
+    assert [note.partition(", which")[0] for note in plan.notes if "W_Q" in note] == [expected] * bool(
+        expected
+    )
+    said = {
+        "llama": "Llama's format: the file gets smaller by fewer heads (--prune N, with --kv-heads 1) or "
+        "fewer key-value heads (--kv-heads N); anything else is padded with zeros",
+        "gpt2": "GPT-2's format: no rewrite makes the file smaller; anything else is padded with zeros",
+    }
+    assert plan.notes[-1] == said[family]
+    assert plan.bytes_after == plan.bytes_before
+
+
+def test_what_a_plan_names_as_making_the_file_smaller_does(tmp_path: Path) -> None:
+    steps = PruneHeads(number=2), MergeKVHeads(num_kv_heads=1)
+    plan = plan_rewrite(str(llama_with_head_dim(tmp_path)), RewriteRecipe(step=steps))
+    assert plan.bytes_after == plan.bytes_before / 2
+    assert plan.notes == ()
+
 
 RECIPES: dict[str, tuple[Any, ...]] = {
     "fold": (Fold(),),

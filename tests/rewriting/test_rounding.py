@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.tiny_models import TINY
-from triptych.algebra.rewrites import EXACT, GaugeFix
+from triptych.algebra.rewrites import EXACT, GaugeFix, PruneHeads, SortHeads
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import read_family
 from triptych.rewriting.certificate import MODEL_CARD, card, read_certificate
@@ -98,6 +98,20 @@ def test_exact_rewrites_of_no_family_are_mistaken_for_others(
     for seed in range(3):
         source = tiny(name, tmp_path / f"source-{seed}", dtype, seed)
         assert_only_rounding(source, tmp_path / f"out-{seed}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "olmo2",
+        "cohere",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmo3", "olmoe", "stablelm")),
+    ],
+)
+def test_pruned_heads_with_norms_of_their_own_are_verified(name: str, tmp_path: Path) -> None:
+    source = tiny(name, tmp_path / "source")
+    rewrite_checkpoint(str(source), tmp_path / "out", RewriteRecipe(step=(PruneHeads(number=1), SortHeads())))
+    assert [claim for claim in verify(tmp_path / "out", source) if claim.held is False] == []
 
 
 @pytest.mark.slow

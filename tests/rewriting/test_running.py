@@ -1,5 +1,6 @@
 """Models that are run: what they read of a text, and which can be run here."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from rewriting.test_calibration import bert, text_in
 from small_checkpoints import cannot_be_run, gpt2_that_runs
 from tolerances import assert_same
 from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.errors import UsageError
-from triptych.models import EncoderDecoder, ModelConfig, write_model
+from triptych.errors import DataError, UsageError
+from triptych.models import EncoderDecoder, LanguageModel, ModelConfig, write_model
+from triptych.rewriting.comparing import open_original
 from triptych.rewriting.opening import can_run, open_runnable
 from triptych.rewriting.transformers_models import TransformersModel
 
@@ -66,6 +68,32 @@ def test_without_transformers_what_we_run_ourselves_can_be_run_and_no_other_mode
     assert said in can_run(tmp_path / "gpt2")
     with pytest.raises(UsageError, match=said):
         open_runnable(tmp_path / "gpt2")
+
+
+def test_a_fault_of_ours_is_not_taken_for_a_model_that_cannot_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("shapes differ")
+
+    folder = gpt2_that_runs(tmp_path / "gpt2")
+    monkeypatch.setattr(LanguageModel, "forward", fail)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        open_original(folder, None)
+    monkeypatch.setattr("triptych.checkpoints.models.read_model", cannot_be_run)
+    monkeypatch.setattr("transformers.GPT2LMHeadModel.forward", fail)
+    said = "GPT2LMHeadModel does not run on token ids alone: shapes differ"
+    assert open_original(folder, None) == f"the original cannot be run: {folder}: {said}"
+    with pytest.raises(DataError, match=said):
+        open_original(folder, text_in(tmp_path))
+
+
+def test_a_pipe_in_the_folder_of_a_model_is_not_opened_by_transformers(tmp_path: Path) -> None:
+    folder = gpt2_that_runs(tmp_path / "gpt2")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    os.mkfifo(folder / "generation_config.json")
+    with pytest.raises(DataError, match=r"not a regular file: .*generation_config\.json"):
+        TransformersModel(folder)
 
 
 def test_our_own_run_puts_out_what_transformers_does(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The Hub, as a server on this machine plays it: only what is asked for is sent."""
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 
 from hub_server import Hub, served, settled
 from triptych.errors import DataError
-from triptych.storage.hub import HubBytes, is_hub_id, open_hub
+from triptych.storage.hub import HubBytes, download_checkpoint, is_hub_id, open_hub
 
 LARGE = torch.randn(400, 1000)
 SMALL = torch.randn(3, 4)
@@ -101,7 +102,120 @@ def test_a_hub_that_does_not_answer_is_said(tmp_path: Path, monkeypatch: pytest.
 
 def test_reading_past_the_end_is_refused_here() -> None:
     with pytest.raises(DataError, match="has 10 bytes, and 12 were asked for"):
-        HubBytes("file", 10, "http://127.0.0.1:9").read(4, 8)
+        HubBytes("file", 10, "http://127.0.0.1:9", "0" * 64).read(4, 8)
+
+
+def refusal(hub: Hub) -> str:
+    """Of opening a repository, or else of downloading it."""
+
+    def use() -> None:
+        open_hub("someone/model", endpoint=hub.url)
+        download_checkpoint("someone/model", endpoint=hub.url)
+
+    with pytest.raises(DataError) as error:
+        use()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("true_answers", range(5))
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
+def test_a_hash_or_commit_that_is_a_path_names_no_file(
+    hub: Hub, tmp_path: Path, header: str, true_answers: int
+) -> None:
+    for name in ("short", "a" * 41, "../../../../evil", str(tmp_path / "evil")):
+        hub.lies, hub.true_answers = {header: name}, true_answers
+        found = refusal(hub)
+        assert f"{name.lstrip('/')} is not the form of a " in found
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["cache", "repository"], ["repository"])
+    assert not [*tmp_path.rglob("*evil*")]
+
+
+@pytest.mark.parametrize("said", ["bytes 1-400000/1600208", "bytes 0-9/10", "all of it"])
+def test_an_answer_of_another_range_is_no_tensor(hub: Hub, said: str) -> None:
+    _, _, tensors = open_hub("someone/model", endpoint=hub.url)
+    hub.lies = {"Content-Range": said}
+    with pytest.raises(DataError, match=f"asked for bytes .*, the answer is of {said}"):
+        tensors.read("large")
+
+
+def test_a_broken_connection_is_taken_up_where_it_broke(hub: Hub) -> None:
+    _, _, tensors = open_hub("someone/model", endpoint=hub.url)
+    hub.breaks = 1
+    assert torch.equal(tensors.read("large"), LARGE)
+    assert hub.breaks == 0
+
+
+def zeros_without_end(_: bytes) -> Iterable[bytes]:
+    while True:
+        yield bytes(1 << 16)
+
+
+def drop_by_drop(content: bytes) -> Iterable[bytes]:
+    for byte in content:
+        time.sleep(0.05)
+        yield bytes([byte])
+
+
+def test_an_answer_without_end_is_cut(hub: Hub) -> None:
+    hub.instead = zeros_without_end
+    assert "and more came" in refusal(hub)
+    hub.instead = None
+    _, _, tensors = open_hub("someone/model", endpoint=hub.url)
+    before = settled(hub)
+    hub.instead = zeros_without_end
+    with pytest.raises(DataError, match="and more came"):
+        tensors.read("large")
+    hub.instead = None
+    assert settled(hub) - before < 10 * LARGE.nbytes
+
+
+def test_an_answer_that_drips_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.storage.hub._PATIENCE_SECONDS", 0.3)
+    hub.instead = drop_by_drop
+    assert "bytes came in 0 seconds" in refusal(hub)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_file_without_the_hash_that_the_hub_gives_is_refused_and_not_kept(
+    hub: Hub, tmp_path: Path, file: str
+) -> None:
+    if file == "model.safetensors":
+        open_hub("someone/model", endpoint=hub.url)
+
+    def flipped(content: bytes) -> Iterable[bytes]:
+        yield content[:-1]
+        yield bytes([content[-1] ^ (not content.startswith(b'{"siblings'))])
+
+    hub.instead = flipped
+    assert f"{file}: what came has the hash " in refusal(hub)
+    sound = [path.read_bytes() for path in hub.folder.iterdir()]
+    kept = [path for path in tmp_path.rglob("cache/**/*") if path.is_file()]
+    assert all(path.read_bytes() in sound for path in kept)
+    hub.instead = None
+    assert (download_checkpoint("someone/model", endpoint=hub.url) / file).is_file()
+
+
+def test_a_small_file_of_weights_is_compared_with_its_hash(hub: Hub) -> None:
+    save_file({"small": SMALL}, hub.folder / "model.safetensors")
+    hub.lies = {"X-Linked-Etag": "0" * 64}
+    hub.true_answers = 3  # the configuration, asked for twice and sent
+    assert "what came has the hash" in refusal(hub)
+
+
+@pytest.mark.parametrize("name", ["../evil.json", "/tmp/evil.json", "a\\..\\..\\evil.json", 3])
+def test_a_listed_name_that_leads_out_of_the_folder_is_refused(hub: Hub, name: object) -> None:
+    (hub.folder / "model.safetensors.index.json").write_text("{}")
+    listed = json.dumps({"siblings": [{"rfilename": name}]}).encode()
+    hub.instead = lambda content: [listed if content.startswith(b'{"siblings') else content]
+    with pytest.raises(DataError, match="is not the name of a file"):
+        download_checkpoint("someone/model", endpoint=hub.url)
+
+
+def test_a_file_larger_than_the_disk_is_not_begun(hub: Hub) -> None:
+    hub.lies, hub.true_answers = {"X-Linked-Size": str(1 << 60)}, 5
+    with pytest.raises(DataError, match="GB free: make room"):
+        download_checkpoint("someone/model", endpoint=hub.url)
 
 
 @pytest.mark.parametrize(

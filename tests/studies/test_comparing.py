@@ -26,7 +26,16 @@ from triptych.studies import (
     write_study_pictures,
 )
 from triptych.studies.comparing import NOISE
-from triptych.studies.tables import conclusions, figures, markdown, runs_csv
+from triptych.studies.tables import (
+    conclusions,
+    curves_csv,
+    figures,
+    judged_again,
+    markdown,
+    read_runs_csv,
+    runs_csv,
+    sweep_csv,
+)
 
 
 def made(place: Path, out: str = "out") -> Outcome:
@@ -40,15 +49,23 @@ def change(place: Path, old: str, new: str) -> None:
 
 
 def test_a_planted_difference_is_found_and_the_report_says_so(place: Path, stand_in: Path) -> None:
+    change(place, "seeds = 3", "seeds = 6")
     outcome = made(place)
     assert outcome.results.keys() == {"factored", NOISE, "shared"}
-    assert {seed for runs in outcome.results.values() for seed in runs} == {1, 2, 3}
+    assert {seed for runs in outcome.results.values() for seed in runs} == {1, 2, 3, 4, 5, 6}
     (line,) = conclusions(outcome)
     assert line.startswith("shared: better by -0.5000")
     record = json.loads(json.dumps(figures(outcome), allow_nan=False))
-    assert record["metrics"]["loss"]["differences"]["shared"]["is_seen"] is True
+    shared = record["metrics"]["loss"]["differences"]["shared"]
+    assert (shared["is_seen"], shared["exact_p"]) == (True, 2 / 2**6)
     assert "| shared |" in markdown(outcome)
-    assert runs_csv(outcome).count("\n") == 1 + 9
+    assert "There is one comparison, so p is not corrected" in markdown(outcome)
+    assert runs_csv(outcome).count("\n") == 1 + 18
+    assert read_runs_csv(runs_csv(outcome)) == outcome.results
+    assert curves_csv(outcome).splitlines()[1:3] == [
+        "factored,1,2.0,128.0,0.2,2.041",
+        "factored,1,4.0,256.0,0.4,2.041",
+    ]
     pytest.importorskip("vl_convert")
     differences, curves = write_study_pictures(outcome, place)
     assert "loss: difference to factored" in differences.read_text()
@@ -58,6 +75,26 @@ def test_a_planted_difference_is_found_and_the_report_says_so(place: Path, stand
     for axis in ("updates", "target tokens", "operations of training (FLOPs)", "seconds of training"):
         assert f"Validation loss against {axis}" in page
     assert "http" not in page.split('<script type="module">')[0].replace("http://www.w3.org", "")
+
+
+def test_seeds_that_cannot_show_a_difference_are_said_before_the_runs_and_below_the_table(
+    place: Path, stand_in: Path
+) -> None:
+    said: list[str] = []
+    outcome = compare_study(read_study(place / "study.toml"), place / "out", origin=place, say=said.append)
+    warning = "3 seeds cannot show a difference: before correction the exact p is at least 0.25. With 1 comp"
+    assert said[0].startswith(warning)
+    assert warning in markdown(outcome)
+    (line,) = conclusions(outcome)
+    assert line.startswith("shared: no difference seen (-0.5000")
+    assert "exact p = 0.25, Student's " in line
+
+
+def test_tables_are_judged_again_from_the_raw_runs_alone(place: Path, stand_in: Path) -> None:
+    outcome = made(place)
+    report = markdown(outcome)
+    bare = Outcome(outcome.study, place, {}, read_runs_csv(runs_csv(outcome)), {}, 0.0)
+    assert judged_again(bare, report.replace("-0.5000", "-0.6000")) == report
 
 
 def test_recipes_of_a_seed_differ_in_nothing_but_the_variant(place: Path, stand_in: Path) -> None:
@@ -127,6 +164,16 @@ def test_the_sweep_takes_the_rate_with_the_lowest_loss_and_is_paid_for(place: Pa
     assert outcome.sweep_seconds == pytest.approx(4 * 0.4)
     assert {one.recipe.seed for one in outcome.variants.values()} == {1}
     assert "seed = 1000003" in (place / "out/sweep/shared-0.02.toml").read_text()
+    report = markdown(outcome)
+    low, high = (1.5 + 1000003 * 7919 % 101 / 1000 + more for more in (0.006, 0.01))
+    row = f"| shared | {low:.4f} | {high:.4f} | failed | 0.004 | the lowest tried: another may be better |"
+    assert row in report
+    assert [line.rsplit(",", 1)[0] for line in sweep_csv(outcome).splitlines()[1:4]] == [
+        "factored,0.004",
+        "factored,0.02",
+        "factored,13.0",
+    ]
+    assert f"{outcome.variants['shared'].swept[0.02]}" in sweep_csv(outcome)
 
 
 def test_a_rate_of_the_sweep_has_a_run_for_each_of_its_seeds(place: Path, stand_in: Path) -> None:
@@ -148,6 +195,21 @@ def test_a_folder_of_another_study_is_refused(place: Path, stand_in: Path) -> No
     (place / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(UsageError, match="is taken"):
         made(place, "mine")
+
+
+def test_of_two_studies_in_one_folder_one_goes_on(place: Path, stand_in: Path) -> None:
+    refused: list[str] = []
+
+    def start_another(stage: str, progress: StudyProgress) -> None:
+        if not refused:
+            with pytest.raises(UsageError) as caught:
+                made(place)
+            refused.append(str(caught.value))
+
+    study = read_study(place / "study.toml")
+    outcome = compare_study(study, place / "out", origin=place, tell=start_another)
+    assert refused == [f"{place / 'out'}: another process is at work in this folder; wait for it or stop it"]
+    assert len(outcome.results) == 3
 
 
 def test_a_study_that_is_stopped_lets_its_runs_save_and_ends_in_the_same_table(
@@ -211,7 +273,7 @@ def test_runs_of_a_variant_are_rewritten_seed_by_seed_once_they_are_trained(
     assert "layer 9 does not exist" in outcome.failed["refused-seed-2"]
     assert {path.name.split("-")[0] for path in place.glob("out/sweep/*.toml")} == {"factored", "shared"}
     (line,) = [line for line in conclusions(outcome) if line.startswith("cut")]
-    assert line.startswith("cut: worse by +0.2500")
+    assert line.startswith("cut: no difference seen (+0.2500")
     text = markdown(outcome)
     assert "Rewritten: cut from factored, refused from factored" in text
     assert read_rewrite_recipe(place / "out/runs/cut-seed-1.toml").step[0].options()["rank"] == 2

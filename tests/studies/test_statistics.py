@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from triptych.studies.statistics import compare, effect_size, estimate, paired_p_value, seeds_needed
+from triptych.studies.statistics import (
+    compare,
+    effect_size,
+    estimate,
+    exact_p_value,
+    least_seeds,
+    paired_p_value,
+    seeds_needed,
+)
 
 
 def test_the_interval_is_students() -> None:
@@ -35,6 +43,43 @@ def test_pairs_that_do_not_vary_are_equal_or_different_for_certain() -> None:
     assert math.isnan(paired_p_value([0.5]))
 
 
+@pytest.mark.parametrize("count", [2, 5, 8, 13])
+def test_the_exact_p_value_is_that_of_scipys_permutation_test(count: int) -> None:
+    differences = np.random.default_rng(count).normal(0.5, size=count)
+    expected = stats.permutation_test(
+        (differences,), np.mean, permutation_type="samples", n_resamples=np.inf
+    ).pvalue
+    assert exact_p_value([*differences]) == pytest.approx(expected)
+
+
+def test_the_exact_p_value_of_many_pairs_is_drawn_and_is_never_0() -> None:
+    differences = np.random.default_rng(3).normal(0.3, size=40)
+    drawn, students = exact_p_value([*differences]), paired_p_value([*differences])
+    assert drawn == pytest.approx(students, rel=0.2)
+    assert exact_p_value([1.0] * 40) == 2**-16
+
+
+def test_differences_that_cancel_exactly_are_no_evidence() -> None:
+    assert exact_p_value([0.0, 0.0, 0.0]) == 1.0
+    assert exact_p_value([0.1, 0.2, -0.3]) == 1.0
+
+
+def test_what_students_test_finds_with_five_seeds_is_not_seen() -> None:
+    one = compare({"v": dict(enumerate([0.5, 0.51, 0.52, 0.53, 0.54]))}, dict.fromkeys(range(5), 0.0))["v"]
+    assert one.corrected < 1e-4
+    assert one.exact == one.exact_corrected == 1 / 16
+    assert not one.is_seen
+    assert (least_seeds(1), least_seeds(2), least_seeds(6), least_seeds(7)) == (6, 7, 8, 9)
+
+
+def test_intervals_of_shares_end_where_shares_end() -> None:
+    near_one = [1.0, 1.0, 0.7]
+    assert estimate(near_one).high > 1
+    assert estimate(near_one, (0.0, 1.0)).high == 1
+    different = compare({"v": {1: 1.0, 2: 1.0, 3: 0.1}}, {1: 0.0, 2: 0.0, 3: 0.0}, (0.0, 1.0))["v"].difference
+    assert (different.low < 0, different.high) == (True, 1.0)
+
+
 def test_identical_variants_differ_by_an_interval_that_holds_0_at_the_stated_rate() -> None:
     draws = np.random.default_rng(1)
     holds = found = 0
@@ -45,11 +90,21 @@ def test_identical_variants_differ_by_an_interval_that_holds_0_at_the_stated_rat
         variants = {name: {i: seeds[i] + draws.normal() for i in range(5)} for name in "abc"}
         compared = compare(variants, baseline)
         holds += compared["a"].difference.low <= 0 <= compared["a"].difference.high
-        found += any(one.is_seen for one in compared.values())
+        found += any(one.corrected < 0.05 for one in compared.values())
     # Four standard deviations of a proportion of 0.05 in 400 studies are 0.044.
     assert abs(holds / studies - 0.95) < 0.044
     # Any false finding among the three: at most 5 %.
     assert found / studies < 0.05 + 0.044
+
+
+def test_identical_variants_are_seen_to_differ_in_at_most_one_of_twenty_studies() -> None:
+    draws = np.random.default_rng(4)
+    found = 0
+    for _ in range(400):
+        baseline, *variants = ({i: draws.exponential() for i in range(8)} for _ in range(4))
+        compared = compare({str(i): values for i, values in enumerate(variants)}, baseline)
+        found += any(one.is_seen for one in compared.values())
+    assert found / 400 < 0.05 + 0.044
 
 
 @pytest.mark.parametrize("num_variants", [1, 6])
@@ -76,7 +131,8 @@ def test_a_planted_difference_is_found_with_the_seeds_that_it_needs(num_variants
 def test_no_number_of_seeds_finds_what_is_not_there() -> None:
     assert seeds_needed([0.0, 0.0]) is None
     assert seeds_needed([1e-6, -1e-6, 1.1e-6, -1e-6]) is None
-    assert seeds_needed([0.3, 0.3]) == 2
+    assert seeds_needed([0.3, 0.3]) == 6
+    assert seeds_needed([0.3, 0.3], 6) == 8
 
 
 def test_effect_size_is_in_deviations_of_the_differences() -> None:

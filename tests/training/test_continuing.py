@@ -63,6 +63,7 @@ def small(name: str, folder: Path, **settings: Any) -> Path:
     model_class(config).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "mask_token": "<mask>"}
+    named |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
     return folder
 

@@ -148,7 +148,7 @@ def test_a_folder_in_which_a_run_trains_is_refused_to_another(tmp_path: Path) ->
         }
     )
     train(recipe, folder, SilentDisplay())
-    with hold_folder(folder), pytest.raises(UsageError, match="another process is training in this folder"):
+    with hold_folder(folder), pytest.raises(UsageError, match="another process is at work in this folder"):
         resume(folder, (), SilentDisplay())
 
 

@@ -5,17 +5,21 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from interrupting import KillAt, KillError, SignalAt, assert_same_run
+from interrupting import KillAt, KillError, SignalAt, WaitAt, assert_same_run
 from triptych import runs
 from triptych.errors import DataError, TriptychError, UsageError
+from triptych.runs.training import prepare
 from triptych.text import TokenizerPair, generate_pairs
 from triptych.training import Recipe, read_recipe, resolve
 from triptych.training.metrics import read_metrics
@@ -266,6 +270,44 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(uninterrupted: Path) -> No
     with pytest.raises(UsageError, match="already has a run"):
         runs.train(small_recipe(), uninterrupted, LineDisplay())
     assert (uninterrupted / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["new", "empty"])
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "training"])
+def test_of_two_that_train_into_one_folder_the_slower_harms_nothing(
+    finished: bool, exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quicker one begins, or finishes, while the slower reads its text."""
+    folder = tmp_path / "run"
+    if exists:
+        folder.mkdir()
+    at_step, go_on = threading.Event(), threading.Event()
+    quicker = WaitAt(3, at_step, go_on)
+    pool, before = ThreadPoolExecutor(1), dict[Path, bytes]()
+
+    def slowly(*given: Any) -> Any:
+        monkeypatch.undo()
+        done.append(pool.submit(runs.train, small_recipe(max_steps=6), folder, quicker))
+        if finished:
+            go_on.set()
+            done[0].result(60)
+        assert at_step.wait(60)
+        before.update({path: path.read_bytes() for path in folder.rglob("*") if path.is_file()})
+        return prepare(*given)
+
+    done = list[Future[Any]]()
+    monkeypatch.setattr("triptych.runs.training.prepare", slowly)
+    with pool:
+        try:
+            said = "already has a run" if finished else "another process is at work in this folder"
+            with pytest.raises(UsageError, match=said):
+                runs.train(small_recipe(max_steps=2, learning_rate=0.02), folder, LineDisplay(), force=True)
+            assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+        finally:
+            go_on.set()
+        assert done[0].result(60).outcome.counters.step == 6
+    assert runs.validate(folder)["valid_loss"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_resuming_where_there_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
 from typing import Literal, final
 
 import torch
@@ -24,7 +25,7 @@ from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.legality import share_a_map
 from triptych.algebra.similarity import MapSimilarity, Span, compare, span
 from triptych.algebra.spectrum import Spectrum, or_one
-from triptych.algebra.weights import SIDES, AttentionWeights, Side
+from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 from triptych.threads import torch_threads
 
 MapPair = Literal["qk", "qv", "kv"]
@@ -106,23 +107,15 @@ def comparable(weights: AttentionWeights) -> frozenset[MapPair]:
     )
 
 
-def measure_heads(
-    weights: AttentionWeights,
-    rotary_pairs: RotaryPairs | None = None,
-    compared: Collection[MapPair] | None = None,
-) -> HeadMeasures:
+def measure_heads(weights: AttentionWeights, rotary_pairs: RotaryPairs | None = None) -> HeadMeasures:
     """Measure every head of a layer, a few at a time on each of torch's threads.
 
     Args:
         weights: its maps; biases and norms are left out, and what stands between two links is passed over.
         rotary_pairs: None for heads whose scores do not depend on the distance.
-        compared: pairs of maps to compare; all that are `comparable` if None.
     """
-    maps = {side: weights.multiplied(side).weight for side in SIDES}
-    maps["o"] = maps["o"].mT
-    itself = weights.semantics.kind != "cross"
-    pairs = comparable(weights) if compared is None else compared
-    chunks = list(_chunks(maps, weights.num_heads))
+    itself, pairs = weights.semantics.kind != "cross", comparable(weights)
+    chunks = list(_chunks(weights))
     return _joined(_on_threads(lambda chunk: _measured(_Parts(chunk), itself, pairs, rotary_pairs), chunks))
 
 
@@ -221,7 +214,8 @@ class _Parts:
     """
 
     def __init__(self, chunk: "_Chunk") -> None:
-        maps = {side: W.double() for side, W in chunk.maps.items()}
+        maps = {side: reduce(Link.then, chain).weight.double() for side, chain in chunk.chains.items()}
+        maps["o"] = maps["o"].mT
         self._d = {side: W.shape[1] for side, W in maps.items()}
         squares = {side: W.mT @ W for side, W in maps.items()}
         sound = {side: _energies(square).isfinite() for side, square in squares.items()}
@@ -232,9 +226,8 @@ class _Parts:
             if not bool(sound[side].all()):
                 maps[side] = torch.where(sound[side][:, None, None], maps[side], 0.0)
                 squares[side] = maps[side].mT @ maps[side]
-        has_many_digits = any(W.dtype == torch.float64 for W in chunk.maps.values())
         pairs = [pair for pair in _NEIGHBOURS if self._d[pair[0]] == self._d[pair[1]]]
-        triangles = None if has_many_digits else _triangles(squares)
+        triangles = None if chunk.has_many_digits else _triangles(squares)
         if triangles is None:
             frames = {side: torch.linalg.qr(W) for side, W in maps.items()}
             spans = {side: span(frame.R, self._d[side]) for side, frame in frames.items()}
@@ -280,29 +273,54 @@ class _Chunk:
     """A few heads.
 
     Attributes:
-        maps: of each side the copies they use.
+        chains: of each side, those copies of its maps that they use.
         places: which copy each head does.
+        has_many_digits: whether the weights have more digits than float32.
     """
 
-    maps: dict[Side, Tensor]
+    chains: dict[Side, Chain]
     places: dict[Side, list[int]]
+    has_many_digits: bool
 
 
 _NEIGHBOURS: tuple[tuple[Side, Side], ...] = (("q", "k"), ("q", "v"), ("k", "v"), ("v", "o"))
 
 
-def _chunks(maps: dict[Side, Tensor], heads: int) -> Iterator[_Chunk]:
-    largest = max(W.shape[1] * W.shape[2] for W in maps.values())
+def _chunks(weights: AttentionWeights) -> Iterator[_Chunk]:
+    chains = {side: _factors(weights, side) for side in SIDES}
+    copies = {side: math.lcm(*(link.copies for link in chain)) for side, chain in chains.items()}
+    heads, largest = weights.num_heads, max(chain[0].d_in * chain[-1].d_out for chain in chains.values())
     count = max(1, _NUMBERS_AT_A_TIME // largest)
     for start in range(0, heads, count):
-        copies = {
-            side: [head * W.shape[0] // heads for head in range(start, min(start + count, heads))]
-            for side, W in maps.items()
+        read = {
+            side: [head * copies[side] // heads for head in range(start, min(start + count, heads))]
+            for side in SIDES
         }
         yield _Chunk(
-            maps={side: W[copies[side][0] : copies[side][-1] + 1] for side, W in maps.items()},
-            places={side: [copy - used[0] for copy in used] for side, used in copies.items()},
+            chains={
+                side: tuple(_used(link, used[0], used[-1], copies[side]) for link in chains[side])
+                for side, used in read.items()
+            },
+            places={side: [copy - used[0] for copy in used] for side, used in read.items()},
+            has_many_digits=weights.dtype == torch.float64,
         )
+
+
+def _factors(weights: AttentionWeights, side: Side) -> Chain:
+    """The maps of a side; several in float64, of whose product less than that would be taken for rank."""
+    chain = weights.chain(side)
+    if len(chain) < 2:
+        return (Link(weights.multiplied(side).weight),)
+    return tuple(Link(link.weight.double()) for link in chain)
+
+
+def _used(link: Link, first: int, last: int, copies: int) -> Link:
+    """What of a link the copies `first` to `last` of its chain's product are made of."""
+    if link.copies == 1:
+        return Link(link.weight)
+    if link.copies == copies:
+        return Link(link.weight[first : last + 1])
+    return Link(link.weight[[copy * link.copies // copies for copy in range(first, last + 1)]])
 
 
 def _between(maps: dict[Side, Tensor], places: dict[Side, list[int]], one: Side, other: Side) -> Tensor:

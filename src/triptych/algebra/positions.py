@@ -50,12 +50,76 @@ def apply_rotary(
     return torch.cat(parts, dim=-1).to(x.dtype)
 
 
+class LongTexts(ABC):
+    """The rotation of texts longer than a limit.
+
+    Attributes:
+        limit: length in tokens of the longest text that is rotated as all shorter ones.
+        times: what rotated channels are multiplied by besides.
+        grows: whether every length has a rotation of its own.
+    """
+
+    grows: ClassVar[bool]
+    limit: int
+    times: float
+
+    @abstractmethod
+    def rotation(self, plain: "RotaryEmbedding", length: int) -> "RotaryEmbedding":
+        """What `plain`, the rotation within the limit, becomes for a text of a length above it."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class OtherFrequencies(LongTexts):
+    """One other rotation for all longer texts (LongRoPE).
+
+    Source: Ding et al. 2024, arXiv 2402.13753.
+    """
+
+    grows = False
+    limit: int
+    frequencies: Float[Tensor, " pairs"]
+    times: float = 1.0
+
+    def rotation(self, plain: "RotaryEmbedding", length: int) -> "RotaryEmbedding":
+        del length
+        return replace(plain, frequencies=self.frequencies, factor=plain.factor * self.times, long=None)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class GrowingBase(LongTexts):
+    """A base that grows with the text: b · (s L / limit − s + 1)^(n / (n − 2)) for n channels (dynamic NTK).
+
+    Attributes:
+        base: b, within the limit.
+        stretch: s.
+
+    Source: "Dynamically Scaled RoPE", emozilla 2023, after "NTK-Aware Scaled RoPE", bloc97 2023;
+    `_compute_dynamic_ntk_parameters` of github.com/huggingface/transformers.
+    """
+
+    grows = True
+    limit: int
+    base: float
+    stretch: float
+    times: float = 1.0
+
+    def rotation(self, plain: "RotaryEmbedding", length: int) -> "RotaryEmbedding":
+        width = 2 * len(plain.frequencies)
+        times = self.stretch * length / self.limit - (self.stretch - 1)
+        powers = torch.arange(0, width, 2, dtype=torch.float64, device=plain.frequencies.device) / width
+        frequencies = (self.base * times ** (width / (width - 2))) ** -powers
+        return replace(plain, frequencies=frequencies, factor=plain.factor * self.times, long=None)
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class RotaryEmbedding:
     """Rotates pair f of a query or key at position m by the angle m θ_f.
 
-    The product of a rotated query and a rotated key depends on their distance only.
+    The product of a rotated query and a rotated key depends on their distance only, if both were rotated as
+    tokens of texts of one length, or of texts up to `limit`.
 
     Attributes:
         frequencies: θ_f of every pair.
@@ -65,6 +129,10 @@ class RotaryEmbedding:
         places: `[positions, pairs]`, the m of every position and pair where it is not the position's number:
             rows for some pairs and columns for the others, where positions are patches of a picture; 0 for
             tokens that are not rotated.
+        long: the rotation of long texts; None if it is that of all others. The length of a text is its last
+            position in a call, plus one, and that of a batch the length of its longest text.
+        reads_again: whether a text that is continued past the limit is read again from its first token. If
+            not, keys that are cached stay as they were rotated.
 
     Source: Su et al. 2021, arXiv 2104.09864, section 3.4.2; a part of the channels: Black et al. 2022,
     arXiv 2204.06745, section 2.1; factor: Peng et al. 2023, arXiv 2309.00071.
@@ -75,7 +143,10 @@ class RotaryEmbedding:
     start: int = 0
     factor: float = 1.0
     places: Float[Tensor, "positions pairs"] | None = None
+    long: LongTexts | None = None
+    reads_again: bool = False
     _tables: _Tables = field(default_factory=dict, init=False, repr=False, compare=False)
+    _of_long: "list[RotaryEmbedding]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
     def of_width(cls, width: int, base: float = 10_000.0, pairing: Pairing = "halves") -> "RotaryEmbedding":
@@ -92,10 +163,30 @@ class RotaryEmbedding:
             first, step = range(self.start, self.start + 2 * count, 2), 1
         return list(first), [channel + step for channel in first]
 
+    @property
+    def limit(self) -> int | None:
+        """Length of the longest text that is rotated as all shorter ones; None if all texts are."""
+        return None if self.long is None else self.long.limit
+
+    @property
+    def largest_factor(self) -> float:
+        """The largest `factor` of texts of any length."""
+        return self.factor if self.long is None else self.factor * max(1.0, self.long.times)
+
+    def of_length(self, length: int | None) -> "RotaryEmbedding":
+        """The rotation of texts of a length; of those within the limit if None."""
+        if self.long is None or length is None or length <= self.long.limit:
+            return self
+        if self.long.grows:
+            return self.long.rotation(self, length)
+        if not self._of_long:
+            self._of_long.append(self.long.rotation(self, length))
+        return self._of_long[0]
+
     def __call__(
         self, x: Float[Tensor, "*batch length width"], position: int = 0
     ) -> Float[Tensor, "*batch length width"]:
-        """Queries or keys rotated as they are at positions `position` to `position + length − 1`.
+        """Queries or keys rotated as they are at positions `position` to `position + length − 1`, the last.
 
         The products are taken in float32 at least, and rounded to the dtype of `x`.
 
@@ -103,8 +194,8 @@ class RotaryEmbedding:
             ValueError: a picture has fewer positions.
         """
         end = position + x.shape[-2]
-        cos, sin = self.cos_sin(end, x.device, x.dtype)
-        return apply_rotary(x, cos[position:end], sin[position:end], self.pairing, self.start)
+        cos, sin = self.cos_sin(position, end, x.device, x.dtype)
+        return apply_rotary(x, cos, sin, self.pairing, self.start)
 
     def at(
         self, x: Float[Tensor, "batch heads length width"], positions: Int[Tensor, "*rows placed"], end: int
@@ -114,7 +205,9 @@ class RotaryEmbedding:
         Raises:
             ValueError: a picture has fewer positions.
         """
-        cos, sin = (F.embedding(positions, table) for table in self.cos_sin(end, x.device, x.dtype))
+        if self.long is not None and end > self.long.limit:
+            end = int(positions.max()) + 1
+        cos, sin = (F.embedding(positions, table) for table in self.cos_sin(0, end, x.device, x.dtype))
         if positions.ndim == 2:
             cos, sin = cos[:, None], sin[:, None]
         return apply_rotary(x, cos, sin, self.pairing, self.start)
@@ -125,28 +218,39 @@ class RotaryEmbedding:
             return torch.full_like(self.frequencies, longest)
         return self.places.amax(dim=0) - self.places.amin(dim=0)
 
-    def cos_sin(self, end: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of at least `end` positions, times the factor, `[positions, pairs]` each.
+    def cos_sin(
+        self, begin: int, end: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Float[Tensor, "positions pairs"], Float[Tensor, "positions pairs"]]:
+        """Cosines and sines of positions `begin` to `end − 1` of a text that ends there, times the factor.
 
         In float64 where `dtype` is that, and float32 for all others; kept for the next call.
+
+        Raises:
+            ValueError: a picture has fewer positions.
         """
         if self.places is not None:
             _require_in_picture(end, len(self.places))
         precise = torch.float64 if dtype == torch.float64 else torch.float32
+        turned = self.of_length(end)
+        if turned is not self:
+            grows = self.long is not None and self.long.grows  # no other length has use for its tables
+            return (turned._made if grows else turned.cos_sin)(begin, end, device, precise)
         tables = self._tables.get((device, precise))
         if tables is None or len(tables[0]) < end:
-            rows = max(256, 1 << (end - 1).bit_length())
-            # Angles in float64, rounded once: in float32 they would be off by 1e-3 at position 30,000.
-            # Never as inference tensors: a translation may ask first, and training use them after it.
-            with torch.inference_mode(False):
-                frequencies, places = self.frequencies.double(), self.places
-                if places is None:
-                    places = torch.arange(rows, dtype=torch.float64, device=frequencies.device)[:, None]
-                angles = places.double() * frequencies
-                cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
-                tables = cos.to(device, precise), sin.to(device, precise)
+            tables = self._made(0, max(256, 1 << (end - 1).bit_length()), device, precise)
             self._tables[device, precise] = tables
-        return tables
+        return tables[0][begin:end], tables[1][begin:end]
+
+    def _made(self, begin: int, end: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        # Angles in float64, rounded once: in float32 they would be off by 1e-3 at position 30,000.
+        # Never as inference tensors: a translation may ask first, and training use them after it.
+        with torch.inference_mode(False):
+            frequencies, places = self.frequencies.double(), self.places
+            if places is None:
+                places = torch.arange(begin, end, dtype=torch.float64, device=frequencies.device)[:, None]
+            angles = places.double() * frequencies
+            cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+            return cos.to(device, dtype), sin.to(device, dtype)
 
 
 class ScoreBias(ABC):

@@ -4,7 +4,7 @@ Layers, checkpoints, the plain formula (`algebra.function`), the legality of rew
 read this one record. Whoever can do without a part of it has to look whether the part is there.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, final
 
@@ -24,7 +24,8 @@ class HeadNorm:
 
     Attributes:
         eps: added to the mean square.
-        weight: `[width]`, or `[heads, width]` for a weight of each head's own; None for 1.
+        weight: `[width]`, or `[heads, width]` for a weight of each head's own, which serves as many
+            consecutive heads as it takes; None for 1.
         bias: like `weight`; None for 0.
         centred: whether the mean is taken off first (LayerNorm), or not (RMSNorm).
         over: "head": each head by itself; "all heads": over the channels of all heads together, with a weight
@@ -64,12 +65,35 @@ class HeadNorm:
         parts = {"weight": self.weight, "bias": self.bias}
         return {name: part for name, part in parts.items() if part is not None}
 
+    def with_own(self, width: int, change: Callable[[Tensor], Tensor]) -> "HeadNorm":
+        """The norm with what each head has of its own, `[heads, width]`, changed."""
+
+        def changed(part: Tensor) -> Tensor:
+            if self.over == "all heads":
+                return change(part.view(-1, width)).flatten()
+            return change(part) if part.ndim > 1 else part
+
+        parts: dict[str, Any] = {name: changed(part) for name, part in self.tensors().items()}
+        return replace(self, **parts)
+
     def _normalised(self, x: Tensor) -> Tensor:
+        weight, bias = self._numbers(self.weight, x), self._numbers(self.bias, x)
         if self.over == "all heads":
-            joined = x.transpose(1, 2).flatten(2)
-            normal = self._scaled(joined, self.weight, self.bias)
+            normal = self._scaled(x.transpose(1, 2).flatten(2), weight, bias)
             return normal.reshape(*normal.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
-        return self._scaled(x, _per_head(self.weight), _per_head(self.bias))
+        return self._scaled(x, weight, bias)
+
+    def _numbers(self, part: Tensor | None, x: Tensor) -> Tensor | None:
+        """A weight or bias as it is multiplied with, or added to, x."""
+        if part is None:
+            return None
+        heads, width = x.shape[1], x.shape[3]
+        if self.over == "all heads":
+            times = heads * width // len(part)
+            return part if times == 1 else part.view(-1, width).repeat_interleave(times, dim=0).flatten()
+        if part.ndim == 1:
+            return part
+        return (part.repeat_interleave(heads // len(part), dim=0) if len(part) < heads else part)[:, None]
 
     def _scaled(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         dtype = x.dtype
@@ -85,11 +109,6 @@ class HeadNorm:
 def alike(one: HeadNorm | None, other: HeadNorm | None) -> bool:
     """Whether two norms differ in nothing but their numbers, or neither is there."""
     return (None if one is None else one.structure) == (None if other is None else other.structure)
-
-
-def _per_head(numbers: Tensor | None) -> Tensor | None:
-    """`[heads, width]` as it is multiplied with `[batch, heads, length, width]`."""
-    return numbers[:, None] if numbers is not None and numbers.ndim == 2 else numbers
 
 
 @final
@@ -267,7 +286,7 @@ class Semantics:
     def of_heads(self, kept: Sequence[int]) -> "Semantics":
         """What it is where some heads are left, in some order: their sinks, biases and gates.
 
-        Norms of each head's own stay as they are: look at `HeadNorm.of_each_head`.
+        Norms stay as they are: theirs are numbers of maps, of which keys have fewer than there are heads.
         """
         order = list(kept)
         if self.sinks is None and self.bias is None and self.gate is None:

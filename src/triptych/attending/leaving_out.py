@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from triptych.algebra.function import channels, gated, of_heads
 from triptych.attending.over_text import Window, Windows
+from triptych.decoding.batches import padded_alike
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.sites import AnyModel, AttentionSite
 from triptych.opening import LayerCall, Reader, record_calls
@@ -72,12 +73,15 @@ def batches_of(reader: Reader, windows: Windows, num_heads: int) -> Iterator[Bat
     units, whole = windows.unit_of, windows.windows
     order = sorted(range(len(whole)), key=lambda i: whole[i].num_tokens)
     together = list[int]()
+    lengths = [window.num_tokens for window in whole]
+    limit = reader.model.rotary_limit if isinstance(reader.model, LanguageModel) else None
     for place, i in enumerate(order):
         together.append(i)
         after = whole[order[place + 1]].num_tokens if place + 1 < len(order) else 0
         if after and (len(together) + 1) * after * num_heads <= _TOKENS_AT_A_TIME:
             continue
-        yield _batch(reader, [(j, whole[j]) for j in together], tuple(units[j] for j in together))
+        for part in padded_alike(together, lengths, limit):
+            yield _batch(reader, [(j, whole[j]) for j in part], tuple(units[j] for j in part))
         together = []
 
 

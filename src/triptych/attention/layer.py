@@ -201,6 +201,9 @@ class MultiHeadAttention(nn.Module):
         self._turned_when_stored: RotaryEmbedding | None = (
             None if late or semantics.rotary is None else projections.turned_when_stored(semantics.rotary)
         )
+        self._turned_late = semantics.rotary if self._turned_when_stored is None else None
+        # Of a text that grows past the limit, keys stay as they were turned: they are kept besides.
+        self._keeps_keys = self._turned_late is not None and self._turned_late.long is not None
 
     @property
     def _key_width(self) -> int:
@@ -438,7 +441,7 @@ class MultiHeadAttention(nn.Module):
 
     def _compares_positions(self, semantics: Semantics) -> bool:
         """Whether later queries must know where a key stands."""
-        turned_late = semantics.rotary is not None and self._turned_when_stored is None
+        turned_late = self._turned_late is not None and not self._keeps_keys
         return turned_late or semantics.bias is not None or semantics.is_local
 
     def _stored(
@@ -458,6 +461,9 @@ class MultiHeadAttention(nn.Module):
                 k, *values = (t.clamp(-semantics.clip, semantics.clip) for t in (k, *values))
         if self._turned_when_stored is not None and places is not None:
             k = places.turned(k, self._turned_when_stored)
+        if self._keeps_keys and self._turned_late is not None and places is not None:
+            made, _ = self._made_keys(semantics, (k,))
+            values = [places.turned(made, self._turned_late)]
         return k, *values
 
     def _inputs(
@@ -491,8 +497,7 @@ class MultiHeadAttention(nn.Module):
                 k, v = self.projections.keys_values(remembered)
             return Inputs(q, k, v, mask, None, causal, scale, cap, sinks, dropout), route
         bias, positional = semantics.bias, semantics.bias is not None or semantics.is_local
-        turned_late = semantics.rotary is not None and self._turned_when_stored is None
-        if turned_late or (bias is not None and bias.reads_content):
+        if self._turned_late is not None or (bias is not None and bias.reads_content):
             route = "expanded"  # what is compared is keys, and not what is cached
         q = self._compared_queries(semantics, q, places)
         if route == "absorbed":
@@ -521,13 +526,20 @@ class MultiHeadAttention(nn.Module):
         self, semantics: Semantics, places: Places, remembered: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """Keys as they meet the queries, and values, of what is kept."""
+        k, v = self._made_keys(semantics, remembered)
+        if self._keeps_keys and len(remembered) == 2:
+            k = remembered[1]
+        elif self._turned_late is not None:
+            k = places.turned_keys(k, self._turned_late)
+        return k, v
+
+    def _made_keys(self, semantics: Semantics, remembered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Keys before they turn late, and values, of what is kept."""
         k, v = self.projections.keys_values(remembered)
         if not self.projections.caches_keys:
             k = k if semantics.k_norm is None else semantics.k_norm(k)
             if semantics.clip is not None:
                 k, v = k.clamp(-semantics.clip, semantics.clip), v.clamp(-semantics.clip, semantics.clip)
-            if semantics.rotary is not None and self._turned_when_stored is None:
-                k = places.turned_keys(k, semantics.rotary)
         return k, v
 
 

@@ -118,6 +118,9 @@ class PositionSpec(Spec):
         base: b of the frequencies b^(−2i/n), in radians a position.
         scaling: paths of the record that scales them, such as `rope_scaling`; the first that is one.
         factor: what turned channels are multiplied by under a scaling, instead of what its kind makes it.
+        long_factor: the same of texts longer than `original_max_position_embeddings`, which then turn at the
+            frequencies of shorter ones, whatever the scaling.
+        read_again: whether a text that grows past that length is read again from its first token.
         slopes: how ALiBi's are found: as its authors do, or as MPT does.
         before_scale: whether ALiBi's biases are added before the scores are scaled, and not after.
         stored: tensors with the angles of rotary positions, frequencies `[pairs]` or sines and cosines
@@ -149,6 +152,8 @@ class PositionSpec(Spec):
     base: Expression = "rope_parameters.rope_theta | rope_theta | 10000.0"
     scaling: Annotated[tuple[str, ...], EXPRESSION] = ("rope_scaling", "rope_parameters")
     factor: Expression = ""
+    long_factor: Expression = ""
+    read_again: bool = False
     slopes: Literal["authors", "mpt"] = "authors"
     before_scale: bool = False
     stored: tuple[str, ...] = ()

@@ -301,7 +301,7 @@ def _opened(path: Path | str, family: Family | None, mapped: bool) -> AttentionS
     else:
         path = Path(path)
         config = (path if path.is_dir() else path.parent) / "config.json"
-        if path.exists() and not config.is_file():
+        if path.exists() and not config.exists():
             raise DataError(
                 f"{path}: config.json is missing: the tensors alone do not tell the number of heads"
             )

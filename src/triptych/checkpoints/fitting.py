@@ -118,15 +118,6 @@ class Fitting:
                     f"group read different key-value heads: the file has {old.groups}",
                     "leave repeat_kv_heads out",
                 )
-        if any(
-            norm is not None and norm.over == "all heads"
-            for norm in (self.semantics.q_norm, self.semantics.k_norm)
-        ):
-            expected = self._expected()  # the norm over all heads reads those that are gone as well
-            gone = [head for head in range(old.heads) if head not in self.kept]
-            empty = sorted(set(range(old.groups)) - set(groups.tolist()))
-            filled["q"] = _taken_over(filled["q"], expected.q[0], gone)
-            filled["k"] = _taken_over(filled["k"], expected.k[0], empty)
         chains = {side: (link,) for side, link in filled.items()}
         return replace(whole, num_heads=old.heads, **chains)  # type: ignore[arg-type]
 
@@ -232,17 +223,6 @@ def _spread(link: Link, places: Tensor, copies: int) -> Link:
         return whole
 
     return Link(spread(link.weight), None if link.bias is None else spread(link.bias))
-
-
-def _taken_over(link: Link, other: Link, copies: list[int]) -> Link:
-    """A link with some copies those of another."""
-    weight = link.weight.clone()
-    weight[copies] = other.weight[copies]
-    if other.bias is None:
-        return replace(link, weight=weight)
-    bias = torch.zeros_like(other.bias) if link.bias is None else link.bias.clone()
-    bias[copies] = other.bias[copies]
-    return replace(link, weight=weight, bias=bias)
 
 
 def _widened(link: Link, more: int) -> Link:

@@ -36,6 +36,7 @@ from triptych.checkpoints.marian_settings import (
     validated,
 )
 from triptych.checkpoints.marian_tokenizers import read_tokenizers
+from triptych.checkpoints.models import load_encoder_decoder
 from triptych.errors import DataError
 from triptych.models import (
     AttentionConfig,
@@ -92,8 +93,11 @@ def read_marian(folder: Path) -> MarianCheckpoint:
     if reason := settings.unfit():
         raise DataError(f"{config_path}: {reason}")
     generation = read_generation(folder, record, settings)
-    # The sizes of config.json are held against those of the tensors before anything is made after them.
-    model = _model(settings, _max_source_tokens(folder, settings), open_tensors(folder), config_path)
+    if settings.has_recipe:
+        # The sizes of config.json are held against those of the tensors before anything is made after them.
+        model = _model(settings, _max_source_tokens(folder, settings), open_tensors(folder), config_path)
+    else:
+        model = load_encoder_decoder(folder)
     return MarianCheckpoint(
         model,
         read_tokenizers(folder, settings),
@@ -186,6 +190,7 @@ def _tables(settings: MarianSettings, left: "_Tensors") -> tuple[Tensor, Tensor,
     """The embeddings of source and target, and the output's weight.
 
     Where the configuration says that some are one, one of them is enough, and others are copies of it.
+    Where it ties nothing, each stack may have its own.
 
     Raises:
         DataError: none is there, or the copies differ.
@@ -193,8 +198,14 @@ def _tables(settings: MarianSettings, left: "_Tensors") -> tuple[Tensor, Tensor,
     of_source = settings.vocab_size, settings.d_model
     of_target = settings.tgt_vocab_size, settings.d_model
     of_output = [OUTPUT] if settings.tie_word_embeddings else []
-    if settings.share_encoder_decoder_embeddings:
-        source = target = left.take_one_of([SHARED, SOURCE, TARGET, *of_output], of_source)
+    if settings.share_encoder_decoder_embeddings and not settings.tie_word_embeddings:
+        shared = left.take_if_there(SHARED, of_source)
+        own = (left.take_if_there(name, of_source) for name in (SOURCE, TARGET))
+        source, target = (shared if table is None else table for table in own)
+        if source is None or target is None:
+            raise DataError(f"{left.path}: {SHARED} is missing; config.json calls for {list(of_source)}")
+    elif settings.share_encoder_decoder_embeddings:
+        source = target = left.take_one_of([SHARED, SOURCE, TARGET, OUTPUT], of_source)
     else:
         source = left.take(SOURCE, of_source)
         target = left.take_one_of([TARGET, *of_output], of_target)

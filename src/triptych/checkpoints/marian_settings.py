@@ -50,18 +50,16 @@ class MarianSettings(BaseModel):
         own = None if self.share_encoder_decoder_embeddings else self.decoder_vocab_size
         return self.vocab_size if own is None else own
 
+    @property
+    def has_recipe(self) -> bool:
+        """Whether a recipe of ours describes the model: others can be run, and not trained or converted."""
+        return self.scale_embedding and self.encoder_ffn_dim == self.decoder_ffn_dim
+
     def unfit(self) -> str:
         """Why no model of ours is like this; "" if one is."""
         if self.activation_function not in MARIAN_ACTIVATIONS:
             known = ", ".join(MARIAN_ACTIVATIONS)
             return f"activation_function is {self.activation_function!r}: known are {known}"
-        if not self.scale_embedding:
-            return "scale_embedding is false: only embeddings scaled by √d_model can be read"
-        if self.encoder_ffn_dim != self.decoder_ffn_dim:
-            return (
-                f"encoder_ffn_dim {self.encoder_ffn_dim} and decoder_ffn_dim {self.decoder_ffn_dim} differ: "
-                "only one width for both can be read"
-            )
         for name in ("normalize_before", "normalize_embedding", "add_final_layer_norm"):
             if getattr(self, name):
                 return f"{name} is true: only post-norm models without further norms can be read"

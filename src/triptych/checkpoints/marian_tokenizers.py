@@ -16,7 +16,7 @@ from tokenizers import processors
 
 from triptych.checkpoints.marian_settings import MarianSettings, read_tokenizer_settings
 from triptych.errors import DataError, UsageError
-from triptych.storage.untrusted import read_json
+from triptych.storage.untrusted import LONGEST_TOKENIZER, read_json, read_limited
 from triptych.text import (
     SentencePieceRecord,
     SentencePieceTokenizer,
@@ -30,7 +30,6 @@ from triptych.text.sentencepiece import load_sentencepiece
 TARGET_FOLDER = "target_tokenizer"
 
 # The largest published SentencePiece models have 250,000 pieces and take 5 MB.
-_MAX_BYTES = 1 << 28
 
 
 def read_tokenizers(folder: Path, settings: MarianSettings) -> TokenizerPair:
@@ -90,15 +89,12 @@ def read_sentencepiece(path: Path) -> bytes:
         UsageError: sentencepiece is not installed.
     """
     try:
-        size = path.stat().st_size
-        if size > _MAX_BYTES:
-            raise DataError(f"{path} is not a SentencePiece model: it has {size:,} bytes")
-        model = path.read_bytes()
+        model = read_limited(path, LONGEST_TOKENIZER)
         load_sentencepiece(model)
     except FileNotFoundError:
         raise DataError(f"{path} is missing: a Marian checkpoint has it next to config.json") from None
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise DataError(f"{path} is not a SentencePiece model, or it is damaged: {error}") from None
     return model

@@ -233,11 +233,11 @@ class _Mapping:
 
     def _embeddings(self) -> EmbeddingsConfig:
         spec, place = self.spec, self.first
-        table = f"{place.beside(spec.embedding)}.weight"
+        table = self.table
         said = self.settings.value("vocab_size")
         rows = said if isinstance(said, int) else None
         self.entries.enter("embeddings.table.weight", table, (rows, self._width))
-        for copy in spec.copies:
+        for copy in () if self._is_untied else spec.copies:
             why = f", though {spec.head.tied} says so"
             self.entries.require_copy(f"{place.beside(copy)}.weight", self.table, why)
         found = EmbeddingsConfig(
@@ -359,9 +359,17 @@ class _Mapping:
             self.entries.add(parts, stored)
         return found.config
 
-    @property
+    @cached_property
     def table(self) -> str:
+        own = f"{self.first.beside(self.spec.untied_embedding)}.weight"
+        if self._is_untied and own in self.tensors.infos:
+            return own
         return f"{self.first.beside(self.spec.embedding)}.weight"
+
+    @property
+    def _is_untied(self) -> bool:
+        """Whether the stacks may have tables of their own."""
+        return bool(self.spec.untied_embedding) and not self.settings.holds(self.spec.head.tied)
 
     def _refuse_field(self, names: list[str]) -> Never:
         raise DataError(

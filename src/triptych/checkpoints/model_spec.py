@@ -169,7 +169,8 @@ class ModelSpec(Spec):
         stack: of the attention layers that make up its blocks.
         refused: why it cannot be run, on conditions of the configuration.
         eps: of norms that do not say another.
-        embedding: module of the table.
+        embedding: module of the table; `untied_embedding`, if given, where the file has it and `head.tied`
+            does not hold.
         copies: modules that hold the table once more, if the file has them.
         embedding_scale: what its rows are multiplied by; `root_scale`: by the root of the first of
             these whose condition holds.
@@ -206,6 +207,7 @@ class ModelSpec(Spec):
     refused: tuple[Choice, ...] = ()
     eps: Expression = "rms_norm_eps | 1e-6"
     embedding: str = "embed_tokens"
+    untied_embedding: str = ""
     copies: tuple[str, ...] = ()
     embedding_width: Expression = ""
     embedding_map: str = ""

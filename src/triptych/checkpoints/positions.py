@@ -1,12 +1,15 @@
 """Positions of an attention layer as its checkpoint has them: rotary embeddings, and biases of scores."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from triptych.algebra.positions import (
     ALiBi,
+    OtherFrequencies,
     PatchPositionBias,
     RelativePositionBias,
     RotaryEmbedding,
@@ -20,6 +23,8 @@ from triptych.checkpoints.tensor_maps import Take
 from triptych.errors import DataError
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import Tensors
+
+_FIRST = "original_max_position_embeddings"
 
 
 def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding | None:
@@ -35,16 +40,16 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
     if spec.patches is not None:
         return _rotary_of_patches(place, spec.patches, whole)
     scaling = place.rope_scaling
-    share, start = place.number(spec.share), int(place.number(spec.start))
+    share, start = _share(place, scaling), int(place.number(spec.start))
     # "proportional" turns a share of the pairs of whole heads, and not all pairs of a share of them.
     turned = whole if rope_type(scaling) == "proportional" else int(whole * share)
     if not 0 <= share <= 1 or start < 0 or turned + start > width:
         raise DataError(f"{where}: rotary positions rotate more than the {width} channels of a head")
     if turned % 2:
         raise DataError(f"{where}: rotary positions rotate {turned} channels of a head, an odd number")
-    first = place.value("original_max_position_embeddings")
+    first = place.value(_FIRST)
     if scaling and first is not None:  # some have it beside the record, which counts for more
-        scaling = {**scaling, "original_max_position_embeddings": first}
+        scaling = {**scaling, _FIRST: first}
     longest, base = place.number("max_position_embeddings | 2048"), place.number(spec.base)
     if "rope_theta" in spec.base and scaling.get("rope_theta") is not None:
         base = Settings(scaling, where).number("rope_theta")  # a record takes another's place whole
@@ -53,10 +58,36 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
     except (ValueError, TypeError, ArithmeticError) as error:
         raise DataError(f"{where}: the scaling of rotary positions is not supported: {error}") from None
     _require_stored(place, tensors, found.per_position)
-    factor = found.factor
+    factor, long = found.factor, found.long
     if spec.factor and rope_type(scaling) != "default":
         factor = place.number(spec.factor)
-    return RotaryEmbedding(found.per_position, spec.pairing, start, factor)
+    if spec.long_factor and rope_type(scaling) != "default":
+        first = Settings({"longest": longest, **scaling}, where).number(f"{_FIRST} | longest")
+        if not factor:
+            raise DataError(f"{where}: {spec.factor} is 0: a number above 0 is needed")
+        long = OtherFrequencies(int(first), found.per_position, place.number(spec.long_factor) / factor)
+    return RotaryEmbedding(
+        found.per_position, spec.pairing, start, factor, long=long, reads_again=spec.read_again
+    )
+
+
+def _share(place: Place, scaling: Mapping[str, Any]) -> float:
+    """The share of a head's width that rotary positions are of.
+
+    Raises:
+        DataError: the configuration has another for its scaling than models of the family read.
+    """
+    own, kind = place.number(place.position.share), rope_type(scaling)
+    record = Settings({**place.settings.record, **scaling}, place.settings.where)
+    if kind in ("default", "mrope") or record.value("partial_rotary_factor") is None:
+        return own
+    share = record.number("partial_rotary_factor")
+    if kind != "proportional" and share != own:
+        raise DataError(
+            f"{place.settings.where}: partial_rotary_factor is {share:g} under rope_type {kind!r}, but heads "
+            f"of this type turn by a share of {own:g} of their channels: they must be the same"
+        )
+    return share
 
 
 def _rotary_of_patches(place: Place, patches: PatchesSpec, width: int) -> RotaryEmbedding:

@@ -180,7 +180,7 @@ class LayerReader:
             scale = (place.number(times) if times else 1.0) / math.sqrt(under_root)
         rotary = read_rotary(place, self.tensors, width)
         q_norm, k_norm = self._head_norms(parts, rotary)
-        if spec.head_norm is not None and spec.head_norm.turned and rotary is not None:
+        if place.head_norm is not None and place.head_norm.turned and rotary is not None:
             rotary = replace(rotary, factor=1.0)  # which the norm takes off again
         bias = None if hook is None else hook.bias(place, self.tensors, self.take, q, k, scale)
         if bias is None:

@@ -1,8 +1,8 @@
 """The frequencies of rotary positions, as configurations of Hugging Face describe them.
 
-Source: linear: Chen et al. 2023, arXiv 2306.15595; YaRN: Peng et al. 2023, arXiv 2309.00071; LongRoPE: Ding
-et al. 2024, arXiv 2402.13753; Llama 3: Dubey et al. 2024, arXiv 2407.21783; `modeling_rope_utils.py` of
-github.com/huggingface/transformers, version 5.23.0.
+Source: linear: Chen et al. 2023, arXiv 2306.15595; dynamic: see `GrowingBase`; YaRN: Peng et al. 2023, arXiv
+2309.00071; LongRoPE: Ding et al. 2024, arXiv 2402.13753; Llama 3: Dubey et al. 2024, arXiv 2407.21783;
+`modeling_rope_utils.py` of github.com/huggingface/transformers, version 5.23.0.
 """
 
 import math
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from triptych.algebra.positions import GrowingBase, LongTexts, OtherFrequencies
+
 
 class Frequencies(NamedTuple):
     """How fast each rotary pair turns.
@@ -19,10 +21,12 @@ class Frequencies(NamedTuple):
     Attributes:
         per_position: radians a position, one per pair, float64.
         factor: what turned channels are multiplied by.
+        long: what long texts have instead; None if they have the same.
     """
 
     per_position: Tensor
     factor: float
+    long: LongTexts | None = None
 
 
 def rope_type(scaling: Mapping[str, Any]) -> str:
@@ -35,7 +39,7 @@ def rope_type(scaling: Mapping[str, Any]) -> str:
 def frequencies(
     scaling: Mapping[str, Any], width: int, base: float, max_positions: float, share: float = 1.0
 ) -> Frequencies:
-    """The frequencies of `width` channels, for texts within the length that a model was first trained on.
+    """The frequencies of `width` channels.
 
     Args:
         scaling: "rope_type" (or "type") and its numbers; empty for none.
@@ -50,14 +54,15 @@ def frequencies(
     """
     plain = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     match rope_type(scaling):
-        # "dynamic" leaves texts within max_positions alone.
         # "mrope" counts pictures' positions in three ways; those of text are all the same.
         case "default" | "mrope":
             return Frequencies(plain, 1.0)
         case "dynamic":
             if scaling.get("alpha"):
                 raise ValueError("an alpha of rope_type 'dynamic' (HunYuan's) is not supported")
-            return Frequencies(plain, 1.0)
+            if width <= 2:
+                raise ValueError(f"rope_type 'dynamic' needs more than {width} channels that turn")
+            return Frequencies(plain, 1.0, GrowingBase(int(max_positions), base, _number(scaling, "factor")))
         case "proportional":
             plain[int(share * width // 2) :] = 0
             return Frequencies(plain / _number(scaling, "factor", 1.0), 1.0)
@@ -115,13 +120,18 @@ def _yarn(scaling: Mapping[str, Any], plain: Tensor, base: float, max_positions:
 def _longrope(scaling: Mapping[str, Any], plain: Tensor, max_positions: float) -> Frequencies:
     first = _number(scaling, "original_max_position_embeddings", max_positions)
     factor = _number(scaling, "factor", max_positions / first)
-    short = scaling.get("short_factor")
-    if not isinstance(short, list) or len(short) != len(plain):
-        raise ValueError(f"they need a short_factor of {len(plain)} numbers")
+    short, long = (_divided(plain, scaling, name) for name in ("short_factor", "long_factor"))
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(first))
-    return Frequencies(plain / torch.tensor(short, dtype=torch.float64), float(attention_factor))
+    return Frequencies(short, float(attention_factor), OtherFrequencies(int(first), long))
+
+
+def _divided(plain: Tensor, scaling: Mapping[str, Any], name: str) -> Tensor:
+    by = scaling.get(name)
+    if not isinstance(by, list) or len(by) != len(plain):
+        raise ValueError(f"they need a {name} of {len(plain)} numbers")
+    return plain / torch.tensor(by, dtype=torch.float64)
 
 
 def _number(scaling: Mapping[str, Any], name: str, otherwise: float | None = None) -> float:

@@ -33,7 +33,6 @@ _LANGUAGE_STANDS: dict[str, Literal["before", "behind"]] = {
     "MBartTokenizer": "behind",
     "MBart50Tokenizer": "before",
     "NllbTokenizer": "before",
-    "M2M100Tokenizer": "before",
 }
 # Settings that change outputs, and the values with which they do not.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -205,14 +204,14 @@ def _language_place(folder: Path) -> tuple[str, Literal["before", "behind"] | No
 
 
 def _token_of(tokenizer: PretrainedTokenizer, language: str, folder: Path) -> int:
-    """The token of a language; M2M-100 writes "__de__" for "de".
+    """The token of a language.
 
     Raises:
         UsageError: there is none.
     """
     vocabulary = tokenizer.vocabulary
     for token in sorted(tokenizer.special_ids):
-        if vocabulary[token] in (language, f"__{language}__"):
+        if vocabulary[token] == language:
             return token
     known = [vocabulary[token] for token in sorted(tokenizer.special_ids) if "_" in vocabulary[token]]
     shown = ", ".join(known[:6]) + (", …" if len(known) > 6 else "")

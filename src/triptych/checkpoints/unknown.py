@@ -348,7 +348,7 @@ class _Guess:
             try:
                 if not isinstance(record, Mapping):
                     raise ValueError("it is no record")
-                frequencies(record, 2, 10000.0, 2048.0)
+                frequencies(record, 2 * len(record.get("short_factor") or (1, 1)), 10000.0, 2048.0)
             except (ValueError, TypeError, ArithmeticError) as error:
                 self._refuse(f"{name} cannot be followed: {error}")
 

@@ -31,8 +31,9 @@ def compare(
 ) -> None:
     """Train variants of a recipe over several seeds and compare them.
 
-    Writes runs.csv, README.md, report.html and two pictures into the folder. A study that was stopped goes on
-    when the same command is given again; runs that are done are not made again.
+    Writes tables (README.md, report.html), raw figures (runs.csv, curves.csv, sweep.csv) and two pictures
+    into the folder. A study that was stopped goes on when the same command is given again; runs that are done
+    are not made again.
     """
     read = read_study(study)
     folder = out or Path("studies") / read.name
@@ -70,6 +71,9 @@ def compare(
 
 def _write(outcome: "triptych.studies.Outcome", folder: Path) -> None:
     write_text(folder / "runs.csv", tables.runs_csv(outcome))
+    write_text(folder / "curves.csv", tables.curves_csv(outcome))
+    if outcome.study.sweep.learning_rates:
+        write_text(folder / "sweep.csv", tables.sweep_csv(outcome))
     write_text(folder / "README.md", tables.markdown(outcome))
     write_study_page(outcome, folder / "report.html")
     write_study_pictures(outcome, folder)
@@ -115,4 +119,4 @@ def _print(outcome: "triptych.studies.Outcome", folder: Path) -> None:
         console.print()
     for line in tables.conclusions(outcome):
         console.print(line, soft_wrap=True)
-    print(f"{folder}: runs.csv, README.md, report.html, differences.svg, curves.svg", file=sys.stderr)
+    print(f"{folder}: README.md, report.html, runs.csv, curves.csv and pictures", file=sys.stderr)

@@ -7,6 +7,7 @@ from importlib.metadata import version as installed_version
 
 import typer
 
+from triptych.cli.failures import explain, flush_output
 from triptych.cli.process import limit_spinning
 from triptych.cli.verbose import print_error, warnings_as_lines
 from triptych.errors import TriptychError
@@ -76,7 +77,7 @@ def _not_named() -> None:
 
 
 def run() -> None:
-    """Entry point: errors a user can put right become one line and an exit code."""
+    """Entry point: any error becomes one line and an exit code."""
     if num_launched() == 1:
         _run()
         return
@@ -92,15 +93,19 @@ def run() -> None:
 def _run() -> None:
     limit_spinning()  # nothing has imported torch yet
     try:
-        with warnings_as_lines():
-            application(sys.argv[1:])()
+        try:
+            with warnings_as_lines():
+                application(sys.argv[1:])()
+        finally:
+            flush_output()
     except TriptychError as error:
         if speaks(error):
             print_error(error)
         sys.exit(error.exit_code)
-    except OSError as error:
-        # typer itself ends quietly when whoever read our output has seen enough.
-        where = f"{error.filename}: " if error.filename else ""
-        if speaks(error):
-            print(f"triptych: {where}{error.strerror or error}", file=sys.stderr)
+    except BrokenPipeError:  # whoever read our output has seen enough; typer itself ends so, too
         sys.exit(1)
+    except Exception as error:  # noqa: BLE001 (the user sees one line, whatever it is)
+        explained = explain(error)
+        if speaks(error):
+            print_error(explained)
+        sys.exit(explained.exit_code)

@@ -74,7 +74,7 @@ EnergyOption = Annotated[
 ]
 BudgetOption = Annotated[
     float | None,
-    typer.Option("--budget", help="Keep this share of all channels, the most important ones."),
+    typer.Option("--budget", help="Keep this share of all channels (of ranks, in W_QK of rotary heads)."),
 ]
 FormsOption = Annotated[str, typer.Option("--forms", help="Which forms to truncate: qk, ov or qk,ov.")]
 Criterion = Literal["free", "uncentred", "centred"]

@@ -75,12 +75,15 @@ def rotary_base(rotary: RotaryEmbedding, refused: Refused) -> float:
     """The base b where channel pair i of n turns by `b^(−i / n)` a position.
 
     Raises:
-        UsageError: the frequencies are scaled, or other channels than the first are turned.
+        UsageError: the frequencies are scaled, or depend on the length of the text, or other channels than
+            the first are turned.
     """
     frequencies = rotary.frequencies.double()
     count = len(frequencies)
     if rotary.start or rotary.factor != 1.0 or rotary.places is not None:
         raise refused("rotary positions of other channels than the first, or with a factor")
+    if rotary.long is not None:
+        raise refused(f"rotary positions that change in texts of more than {rotary.limit:,} tokens")
     base = float(frequencies[1]) ** -count if count > 1 else 10_000.0
     powers = base ** (-torch.arange(count, dtype=torch.float64) / count)
     if not torch.allclose(frequencies.cpu(), powers, rtol=1e-6, atol=0.0):

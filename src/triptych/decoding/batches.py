@@ -68,6 +68,26 @@ def batches_of_like_length(
         yield batch
 
 
+def padded_alike(batch: Sequence[int], lengths: Sequence[int], limit: int | None) -> Iterator[list[int]]:
+    """The parts of a batch whose texts do not change each other.
+
+    Beyond a limit, rotary positions may depend on the longest text of a batch: then all texts of a part have
+    one length.
+
+    Args:
+        batch: places of texts.
+        lengths: of all texts.
+        limit: see `LanguageModel.rotary_limit`.
+    """
+    if limit is None or max(lengths[i] for i in batch) <= limit:
+        yield [*batch]
+        return
+    by_length: dict[int, list[int]] = {}
+    for i in batch:
+        by_length.setdefault(lengths[i], []).append(i)
+    yield from by_length.values()
+
+
 @final
 class EvaluationMode:
     """Evaluation mode inside, the mode before it afterwards."""

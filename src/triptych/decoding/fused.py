@@ -65,7 +65,7 @@ class FusedAttention(nn.Module):
         self.same = once and not is_cross and _keeps_once(weights)
         kept = [self.groups] if self.same else [self.groups, self.groups]
         self._parts = [self.num_heads, *kept]
-        self.semantics = semantics = _for_steps(weights, self.groups)
+        self.semantics = semantics = _for_steps(weights)
         self.rotary, self.bias = semantics.rotary, semantics.bias
         self.positional = semantics.bias is not None or semantics.is_local
         self.capped = semantics.soft_cap is not None or semantics.sinks is not None
@@ -163,7 +163,8 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Places]:
         """`_of_one_sequence` where values are the keys as they are before they turn."""
         q, v = torch.split_with_sizes(heads, self._parts, 1)
-        places, rotary = Places.of(cache, positions), self.rotary
+        q, rotary = self._normalised(q, self.semantics.q_norm), self.rotary
+        places = Places.of(cache, positions)
         if rotary is not None:
             q = places.turned(q, rotary)
         if self.semantics.temperature is not None:
@@ -266,6 +267,8 @@ class FusedAttention(nn.Module):
 def _keeps_once(weights: AttentionWeights) -> bool:
     """Whether keys and values are the same, but for positions that turn keys."""
     semantics = weights.semantics
+    if semantics.rotary is not None and semantics.rotary.long is not None:
+        return False  # keys stay as they were turned
     return weights.tied("k", "v") and semantics.k_norm is None and semantics.clip is None
 
 
@@ -292,7 +295,7 @@ def _as_remembered(weights: AttentionWeights) -> AttentionWeights:
     )
     if up_k.bias is not None and (semantics.sinks is not None or semantics.soft_cap is not None):
         return weights
-    if up_v.bias is not None and semantics.gate is not None:
+    if up_v.bias is not None and (semantics.sinks is not None or semantics.gate is not None):
         return weights
     queries = weights.multiplied("q").of_heads(weights.num_heads).then(Link(up_k.weight.mT))
     per_head, o_bias = weights.W_O, weights.o_bias
@@ -410,20 +413,9 @@ def numbers_of(allowed: Tensor, like: Tensor) -> Tensor:
     return torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill_(~allowed, -math.inf)
 
 
-def _for_steps(weights: AttentionWeights, groups: int) -> Semantics:
-    """What a layer does besides, for keys in so many heads, on the layer's device."""
+def _for_steps(weights: AttentionWeights) -> Semantics:
+    """What a layer does besides its maps, on the layer's device."""
     semantics = weights.semantics
-    norm, copies = semantics.k_norm, weights.num_key_heads
-    if norm is not None and norm.of_each_head and copies < groups:
-        times, whole = groups // copies, norm.over == "all heads"
-        parts = {
-            name: part.view(copies, -1).repeat_interleave(times, dim=0).flatten()
-            if whole
-            else part.repeat_interleave(times, dim=0)
-            for name, part in norm.tensors().items()
-            if whole or part.ndim == 2
-        }
-        semantics = semantics.with_learned({f"k_norm_{name}": part for name, part in parts.items()})
     if semantics.bias is not None:  # a recorded step must not fetch it from another device
         parts = {name: part.to(weights.device) for name, part in semantics.bias.tensors().items()}
         semantics = replace(semantics, bias=replace(semantics.bias, **parts))  # type: ignore[type-var]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych import thresholds
+from triptych.decoding.batches import padded_alike
 from triptych.decoding.hypotheses import length_penalty
 from triptych.decoding.sampling import Sampler, SamplingOptions
 from triptych.decoding.text_engine import OpenTexts, TextEngine
@@ -307,7 +308,9 @@ def generate_tokens(
     if options.beam_size > 1:
         return [beam_search(engine, ids, options) for ids in prompts]
     found: list[list[Generated]] = [[] for _ in prompts]
-    for batch in batches_of(prompts, max(1, batch_rows // options.num_samples), pads=True):
+    batches = batches_of(prompts, max(1, batch_rows // options.num_samples), pads=True)
+    lengths, limit = [len(ids) + options.max_new_tokens for ids in prompts], engine.rotary_limit
+    for batch in (part for whole in batches for part in padded_alike(whole, lengths, limit)):
         # Rows are numbered within the batch; a caller knows them by the prompts' own numbers.
         numbers = [i * options.num_samples + s for i in batch for s in range(options.num_samples)]
 

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.algebra.resampling import ratio_intervals
+from triptych.decoding.batches import padded_alike
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
 from triptych.text import Tokenizer
@@ -136,8 +137,9 @@ def score_continuations(
     order = sorted((i for i in range(len(pairs)) if pairs[i][1]), key=lambda i: -len(texts[i]))
     device = model.embeddings.table.weight.device
     model.eval()
-    for start in range(0, len(order), batch_rows):
-        batch = order[start : start + batch_rows]
+    batches = (order[start : start + batch_rows] for start in range(0, len(order), batch_rows))
+    lengths = [len(text) - 1 for text in texts]  # of what is read
+    for batch in (part for whole in batches for part in padded_alike(whole, lengths, model.rotary_limit)):
         rows = [torch.tensor(texts[i][:-1]) for i in batch]
         read = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         for i, logits in zip(batch, model(read).logits, strict=True):

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from triptych import thresholds
+from triptych.algebra.semantics import Semantics
 from triptych.attention import DecoderCache, LayerCache, MultiHeadAttention, PositionIds
 from triptych.decoding.fused import call_directly, cast_parameters, evaluating_copy, fuse, numbers_of
 from triptych.decoding.mapped import MappedFiles
@@ -26,10 +27,12 @@ class OpenTexts:
         length: slots a row: tokens, and the padding on the left of shorter texts.
         cache: keys and values.
         padding: slots on the left of each row that hold no token, `[rows]`; None if there are none.
+        ids: of the slots, for a text that may be read again; else None.
     """
 
     def __init__(self, cache: DecoderCache, padding: Tensor | None) -> None:
         self.cache, self.padding, self.length = cache, padding, 0
+        self.ids: Int[Tensor, "rows slots"] | None = None
 
     def mask(self, slots: int, queries: int) -> Tensor | None:
         """Which slots the last tokens see, `[rows, 1, queries, slots]`; None for all.
@@ -60,6 +63,8 @@ class OpenTexts:
         self.cache.select(rows)
         if self.padding is not None:
             self.padding = self.padding.index_select(0, rows)
+        if self.ids is not None:
+            self.ids = self.ids.index_select(0, rows)
 
 
 @final
@@ -73,6 +78,7 @@ class TextEngine:
         max_tokens: longest text that the model has positions for; None if there is no limit.
         context: tokens that are read at once (`LanguageModel.context`); None if there is no limit.
         reads_again: whether a text goes on past them, when its last tokens are read again.
+        rotary_limit: see `LanguageModel.rotary_limit`.
         vocab_size: number of tokens.
         num_choices: so many of them, from the first, may be chosen.
     """
@@ -102,7 +108,11 @@ class TextEngine:
         self.max_tokens, self.vocab_size = model.max_tokens, model.head.output.out_features
         self.context, self.reads_again = model.context, model.config is not None
         self.num_choices = min(num_choices or self.vocab_size, self.vocab_size)
+        self.rotary_limit = model.rotary_limit
         self._absolute = _counts_places(model)
+        again = any(of.rotary is not None and of.rotary.reads_again for of in _semantics(model))
+        # A text that grows past so many tokens is read again from its first.
+        self._starts_anew = self.rotary_limit if again else None
         self._num_layers = len(model.new_cache().own)
         # Products of int8 give float32 alone.
         dtype = torch.float32 if precision == "int8" else table.dtype
@@ -123,22 +133,27 @@ class TextEngine:
         """
         longest = max(map(len, texts))
         padding = torch.tensor([longest - len(ids) for ids in texts], device=self.device)
-        opened = OpenTexts(
-            DecoderCache(self._num_layers, lambda: self._new_cache(longest + room)),
-            padding if bool(padding.any()) else None,
-        )
+        opened = OpenTexts(self._new_cache(longest + room), padding if bool(padding.any()) else None)
         ids = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in texts], device=self.device)
+        if self._starts_anew is not None and longest <= self._starts_anew:
+            opened.ids = ids
         return opened, self._logits(ids, opened)
 
-    def _new_cache(self, room: int) -> LayerCache:
+    def _new_cache(self, room: int) -> DecoderCache:
         on_cpu = self.device.type == "cpu"
         even = thresholds.EVEN_SLOTS if on_cpu and self._dtype == torch.bfloat16 else None
-        return LayerCache(room, columns=on_cpu, even=even)
+        return DecoderCache(self._num_layers, lambda: LayerCache(room, columns=on_cpu, even=even))
 
     @torch.inference_mode()
     def step(self, tokens: Int[Tensor, " rows"], opened: OpenTexts) -> Float[Tensor, "rows vocab"]:
         """Logits of the token after each of `tokens`, one a row; the texts take the tokens in."""
-        return self._logits(tokens[:, None], opened)
+        if opened.ids is None or self._starts_anew is None:
+            return self._logits(tokens[:, None], opened)
+        ids = opened.ids = torch.cat([opened.ids, tokens[:, None]], dim=1)
+        if ids.shape[1] <= self._starts_anew:
+            return self._logits(tokens[:, None], opened)
+        opened.cache, opened.length, opened.ids = self._new_cache(2 * ids.shape[1]), 0, None
+        return self._logits(ids, opened)
 
     def _logits(self, ids: Tensor, opened: OpenTexts) -> Tensor:
         queries = ids.shape[1]
@@ -158,10 +173,14 @@ class TextEngine:
         return logits.float() if logits.dtype == torch.bfloat16 else logits
 
 
+def _semantics(model: LanguageModel) -> list[Semantics]:
+    return [cast(Block, block).self_attention.semantics for block in model.blocks]
+
+
 def _counts_places(model: LanguageModel) -> bool:
     """Whether it matters where a token stands, and not only how far from others."""
-    semantics = [cast(Block, block).self_attention.semantics for block in model.blocks]
-    inside = any(of.chunk is not None or of.temperature is not None for of in semantics)
+    inside = any(of.chunk is not None or of.temperature is not None for of in _semantics(model))
+    inside = inside or model.rotary_limit is not None
     return inside or model.architecture.embeddings.positions != "none"
 
 

@@ -37,8 +37,9 @@ def converted(name: str, write: Callable[[Path], None]) -> Iterator[Path]:
         yield place
         return
     with tempfile.TemporaryDirectory(prefix="triptych-") as temporary:
-        write(Path(temporary))
-        yield Path(temporary)
+        place = Path(temporary, "model")
+        write_folder(place, write)
+        yield place
 
 
 def _can_make(folder: Path) -> bool:

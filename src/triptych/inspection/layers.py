@@ -8,7 +8,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from triptych.algebra.measures import COMPARED, HeadMeasures, RotaryPairs, comparable, measure_heads
+from triptych.algebra.measures import COMPARED, HeadMeasures, RotaryPairs, measure_heads
 from triptych.algebra.positions import DisentangledBias
 from triptych.algebra.rewrites import (
     RewriteRefusedError,
@@ -118,8 +118,8 @@ def inspect_layer(
     if semantics.rotary is not None and not ignore_rotary:
         longest = checkpoint.longest_text(site)
         seen = min(longest, semantics.window or longest, semantics.chunk or longest)
-        pairs = RotaryPairs.of(semantics.rotary, seen)
-    measured = measure_heads(maps, pairs, comparable(weights))
+        pairs = RotaryPairs.of(semantics.rotary.of_length(longest), seen)
+    measured = measure_heads(weights, pairs)
     chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
     return InspectedLayer(
         stack=site.stack,

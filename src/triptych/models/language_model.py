@@ -1,7 +1,7 @@
 """Models of one stack: decoder-only language models and encoder-only ones, over the blocks of `blocks`."""
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, final
+from typing import Literal, NamedTuple, cast, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -178,6 +178,12 @@ class LanguageModel(nn.Module):
     def context(self) -> int | None:
         """Tokens that are read at once: as many as in training, or `max_tokens` where no recipe says it."""
         return self.max_tokens if self.config is None else self.config.context
+
+    @property
+    def rotary_limit(self) -> int | None:
+        """Length up to which texts are rotated alike, whatever their length; None if all texts are."""
+        rotary = [cast(Block, block).self_attention.semantics.rotary for block in self.blocks]
+        return min((of.limit for of in rotary if of is not None and of.limit is not None), default=None)
 
     def new_cache(self) -> DecoderCache:
         """An empty cache for `forward`."""

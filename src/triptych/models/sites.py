@@ -196,6 +196,7 @@ def _require_positions(site: AttentionSite, given: Semantics) -> None:
     if given.rotary is not None and held.rotary is not None:
         same = given.rotary.pairs == held.rotary.pairs
         same = same and torch.equal(given.rotary.frequencies, held.rotary.frequencies)
+        same = same and given.rotary.factor == held.rotary.factor and given.rotary.long is held.rotary.long
     if not same:
         raise ValueError(
             f"the weights for {site.name} are of a layer with {given.positions} positions, which are not "

@@ -16,6 +16,7 @@ from triptych.files import write_bytes, write_text
 from triptych.models.configuration import LanguageModelConfig, ModelConfig
 from triptych.models.encoder_decoder import EncoderDecoder
 from triptych.models.language_model import LanguageModel
+from triptych.storage.untrusted import LONGEST_JSON, read_limited, require_regular
 
 OwnModel = EncoderDecoder | LanguageModel
 
@@ -83,7 +84,7 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
     """
     path = folder / "config.json"
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(read_limited(path, LONGEST_JSON))
         if record["format"] != _FORMAT:
             raise DataError(
                 f"{path} has format {record['format']}, this triptych reads {_FORMAT}: "
@@ -215,6 +216,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         DataError: it is missing or damaged.
     """
     try:
+        require_regular(path)
         return load_file(path)
     except FileNotFoundError:
         raise DataError(f"{path} is missing: has the training run saved a model yet?") from None
@@ -272,6 +274,7 @@ def read_own_model(folder: Path) -> OwnModel:
     """
     path = folder / _WEIGHTS
     try:
+        require_regular(path)
         with safe_open(path, framework="pt") as file:
             held = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError):

@@ -23,7 +23,7 @@ from triptych.models.storage import read_own_model
 from triptych.opening.source import Source, find_source
 from triptych.runs.folder import DECODING, RECIPE, check_tokenizers
 from triptych.runs.language import TOKENIZER
-from triptych.storage.untrusted import read_json
+from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
 from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
 
@@ -142,7 +142,8 @@ class OpenedModel:
             kind = read_json(self.folder / "config.json").get("model_type")
             raise UsageError(
                 f"{self.folder} is a checkpoint of {kind}, which is run here, and not converted: of other "
-                "libraries' translators only Marian's are"
+                "libraries' translators only Marian's are, with scaled embeddings and feed-forward layers of one "
+                "width"
             )
 
     def save(self, folder: Path) -> None:
@@ -359,7 +360,7 @@ def _read_decoding(path: Path) -> DecodingConfig:
         DataError: not TOML, or not such settings.
     """
     try:
-        return DecodingConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        return DecodingConfig.model_validate(tomllib.loads(read_limited(path, LONGEST_TEXT).decode()))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from triptych.attention import LayerSteps, MultiHeadAttention, PositionIds, QueriesAndKeys
 from triptych.decoding import GenerationOptions
-from triptych.decoding.batches import EvaluationMode, batches_of_like_length
+from triptych.decoding.batches import EvaluationMode, batches_of_like_length, padded_alike
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
@@ -261,9 +261,11 @@ class Reader:
         """
         self.check(texts)
         lengths = [[*(one.ids if one.source is None else one.source)] for one in texts]
-        for batch in batches_of_like_length(lengths, BATCH_TOKENS):
-            with torch.no_grad():
-                yield batch, self.run([texts[i] for i in batch])
+        limit = self.model.rotary_limit if isinstance(self.model, LanguageModel) else None
+        for whole in batches_of_like_length(lengths, BATCH_TOKENS):
+            for batch in padded_alike(whole, [len(own) for own in lengths], limit):
+                with torch.no_grad():
+                    yield batch, self.run([texts[i] for i in batch])
 
     def run(self, texts: Sequence[TextIds], *, residuals: bool = False) -> Recording:
         """Run the model once, on a batch; gradients flow where they are recorded.

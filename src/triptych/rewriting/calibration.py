@@ -9,7 +9,6 @@ import torch
 from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
-from triptych.errors import UsageError
 from triptych.rewriting.inputs import before_gain
 from triptych.rewriting.layers import RewrittenLayer
 from triptych.rewriting.opening import open_runnable
@@ -49,8 +48,7 @@ def gather_moments(
         The moments by layer name.
 
     Raises:
-        UsageError: the model cannot be run; the text is not of the kind that it reads; or heads that have
-            norms of their own were removed.
+        UsageError: the model cannot be run, or the text is not of the kind that it reads.
     """
     found: dict[str, Moments] = {}
     model: RunnableModel | None = None
@@ -89,26 +87,7 @@ def _bytes_held(weights: AttentionWeights) -> int:
 
 
 def _listener(read: AttentionLayer, before: Callable[[AttentionLayer], RewrittenLayer]) -> "_Listener":
-    now = before(read)
-    require_heads_without_norms(read, now.kept)
-    return _Listener(now.weights.to(torch.float64), read.weights)
-
-
-def require_heads_without_norms(read: AttentionLayer, kept: Sequence[int] | None) -> None:
-    """Check that heads can be measured after some of them were removed.
-
-    Raises:
-        UsageError: heads were removed, and the others have norms of their own or in common.
-    """
-    semantics = read.weights.semantics
-    if kept is None or list(kept) == list(range(read.weights.num_heads)):
-        return
-    norms = [norm for norm in (semantics.q_norm, semantics.k_norm) if norm is not None]
-    if any(norm.over == "all heads" or norm.of_each_head for norm in norms):
-        raise UsageError(
-            f"{read.site.name}: heads with norms of their own are gone or in another order: what the "
-            "others do on a text cannot be measured here; put the step that looks at the text first"
-        )
+    return _Listener(before(read).weights.to(torch.float64), read.weights)
 
 
 @final

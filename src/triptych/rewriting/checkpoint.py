@@ -56,7 +56,7 @@ from triptych.storage.copying import CERTIFICATE, CONFIG, FolderCopy, require_ow
 from triptych.storage.settings import Settings
 from triptych.storage.shards import tensor_hash
 from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors
-from triptych.storage.untrusted import read_json
+from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited
 
 
 def rewrite_checkpoint(
@@ -453,7 +453,7 @@ def _hash_of(path: Path | None) -> str | None:
 
 def _with_card(path: Path, section: str) -> bytes:
     """Append the section to a model card, or replace the one that it has."""
-    text = path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""
+    text = read_limited(path, LONGEST_TEXT).decode(errors="surrogateescape") if path.is_file() else ""
     heading = re.escape(section.partition("\n")[0])
     rest = re.sub(rf"^{heading}\n.*?(?=^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE)
     return f"{rest.rstrip()}\n\n{section}".lstrip().encode(errors="surrogateescape")

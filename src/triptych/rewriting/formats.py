@@ -163,7 +163,28 @@ class FolderFormat(Format):
         )
 
     def note_on_padding(self) -> tuple[str, ...]:
-        return (_OURS_SHRINKS,) if self._checkpoint.settings.value("model_type") == "marian" else ()
+        """What makes files of this format smaller, by the sizes that its configuration can say."""
+        if self._checkpoint.settings.value("model_type") == "marian":
+            return (_OURS_SHRINKS,)
+        site = self._checkpoint.sites[0]
+        here = self._checkpoint.place(site).sizes
+        half, grouped = max(1, here.heads // 2), here.groups < here.heads
+        one_group = here._replace(heads=half, groups=1 if grouped else half)
+        narrower = here._replace(width=max(1, here.width // 2), value_width=max(1, here.value_width // 2))
+        ways = {
+            "fewer heads (--prune N, with --kv-heads 1)" if grouped else "fewer heads (--prune N)": one_group,
+            "fewer key-value heads (--kv-heads N)": here._replace(groups=1),
+            "narrower heads, all of one width (--rank N)": narrower,
+        }
+        free = [
+            way
+            for way, sizes in ways.items()
+            if sizes != here and resizing(self._checkpoint, site, sizes) is not None
+        ]
+        said = (
+            f"the file gets smaller by {' or '.join(free)}" if free else "no rewrite makes the file smaller"
+        )
+        return (f"{self.source.written_as}'s format: {said}; anything else is padded with zeros",)
 
     def other_than(
         self, certificate: Certificate, original: Path, folder: Path, written: AttentionSource

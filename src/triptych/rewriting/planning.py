@@ -10,14 +10,14 @@ import torch
 
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import Layer, LayerRewrite, Rewrite, RewriteRefusedError
+from triptych.algebra.rewrites import Layer, LayerRewrite, Rewrite, RewriteRefusedError, Truncate
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.writing import WrittenLayer
 from triptych.errors import DataError, UsageError
-from triptych.rewriting.calibration import gather_moments, require_heads_without_norms
+from triptych.rewriting.calibration import gather_moments
 from triptych.rewriting.certificate import (
     Cost,
     LayerRecord,
@@ -142,7 +142,6 @@ def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Rewr
             yield from prepared.parts(source, read, number)
             continue
         done = prepared.through(source, read, number)
-        require_heads_without_norms(read, done.kept)
         yield Layer(
             site.name,
             done.weights.to(torch.float64),
@@ -262,7 +261,7 @@ def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | Non
     prepared = prepare(source, folder, recipe)
     layers, all_costs, folded = [], [], set[Site]()
     settings: dict[str, Any] = {}
-    bytes_after, notes = 0, dict.fromkeys(source.warnings)
+    bytes_after, turned, padded, notes = 0, 0, False, dict.fromkeys(source.warnings)
     form = format_of(source)
     stay = fixed_sizes(form, prepared)
     for site in source.sites:
@@ -276,9 +275,13 @@ def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | Non
         all_costs.append(costs)
         settings |= written.settings
         bytes_after += form.bytes_of(read, written)
-        if costs.unpadded is not None:
-            notes |= dict.fromkeys(form.note_on_padding())
+        turned += _cut_under_rotation(prepared.steps, read, done)
+        padded |= costs.unpadded is not None
     costs = total_costs(all_costs)
+    if turned:
+        notes[_CHANNELS_STAY.format(share=f"{turned / costs.before.parameters:.0%}")] = None
+    if turned or padded:
+        notes |= dict.fromkeys(form.note_on_padding())
     return Plan(
         source=checkpoint,
         family=source.written_as,
@@ -292,6 +295,28 @@ def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | Non
         bytes_after=bytes_after,
         notes=tuple(notes),
     )
+
+
+_CHANNELS_STAY = (
+    "W_Q and W_K ({share} of the attention's parameters) get lower ranks and keep all channels, which rotary "
+    'positions turn: that saves nothing; rotary = "pairs" (--rotary pairs) takes channels out and loses more'
+)
+
+
+def _cut_under_rotation(steps: Sequence[Rewrite], read: AttentionLayer, done: RewrittenLayer) -> int:
+    """Parameters of W_Q and W_K if their rank is lowered before a rotation, which keeps their sizes."""
+    cut = any(
+        isinstance(step, Truncate)
+        and "qk" in step.forms
+        and step.rotary == "maps"
+        and (step.layers is None or read.site.layer in step.layers)
+        for step in steps
+    )
+    refused = any(record.rewrite == Truncate.name and record.refused for record in done.records)
+    if not cut or refused or read.weights.semantics.rotary is None:
+        return 0
+    links = {id(link): link for side in ("q", "k") for link in read.weights.chain(side)}
+    return sum(link.num_parameters for link in links.values())
 
 
 def written_layer(

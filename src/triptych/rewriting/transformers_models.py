@@ -22,6 +22,7 @@ from triptych.rewriting.running import (
     up_to,
     windows_of_text,
 )
+from triptych.storage.untrusted import LONGEST_TOKENIZER, require_regular
 
 
 @final
@@ -35,6 +36,10 @@ class TransformersModel(RunnableModel):
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self._path = path
         try:
+            for file in path.iterdir():
+                if not file.is_dir():
+                    weights = file.suffix in (".safetensors", ".bin")
+                    require_regular(file, None if weights else LONGEST_TOKENIZER)
             config = transformers.AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False
             )
@@ -93,18 +98,18 @@ class TransformersModel(RunnableModel):
 
         Raises:
             DataError: the file lacks tensors that the output depends on (`transformers` draws random ones
-                for these); or the model reads more than text.
+                for these); or the model does not run on text alone.
         """
         self.seen = {}
         try:
             found = self.model(**window.inputs)
-        except (AttributeError, TypeError, ValueError) as error:
-            if other := _inputs_besides_text(self.model):
-                name = type(self.model).__name__
-                raise DataError(
-                    f"{name} reads {other} besides text, and does not run on text alone"
-                ) from error
-            raise
+        # What a model's own code says of tokens comes in many classes.
+        except Exception as error:
+            name, other = type(self.model).__name__, _inputs_besides_text(self.model)
+            reads = f" (it reads {other} too)" if other else ""
+            raise DataError(
+                f"{self._path}: {name} does not run on token ids alone{reads}: {first_line(error)}"
+            ) from error
         result: Tensor = (found.logits if "logits" in found else found.last_hidden_state)[0]
         if self._missing and result.isnan().any():
             raise DataError(f"{self._path}: there is no tensor for {self._missing[0]}")

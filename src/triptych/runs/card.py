@@ -5,6 +5,7 @@ from pathlib import Path
 
 from triptych.files import write_text
 from triptych.models import LanguageModelConfig
+from triptych.storage.untrusted import LONGEST_TEXT, read_limited
 from triptych.training import AnyRecipe, Recipe, TextRecipe, TrainingResult
 from triptych.training.judging import LEAST_BLEU
 from triptych.training.progress import Display
@@ -20,7 +21,7 @@ def write_card(
     """Write the card of a finished run, unless somebody wrote one in its place."""
     path, text = folder / "README.md", _model_card(recipe, outcome, num_parameters)
     if path.exists():
-        old = path.read_text(encoding="utf-8", errors="replace")
+        old = read_limited(path, LONGEST_TEXT).decode(errors="replace")
         body, _, end = old.rpartition(_CARD_END)
         if not end.startswith(_text_hash(body)):
             display.say(f"{path} was changed by hand and is kept; metrics.jsonl has the new figures")

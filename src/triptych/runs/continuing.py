@@ -27,7 +27,7 @@ from triptych.runs.language import TextOfRun, fingerprints_of, tokens_of_text
 from triptych.runs.preparing import Prepared
 from triptych.storage.copying import CERTIFICATE, CONFIG, names_beside
 from triptych.storage.tensors import SAFETENSORS
-from triptych.storage.untrusted import read_json
+from triptych.storage.untrusted import LONGEST_JSON, read_json, read_limited
 from triptych.text import PretrainedTokenizer, TokenShards, load_tokenizer
 from triptych.training import ContinuedRecipe
 from triptych.training.fitting import choices, fit_continued_training
@@ -87,7 +87,7 @@ def take_up_continued(recipe: ContinuedRecipe, folder: Path, base: Path, display
     """A run that has begun; arguments as those of `prepare_continued`, and its folder."""
     loaded = _loaded(folder)
     tokenizer = load_tokenizer(folder, vocab_size=loaded.model.vocab_size)
-    text, config = TextOfRun(recipe, base), (folder / CONFIG).read_text(encoding="utf-8")
+    text, config = TextOfRun(recipe, base), read_limited(folder / CONFIG, LONGEST_JSON).decode()
 
     def begin(model: OwnModel, folder: Path) -> None:
         raise AssertionError("the run has begun")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from triptych.errors import UsageError
-from triptych.files import hold_folder, write_folder, write_text
+from triptych.files import NewFolder, hold_folder, write_text
 from triptych.launch import num_restarts
 from triptych.models.device import find_device, to_device
 from triptych.models.initial import Draws, Later
@@ -108,7 +108,7 @@ def train(recipe: AnyRecipe, folder: Path, display: Display | None = None, *, fo
             full disk.
     """
     shown = display or LineDisplay()
-    with launched(recipe.training.device, recipe.training.timeout_minutes) as world:
+    with launched(recipe.training.device, recipe.training.timeout_minutes) as world, ExitStack() as held:
         if world.size > 1 and num_restarts() and world.on_first(lambda: (folder / RECIPE).exists()):
             # torchrun starts the processes of a run that failed with the arguments of the first time.
             return _go_on(folder, (), shown, world)
@@ -120,7 +120,7 @@ def train(recipe: AnyRecipe, folder: Path, display: Display | None = None, *, fo
             new = prepare(recipe, base, shown)
             if world.size > 1:
                 with _threads_and_seed(new.recipe):
-                    _make_folder(folder, new, _without_memory(new)[0].model)
+                    _make_folder(folder, new, _without_memory(new)[0].model, held, force=force)
             # What was read of a checkpoint is let go: each process maps what the folder holds of it.
             if world.size == 1 or not isinstance(recipe, ContinuedRecipe):
                 prepared.append(new)
@@ -138,9 +138,8 @@ def train(recipe: AnyRecipe, folder: Path, display: Display | None = None, *, fo
             trainer = _trainer(own, folder, base, world, shown)
             if world.size == 1:
                 # No run folder is made, and nothing replaced, before all that can be checked has been.
-                _make_folder(folder, own, trainer.model)
-            with _held(folder, world):
-                return _run(own.recipe, trainer, shown)
+                _make_folder(folder, own, trainer.model, held, force=force)
+            return _run(own.recipe, trainer, shown)
 
 
 def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None = None) -> Summary:
@@ -188,9 +187,11 @@ def validate(folder: Path) -> dict[str, float]:
 
 
 def _go_on(folder: Path, overrides: Sequence[str], display: Display, world: World) -> Summary:
-    recipe = world.on_all(lambda: _recipe_of(folder, overrides))
     display = _logged(display, folder, world)
-    with _held(folder, world):
+    with ExitStack() as held:
+        # No other launch trains in the folder meanwhile.
+        world.on_first(lambda: held.enter_context(hold_folder(folder, wait=False)))
+        recipe = world.on_all(lambda: _recipe_of(folder, overrides))
         has_state = world.on_first(lambda: find_state(folder / "state") is not None)
         base = world.on_all(
             lambda: Path(read_counters(folder / "state").started_in) if has_state else Path.cwd()
@@ -228,19 +229,33 @@ def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
     return recipe
 
 
-def _make_folder(folder: Path, prepared: Prepared, model: OwnModel) -> None:
+def _make_folder(folder: Path, prepared: Prepared, model: OwnModel, held: ExitStack, *, force: bool) -> None:
+    """Make the folder of a new run, and hold it until `held` is closed.
+
+    Nothing that is there is replaced before the folder is held and `require_place` has been asked under that:
+    while the text was read, another process may have made a run there.
+    """
+
     def fill(place: Path) -> None:
         prepared.begin(model, place)
         # The recipe comes last: a folder that has one is a run that can be resumed.
         write_text(place / RECIPE, prepared.recipe.to_toml())
 
-    if folder.exists():
-        for path in own_files(folder):
-            path.unlink()
-        fill(folder)
-    else:
+    if not folder.exists():
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        write_folder(folder, fill)
+        made = held.enter_context(NewFolder(folder))
+        fill(made.path)
+        try:
+            made.finish()
+        except FileExistsError:
+            require_place(folder, force=False)
+            raise
+        return
+    held.enter_context(hold_folder(folder, wait=False))
+    require_place(folder, force=force)
+    for path in own_files(folder):
+        path.unlink()
+    fill(folder)
 
 
 def _logged(display: Display, folder: Path, world: World) -> Display:
@@ -249,27 +264,6 @@ def _logged(display: Display, folder: Path, world: World) -> Display:
         return display
     shown = display if world.is_first else SilentDisplay()
     return LoggedDisplay(folder / "logs" / f"rank-{world.rank}.log", shown)
-
-
-@contextmanager
-def _held(folder: Path, world: World) -> Iterator[None]:
-    """No other launch trains in the same folder inside the block.
-
-    Raises:
-        UsageError: one does.
-    """
-    with ExitStack() as held:
-
-        def hold() -> None:
-            try:
-                held.enter_context(hold_folder(folder, wait=False))
-            except BlockingIOError:
-                raise UsageError(
-                    f"{folder}: another process is training in this folder; wait for it or stop it"
-                ) from None
-
-        world.on_first(hold)
-        yield
 
 
 def prepare(recipe: AnyRecipe, base: Path, display: Display) -> Prepared:

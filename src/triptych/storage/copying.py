@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
+from types import TracebackType
 from typing import Any, final
 
 from triptych.errors import DataError, UsageError
@@ -114,8 +115,10 @@ class FolderCopy:
         self.folder = self._made.__enter__().path
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._made.__exit__(*exception)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._made.__exit__(kind, error, trace)
 
     @property
     def checkpoint(self) -> Path:

@@ -1,32 +1,52 @@
-"""Checkpoints on the Hugging Face Hub. Only the requested bytes of the weights are downloaded."""
+"""Checkpoints on the Hugging Face Hub. Only the requested bytes of the weights are downloaded.
 
+The Hub is not trusted. Commits and hashes must have their form before they name a file. No more is read than
+was asked for, and a transfer that is too slow is given up. Whole files must have the hash that the Hub gives.
+"""
+
+import hashlib
+import os
 import re
+import shutil
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
-from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
-    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
-    are_progress_bars_disabled,
     build_hf_headers,
-    disable_progress_bars,
-    enable_progress_bars,
+    filter_repo_objects,
     http_stream_backoff,
+    tqdm,
 )
 
 from triptych.errors import DataError
+from triptych.files import write_atomically
+from triptych.launch import speaks
 from triptych.storage.tensors import SAFETENSORS, SAFETENSORS_INDEX, Safetensors, Tensors, from_index, of_one
-from triptych.storage.untrusted import Bytes, read_json
+from triptych.storage.untrusted import (
+    LONGEST_JSON,
+    LONGEST_TOKENIZER,
+    Bytes,
+    parsed_json,
+    read_json,
+    shown,
+    stays_in_folder,
+)
 
+T = TypeVar("T")
 # `owner/name`, or `name` alone for some of the first; `@revision` may follow. A tensor file is none.
 _ID = re.compile(
     r"(?P<repo>(?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?<!\.safetensors)(?<!\.bin)(?<!\.pt)(?<!\.pth)(?<!\.json)"
@@ -35,7 +55,16 @@ _ID = re.compile(
 )
 # Fetched at once from the start of a file: most headers are shorter.
 _FIRST = 1 << 18
-_PARTIAL = 206
+# Fetched at once of a file that is downloaded whole.
+_PIECE = 1 << 26
+_WHOLE_ANSWER, _PARTIAL = 200, 206
+# A request is given up after a time in which it received fewer bytes than the rate gives.
+_PATIENCE_SECONDS, _LEAST_BYTES_PER_SECOND = 60.0, 10_000
+_ATTEMPTS = 3
+# Commits, and what names the content of a file: git's hash of it, or sha256 of a large one.
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_NO_HUB = "is HF_ENDPOINT the address of a Hub?"
 # What a copy of a checkpoint is made of, and folders with the same weights for other programs.
 _WHOLE = ("*.json", "*.safetensors", "*.txt", "*.model", "*.spm", "*.toml", "*.jinja", "*.md", "LICENSE*")
 _OTHER_FORMATS = ("onnx", "openvino", "coreml", "original", "mlx")
@@ -106,23 +135,11 @@ def download_checkpoint(hub_id: str, endpoint: str | None = None) -> Path:
     repo = _repository(hub_id, endpoint)
     if repo.download(SAFETENSORS_INDEX) is None:
         repo.open(SAFETENSORS)  # an error, before anything large is fetched
-    bars = are_progress_bars_disabled()
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    try:
-        with _explained(repo.name):
-            return Path(
-                snapshot_download(
-                    repo.name,
-                    revision=repo.revision,
-                    endpoint=endpoint,
-                    allow_patterns=[*_WHOLE],
-                    ignore_patterns=[f"{folder}/*" for folder in _OTHER_FORMATS],
-                )
-            )
-    finally:
-        if not bars:
-            enable_progress_bars()
+    others = [f"{folder}/*" for folder in _OTHER_FORMATS]
+    for file in filter_repo_objects(repo.files(), allow_patterns=[*_WHOLE], ignore_patterns=others):
+        if repo.download(file) is None:
+            raise DataError(f"{hub_id}: the Hub lists {shown(file)}, and does not have it: try again")
+    return repo.folder
 
 
 def _repository(hub_id: str, endpoint: str | None) -> "_Repository":
@@ -134,43 +151,91 @@ def _repository(hub_id: str, endpoint: str | None) -> "_Repository":
 
 @final
 class _Repository:
-    """One commit of a repository."""
+    """One commit of a repository.
+
+    Attributes:
+        folder: where its files are put: a snapshot in the cache of `huggingface_hub`.
+    """
 
     def __init__(self, name: str, revision: str | None, endpoint: str | None) -> None:
         self.name, self.endpoint = name, endpoint
-        with _explained(name):
-            try:
-                metadata = get_hf_file_metadata(self._url("config.json", revision), endpoint=endpoint)
-            except EntryNotFoundError:
-                raise DataError(f"{name}: there is no config.json, which has the number of heads") from None
-        self.revision = metadata.commit_hash or revision
+        found = self._look("config.json", revision)
+        if found is None:
+            raise DataError(f"{name}: there is no config.json, which has the number of heads")
+        _, self.revision = found
+        self._cache = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
+        self.folder = self._cache / "snapshots" / self.revision
 
     def download(self, file: str) -> Path | None:
-        """Download a small file or take it from the cache; None if the repository does not have it."""
+        """Download a file or take it from the cache; None if the repository does not have it."""
+        place = self.folder / file
+        if place.is_file():
+            return place
+        if (found := self._look(file, self.revision)) is None:
+            return None
+        there, _ = found
         with _explained(self.name):
+            blob = self._cache / "blobs" / there.digest
+            blob.parent.mkdir(parents=True, exist_ok=True)
+            if not blob.is_file():
+                self._require_room(there, file)
+                write_atomically(blob, there.save)
+            place.parent.mkdir(parents=True, exist_ok=True)
             try:
-                return Path(hf_hub_download(self.name, file, revision=self.revision, endpoint=self.endpoint))
-            except LocalEntryNotFoundError:
-                raise
-            except EntryNotFoundError:
-                return None
+                place.symlink_to(os.path.relpath(blob, place.parent))
+            except FileExistsError:  # another process was quicker
+                pass
+            except OSError:  # a system without links
+                shutil.copyfile(blob, place)
+        return place
 
     def open(self, file: str) -> "HubBytes":
         """Open a large file. Only its size is fetched."""
-        url = self._url(file, self.revision)
-        with _explained(self.name):
-            try:
-                metadata = get_hf_file_metadata(url, endpoint=self.endpoint)
-            except EntryNotFoundError:
-                raise DataError(
-                    f"{self.name} has no {file}: only safetensors are read from the Hub"
-                ) from None
-        if metadata.size is None:
-            raise DataError(f"{self.name}/{file}: the Hub does not tell its size")
-        return HubBytes(f"{self.name}/{file}", metadata.size, url)
+        if (found := self._look(file, self.revision)) is None:
+            raise DataError(f"{self.name} has no {file}: only safetensors are read from the Hub")
+        return found[0]
 
-    def _url(self, file: str, revision: str | None) -> str:
-        return hf_hub_url(self.name, file, revision=revision, endpoint=self.endpoint)
+    def files(self) -> list[str]:
+        """Names of all files."""
+        url = f"{self.endpoint or constants.ENDPOINT}/api/models/{self.name}/revision/{self.revision}"
+        where = f"{self.name}, its list of files"
+        with _explained(self.name):
+            content = _in_time(where, lambda transfer: transfer.get(url, where, LONGEST_JSON))
+        listed = parsed_json(content, where).get("siblings")
+        names: list[str] = []
+        for one in listed if isinstance(listed, list) else []:
+            name = one.get("rfilename") if isinstance(one, dict) else one
+            if not isinstance(name, str) or not stays_in_folder(name):
+                raise DataError(f"{where}: {shown(name)} is not the name of a file")
+            names.append(name)
+        return names
+
+    def _look(self, file: str, revision: str | None) -> tuple["HubBytes", str] | None:
+        """A file and its commit, by what the Hub says of them; None if it does not have the file."""
+        where = f"{self.name}/{file}"
+        with _explained(self.name):
+            url = hf_hub_url(self.name, file, revision=revision, endpoint=self.endpoint)
+            try:
+                found = _in_time(where, lambda _: get_hf_file_metadata(url, endpoint=self.endpoint))
+            except EntryNotFoundError:
+                return None
+        if _COMMIT.fullmatch(found.commit_hash or "") is None:
+            raise DataError(f"{where}: {shown(found.commit_hash)} is not the form of a commit: {_NO_HUB}")
+        if _HASH.fullmatch(found.etag or "") is None:
+            raise DataError(f"{where}: {shown(found.etag)} is not the form of a hash: {_NO_HUB}")
+        if found.size is None or found.size < 0:
+            raise DataError(f"{where}: the Hub does not tell its size")
+        return HubBytes(where, found.size, url, str(found.etag)), str(found.commit_hash)
+
+    def _require_room(self, there: "HubBytes", file: str) -> None:
+        free = shutil.disk_usage(self._cache).free
+        if there.size > free:
+            raise DataError(
+                f"{there.name} has {there.size / 1e9:.2f} GB, and the disk of {self._cache} has "
+                f"{free / 1e9:.2f} GB free: make room, or set HF_HUB_CACHE to a folder elsewhere"
+            )
+        if there.size > LONGEST_TOKENIZER and not file.endswith(".safetensors"):
+            raise DataError(f"{there.name}: {there.size:,} bytes are past {LONGEST_TOKENIZER:,}")
 
 
 @final
@@ -178,11 +243,12 @@ class HubBytes(Bytes):
     """A file on the Hub, read by ranges.
 
     Attributes:
+        digest: hash of its content, in hexadecimal digits: sha256 (64), or git's of a small file (40).
         fetched: bytes downloaded so far.
     """
 
-    def __init__(self, name: str, size: int, url: str) -> None:
-        self.name, self.size, self.fetched = name, size, 0
+    def __init__(self, name: str, size: int, url: str, digest: str) -> None:
+        self.name, self.size, self.digest, self.fetched = name, size, digest, 0
         self._url = url
         self._first = bytearray()
 
@@ -192,25 +258,151 @@ class HubBytes(Bytes):
         if start + length <= min(_FIRST, self.size):
             if not self._first:
                 self._first = self._fetch(0, min(_FIRST, self.size))
+                if len(self._first) == self.size:
+                    self._require_hash(self._begun(), self._first)
             return self._first[start : start + length]
         return self._fetch(start, length)
 
-    def _fetch(self, start: int, length: int) -> bytearray:
-        headers = build_hf_headers() | {"Range": f"bytes={start}-{start + length - 1}"}
-        found = bytearray()
-        with _explained(self.name), http_stream_backoff("GET", self._url, headers=headers) as answer:
-            # What does not know ranges would send all of it.
-            if answer.status_code != _PARTIAL and length < self.size:
-                raise DataError(
-                    f"{self.name}: asked for {length:,} bytes from {start:,}, the answer has status "
-                    f"{answer.status_code}"
-                )
-            for part in answer.iter_bytes():
-                found += part
+    def save(self, path: Path) -> None:
+        """Download all of it into a file.
+
+        Raises:
+            DataError: the network fails, or the content does not have the hash.
+        """
+        found = self._begun()
+        silent = not (sys.stderr.isatty() and speaks())
+        bar = tqdm(  # type: ignore[no-untyped-call]
+            desc=self.name, total=self.size, unit="B", unit_scale=True, delay=1, leave=False, disable=silent
+        )
+        with path.open("wb") as file, bar:
+            for start in range(0, self.size, _PIECE):
+                piece = self._fetch(start, min(_PIECE, self.size - start), bar.update)
+                found.update(piece)
+                file.write(piece)
+        self._require_hash(found)
+
+    def _begun(self) -> "hashlib._Hash":
+        if len(self.digest) == hashlib.sha256().digest_size * 2:
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
+
+    def _require_hash(self, found: "hashlib._Hash", content: bytes | bytearray = b"") -> None:
+        found.update(content)
+        if found.hexdigest() != self.digest:
+            raise DataError(
+                f"{self.name}: what came has the hash {found.hexdigest()}, and the Hub gives {self.digest}: "
+                "try again"
+            )
+
+    def _fetch(
+        self, start: int, length: int, on_received: Callable[[int], object] = lambda count: None
+    ) -> bytearray:
+        with _explained(self.name):
+            found = _in_time(
+                self.name,
+                lambda transfer: transfer.get_range(self._url, self.name, start, length, self.size),
+                on_received,
+            )
         self.fetched += len(found)
-        if len(found) != length:
-            raise DataError(f"{self.name}: asked for {length:,} bytes, {len(found):,} came: try again")
         return found
+
+
+@final
+class _Transfer:
+    """What a request has received so far. It runs in a thread of its own."""
+
+    def __init__(self, on_received: Callable[[int], object]) -> None:
+        self.received, self.stopped = 0, False
+        self._on_received = on_received
+
+    def get(self, url: str, name: str, most: int) -> bytearray:
+        """The whole answer, of at most a number of bytes."""
+        found = bytearray()
+        with self._answer(url, {}) as answer:
+            if answer.status_code != _WHOLE_ANSWER:
+                raise DataError(f"{name}: the answer has status {answer.status_code}")
+            self._receive(answer, found, name, most)
+        return found
+
+    def get_range(self, url: str, name: str, start: int, length: int, size: int) -> bytearray:
+        """A part of a file; what a broken connection left out is asked for again."""
+        found = bytearray()
+        for left in reversed(range(_ATTEMPTS)):
+            first, last = start + len(found), start + length - 1
+            wanted = f"{name}: asked for bytes {first:,} to {last:,} of {size:,}"
+            try:
+                with self._answer(url, {"Range": f"bytes={first}-{last}"}) as answer:
+                    given = answer.headers.get("Content-Range")
+                    partial = answer.status_code == _PARTIAL
+                    # What does not know ranges would send all of it.
+                    if not partial and (answer.status_code != _WHOLE_ANSWER or last - first + 1 < size):
+                        raise DataError(f"{wanted}, the answer has status {answer.status_code}")
+                    if partial and given not in (f"bytes {first}-{last}/{size}", f"bytes {first}-{last}/*"):
+                        raise DataError(f"{wanted}, the answer is of {shown(given)}: try again")
+                    self._receive(answer, found, wanted, length)
+            except DataError:
+                raise
+            except Exception:  # as in `_explained`
+                if self.stopped or not left:
+                    raise
+                time.sleep(1)
+                continue
+            if len(found) == length:
+                return found
+        raise DataError(f"{wanted}, and fewer came: try again")
+
+    def _answer(self, url: str, headers: dict[str, str]) -> Any:
+        headers = build_hf_headers() | {"Accept-Encoding": "identity"} | headers
+        return http_stream_backoff(
+            "GET", url, headers=headers, timeout=_PATIENCE_SECONDS, retry_on_exceptions=()
+        )
+
+    def _receive(self, answer: Any, found: bytearray, name: str, most: int) -> None:
+        # Raw: an answer of a few bytes may be unpacked to any number.
+        for part in answer.iter_raw():
+            if self.stopped:
+                raise InterruptedError("stopped")
+            if len(found) + len(part) > most:
+                raise DataError(f"{name}, and more came: try again")
+            found += part
+            self.received += len(part)
+            self._on_received(len(part))
+
+
+def _in_time(
+    name: str, work: Callable[[_Transfer], T], on_received: Callable[[int], object] = lambda count: None
+) -> T:
+    """What a request gives.
+
+    Raises:
+        DataError: too little came for too long.
+    """
+    # No timeout of a socket ends an answer that comes byte by byte. A thread that hangs is left behind.
+    transfer, future = _Transfer(on_received), Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(work(transfer))
+        except BaseException as error:  # noqa: BLE001
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        while True:
+            before = transfer.received
+            try:
+                return future.result(_PATIENCE_SECONDS)
+            except TimeoutError:
+                if future.done():
+                    return future.result()
+            came = transfer.received - before
+            if came < _PATIENCE_SECONDS * _LEAST_BYTES_PER_SECOND:
+                raise DataError(
+                    f"{name}: only {came:,} bytes came in {_PATIENCE_SECONDS:.0f} seconds: the network or "
+                    "the Hub is too slow; try again later"
+                )
+    finally:
+        transfer.stopped = True
 
 
 @contextmanager
@@ -218,8 +410,6 @@ def _explained(name: str) -> Iterator[None]:
     """Turn errors of the Hub into one line. Missing files are left to the caller."""
     try:
         yield
-    except LocalEntryNotFoundError as error:
-        raise DataError(_unreachable(name, error)) from None
     except (DataError, EntryNotFoundError):
         raise
     except GatedRepoError:
@@ -230,12 +420,7 @@ def _explained(name: str) -> Iterator[None]:
         ) from None
     except RevisionNotFoundError:
         raise DataError(f"{name}: the repository has no such revision") from None
-    # Errors of the network are httpx's, those of a transfer hf_xet's; the Hub's library adds its own. No
-    # class is common to them.
+    # Errors of the network are httpx's; the Hub's library adds its own. No class is common to them.
     except Exception as error:  # noqa: BLE001
-        raise DataError(_unreachable(name, error)) from None
-
-
-def _unreachable(name: str, error: Exception) -> str:
-    reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-    return f"{name}: no such path, and the Hub could not be reached: {reason}"
+        reason = shown((str(error) or type(error).__name__).splitlines()[0])
+        raise DataError(f"{name}: no such path, and the Hub could not be reached: {reason}") from None

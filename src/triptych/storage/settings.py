@@ -7,6 +7,7 @@ hidden_act | 'silu'                      a text in quotes stands for itself
 layer_types[]                            the entry of this layer in a list
 layer_types[] == sliding_attention       a condition; also !=, <, >=, a bare field (true?), !field
 attn_config.softmax_scale != null        whether a field is there and not null
+slow_but_exact and pretraining_tp >= 2   several conditions, all of which must hold
 layer % 2 == 1                           a condition on the layer's number; also (layer + 1) % 2, a field
                                          in place of 2 (pattern | 6), layer >= max_window_layers
 """
@@ -113,6 +114,8 @@ class Settings:
         condition = condition.strip()
         if not condition:
             return True
+        if " and " in condition:
+            return all(self.holds(part, layer) for part in condition.split(" and "))
         if found := _CONDITION.fullmatch(condition):
             left, sign, right = found.groups()
             value = self._of_number(left, layer)
@@ -133,15 +136,18 @@ class Settings:
         return bool(self.value(condition, layer))
 
     def _of_number(self, expression: str, layer: int) -> int | None:
-        """`layer`, `layer % N` or `(layer + 1) % N`, N an expression; None if not one of these."""
+        """`layer`, `layer % N` or `(layer + 1) % N`, N an expression; None if not one of these, or no N.
+
+        Raises:
+            DataError: N is no whole number of at least 1.
+        """
         found = re.fullmatch(r"(layer|\(layer \+ 1\))(?:\s*%\s*(.+))?", expression)
         if found is None:
             return None
         number = layer if found[1] == "layer" else layer + 1
         if found[2] is None:
             return number
-        of = self.value(found[2], layer)
-        return number % of if isinstance(of, int) and of > 0 else None
+        return None if self.value(found[2], layer) is None else number % self.count(found[2], layer)
 
     def _product(self, expression: str, layer: int) -> Any:
         parts = re.split(r"\s+([*/])\s+", expression)
@@ -184,10 +190,10 @@ class Settings:
 
 def paths_in(expression: str) -> set[str]:
     """The fields that a value or a condition reads, as paths."""
-    expression = _QUOTED.sub("", expression)
-    sides = [expression]
-    if found := _CONDITION.fullmatch(expression.strip()):
-        sides = [found[1], found[3]] if found[2] in ("<", ">=") else [found[1]]
+    sides: list[str] = []
+    for part in _QUOTED.sub("", expression).split(" and "):
+        found = _CONDITION.fullmatch(part.strip())
+        sides += [part] if found is None else [found[1], found[3]] if found[2] in ("<", ">=") else [found[1]]
     words = {
         word.removesuffix("[]") for side in sides for word in re.findall(r"[A-Za-z_][\w.]*(?:\[\])?", side)
     }

@@ -29,6 +29,7 @@ from triptych.storage.untrusted import (
     MappedBytes,
     parsed_json,
     read_json,
+    require_regular,
     shown,
     stays_in_folder,
 )
@@ -204,10 +205,13 @@ class Pickled(TensorFile):
 
     def _load(self, path: Path) -> dict[str, Tensor]:
         try:
+            require_regular(path)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of pickles that are refused anyway
                 # Only the newer of torch's two formats, a zip archive, can be mapped.
                 found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        except FileNotFoundError:
+            raise DataError(f"{path} is missing: fetch it again") from None
         except pickle.UnpicklingError as error:
             raise DataError(
                 f"{path}: refused without running it: it contains more than tensors "
@@ -318,15 +322,15 @@ def open_tensors(path: Path, *, mapped: bool = False) -> Tensors:
     Raises:
         DataError: the path is none of these, a shard is missing, or a file is damaged.
     """
-    if path.is_file():
-        return of_one(_open_file(path, mapped))
-    if not path.is_dir():
+    if not path.exists():
         raise DataError(f"{path}: there is no such file or folder")
+    if not path.is_dir():
+        return of_one(_open_file(path, mapped))
     # In the order in which Hugging Face's library looks.
     for index, whole in ((SAFETENSORS_INDEX, SAFETENSORS), (PICKLED_INDEX, PICKLED)):
-        if (path / whole).is_file():
+        if (path / whole).exists():
             return of_one(_open_file(path / whole, mapped))
-        if (path / index).is_file():
+        if (path / index).exists():
             return from_index(
                 read_json(path / index),
                 str(path / index),
@@ -390,8 +394,6 @@ def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
 
 
 def _open_file(path: Path, mapped: bool) -> TensorFile:
-    if not path.is_file():
-        raise DataError(f"{path} is missing: fetch it again")
     if path.suffix != ".safetensors":
         return Pickled(path)
     return Safetensors(MappedBytes(path) if mapped else LocalBytes(path))

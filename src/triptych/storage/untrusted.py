@@ -1,21 +1,70 @@
 """Bytes, JSON records and names from files that are not trusted.
 
-What is wrong with them is a `DataError` in one printable line. A name must stay within its folder.
+What is wrong with them is a `DataError` in one printable line. A name must stay within its folder. Pipes and
+devices, which may never end, are refused.
 """
 
+import errno
 import json
 import mmap
+import stat
 from abc import ABC, abstractmethod
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, final
 
 from triptych.errors import DataError
 
-_LONGEST_JSON = 64 << 20
+# The most bytes of a file by its kind: far more than any that is known, and little enough to be held.
+LONGEST_TEXT = 16 << 20  # a recipe, a template, a page
+LONGEST_JSON = 64 << 20  # a configuration, an index, a certificate
+LONGEST_TOKENIZER = 256 << 20
+LONGEST_METRICS = 1 << 30
+_BLOCK = 1 << 20
 # Below so many bytes a part of a file is read, not mapped; so are tensors that begin at odd places.
 _LEAST_MAPPED, _ALIGNMENT = 1 << 16, 8
 # Of a file, on most systems.
 _LONGEST_NAME = 255
+
+
+def require_regular(path: Path, most: int | None = None) -> int:
+    """Check that a path is a regular file, or a link to one, before it is opened by a library.
+
+    Args:
+        path: of the file.
+        most: the most bytes that it may have; None for any number.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        OSError: it is missing, too large, or a folder, a pipe or a device.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if most is not None and found.st_size > most:
+        raise _too_large(path, most)
+    return found.st_size
+
+
+def read_limited(path: Path, most: int) -> bytes:
+    """Read a regular file of at most a number of bytes.
+
+    Raises:
+        OSError: it is larger, cannot be read, or is not a regular file.
+    """
+    require_regular(path, most)
+    content = bytearray()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            content += block
+            if len(content) > most:  # it has grown, or its size was not true
+                raise _too_large(path, most)
+    return bytes(content)
+
+
+def _too_large(path: Path, most: int) -> OSError:
+    return OSError(errno.EFBIG, f"it has more than {most:,} bytes, the most for such a file", str(path))
 
 
 class Bytes(ABC):
@@ -46,7 +95,7 @@ class LocalBytes(Bytes):
         self.name = str(path)
         self._path = path
         try:
-            self.size = path.stat().st_size
+            self.size = require_regular(path)
         except FileNotFoundError:
             raise DataError(f"{path} is missing: fetch it again") from None
         except OSError as error:
@@ -98,10 +147,13 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         DataError: the file is missing, is not a JSON record, or is nested too deeply.
     """
-    source = LocalBytes(path)
-    if source.size > _LONGEST_JSON:
-        raise DataError(f"{source.name}: {source.size:,} bytes are too many for a file of settings")
-    return parsed_json(bytes(source.read(0, source.size)), source.name)
+    try:
+        content = read_limited(path, LONGEST_JSON)
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing: fetch it again") from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from None
+    return parsed_json(content, str(path))
 
 
 def parsed_json(content: bytes | bytearray, where: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -12,12 +13,13 @@ import torch
 
 from triptych.errors import TriptychError, UsageError
 from triptych.extras import require_extra
-from triptych.files import write_text
+from triptych.files import hold_folder, write_text
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.runs.training import prepare
 from triptych.studies.budget import Solved, Vocabulary, amount, solve, training_flops
 from triptych.studies.job import Job, Result, TrainedRun
 from triptych.studies.running import ALONE, Planned, StudyProgress, run_all
+from triptych.studies.statistics import too_few
 from triptych.studies.study import Study, recipes_of, rewrites_of
 from triptych.text import read_parallel
 from triptych.threads import num_cores
@@ -133,22 +135,25 @@ def compare_study(
     sizes, choices = world.on_first(begin, patiently=True)
     vocabulary = Vocabulary(*sizes)
     made = {name: recipe.filled(choices) for name, recipe in made.items()}
-    held = _held(study, made, vocabulary)  # most mistakes show here, before a folder is made
-    world.on_first(lambda: _claim(folder, study))
-    runner = _Runner(study, folder, tell, world)
-    trained = [
-        replace(one, flops=training_flops(one.recipe, vocabulary))
-        for one in _swept(runner, _timed(runner, study, held), say)
-    ]
-    for one in trained:
-        if one.solved is not None:
-            say(f"{one.name}: {one.solved.describe(study.budget.hold)}")
-    results, failed = _make_runs(runner, trained, rewrites)
-    variants = {one.name: one for one in trained}
+    variants = _held(study, made, vocabulary)  # most mistakes show here, before a folder is made
+    if warning := too_few(len(study.seed_list), len(study.variants) - 1):
+        say(warning)
+    with ExitStack() as held:
+        world.on_first(lambda: _claim(folder, study, held))
+        runner = _Runner(study, folder, tell, world)
+        trained = [
+            replace(one, flops=training_flops(one.recipe, vocabulary))
+            for one in _swept(runner, _timed(runner, study, variants), say)
+        ]
+        for one in trained:
+            if one.solved is not None:
+                say(f"{one.name}: {one.solved.describe(study.budget.hold)}")
+        results, failed = _make_runs(runner, trained, rewrites)
+    by_name = {one.name: one for one in trained}
     for name in rewrites:
-        parent = variants[study.parent_of(name)]
-        variants[name] = Variant(name, parent.recipe, flops=parent.flops)
-    return Outcome(study, folder, variants, results, failed, runner.sweep_seconds)
+        parent = by_name[study.parent_of(name)]
+        by_name[name] = Variant(name, parent.recipe, flops=parent.flops)
+    return Outcome(study, folder, by_name, results, failed, runner.sweep_seconds)
 
 
 def _make_runs(
@@ -179,8 +184,13 @@ def _check_test(study: Study) -> None:
             raise UsageError(f"study {study.name}: [test]: {error}") from None
 
 
-def _claim(folder: Path, study: Study) -> None:
-    """Make the folder, or check that it is this study's."""
+def _claim(folder: Path, study: Study, held: ExitStack) -> None:
+    """Make the folder, or check that it is this study's; hold it until `held` is closed."""
+    taken = UsageError(f"{folder} is taken, and holds no study: name another folder")
+    if folder.exists() and not folder.is_dir():
+        raise taken
+    folder.mkdir(parents=True, exist_ok=True)
+    held.enter_context(hold_folder(folder, wait=False))
     place = folder / "study.json"
     if place.exists():
         # More seeds, other metrics or workers need no run to be made again.
@@ -190,9 +200,8 @@ def _claim(folder: Path, study: Study) -> None:
             raise UsageError(
                 f"{folder} holds another study, or this one before it was changed: name another folder"
             )
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} is taken, and holds no study: name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    elif any(folder.iterdir()):
+        raise taken
     write_text(place, study.model_dump_json(indent=2) + "\n")
 
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median_high
 
-from triptych.errors import TriptychError
 from triptych.reports import (
     CurveChart,
     CurvePoint,
@@ -19,10 +18,10 @@ from triptych.reports import (
 )
 from triptych.studies.budget import in_words
 from triptych.studies.comparing import NOISE, Outcome
+from triptych.studies.curves import history
 from triptych.studies.statistics import estimate
 from triptych.studies.study import HIGHER_IS_BETTER, OF_COST
-from triptych.studies.tables import compared, conclusions, noise_floor, tables
-from triptych.training.metrics import read_metrics
+from triptych.studies.tables import compared, conclusions, mean, noise_floor, tables
 
 _AXES = {
     "step": "updates",
@@ -107,7 +106,7 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
 def _curves(outcome: Outcome) -> list[CurveChart]:
     """Validation loss against `_AXES`, a line a trained variant with the interval over seeds."""
     histories = {
-        name: [_history(outcome.run_folder(name, seed), _flops(outcome, name)) for seed in results]
+        name: [history(outcome.run_folder(name, seed), _flops(outcome, name)) for seed in results]
         for name, results in outcome.trained.items()
     }
     charts = []
@@ -125,33 +124,11 @@ def _flops(outcome: Outcome, name: str) -> float | None:
     return outcome.variants[outcome.study.baseline_name if name == NOISE else name].flops
 
 
-def _history(folder: Path, flops: float | None) -> list[dict[str, float]]:
-    """Every validation, with the tokens, operations and seconds before it."""
-    try:
-        records = read_metrics(folder / "metrics.jsonl")
-    except (OSError, TriptychError):
-        return []
-    found, tokens, seconds = [], 0.0, 0.0
-    for record in records:
-        tokens, seconds = record.get("tokens", tokens), record.get("seconds", seconds)
-        if "valid_loss" in record:
-            place = {
-                "step": record["step"],
-                "tokens": tokens,
-                "seconds": seconds,
-                "loss": record["valid_loss"],
-            }
-            if flops is not None:
-                place["flops"] = tokens * flops
-            found.append({name: float(value) for name, value in place.items()})
-    return found
-
-
 def _line(histories: list[list[dict[str, float]]], key: str) -> tuple[CurvePoint, ...]:
     """Means over seeds of validations at the same update; their place is the mean of their places."""
     by_step: dict[float, list[dict[str, float]]] = {}
-    for history in histories:
-        for one in history:
+    for run in histories:
+        for one in run:
             by_step.setdefault(one["step"], []).append(one)
     points = []
     for _, each in sorted(by_step.items()):
@@ -174,7 +151,7 @@ def _scatters(outcome: Outcome) -> list[ScatterChart]:
         dots = []
         for name in outcome.variants:
             if name in quality and name in amounts:
-                found = estimate(list(quality[name].values()))
+                found = mean(quality[name], metric)
                 dots.append(Dot(name, amounts[name], found.mean, found.low, found.high))
         if len({dot.x for dot in dots}) > 1:
             words = metric.replace("_", " ")

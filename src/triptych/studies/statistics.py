@@ -2,14 +2,19 @@
 
 Runs are paired by seed: two variants of a seed saw the same text in the same order from the same initial
 values wherever they have the same parameters, so the difference of a pair varies less than either figure.
+
+Two tests are made. Student's t assumes normal differences. The exact sign-flip test assumes only that a
+difference is as likely to be d as −d if the variants are equal; it decides whether a difference is seen.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import final
 
 import numpy as np
+from jaxtyping import Float
 
 from triptych.algebra.significance import holm
 
@@ -18,6 +23,14 @@ CONFIDENCE = 0.95
 # With which a difference would be found again.
 _POWER = 0.8
 _MOST_SEEDS = 10_000
+# All sign flips of at most this many differences; as many drawn ones of more.
+_ALL_FLIPS = 16
+# Up to this many seeds the power of the sign-flip test is simulated; with more it is close to Student's.
+_SIMULATED_SEEDS = 12
+_SIMULATIONS = 2000
+
+Range = tuple[float, float]
+ANYTHING: Range = (-math.inf, math.inf)
 
 
 @final
@@ -49,6 +62,8 @@ class Comparison:
         difference: mean of variant − baseline, with its interval.
         p_value: of the paired t-test, two-sided; NaN where no test is possible.
         corrected: the same, corrected for the number of variants (Holm).
+        exact: p-value of the sign-flip test, two-sided; NaN where no test is possible.
+        exact_corrected: the same, corrected for the number of variants (Holm).
         num_tests: that number.
         differences: of each pair, by seed.
     """
@@ -56,6 +71,8 @@ class Comparison:
     difference: Estimate
     p_value: float
     corrected: float
+    exact: float
+    exact_corrected: float
     num_tests: int
     differences: dict[int, float]
 
@@ -74,12 +91,16 @@ class Comparison:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the difference is more than chance explains, after correction."""
-        return self.corrected < 1 - CONFIDENCE
+        """Whether the exact test, after correction, says that the difference is more than chance explains."""
+        return self.exact_corrected < 1 - CONFIDENCE
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float], possible: Range = ANYTHING) -> Estimate:
     """The mean of independent values, with its 95 % interval.
+
+    Args:
+        values: one for each seed.
+        possible: least and largest value that there can be; the interval ends there.
 
     Raises:
         ValueError: there are none.
@@ -94,17 +115,19 @@ def estimate(values: Sequence[float]) -> Estimate:
         return Estimate(mean, math.nan, math.nan, math.nan, 1)
     deviation = float(sample.std(ddof=1))
     reach = float(t.ppf((1 + CONFIDENCE) / 2, count - 1)) * deviation / math.sqrt(count)
-    return Estimate(mean, mean - reach, mean + reach, deviation, count)
+    least, most = possible
+    return Estimate(mean, max(mean - reach, least), min(mean + reach, most), deviation, count)
 
 
 def compare(
-    variants: Mapping[str, Mapping[int, float]], baseline: Mapping[int, float]
+    variants: Mapping[str, Mapping[int, float]], baseline: Mapping[int, float], possible: Range = ANYTHING
 ) -> dict[str, Comparison]:
     """Each variant against the baseline, on the seeds that both have.
 
     Args:
         variants: the values of each variant by seed.
         baseline: those of the baseline.
+        possible: least and largest value that there can be.
 
     Returns:
         By variant; one without a seed in common with the baseline is left out.
@@ -114,10 +137,15 @@ def compare(
         for name, values in variants.items()
     }
     pairs = {name: found for name, found in pairs.items() if found}
-    p_values = [paired_p_value(list(found.values())) for found in pairs.values()]
+    differences = [list(found.values()) for found in pairs.values()]
+    span = possible[1] - possible[0]
+    student, exact = [paired_p_value(d) for d in differences], [exact_p_value(d) for d in differences]
+    rows = zip(pairs.items(), student, holm(student), exact, holm(exact), strict=True)
     return {
-        name: Comparison(estimate(list(found.values())), p_value, corrected, len(pairs), found)
-        for (name, found), p_value, corrected in zip(pairs.items(), p_values, holm(p_values), strict=True)
+        name: Comparison(
+            estimate(list(found.values()), (-span, span)), t, t_holm, e, e_holm, len(pairs), found
+        )
+        for (name, found), t, t_holm, e, e_holm in rows
     }
 
 
@@ -137,6 +165,55 @@ def paired_p_value(differences: Sequence[float]) -> float:
     return float(2 * t.sf(abs(statistic), found.count - 1))
 
 
+def exact_p_value(differences: Sequence[float]) -> float:
+    """Of a sign-flip test that differences are symmetric about 0, two-sided; NaN for fewer than two of them.
+
+    p is the share of all 2ⁿ ways to flip their signs that give a sum at least as far from 0. It is at least
+    2/2ⁿ. Of more than 16 differences, 65,536 ways are drawn, the same ones every time.
+
+    Source: Fisher 1935, The Design of Experiments, section 21.
+    """
+    if len(differences) < 2:
+        return math.nan
+    return float(_share_as_far(np.asarray(differences, dtype=float)[:, None])[0])
+
+
+def least_seeds(num_tests: int) -> int:
+    """The fewest seeds with which the exact test can see a difference after Holm's correction."""
+    return math.floor(math.log2(2 * num_tests / (1 - CONFIDENCE))) + 1
+
+
+def too_few(seeds: int, num_tests: int) -> str:
+    """That no difference can be seen with these seeds; empty if one can."""
+    needed = least_seeds(num_tests)
+    if seeds >= needed:
+        return ""
+    return (
+        f"{seeds} seeds cannot show a difference: before correction the exact p is at least "
+        f"{2 / 2**seeds:.2g}. With {num_tests} comparison{'s' * (num_tests > 1)} it takes {needed} seeds."
+    )
+
+
+def _share_as_far(samples: Float[np.ndarray, "count studies"]) -> Float[np.ndarray, " studies"]:
+    """Of each column, the share of sign flips whose sum is as far from 0 as the column's own."""
+    sums = np.abs(_flips(len(samples)) @ samples)
+    # Sums that are equal on paper differ by rounding.
+    far_enough = sums[0] - 1e-12 * np.abs(samples).sum(axis=0)
+    shares: Float[np.ndarray, " studies"] = (sums >= far_enough).mean(axis=0)
+    return shares
+
+
+@lru_cache(maxsize=4)
+def _flips(count: int) -> Float[np.ndarray, "flips count"]:
+    """Ways to flip signs; the first changes none. Of two opposite ways, only one is among them."""
+    if count <= _ALL_FLIPS:
+        ways = np.arange(2 ** (count - 1))[:, None]
+        return 1.0 - 2.0 * (ways >> np.arange(count) & 1)[:, ::-1]
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(2**_ALL_FLIPS, count))
+    signs[0] = 1.0
+    return signs
+
+
 def effect_size(differences: Sequence[float]) -> float:
     """Their mean over their standard deviation (Cohen's d_z); NaN where that is not defined."""
     found = estimate(differences)
@@ -146,7 +223,7 @@ def effect_size(differences: Sequence[float]) -> float:
 
 
 def seeds_needed(differences: Sequence[float], num_tests: int = 1) -> int | None:
-    """The fewest seeds with which a paired t-test finds their mean in four of five studies.
+    """The fewest seeds with which the exact test finds their mean in four of five studies.
 
     Args:
         differences: of pairs; their mean and standard deviation are taken as true.
@@ -158,11 +235,11 @@ def seeds_needed(differences: Sequence[float], num_tests: int = 1) -> int | None
     """
     level = (1 - CONFIDENCE) / num_tests
     effect = abs(effect_size(differences))
+    low, high = least_seeds(num_tests), _MOST_SEEDS
     if math.isnan(effect):
         return None
     if math.isinf(effect):
-        return 2
-    low, high = 2, _MOST_SEEDS
+        return low
     if _power(effect, high, level) < _POWER:
         return None
     while low < high:
@@ -174,10 +251,17 @@ def seeds_needed(differences: Sequence[float], num_tests: int = 1) -> int | None
     return low
 
 
+@lru_cache(maxsize=256)
 def _power(effect: float, count: int, level: float) -> float:
-    """The chance that a two-sided paired t-test on so many pairs finds an effect of this size at a level."""
+    """The chance that a test on so many pairs finds a normal effect of this size at a level.
+
+    It is simulated for the exact test on few pairs, and that of Student's test on many.
+    """
     from scipy.stats import nct, t
 
+    if count <= _SIMULATED_SEEDS:
+        studies = np.random.default_rng(count).normal(effect, size=(count, _SIMULATIONS))
+        return float((_share_as_far(studies) < level).mean())
     critical = float(t.isf(level / 2, count - 1))
     shift = effect * math.sqrt(count)
     if shift > 30:  # far past certainty, where the distribution is slow to work out

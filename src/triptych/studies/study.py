@@ -4,7 +4,7 @@ A study is TOML:
 
     name = "sharing"
     base = "shakespeare-char-cpu"       # a recipe: a file, or one that comes with the package
-    seeds = 5                           # or a list of them
+    seeds = 8                           # or a list of them
     metrics = ["loss"]                  # the first decides
 
     [set]                               # changes of the base that all variants have
@@ -24,6 +24,7 @@ A study is TOML:
     rewrite.do = ["truncate(rank=4)"]
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +53,14 @@ Metric = Literal[
 HIGHER_IS_BETTER = {"bleu", "chrf", "exact_match", "tokens_per_second"}
 # These need translations of a test text.
 OF_TRANSLATIONS = {"bleu", "chrf", "exact_match"}
+# The least and the largest value that each of these can have.
+POSSIBLE = {
+    "loss": (0.0, math.inf),
+    "bits_per_byte": (0.0, math.inf),
+    "bleu": (0.0, 100.0),
+    "chrf": (0.0, 100.0),
+    "exact_match": (0.0, 1.0),
+}
 # These are no random figures: a seed does not change them, or only the machine does.
 OF_COST = {"tokens_per_second", "memory", "parameters", "cache_bytes"}
 
@@ -134,7 +143,8 @@ class Study(_Section):
     Attributes:
         name: of the study; its folder is `studies/NAME` unless another is given.
         base: a recipe, by file (relative to the study's) or by the name of one that comes with the package.
-        seeds: how many seeds, from 1, or which.
+        seeds: how many seeds, from 1, or which. With eight the exact test can see how up to six variants
+            differ from a baseline; with five it can see nothing.
         metrics: what is compared; the first decides.
         baseline: the variant that the others are compared with; the first if None.
         noise: whether the baseline is also trained with other initial values and dropout on the same
@@ -153,7 +163,7 @@ class Study(_Section):
 
     name: str = Field(pattern=_NAME)
     base: str
-    seeds: int | tuple[int, ...] = 5
+    seeds: int | tuple[int, ...] = 8
     metrics: tuple[Metric, ...] = ("loss",)
     baseline: str | None = None
     noise: bool = True

@@ -3,16 +3,25 @@
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_high
 from typing import Any
 
 from triptych.reports import Table
-from triptych.studies.comparing import NOISE, Outcome
-from triptych.studies.job import HEAD_MEASURES
-from triptych.studies.statistics import CONFIDENCE, Comparison, Estimate, compare, estimate
-from triptych.studies.study import HIGHER_IS_BETTER, OF_COST
+from triptych.studies.comparing import NOISE, Outcome, Variant
+from triptych.studies.curves import history
+from triptych.studies.job import HEAD_MEASURES, Result
+from triptych.studies.statistics import (
+    CONFIDENCE,
+    Comparison,
+    Estimate,
+    compare,
+    estimate,
+    too_few,
+)
+from triptych.studies.study import HIGHER_IS_BETTER, OF_COST, POSSIBLE
 
+_COST = "What it costs"
 _DIGITS = {
     "loss": 4,
     "bits_per_byte": 4,
@@ -31,13 +40,19 @@ def compared(outcome: Outcome, metric: str) -> dict[str, Comparison]:
     values = outcome.values(metric)
     baseline = values.pop(outcome.study.baseline_name, {})
     values.pop(NOISE, None)
-    return compare(values, baseline)
+    return compare(values, baseline, POSSIBLE[metric])
+
+
+def mean(values: Mapping[int, float], metric: str) -> Estimate:
+    """The mean of a metric over seeds; its interval ends at the largest and least value that there can be."""
+    return estimate(list(values.values()), POSSIBLE[metric])
 
 
 def noise_floor(outcome: Outcome, metric: str) -> Estimate | None:
     """The baseline again minus the baseline, on the same text; None if it was not trained again."""
     values = outcome.values(metric)
-    pairs = compare({NOISE: values.get(NOISE, {})}, values.get(outcome.study.baseline_name, {}))
+    baseline = values.get(outcome.study.baseline_name, {})
+    pairs = compare({NOISE: values.get(NOISE, {})}, baseline, POSSIBLE[metric])
     return pairs[NOISE].difference if NOISE in pairs else None
 
 
@@ -46,14 +61,14 @@ def quality_table(outcome: Outcome, metric: str) -> Table:
     baseline, differences = outcome.study.baseline_name, compared(outcome, metric)
     rows = []
     for name, values in outcome.values(metric).items():
-        mean = estimate(list(values.values()))
-        cells = (f"{name} *" if name == baseline else name, str(mean.count), number(mean.mean, metric))
-        against: tuple[str, ...] = ("",) * 5
+        found = mean(values, metric)
+        cells = (f"{name} *" if name == baseline else name, str(found.count), number(found.mean, metric))
+        against: tuple[str, ...] = ("",) * 6
         if name in differences:
             against = _difference(differences[name], metric)
         elif name == NOISE and (floor := noise_floor(outcome, metric)):
-            against = _signed(floor.mean, metric), _interval(floor, metric), "", "", ""
-        rows.append((*cells, _interval(mean, metric), *against))
+            against = _signed(floor.mean, metric), _interval(floor, metric), *("",) * 4
+        rows.append((*cells, _interval(found, metric), *against))
     better = "higher" if metric in HIGHER_IS_BETTER else "lower"
     return Table(
         f"{title(metric)} ({better} is better)",
@@ -64,15 +79,30 @@ def quality_table(outcome: Outcome, metric: str) -> Table:
             f"{CONFIDENCE * 100:g} % interval",
             "difference",
             f"its {CONFIDENCE * 100:g} % interval",
-            "p (Holm)",
+            "exact p (Holm)",
+            "Student's p (Holm)",
             "effect",
             "seeds needed",
         ),
         tuple(rows),
-        "* the baseline. Differences are paired by seed."
-        + (f" {NOISE}: the noise floor." if NOISE in outcome.results else ""),
-        numeric=(1, 2, 3, 4, 5, 6, 7, 8),
+        "* the baseline. Differences are paired by seed. "
+        + (f"{NOISE}: the noise floor. " if NOISE in outcome.results else "")
+        + _what_is_corrected(list(differences.values())),
+        numeric=(1, 2, 3, 4, 5, 6, 7, 8, 9),
     )
+
+
+def _what_is_corrected(differences: Sequence[Comparison]) -> str:
+    """What one correction covers, and whether the seeds are enough to see anything."""
+    if not differences:
+        return ""
+    num_tests, pairs = differences[0].num_tests, max(len(one.differences) for one in differences)
+    covers = (
+        f"Holm's correction covers the {num_tests} comparisons of this table, not other metrics and studies."
+        if num_tests > 1
+        else "There is one comparison, so p is not corrected; other metrics and studies are not counted."
+    )
+    return f"{covers} {too_few(pairs, num_tests)}".rstrip()
 
 
 def cost_table(outcome: Outcome) -> Table:
@@ -91,7 +121,37 @@ def cost_table(outcome: Outcome) -> Table:
     rewritten = [f"{name} from {outcome.study.parent_of(name)}" for name in outcome.study.rewritten]
     caption = f"Rewritten: {', '.join(rewritten)}; rate, memory and learning rate are those of training."
     numeric = tuple(range(1, len(metrics) + 2))
-    return Table("What it costs", columns, tuple(rows), caption if rewritten else "", numeric=numeric)
+    return Table(_COST, columns, tuple(rows), caption if rewritten else "", numeric=numeric)
+
+
+def sweep_table(outcome: Outcome) -> Table:
+    """The losses by which learning rates were chosen."""
+    rates = sorted({rate for one in outcome.variants.values() for rate in one.swept})
+    rows = [
+        (name, *(_swept(one, rate) for rate in rates), f"{one.recipe.training.learning_rate:g}", _at_end(one))
+        for name, one in outcome.variants.items()
+        if one.swept
+    ]
+    sweep = outcome.study.sweep
+    return Table(
+        "Choosing the learning rate",
+        ("variant", *(f"{rate:g}" for rate in rates), "chosen", ""),
+        tuple(rows),
+        f"Validation loss at each rate: mean of {sweep.seeds} seeds that no other run uses, "
+        f"{sweep.steps_share:.0%} of the steps.",
+        numeric=tuple(range(1, len(rates) + 2)),
+    )
+
+
+def _swept(variant: Variant, rate: float) -> str:
+    loss = variant.swept[rate]
+    return f"{loss:.4f}" if math.isfinite(loss) else "failed"
+
+
+def _at_end(variant: Variant) -> str:
+    chosen = variant.recipe.training.learning_rate
+    ends = {min(variant.swept): "the lowest", max(variant.swept): "the highest"}
+    return f"{ends[chosen]} tried: another may be better" if chosen in ends else ""
 
 
 def heads_table(outcome: Outcome) -> Table:
@@ -121,45 +181,103 @@ def conclusions(outcome: Outcome) -> list[str]:
         if not one.is_seen:
             needed = one.seeds_needed
             more = f"; about {needed} seeds would show a difference of this size" if needed else ""
-            found.append(f"{name}: no difference seen ({difference}, p = {one.corrected:.2g}{more})")
+            found.append(f"{name}: no difference seen ({difference}, {_p_values(one)}{more})")
             continue
         better = (one.difference.mean > 0) == (metric in HIGHER_IS_BETTER)
         found.append(
             f"{name}: {'better' if better else 'worse'} by {difference} in {title(metric)}, "
-            f"p = {one.corrected:.2g} after correction"
+            f"{_p_values(one)} after correction"
         )
     return found
+
+
+def _p_values(one: Comparison) -> str:
+    return f"exact p = {one.exact_corrected:.2g}, Student's {one.corrected:.2g}"
 
 
 def runs_csv(outcome: Outcome) -> str:
     """Every run in a row, all its figures."""
     metrics = list(_DIGITS)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["variant", "seed", *metrics, "seconds", "steps", "tokens", *HEAD_MEASURES])
+    rows: list[list[Any]] = [["variant", "seed", *metrics, "seconds", "steps", "tokens", *HEAD_MEASURES]]
     for name, results in outcome.results.items():
         for seed, one in sorted(results.items()):
             figures = [one.figures.get(metric, "") for metric in metrics]
             heads = [one.heads.get(measure, "") for measure in HEAD_MEASURES]
-            writer.writerow([name, seed, *figures, one.seconds, one.steps, one.tokens, *heads])
+            rows.append([name, seed, *figures, one.seconds, one.steps, one.tokens, *heads])
+    return _csv(rows)
+
+
+def read_runs_csv(text: str) -> dict[str, dict[int, Result]]:
+    """The results that `runs_csv` wrote, by variant and seed."""
+    found: dict[str, dict[int, Result]] = {}
+    for row in csv.DictReader(io.StringIO(text)):
+        figures = {name: float(row[name]) for name in _DIGITS if row[name]}
+        heads = {name: float(row[name]) for name in HEAD_MEASURES if row[name]}
+        result = Result(figures, heads, float(row["seconds"]), int(row["steps"]), int(row["tokens"]))
+        found.setdefault(row["variant"], {})[int(row["seed"])] = result
+    return found
+
+
+def sweep_csv(outcome: Outcome) -> str:
+    """The mean loss of each variant at each learning rate of the sweep."""
+    variants = outcome.variants.items()
+    rows = [[name, rate, loss] for name, one in variants for rate, loss in one.swept.items()]
+    return _csv([["variant", "learning_rate", "loss"], *rows])
+
+
+def curves_csv(outcome: Outcome) -> str:
+    """Every validation of every trained run in a row."""
+    columns = ("step", "tokens", "seconds", "loss")
+    rows = [
+        [name, seed, *(one[column] for column in columns)]
+        for name, results in outcome.trained.items()
+        for seed in sorted(results)
+        for one in history(outcome.run_folder(name, seed))
+    ]
+    return _csv([["variant", "seed", *columns], *rows])
+
+
+def _csv(rows: Iterable[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
 def markdown(outcome: Outcome) -> str:
     """The whole report as Markdown."""
-    study = outcome.study
-    parts = [f"# {study.name}", "", *(f"- {line}" for line in conclusions(outcome)), ""]
-    for table in tables(outcome):
-        parts += [f"## {table.title}", "", *_markdown_rows(table), "", table.caption, ""]
+    parts = _headed(outcome, tables(outcome))
     if outcome.failed:
         parts += ["## Failed", "", *(f"- {name}: {what}" for name, what in outcome.failed.items()), ""]
     return "\n".join(parts).rstrip() + "\n"
 
 
+def judged_again(outcome: Outcome, report: str) -> str:
+    """A report whose conclusions and tables of quality are made anew, as the runs of an outcome have them.
+
+    What the runs cost, which is in a study's own folder only, is left as it is.
+    """
+    parts = "\n".join(_headed(outcome, quality_tables(outcome)))
+    rest = report.index(f"## {_COST}")
+    return f"{parts}\n{report[rest:]}"
+
+
+def _headed(outcome: Outcome, shown: Sequence[Table]) -> list[str]:
+    parts = [f"# {outcome.study.name}", "", *(f"- {line}" for line in conclusions(outcome)), ""]
+    for table in shown:
+        parts += [f"## {table.title}", "", *_markdown_rows(table), "", table.caption, ""]
+    return parts
+
+
+def quality_tables(outcome: Outcome) -> list[Table]:
+    """A table for each metric of quality."""
+    return [quality_table(outcome, metric) for metric in outcome.study.metrics if metric not in OF_COST]
+
+
 def tables(outcome: Outcome) -> list[Table]:
     """All tables of a report."""
-    found = [quality_table(outcome, metric) for metric in outcome.study.metrics if metric not in OF_COST]
-    return [*found, cost_table(outcome), *([heads_table(outcome)] if outcome.results else [])]
+    found = quality_tables(outcome)
+    found += [cost_table(outcome), *([sweep_table(outcome)] if outcome.study.sweep.learning_rates else [])]
+    return [*found, *([heads_table(outcome)] if outcome.results else [])]
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
@@ -171,14 +289,15 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "metrics": {
             metric: {
                 "means": {
-                    name: _estimate(estimate(list(values.values())))
-                    for name, values in outcome.values(metric).items()
+                    name: _estimate(mean(values, metric)) for name, values in outcome.values(metric).items()
                 },
                 "differences": {
                     name: {
                         **_estimate(one.difference),
                         "p": _finite(one.p_value),
                         "p_holm": _finite(one.corrected),
+                        "exact_p": _finite(one.exact),
+                        "exact_p_holm": _finite(one.exact_corrected),
                         "effect": _finite(one.effect),
                         "seeds_needed": one.seeds_needed,
                         "is_seen": one.is_seen,
@@ -215,13 +334,14 @@ def _markdown_rows(table: Table) -> Sequence[str]:
 
 
 def _difference(found: Comparison, metric: str) -> tuple[str, ...]:
-    p = "" if math.isnan(found.corrected) else f"{found.corrected:.2g}"
+    exact, student = ("" if math.isnan(p) else f"{p:.2g}" for p in (found.exact_corrected, found.corrected))
     effect = "" if math.isnan(found.effect) else f"{found.effect:.2f}"
     needed = found.seeds_needed
     return (
         _signed(found.difference.mean, metric),
         _interval(found.difference, metric),
-        p,
+        exact,
+        student,
         effect,
         "" if needed is None else str(needed),
     )

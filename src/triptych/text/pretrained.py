@@ -1,7 +1,7 @@
 """Tokenizers of others' checkpoints: `tokenizer.json`, or the older files of vocabularies."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -11,9 +11,12 @@ from tokenizers import AddedToken
 
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
+from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
 from triptych.text.byte_level import BYTE_OF
 from triptych.text.chat import render_chat
 from triptych.text.sentencepiece import SPACE_MARK
+from triptych.text.tokenizer_classes import class_of
+from triptych.text.tokenizer_making import add_tokens, content_of
 from triptych.text.tokenizer_pair import read_sentence_tokenizer
 from triptych.text.tokenizers import (
     Tokenizer,
@@ -27,15 +30,14 @@ from triptych.text.vocabularies import (
     NAMED_TOKENS,
     VOCABULARY_FILES,
     TokenizerSettings,
-    build_tokenizer,
-    surround,
+    read_vocabulary,
+    vocabulary_of_whole,
 )
 
 _FORMAT_START = '{"format":"triptych pretrained'
 # The largest published vocabularies have 262,144 tokens; the library takes memory for every id below the
 # largest one.
 _LARGEST_ID = 1 << 22
-_MAX_BYTES = 1 << 28
 _FETCH_AGAIN = "; fetch it again"
 
 
@@ -204,10 +206,11 @@ def read_tokenizer(path: Path) -> Tokenizer:
 def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> PretrainedTokenizer:
     """The tokenizer of a checkpoint in Hugging Face's format.
 
-    It is made of `tokenizer.json`, or else of GPT-2's `vocab.json` and `merges.txt`, BERT's `vocab.txt` or a
-    SentencePiece model (`tokenizer.model`, `spiece.model`, `spm.model`, `sentencepiece.bpe.model`), with the
-    special tokens of `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`. It gives the
-    ids that `transformers` gives.
+    Its vocabulary is from `tokenizer.json`, or else from GPT-2's `vocab.json` and `merges.txt`, BERT's
+    `vocab.txt` or a SentencePiece model (`tokenizer.model`, `spiece.model`, `spm.model`,
+    `sentencepiece.bpe.model`). The rest follows the class, the settings and the special tokens in
+    `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`. It gives the ids that
+    `transformers` 5 gives.
 
     Args:
         folder: of the checkpoint.
@@ -215,39 +218,27 @@ def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> Pretrained
 
     Raises:
         UsageError: a SentencePiece model without the extra `sentencepiece`.
-        DataError: a file is missing, damaged or does not fit the others or the embedding; with its name.
+        DataError: a file is missing, damaged or does not fit the others or the embedding, or the class is
+            not followed here; with the name of the file.
     """
-    settings = _read_settings(folder)
     path = folder / "tokenizer.json"
+    text, whole = "", None
     if path.exists():
         text = _read_text(path)
         _require_moderate_ids(text, str(path))
-        inner = by_library(lambda: tokenizers.Tokenizer.from_str(text), str(path), _FETCH_AGAIN)
-        # The defaults of a class are not added where a whole tokenizer does without them.
-        present = inner.get_vocab(with_added_tokens=True)
-        named = [token for token in settings.tokens.values() if token.content in present]
-        _add_tokens(inner, settings, [*settings.given.values(), *named, *settings.extra])
+        whole = json.loads(text)
     else:
         path = _vocabulary_file(folder)
-        merges = folder / "merges.txt"
-        content = _read_bytes(path)
-        further = _read_bytes(merges) if path.name == "vocab.json" else b""
-        try:
-            inner, more = by_library(
-                lambda: build_tokenizer(settings, path.name, content, further), str(path), _FETCH_AGAIN
-            )
-            _add_tokens(inner, settings, [*settings.tokens.values(), *settings.extra, *more])
-            _require_stated_ids(inner, settings)
-            by_library(lambda: surround(inner, settings), str(path), _FETCH_AGAIN)
-        except ValueError as error:
-            raise DataError(f"{path} is damaged or cannot be read: {error}; fetch it again") from None
+    settings = _read_settings(folder, whole)
+    try:
+        inner, tokens = by_library(
+            lambda: _make(settings, path, text, whole, vocab_size), str(path), _FETCH_AGAIN
+        )
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
     joins = bool(settings.record.get("clean_up_tokenization_spaces"))
     record = PretrainedRecord(
-        tokens={
-            name: token.content
-            for name, token in settings.tokens.items()
-            if inner.token_to_id(token.content) is not None
-        },
+        tokens={name: token for name, token in tokens.items() if inner.token_to_id(token) is not None},
         joins_punctuation=joins and not isinstance(inner.model, tokenizers.models.BPE),
         chat_templates=_chat_templates(folder, settings),
         inner=inner.to_str(),
@@ -258,9 +249,34 @@ def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> Pretrained
         token = tokenizer.pieces([last])[0]
         raise DataError(
             f"{path} does not fit the model: token {token!r} has the id {last}, and the embedding "
-            f" has {vocab_size} rows; give the tokenizer that belongs to the checkpoint"
+            f"has {vocab_size} rows; give the tokenizer that belongs to the checkpoint"
         )
     return tokenizer
+
+
+def _make(
+    settings: TokenizerSettings, path: Path, text: str, whole: Mapping[str, Any] | None, rows: int | None
+) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The tokenizer of a vocabulary file, or of the whole one, and its named special tokens."""
+    if whole is None:
+        made = class_of(settings, is_byte_level=False)
+        if made is None:
+            stated = settings.tokenizer_class or settings.model_type or "no class of tokenizers"
+            raise ValueError(
+                f"the files name {stated}, which is known by its tokenizer.json alone; fetch that file"
+            )
+        merges = _read_bytes(path.parent / "merges.txt") if path.name == "vocab.json" else b""
+        vocabulary = read_vocabulary(path.name, _read_bytes(path), merges)
+    else:
+        inner = tokenizers.Tokenizer.from_str(text)
+        made = class_of(settings, is_byte_level="ByteLevel" in f"{inner.pre_tokenizer} {inner.decoder}")
+        if made is None:
+            add_tokens(inner, settings, settings.given, settings.extra or ())
+            return inner, {name: content_of(token) for name, token in settings.given.items()}
+        vocabulary = vocabulary_of_whole(whole, inner)
+    inner, named = made.make(settings, vocabulary, rows)
+    _require_stated_ids(inner, settings)
+    return inner, {name: content_of(token) for name, token in named.items()}
 
 
 def _vocabulary_file(folder: Path) -> Path:
@@ -273,12 +289,11 @@ def _vocabulary_file(folder: Path) -> Path:
     )
 
 
-def _read_settings(folder: Path) -> TokenizerSettings:
-    """What `tokenizer_config.json` and the files beside it say of special tokens."""
+def _read_settings(folder: Path, whole: Mapping[str, Any] | None) -> TokenizerSettings:
+    """What the files say besides the vocabulary; `whole` is the content of `tokenizer.json`."""
     path = folder / "tokenizer_config.json"
     record = _read_record(path) if path.exists() else {}
-    config = folder / "config.json"
-    model_type = _read_record(config).get("model_type") if config.exists() else None
+    config = _read_record(folder / "config.json") if (folder / "config.json").exists() else {}
     where = str(path)
     added: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in record:
@@ -288,44 +303,50 @@ def _read_settings(folder: Path) -> TokenizerSettings:
         path = folder / "special_tokens_map.json"
         record = {**record, **(_read_record(path) if path.exists() else {})}
         path = folder / "added_tokens.json"
-        named = {_content(record[name], where) for name in NAMED_TOKENS if record.get(name)}
+        special = {_content(record[name], where) for name in NAMED_TOKENS if record.get(name)}
+        special |= {_content(value, where) for value in _extra_of(record, where)[0] or ()}
         for content, number in (_read_record(path) if path.exists() else {}).items():
-            special = content in named
-            added[_id_of(number, str(path))] = AddedToken(content, normalized=not special, special=special)
+            known = content in special
+            added[_id_of(number, str(path))] = AddedToken(content, normalized=not known, special=known)
+        for entry in (whole or {}).get("added_tokens") or ():
+            added[_id_of(entry["id"], where)] = _token(entry, where)
     made = {token.content: token for token in added.values()}
 
-    def known(value: object) -> AddedToken:
-        token = _token(value, where, special=True)
-        return made.get(token.content, token)
+    def known_as(value: object) -> str | AddedToken:
+        token = value if isinstance(value, str) else _token(value, where, special=True)
+        return made.get(_content(value, where), token)
 
-    tokens = {name: known(record[name]) for name in NAMED_TOKENS if record.get(name)}
-    extra = record.get("extra_special_tokens") or record.get("additional_special_tokens") or []
-    values = list(extra.values()) if isinstance(extra, dict) else extra
-    if not isinstance(values, list):
-        raise DataError(f"{where}: additional_special_tokens is not a list; correct it")
-    name = record.get("tokenizer_class")
+    extra, own = _extra_of(record, where)
+    # Tokens of one model alone, such as `image_token`, are named too.
+    named = {
+        name: value
+        for name, value in record.items()
+        if (value and name in NAMED_TOKENS) or (name.endswith("_token") and isinstance(value, str))
+    }
+    name, model_type = (
+        record.get("tokenizer_class") or config.get("tokenizer_class"),
+        config.get("model_type"),
+    )
     return TokenizerSettings(
         record=record,
         tokenizer_class=name.removesuffix("Fast") if isinstance(name, str) else None,
         model_type=model_type if isinstance(model_type, str) else None,
-        given=tokens,
-        extra=tuple(known(value) for value in values),
+        given={key: known_as(value) for key, value in {**named, **own}.items()},
+        extra=None if extra is None else tuple(known_as(value) for value in extra),
         added=dict(sorted(added.items())),
         where=where,
     )
 
 
-def _add_tokens(
-    inner: tokenizers.Tokenizer, settings: TokenizerSettings, tokens: Iterable[AddedToken]
-) -> None:
-    """Make special tokens special; those that the vocabulary lacks get the ids behind it, in order."""
-    present = {token.content for token in inner.get_added_tokens_decoder().values()}
-    named = {token.content for token in settings.tokens.values()}
-    for token in [*settings.added.values(), *tokens]:
-        if token.content not in present:
-            token.special = token.special or token.content in named
-            inner.add_tokens([token])
-            present.add(token.content)
+def _extra_of(record: Mapping[str, Any], where: str) -> tuple[list[object] | None, dict[str, object]]:
+    """The further special tokens of a record, a list without names or some with; None for neither."""
+    said = [record[name] for name in ("extra_special_tokens", "additional_special_tokens") if name in record]
+    found: object = next((value for value in said if value), [])
+    if isinstance(found, dict):
+        return None, found
+    if not isinstance(found, list):
+        raise DataError(f"{where}: additional_special_tokens is not a list; correct it")
+    return (list(found) if said else None), {}
 
 
 def _require_stated_ids(inner: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
@@ -413,10 +434,6 @@ def _read_text(path: Path) -> str:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise DataError(
-                f"{path} has more than {_MAX_BYTES >> 20} MiB, which no tokenizer has; fetch it again"
-            )
-        return path.read_bytes()
+        return read_limited(path, LONGEST_TOKENIZER)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None

@@ -12,6 +12,7 @@ import tokenizers
 
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
+from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
 from triptych.text.lines import SURROGATE, as_lines
 
 Made = TypeVar("Made")
@@ -158,7 +159,7 @@ def read_saved(path: Path) -> str:
         DataError: no such file, or not text.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return read_limited(path, LONGEST_TOKENIZER).decode()
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; a run folder holds its tokenizer") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -183,6 +184,8 @@ def ids_of(text: str, origin: str, advice: str = "") -> tuple[list[int], int]:
         added = [token["id"] for token in record.get("added_tokens") or []]
         vocab = record["model"]["vocab"]
         own = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1]
+        if strange := [number for number in (*added, *own) if not isinstance(number, int)]:
+            raise TypeError(f"{strange[0]!r} is no id of a token")
         return [number for number in (*added, *own) if number >= 0], len(added) + len(vocab)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)

@@ -8,6 +8,7 @@ from typing import Any, final
 from triptych.errors import DataError, TriptychError
 from triptych.extras import is_installed
 from triptych.files import write_text
+from triptych.storage.untrusted import LONGEST_METRICS, read_limited
 
 MetricsRecord = Mapping[str, float | int | str | list[float]]
 
@@ -79,10 +80,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a metrics file; a last line cut short by a crash is left out.
 
     Raises:
-        DataError: another line is no record.
+        DataError: it cannot be read, or another line is no record.
     """
     records: list[dict[str, Any]] = []
-    lines = path.read_bytes().splitlines()
+    try:
+        lines = read_limited(path, LONGEST_METRICS).splitlines()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)

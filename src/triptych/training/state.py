@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from triptych.errors import DataError, TriptychError
 from triptych.files import sync, write_bytes, write_text
 from triptych.models.storage import OwnModel, load_tensors, model_tensors
+from triptych.storage.untrusted import LONGEST_JSON, read_limited, require_regular
 from triptych.training.optimizers import Optimizer
 
 _LAST = "last.safetensors"
@@ -157,6 +158,7 @@ def _counters_of(path: Path) -> Counters:
         if path.is_dir():
             text = json.dumps((read_marker(path) or {})["counters"])
         else:
+            require_regular(path)
             with safe_open(path, framework="numpy") as file:  # torch would open it twice; it may be replaced
                 text = file.metadata()["counters"]
         record: Any = json.loads(text)
@@ -204,7 +206,7 @@ def read_marker(path: Path) -> dict[str, Any] | None:
     if not marker.exists():
         return None
     try:
-        record: dict[str, Any] = json.loads(marker.read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads(read_limited(marker, LONGEST_JSON))
         form, files = record["format"], dict(record["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
@@ -252,6 +254,7 @@ def read_state(
     """
     counters = _counters_of(folder / _LAST)
     try:
+        require_regular(folder / _LAST)
         tensors = load_file(folder / _LAST)
     except (SafetensorError, OSError) as error:
         raise DataError(f"{folder / _LAST} is damaged ({error}): train again") from None
@@ -283,6 +286,7 @@ def average_checkpoints(paths: Sequence[Path]) -> dict[str, Tensor]:
     total: dict[str, Tensor] = {}
     for path in paths:
         try:
+            require_regular(path)
             tensors = load_file(path)
         except (SafetensorError, OSError) as error:
             raise DataError(f"checkpoint {path} cannot be read ({error})") from None

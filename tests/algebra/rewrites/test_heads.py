@@ -26,10 +26,12 @@ from triptych.algebra.cost import writing_cost
 from triptych.algebra.function import attend
 from triptych.algebra.moments import MomentsGatherer
 from triptych.algebra.positions import DisentangledBias
-from triptych.algebra.rewrites.heads import permute_heads, repeat_kv_heads
-from triptych.algebra.rewrites.pruning import measure_importance, prune_heads
+from triptych.algebra.rewrites.heads import SortHeads, permute_heads, repeat_kv_heads, taken
+from triptych.algebra.rewrites.merging import merge_kv_heads
+from triptych.algebra.rewrites.pruning import PruneHeads, measure_importance, prune_heads
 from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.semantics import Semantics
+from triptych.algebra.rewrites.rewrite import Layer
+from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import MultiHeadAttention
 from triptych.attention.projections import PARAMETERISATIONS
@@ -169,11 +171,59 @@ def test_distances_follow_heads_that_change_places() -> None:
     torch.testing.assert_close(attend(pruned, x), attend(silent, x), rtol=0, atol=1e-10)
 
 
-def test_what_may_be_each_heads_own_is_noted() -> None:
-    weights = with_semantics(make("factored"), sinks=True, qk_norm=True, positions="rotary")
-    sinks = torch.arange(4.0)
-    done = permute_heads(with_semantics(weights, sinks=sinks), [1, 0, 2, 3])
-    assert [note.split(" of ")[0] for note in done.record.notes] == ["a gain"]
+def with_norms_of_heads(over: str, key_norms: int = 2) -> AttentionWeights:
+    """Two groups, whose queries and keys are normalised with numbers of each head's own."""
+    weights = make("grouped")
+
+    def norm(heads: int) -> HeadNorm:
+        width = weights.q[0].d_out
+        shape = (heads, width) if over == "head" else (heads * width,)
+        gains = torch.rand(shape, dtype=torch.float64) + 0.5
+        return HeadNorm(1e-6, gains, torch.randn(shape, dtype=torch.float64), over == "head", over)  # type: ignore[arg-type]
+
+    return with_semantics(weights, q_norm=norm(4), k_norm=norm(key_norms), sinks=torch.arange(4.0).double())
+
+
+@pytest.mark.parametrize("over", ["head", "all heads"])
+def test_norms_of_heads_follow_them(over: str) -> None:
+    weights, x = with_norms_of_heads(over), random_input(LENGTH)
+    silent, shared = without_effect(weights, [1]), with_norms_of_heads(over)
+    shared = replace(
+        shared,
+        k=(taken(shared.k[0], torch.tensor([0, 0])),),
+        v=(taken(shared.v[0], torch.tensor([0, 0])),),
+        semantics=replace(shared.semantics, k_norm=HeadNorm(1e-6, torch.ones(12).double(), over="all heads")),
+    )
+    for before, done in (
+        (weights, permute_heads(weights, [3, 2, 0, 1])),
+        (weights, SortHeads().apply(Layer("here", weights))),
+        (weights, repeat_kv_heads(weights)),
+        (silent, prune_heads(weights, [1], bounded=True)),
+        (silent, prune_heads(silent, [1])),
+        (without_effect(weights, [0, 1]), prune_heads(weights, [0, 1], bounded=True)),
+        (shared, merge_kv_heads(shared, 1)),
+    ):
+        assert_same(attend(done.weights, x), attend(before, x), kind="output")
+        assert_layers_agree(before, done.weights)
+    again = permute_heads(repeat_kv_heads(weights).weights, [2, 0, 3, 1]).weights
+    assert_same(attend(again, x), attend(weights, x), kind="output")
+    with pytest.raises(RewriteRefusedError, match="the keys of a group are normalised with other numbers"):
+        merge_kv_heads(replace(weights, k=(taken(weights.k[0], torch.tensor([0, 0])),)), 1, bounded=True)
+
+
+def test_heads_that_are_normalised_together_stay_and_move_nothing() -> None:
+    weights = with_norms_of_heads("all heads")
+    step = PruneHeads(heads=(1, 2))
+    done, kept = step.select(weights, step.look(Layer("here", weights)))
+    assert kept == (0, 1, 2, 3)
+    assert done.weights.num_heads == 4
+    assert done.weights.W_O[[1, 2]].abs().max() == 0
+    assert done.record.bound == pytest.approx(float(weights.ov.frobenius_norm()[[1, 2]].max()), rel=0.5)
+    assert "a norm reads the queries or keys of all heads" in done.record.notes[0]
+
+
+def test_sinks_follow_their_heads() -> None:
+    done = permute_heads(with_semantics(make("factored"), sinks=torch.arange(4.0)), [1, 0, 2, 3])
     assert done.weights.semantics.sinks is not None
     assert done.weights.semantics.sinks.tolist() == [1.0, 0.0, 2.0, 3.0]
 

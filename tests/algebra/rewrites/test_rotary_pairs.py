@@ -13,8 +13,9 @@ from heads import NUM_HEADS, Untouched, make_layer, random_input, turned_by, wit
 from triptych.algebra.function import channels, of_heads
 from triptych.algebra.measures import RotaryPairs, measure_heads
 from triptych.algebra.moments import Moments, MomentsGatherer
-from triptych.algebra.positions import RotaryEmbedding
+from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
 from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.rewrites.rotary_maps import truncate_rotary_maps
 from triptych.algebra.rewrites.rotary_pairs import measure_pair_energies, pair_scores, truncate_rotary_pairs
 from triptych.algebra.weights import AttentionWeights
 
@@ -120,6 +121,23 @@ def test_the_strongest_pairs_stay_and_the_others_are_zero(
     lost = pair_scores(weights, rotation)[torch.arange(NUM_HEADS), weakest, weakest]
     assert record.bound == pytest.approx(float(lost.max().sqrt()), rel=1e-10)
     assert result.num_key_heads == groups
+
+
+def test_pairs_are_counted_as_they_turn_in_texts_of_the_length() -> None:
+    weights = rotary()
+    long = replace(rotation_of(), frequencies=rotation_of().frequencies / 7)
+    both = replace(rotation_of(), long=OtherFrequencies(20, long.frequencies))
+    for length, alone in ((20, rotation_of()), (21, long)):
+        found, expected = (
+            truncate_rotary_pairs(with_semantics(weights, rotary=one), pairs=2, longest=length).record
+            for one in (both, alone)
+        )
+        assert found.cuts == expected.cuts
+        found, expected = (
+            truncate_rotary_maps(with_semantics(weights, rotary=one), qk_rank=2, longest=length).record
+            for one in (both, alone)
+        )
+        assert found.cuts == expected.cuts
 
 
 @pytest.mark.parametrize("longest", [None, 6])

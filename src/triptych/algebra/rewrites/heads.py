@@ -1,6 +1,6 @@
 """Which heads there are: permuted, sorted, and each given its own key-value head."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -12,6 +12,7 @@ from triptych.algebra.rewrites.channels import NAMES, each_link, one_map
 from triptych.algebra.rewrites.legality import require_nothing_between, unchanged
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, Selected
+from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import AttentionWeights, Link, Side
 
 OWN_NUMBERS = "ALiBi and distance tables, whose numbers are each head's own"
@@ -137,14 +138,13 @@ def permute_heads(
         "permute_heads",
         "bit-exact",
         weights,
-        with_heads(each_link(weights, permute), order),
+        with_heads(weights, order, permute),
         checked=(
             f"the order names each of the {heads} heads once",
             "heads that read one map stay together",
             "no position bias of each head's own",
         ),
         choice=f"order {', '.join(map(str, order))}",
-        notes=notes_on_heads(weights),
     )
 
 
@@ -202,9 +202,31 @@ def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) 
     )
 
 
-def with_heads(weights: AttentionWeights, kept: Sequence[int]) -> AttentionWeights:
-    """The weights with what each head does besides its maps, in the order of the heads kept."""
-    return replace(weights, semantics=weights.semantics.of_heads(kept))
+def with_heads(
+    weights: AttentionWeights, kept: Sequence[int], change: Callable[[Link], Link]
+) -> AttentionWeights:
+    """A layer with the maps of some heads, in some order, and with what these do besides.
+
+    Args:
+        weights: the layer.
+        kept: head i of the result is head `kept[i]` of the weights.
+        change: takes from a map, or from the numbers of a norm that each head has of its own, what these
+            heads read.
+    """
+
+    def of_norm(norm: HeadNorm | None, side: Side) -> HeadNorm | None:
+        if norm is None or not norm.of_each_head:
+            return norm
+        chain = weights.chain(side)
+        copies = max((link.copies for link in chain), default=1)
+        width = chain[-1].d_out if chain else weights.d_model
+        return norm.with_own(width, lambda own: change(Link(own).of_heads(max(copies, len(own)))).weight)
+
+    semantics = weights.semantics.of_heads(kept)
+    semantics = replace(
+        semantics, q_norm=of_norm(semantics.q_norm, "q"), k_norm=of_norm(semantics.k_norm, "k")
+    )
+    return replace(each_link(weights, change, num_heads=len(kept)), semantics=semantics)
 
 
 def taken(link: Link, copies: Tensor) -> Link:
@@ -234,10 +256,3 @@ def require_heads_without_numbers(name: str, weights: AttentionWeights, distance
             f"{weights.semantics.positions} positions add a bias of each head's own, which would stay in its "
             "place",
         )
-
-
-def notes_on_heads(weights: AttentionWeights) -> tuple[str, ...]:
-    """What else might be each head's own."""
-    if not weights.semantics.qk_norm:
-        return ()
-    return ("a gain of the QK-norm of each head's own, if there is one, lies outside and must follow",)

@@ -228,6 +228,8 @@ def _merge(
             _require_channels_free(name, plain, form)
     if "qk" in mixed:
         plain = keys.ready(name, plain, notes)
+    else:
+        plain = _with_norms_of_groups(name, plain, num_kv_heads)
     attempt = _merged(plain, num_kv_heads, mixed, keys)
     if "ov" in mixed and _bias_is_lost(plain, attempt, tolerance):
         try:
@@ -316,6 +318,26 @@ def _can_drop(link: Link, groups: int) -> bool:
     return torch.equal(again.weight, whole.weight) and (
         again.bias is None or whole.bias is None or torch.equal(again.bias, whole.bias)
     )
+
+
+def _with_norms_of_groups(name: str, plain: AttentionWeights, groups: int) -> AttentionWeights:
+    """The layer with one norm of the keys for each group, where key heads have norms of their own.
+
+    Raises:
+        RewriteRefusedError: those of a group differ.
+    """
+    norm = plain.semantics.k_norm
+    if norm is None:
+        return plain
+
+    def first(own: Tensor) -> Tensor:
+        link = Link(own).of_heads(max(plain.k[0].copies, len(own)))
+        if not _can_drop(link, groups):
+            raise RewriteRefusedError(name, "qk: the keys of a group are normalised with other numbers")
+        return _first_of_groups(link, groups).weight
+
+    norm = norm.with_own(plain.k[0].d_out, first)
+    return replace(plain, semantics=replace(plain.semantics, k_norm=norm))
 
 
 def _require_channels_free(name: str, weights: AttentionWeights, form: Form) -> None:

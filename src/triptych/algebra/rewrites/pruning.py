@@ -12,11 +12,10 @@ from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites.channels import SIDES_OF, Move, each_link, in_working_precision
+from triptych.algebra.rewrites.channels import SIDES_OF, Move, in_working_precision
 from triptych.algebra.rewrites.data import require_moments_of
 from triptych.algebra.rewrites.heads import (
     OWN_NUMBERS,
-    notes_on_heads,
     require_heads_without_numbers,
     taken,
     with_heads,
@@ -86,7 +85,8 @@ class PruneHeads(LayerRewrite):
         bounded = self.heads is not None or self.number is not None
         # Where distances have maps of their own, heads that are left stay in their places.
         done = prune_heads(whole, gone, bounded=bounded, does=Move(form, bias), distances_follow=True)
-        return Selected(done, tuple(head for head in range(whole.num_heads) if head not in gone))
+        stay = done.weights.num_heads == whole.num_heads
+        return Selected(done, tuple(head for head in range(whole.num_heads) if stay or head not in gone))
 
     def _losses_of(self, layer: Layer) -> tuple[float, ...]:
         """Of the heads of a layer, or of the part of it that is given."""
@@ -118,7 +118,8 @@ def prune_heads(
 
     A key-value head goes with the last of the heads that read it. Where the groups that are left
     would have different sizes, key-value heads are repeated for smaller ones of one size: the layer may
-    then hold and cache more numbers than before.
+    then hold and cache more numbers than before. Where one norm reads the queries or keys of all heads, the
+    heads stay, and their output maps become zero.
 
     Args:
         weights: the layer.
@@ -147,22 +148,26 @@ def prune_heads(
     if active and not bounded:
         raise _does_something(heads, lost)
     kept = [head for head in range(weights.num_heads) if head not in heads]
-    repeated: list[str] = []
+    notes: tuple[str, ...] = ()
 
     def select(link: Link) -> Link:
+        nonlocal notes
         if link.copies == 1:
             return link
         readers = torch.tensor(kept) // (weights.num_heads // link.copies)
         living, served = torch.unique_consecutive(readers, return_counts=True)
         copies = living.repeat_interleave(served // math.gcd(*served.tolist()))
         if len(copies) > len(living):
-            repeated.append(f"{len(living)} that are left became {len(copies)}")
+            what = f"{len(living)} that are left became {len(copies)}"
+            notes = (f"groups of different sizes would be left: of the key-value heads {what}",)
         return taken(link, copies)
 
-    result = with_heads(each_link(weights, select, num_heads=len(kept)), kept)
-    notes = (
-        f"groups of different sizes would be left: of the key-value heads {what}" for what in repeated[:1]
-    )
+    norms = (weights.semantics.q_norm, weights.semantics.k_norm)
+    if any(norm is not None and norm.over == "all heads" for norm in norms):
+        notes = ("a norm reads the queries or keys of all heads: those left out stay, and their output is 0",)
+        result = replace(weights, o=(*weights.o[:-1], _silenced(weights, heads)))
+    else:
+        result = with_heads(weights, kept, select)
     return rewritten(
         "prune_heads",
         "bounded" if active else "rounding-exact",
@@ -173,9 +178,17 @@ def prune_heads(
             "no position bias of each head's own",
         ),
         choice=f"{len(heads)} of {weights.num_heads} heads left out: {', '.join(map(str, heads))}",
-        notes=(*notes, *notes_on_heads(weights)),
+        notes=notes,
         bound=float(lost.whole.max()) if active else 0.0,
     )
+
+
+def _silenced(weights: AttentionWeights, heads: Sequence[int]) -> Link:
+    """The last output map, with zeros for some heads."""
+    last = weights.o[-1].of_heads(weights.num_heads)
+    weight = last.weight.clone()
+    weight[list(heads)] = 0.0
+    return replace(last, weight=weight, learned=True)
 
 
 def _does_something(heads: Sequence[int], lost: Move) -> RewriteRefusedError:
@@ -206,7 +219,8 @@ def leave_heads(
         return taken(link, copies[:: served[side]])
 
     chains = {str(side): tuple(select(side, link) for link in weights.chain(side)) for side in SIDES}
-    return with_heads(replace(weights, num_heads=len(kept), **chains), kept)  # type: ignore[arg-type]
+    semantics = weights.semantics.of_heads(kept)
+    return replace(weights, num_heads=len(kept), semantics=semantics, **chains)  # type: ignore[arg-type]
 
 
 def measure_pruning(weights: AttentionWeights) -> Move:

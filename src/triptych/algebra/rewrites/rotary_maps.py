@@ -69,7 +69,7 @@ def truncate_rotary_maps(
             ranks out of range; moments of another writing.
     """
     name = "truncate_rotary_maps"
-    rotation = require_rotary(name, weights)
+    rotation = require_rotary(name, weights).of_length(longest)
     ranks = _require_ranks(name, weights, qk_rank)
     working = weights.to(torch.float64)
     scores = _Scores.of(name, working, rotation, moments, longest, PRIOR)
@@ -107,7 +107,7 @@ def measure_rotary_energies(
     `allocate` shares ranks out by. Arguments as those of `truncate_rotary_maps`.
     """
     name = "measure_rotary_energies"
-    rotation = require_rotary(name, weights)
+    rotation = require_rotary(name, weights).of_length(longest)
     scores = _Scores.of(name, weights.to(torch.float64), rotation, moments, longest, PRIOR)
     return scores.best("k", scores.identity).energies[:, 0]
 

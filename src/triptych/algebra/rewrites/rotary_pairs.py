@@ -59,7 +59,7 @@ def truncate_rotary_pairs(
             numbers of pairs out of range.
     """
     name = "truncate_rotary_pairs"
-    rotation = require_rotary(name, weights)
+    rotation = require_rotary(name, weights).of_length(longest)
     count, groups = len(rotation.frequencies), weights.num_key_heads
     kept = require_one_each(name, "pairs", pairs, groups, "key")
     for number in kept:
@@ -173,7 +173,7 @@ def measure_pair_energies(
 
     Arguments as those of `pair_scores`, of which these are the diagonals, summed over a group.
     """
-    rotation = require_rotary("measure_pair_energies", weights)
+    rotation = require_rotary("measure_pair_energies", weights).of_length(longest)
     scores = pair_scores(weights, rotation, moments, longest)
     return _energies(scores, weights.num_key_heads).sort(dim=-1, descending=True).values
 
@@ -236,11 +236,14 @@ def rotary_pair_forms(
     k: Float[Tensor, "num_heads k_rows width"],
     rotation: RotaryEmbedding,
 ) -> RotaryPairForms:
-    """The forms that turn, and the one that does not, of the maps of every head."""
+    """The forms that turn, and the one that does not, of the maps of every head.
+
+    Those that turn are as large as in texts of the length that makes them largest.
+    """
     stays = _stays(rotation, q.shape[-1])
     doubled = []
     for maps in (q, k):
-        a, b = (rotation.factor * maps[..., channels].mT[..., None] for channels in rotation.pairs)
+        a, b = (rotation.largest_factor * maps[..., channels].mT[..., None] for channels in rotation.pairs)
         doubled.append(torch.cat([torch.cat([a, b], dim=-1), torch.cat([b, -a], dim=-1)], dim=-2))
     fixed = BilinearForm(q[..., stays], k[..., stays]) if stays else None
     return RotaryPairForms(BilinearForm(doubled[0], doubled[1]), fixed)

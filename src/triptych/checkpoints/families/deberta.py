@@ -15,7 +15,9 @@ from triptych.checkpoints.hook import Hook
 from triptych.checkpoints.layer_map import LayerMap, module_map
 from triptych.checkpoints.place import Place
 from triptych.checkpoints.tensor_maps import SplitHeads, Take
+from triptych.errors import DataError
 from triptych.storage.tensors import Tensors
+from triptych.storage.untrusted import shown
 
 
 @final
@@ -25,7 +27,9 @@ class DeBERTa(Hook):
     fields = ("pos_att_type", "max_relative_positions", "norm_rel_ebd", "layer_norm_eps", "position_buckets")
 
     def scale(self, place: Place, width: float) -> float:
-        addends = 1 + len(_parts(place)) if place.position.kind == "disentangled" else 1
+        # DeBERTa's first version counts them even where they are not added.
+        counted = place.position.kind == "disentangled" or place.value("model_type") == "deberta"
+        addends = 1 + len(_parts(place)) if counted else 1
         return 1 / math.sqrt(width) / math.sqrt(addends)
 
     def bias(
@@ -58,9 +62,19 @@ class DeBERTa(Hook):
 
 
 def _parts(place: Place) -> list[str]:
+    """What is added to the product of queries and keys.
+
+    Raises:
+        DataError: something besides the two products with distances, or one of them twice.
+    """
     found = place.value("pos_att_type")
-    found = found.split("|") if isinstance(found, str) else found
-    return [part for part in ("c2p", "p2c") if isinstance(found, list) and part in found]
+    found = [part.strip() for part in found.lower().split("|")] if isinstance(found, str) else found or []
+    if not isinstance(found, list) or sorted(map(str, found)) not in ([], ["c2p"], ["p2c"], ["c2p", "p2c"]):
+        raise DataError(
+            f"{place.settings.where}: pos_att_type is {shown(found)}, which is not supported: "
+            "give c2p, p2c or both"
+        )
+    return found
 
 
 def _normed(place: Place, take: Take, table: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from triptych.rewriting.verification.check import Claim, listed
 from triptych.storage.copying import CERTIFICATE
 from triptych.storage.shards import tensor_hash
 from triptych.storage.tensors import SAFETENSORS, SAFETENSORS_INDEX, Tensors
-from triptych.storage.untrusted import read_json, shown, stays_in_folder
+from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited, shown, stays_in_folder
 
 _NOTHING_ELSE = "nothing else is other than it was"
 
@@ -32,7 +32,7 @@ def files_as_written(certificate: Certificate, folder: Path) -> Claim:
         if path.is_file() and (name := path.relative_to(folder).as_posix()) not in known
     ]
     readme = folder / MODEL_CARD
-    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    text = read_limited(readme, LONGEST_TEXT).decode(errors="replace") if readme.is_file() else ""
     if card(certificate).strip() not in text:
         wrong.append(f"{MODEL_CARD} does not say what the certificate does")
     return listed("other files as written", wrong, f"{len(certificate.files)} files")

@@ -1,0 +1,68 @@
+"""Tables of the studies from their raw runs, and differences that no study's own table has.
+
+    .venv/bin/python benchmarks/study_results.py
+    .venv/bin/python benchmarks/study_results.py sharing-rotary/symmetric sharing-rotary/key_value
+    .venv/bin/python benchmarks/study_results.py sharing-rotary+sharing-rotary-again/key_value \
+        sharing-rotary+sharing-rotary-again/factored
+
+The first writes conclusions and tables of quality of every `docs/studies/results/NAME/README.md` again, from
+the `runs.csv` there. The others print the first variant minus the second, paired by seed, with the exact and
+Student's p, not corrected; `+` pools the seeds of several studies. `--metric bleu` compares another figure.
+"""
+
+import argparse
+from pathlib import Path
+
+from triptych.studies import Outcome, read_study
+from triptych.studies.statistics import Comparison, compare
+from triptych.studies.study import POSSIBLE
+from triptych.studies.tables import judged_again, read_runs_csv
+
+STUDIES = Path(__file__).parents[1] / "docs" / "studies"
+RESULTS = STUDIES / "results"
+
+
+def report(name: str) -> str:
+    """The report of a study, judged again from its raw runs."""
+    study, folder = read_study(STUDIES / f"{name}.toml"), RESULTS / name
+    runs = read_runs_csv((folder / "runs.csv").read_text(encoding="utf-8"))
+    outcome = Outcome(study, folder, {}, runs, {}, 0.0)
+    return judged_again(outcome, (folder / "README.md").read_text(encoding="utf-8"))
+
+
+def difference(one: str, other: str, metric: str = "loss") -> Comparison:
+    """`STUDY/VARIANT` minus another, on the seeds that both have."""
+    return compare({one: _values(one, metric)}, _values(other, metric), POSSIBLE[metric])[one]
+
+
+def _values(place: str, metric: str) -> dict[int, float]:
+    studies, variant = place.rsplit("/", 1)
+    found: dict[int, float] = {}
+    for name in studies.split("+"):
+        results = read_runs_csv((RESULTS / name / "runs.csv").read_text(encoding="utf-8"))[variant]
+        if twice := found.keys() & results.keys():
+            raise SystemExit(f"seed {min(twice)} is in several of {studies}")
+        found |= {seed: result.figures[metric] for seed, result in results.items()}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("places", nargs="*", metavar="STUDY/VARIANT")
+    parser.add_argument("--metric", default="loss")
+    options = parser.parse_args()
+    if not options.places:
+        for folder in sorted(RESULTS.iterdir()):
+            (folder / "README.md").write_text(report(folder.name), encoding="utf-8")
+        return
+    one, other = options.places
+    found = difference(one, other, options.metric)
+    mean = found.difference
+    p_values = f"exact p {found.exact:.2g}, Student's p {found.p_value:.2g}"
+    print(f"{mean.mean:+.4f} [{mean.low:+.4f}, {mean.high:+.4f}], {mean.count} seeds, {p_values}")
+
+
+if __name__ == "__main__":
+    main()

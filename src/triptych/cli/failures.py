@@ -1,0 +1,85 @@
+"""Errors that no command handles, as one line: those of the system, and those that nobody foresaw."""
+
+import errno
+import os
+import platform
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from importlib.metadata import version
+
+from triptych.errors import TriptychError
+from triptych.files import FULL, system_error
+
+_WAYS_ON = {
+    **dict.fromkeys(FULL, "free some space, or choose another place; what was there before is unchanged"),
+    errno.EFBIG: "files may not be larger here (ulimit -f): raise the limit, or choose another place",
+    errno.EEXIST: "choose another name",
+}
+# Of an allocator, where the exception is a RuntimeError like any other.
+_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+class UnforeseenError(TriptychError):
+    """A fault of triptych itself."""
+
+    exit_code = 70  # EX_SOFTWARE of sysexits.h
+
+
+def flush_output() -> None:
+    """Write what is buffered for standard output.
+
+    Raises:
+        OSError: it cannot be written. It is dropped: Python would try again at its end, and complain.
+    """
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
+def explain(error: Exception) -> TriptychError:
+    """What the command says of an error that is none of `TriptychError`."""
+    if (of_system := system_error(error)) is not None:
+        return _of_system(of_system)
+    first = (str(error).strip().splitlines() or [""])[0]
+    text = f"{type(error).__name__}: {''.join(c if c.isprintable() else '?' for c in first)}"
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _MEMORY):
+        return TriptychError(f"not enough memory ({text}): give shorter texts, or fewer at a time")
+    return UnforeseenError(f"internal error ({text}): please report it, with {_report(error)}")
+
+
+def _of_system(error: OSError) -> TriptychError:
+    # Whatever writes a file names it (files.py).
+    where = error.filename or ("standard output" if error.errno in FULL else None)
+    parts = where, error.strerror or error, _WAYS_ON.get(error.errno or 0)
+    return TriptychError(": ".join(str(part) for part in parts if part))
+
+
+def _report(error: Exception) -> str:
+    """Write a file for a report; what is to be sent along."""
+    lines = [
+        f"triptych {version('triptych')}, Python {platform.python_version()}, {platform.platform()}",
+        *(f"{name} {version(name)}" for name in ("torch", "safetensors", "tokenizers")),
+        f"arguments: {sys.argv[1:]!r}",
+        "".join(traceback.format_exception(error)),
+    ]
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w",
+            prefix="triptych-error-",
+            suffix=".txt",
+            encoding="utf-8",
+            errors="backslashreplace",
+            delete=False,
+        ) as file:
+            file.write("\n".join(lines))
+    except OSError:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return f"what the command was, and this place: {last.filename}, line {last.lineno}"
+    return f"the traceback in {file.name}"

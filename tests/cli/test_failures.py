@@ -1,0 +1,143 @@
+"""Errors that no command handles: a full disk, and what nobody foresaw."""
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from command import Command
+from small_checkpoints import gpt2
+from triptych.cli import main
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Files can be made, and not one byte be written into them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "translate {run} {text} --out",
+        "translate {run} {text} --attention-html",
+        "attend {run} Vier. --npz",
+        "attend {run} Vier. --csv",
+        "attend {run} Vier. --html",
+        "attend {run} Vier. --kind decoder --layers 0 --heads 0 --svg",
+        "evaluate {run} --source {text} --reference {text} --out",
+        "inspect {run} --csv",
+        "inspect {run} --html",
+        "inspect {run} --parquet",
+        "rewrite {gpt2} --exact --no-compare --out",
+        "rewrite {run} --exact --no-compare --out",
+        "convert {run} --to hf --out",
+        "convert {run} --to ctranslate2 --out",
+        pytest.param("convert {run} --to onnx --out", marks=pytest.mark.slow),
+        "cost --d-model 16 --num-heads 2 --html",
+        "train {run}/recipe.toml --out",
+    ],
+)
+def test_a_full_disk_is_one_line_that_names_the_place_and_leaves_nothing(
+    words: str, triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    for library in ("ctranslate2", "onnx"):
+        if library in words:
+            pytest.importorskip(library)
+    text, out = tmp_path / "text", tmp_path / "out" / "made"
+    text.write_text("Vier.\n")
+    out.parent.mkdir()
+    checkpoint = gpt2(tmp_path / "gpt2") if "{gpt2}" in words else ""
+    given = words.format(run=small_run, text=text, gpt2=checkpoint)
+    with full_disk():
+        answer = triptych(*given.split(), out)
+    assert answer.code == 1, answer.err
+    (line,) = [line for line in answer.err.splitlines() if line.startswith("triptych: ")]
+    assert line.startswith(f"triptych: {out}")
+    assert "File too large: files may not be larger here (ulimit -f)" in line
+    assert "Traceback" not in answer.err
+    assert not [path for path in out.parent.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("words", ["cost --d-model 16 --num-heads 2", "translate {run} {text}", "--help"])
+def test_standard_output_on_a_full_disk_is_one_line(
+    words: str, triptych: Command, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").write_text("Vier.\n")
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        answer = triptych(*words.format(run=small_run, text=tmp_path / "text").split())
+    assert answer.code == 1
+    assert answer.err.startswith("triptych: standard output: No space left on device: free some space")
+    assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+@pytest.mark.parametrize("output", ["/dev/full", "closed pipe"])
+def test_what_is_still_buffered_at_the_end_is_no_second_error(output: str, option: str) -> None:
+    """Python tries again to write it when it ends: "Exception ignored", and exit code 120."""
+    said = "triptych: standard output: No space left on device: free some space"
+    if output == "closed pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(output, os.O_WRONLY)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-m", "triptych", option],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    os.close(writer)
+    assert done.returncode == 1
+    assert [line.startswith(said) for line in done.stderr.splitlines()] == [True] * (output == "/dev/full")
+
+
+def test_what_nobody_foresaw_is_one_line_with_a_file_to_report(
+    triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(arguments: object) -> None:
+        raise LookupError("no such \x1b[31mthing\nsecond line")
+
+    monkeypatch.setattr(main, "application", fail)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    answer = triptych("cost", "--d-model", "16")
+    (report,) = tmp_path.iterdir()
+    assert answer.code == 70
+    assert answer.err == (
+        "triptych: internal error (LookupError: no such ?[31mthing): please report it, with the traceback in "
+        f"{report}\n"
+    )
+    text = report.read_text()
+    assert "Traceback (most recent call last)" in text
+    assert "arguments: ['cost', '--d-model', '16']" in text
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    answer = triptych("cost")
+    assert answer.code == 70
+    assert f"please report it, with what the command was, and this place: {__file__}, line " in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_a_lack_of_memory_is_no_fault_to_report(triptych: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: object) -> None:
+        torch.empty(1 << 60)
+
+    monkeypatch.setattr(main, "application", fail)
+    answer = triptych("cost")
+    assert answer.code == 1
+    assert answer.err.startswith("triptych: not enough memory (RuntimeError: ")
+    assert answer.err.endswith("): give shorter texts, or fewer at a time\n")
