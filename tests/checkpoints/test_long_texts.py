@@ -14,14 +14,14 @@ from attending.models import letters
 from checkpoints.oracle import apart, in_float64, saved
 from checkpoints.test_models_run import RUN, made, some_ids, theirs, type_of
 from checkpoints.tiny_models import TINY
-from triptych.attending.readers import LanguageReader
+from triptych.attending import read_attention
 from triptych.checkpoints.models import load_language_model
 from triptych.decoding.generation import GenerationOptions, generate_tokens
 from triptych.decoding.likelihood import score_continuations
 from triptych.decoding.text_engine import TextEngine
 from triptych.errors import DataError
 from triptych.models import LanguageModel
-from triptych.runs import OpenedModel
+from triptych.opening import OpenedModel, Reader, TextIds
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -204,9 +204,10 @@ def test_a_text_is_continued_scored_and_shown_alike_beside_others(tmp_path: Path
     pairs = [(text[:3], text[3:]) for text in texts]
     of_all = [score for score, _ in score_continuations(model, pairs, 24)]
     assert of_all == pytest.approx([score_continuations(model, [pair], 24)[0][0] for pair in pairs])
-    reader = LanguageReader("tiny", OpenedModel(model, letters(tmp_path), ()))
-    for shown, text in zip(reader.read_ids(texts), texts, strict=True):
-        (own,) = reader.read_ids([text])
+    reader = Reader(OpenedModel("tiny", tmp_path, model, letters(tmp_path)))
+    ids = [TextIds(tuple(text)) for text in texts]
+    for shown, text in zip(read_attention(reader, ids), ids, strict=True):
+        (own,) = read_attention(reader, [text])
         torch.testing.assert_close(shown.weights[1], own.weights[1])
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triptych import thresholds
 from triptych.decoding.batches import padded_alike
-from triptych.decoding.hypotheses import length_penalty
+from triptych.decoding.hypotheses import length_penalty, require_finite_logits
 from triptych.decoding.sampling import Sampler, SamplingOptions
 from triptych.decoding.text_engine import OpenTexts, TextEngine
 from triptych.errors import UsageError
@@ -235,8 +235,10 @@ class _Growing:
         is_open, going_on, length = [True] * len(rows), list[int](), 0
         while True:
             length += 1
+            total = logits.logsumexp(dim=-1)
+            require_finite_logits(total)
             tokens = self._sampler.choose(logits[:, : self.engine.num_choices], rows)
-            log_probs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
+            log_probs = logits.gather(1, tokens[:, None])[:, 0] - total
             drawn, before = zip(tokens.tolist(), log_probs.tolist(), strict=True), len(going_on)
             for place, (token, log_prob) in enumerate(drawn):
                 if not is_open[place]:
@@ -378,6 +380,7 @@ def beam_search(engine: TextEngine, prompt: Sequence[int], options: GenerationOp
 
     for length in range(1, limit + 1):
         log_probs = logits.log_softmax(dim=-1)[:, : engine.num_choices].double()
+        require_finite_logits(log_probs.amax(dim=-1))
         totals = log_probs + log_probs.new_tensor([beam.total for beam in beams])[:, None]
         # Half of twice the beam may end here, and a full beam still goes on.
         best = totals.flatten().topk(min(k * (1 + len(options.stop_ids)), totals.numel()))

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtyping import Int
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
+
+from triptych.errors import DataError
 
 Stop = Literal["certain", "full"]
 
@@ -95,3 +98,19 @@ def limit_of(num_source_tokens: int, max_extra_tokens: int, max_target_tokens: i
 def best_first(found: Sequence[Hypothesis]) -> list[Hypothesis]:
     """By score."""
     return sorted(found, key=lambda hypothesis: -hypothesis.score)
+
+
+def require_finite_logits(best: Float[Tensor, " rows"]) -> None:
+    """Check that the model still computes numbers: a search over NaN has no end.
+
+    Args:
+        best: of each row the highest log-probability, or what logits sum to.
+
+    Raises:
+        DataError: one is NaN or +∞.
+    """
+    if bool((best.isnan() | (best == torch.inf)).any()):
+        raise DataError(
+            "the model computed numbers that are not finite (NaN or infinite) from weights that are: they "
+            "overflow; try another --dtype or --precision"
+        )

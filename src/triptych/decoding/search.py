@@ -16,6 +16,7 @@ from triptych.decoding.hypotheses import (
     enough_finished,
     length_penalty,
     output_limits,
+    require_finite_logits,
 )
 from triptych.text import OutputRules
 
@@ -102,6 +103,7 @@ class _Beams:
         log_probs = self._next_log_probs()
         # Twice the beam: even if half of it ends here, a full beam stays open.
         values, parents, tokens = self._best(log_probs, 2 * k if k > 1 else 1)
+        require_finite_logits(values[:, 0])
         ends = tokens == self.rules.end
         if bool(ends[:, :k].any()):
             self._collect(values[:, :k], parents[:, :k], ends[:, :k])

@@ -10,6 +10,7 @@ import tomli_w
 import torch
 from pydantic import ValidationError
 
+from triptych.algebra.forms import are_finite
 from triptych.checkpoints import read_marian
 from triptych.checkpoints.models import load_encoder_decoder, load_language_model
 from triptych.checkpoints.translators import Languages, read_translator
@@ -23,7 +24,8 @@ from triptych.models.storage import read_own_model
 from triptych.opening.source import Source, find_source
 from triptych.runs.folder import DECODING, RECIPE, check_tokenizers
 from triptych.runs.language import TOKENIZER
-from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited
+from triptych.storage.tensors import open_tensors
+from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited, shown
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
 from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
 
@@ -142,8 +144,8 @@ class OpenedModel:
             kind = read_json(self.folder / "config.json").get("model_type")
             raise UsageError(
                 f"{self.folder} is a checkpoint of {kind}, which is run here, and not converted: of other "
-                "libraries' translators only Marian's are, with scaled embeddings and feed-forward layers of one "
-                "width"
+                "libraries' translators only Marian's are, with scaled embeddings and feed-forward layers of "
+                "one width"
             )
 
     def save(self, folder: Path) -> None:
@@ -222,7 +224,14 @@ def open_model(
         DataError: files missing or damaged, files of different runs, or a family that cannot be run.
     """
     found = source if isinstance(source, Source) else find_source(source)
-    where = find_device(device)
+    opened = _opened(found, find_device(device), dtype, languages)
+    _require_finite(found, opened.model)
+    return opened
+
+
+def _opened(
+    found: Source, where: torch.device, dtype: torch.dtype | None, languages: Languages | None
+) -> OpenedModel:
     if found.is_own:
         if languages is not None:
             raise UsageError(f"{found.name} is a run of one pair of languages: leave out --languages")
@@ -241,6 +250,29 @@ def open_model(
         loaded.model,
         tokenizer,
         end_ids=_end_ids(loaded.folder, loaded.config),
+    )
+
+
+def _require_finite(source: Source, model: LanguageModel | EncoderDecoder) -> None:
+    """Check that all weights are numbers that can be computed with.
+
+    Raises:
+        DataError: some are NaN or infinite; the message names the tensor of the file, and how many.
+    """
+    broken = next((name for name, part in model.named_parameters() if not are_finite(part)), None)
+    if broken is None:
+        return
+    tensors = open_tensors(source.path, mapped=True)
+    for name, info in tensors.infos.items():
+        if info.dtype.is_floating_point and not are_finite(tensor := tensors.read(name)):
+            count = int((~tensor.isfinite()).sum())
+            raise DataError(
+                f"{source.name}: tensor {shown(name)} has {count:,} of {tensor.numel():,} numbers that are "
+                "not finite (NaN or infinite): the model cannot be run"
+            )
+    raise DataError(
+        f"{source.name}: numbers of {broken} are not finite in {next(model.parameters()).dtype}, though the "
+        "file's are: take another dtype"
     )
 
 
