@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints.tiny_marian import write_marian
 from checkpoints.tiny_translators import translator_folder
 from rewriting.test_calibration import bert, text_in
 from small_checkpoints import cannot_be_run, gpt2_that_runs
@@ -88,6 +89,11 @@ def test_a_fault_of_ours_is_not_taken_for_a_model_that_cannot_be_run(
     assert isinstance(opened, Opened)
     with pytest.raises(DataError, match=said):
         opened.model.outputs(opened.windows[0])
+
+
+def test_random_tokens_of_a_translator_whose_padding_comes_last_are_in_its_vocabulary(tmp_path: Path) -> None:
+    write_marian(tmp_path, dtype=torch.float32)
+    assert isinstance(open_original(tmp_path, None), Opened)
 
 
 def test_a_pipe_in_the_folder_of_a_model_is_not_opened_by_transformers(tmp_path: Path) -> None:
