@@ -134,14 +134,12 @@ class TranslatorRunnable(_OwnRunnable):
     def random_windows(self, seed: int) -> Iterator[Window]:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(RANDOM_WINDOWS):
-            src = torch.randint(0, self.model.src_vocab_size, (1, 24), generator=generator)
-            tgt = torch.randint(0, self.model.tgt_vocab_size, (1, 24), generator=generator)
-            pad = self.model.pad_id
-            filled = {
-                "src": src.masked_fill(src == pad, pad + 1),
-                "tgt": tgt.masked_fill(tgt == pad, pad + 1),
-            }
-            yield Window(filled, None)
+            window, pad = {}, self.model.pad_id
+            sizes = {"src": self.model.src_vocab_size, "tgt": self.model.tgt_vocab_size}
+            for side, size in sizes.items():
+                ids = torch.randint(0, size, (1, 24), generator=generator)
+                window[side] = ids.masked_fill(ids == pad, (pad + 1) % size)  # Marian's pad comes last
+            yield Window(window, None)
 
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:
