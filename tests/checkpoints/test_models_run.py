@@ -437,3 +437,24 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=True)
     size = (tmp_path / "model.safetensors").stat().st_size
     assert int(done.stdout) * 1024 < size + 30_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "added", "left_out"),
+    [
+        ("qwen3_moe", {}, {"max_window_layers": 1}, ()),  # as the published ones have it
+        ("exaone4", {}, {}, ("layer_types",)),
+        ("exaone4", {"sliding_window_pattern": 2}, {}, ("layer_types",)),
+    ],
+)
+def test_what_a_configuration_may_have_or_leave_out_is_read_as_transformers_reads_it(
+    name: str, settings: dict[str, Any], added: dict[str, Any], left_out: tuple[str, ...], tmp_path: Path
+) -> None:
+    other = made(name, tmp_path, settings)
+    record = json.loads((tmp_path / "config.json").read_text())
+    record = {field: value for field, value in {**record, **added}.items() if field not in left_out}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    ids = some_ids()
+    with torch.no_grad():
+        found = load_language_model(tmp_path).model(ids).logits
+    assert apart(found, theirs(other, ids).logits) < 1e-10

@@ -141,7 +141,7 @@ def test_lines_are_translated_as_transformers_does_it_from_the_files_alone(tmp_p
     found = model.translate(["w5 w9 w4", "", "w7"], max_extra_tokens=5)
     seen = model.attend("w5 w9 w4")
     assert found[1].text == ""
-    assert seen.source_tokens == ("<s>", "w5", "w9", "w4", "</s>")
+    assert seen.source_tokens == ("<s>", "▁w5", "▁w9", "▁w4", "</s>")
     assert seen.tokens[0] == "<s>"  # which is forced
     assert seen.of("decoder")[0].shape[-1] == len(seen.tokens)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))

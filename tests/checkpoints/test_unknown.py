@@ -229,3 +229,18 @@ def test_a_family_file_reads_what_was_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path, read_family(own))
     assert checkpoint.written_as == "mine"
     assert len(checkpoint.sites) == 2
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"),
+        ("in_proj_ba", "in_proj_qkvz", "o_proj"),
+    ],
+    ids=["latents", "linear attention"],
+)
+def test_names_of_maps_that_are_not_known_are_said(tmp_path: Path, seen: tuple[str, ...]) -> None:
+    weights = {f"model.layers.0.self_attn.{name}.weight": torch.randn(D, D) for name in seen}
+    assert f"by names that are known: its attention has {', '.join(seen)}" in refusal(
+        write(tmp_path, weights)
+    )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints.tiny_marian import write_marian
 from checkpoints.tiny_translators import translator_folder
 from rewriting.test_calibration import bert, text_in
 from small_checkpoints import cannot_be_run, gpt2_that_runs
@@ -13,7 +14,7 @@ from tolerances import assert_same
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, LanguageModel, ModelConfig, write_model
-from triptych.rewriting.comparing import open_original
+from triptych.rewriting.comparing import Opened, open_original
 from triptych.rewriting.opening import can_run, open_runnable
 from triptych.rewriting.transformers_models import TransformersModel
 
@@ -84,8 +85,15 @@ def test_a_fault_of_ours_is_not_taken_for_a_model_that_cannot_be_run(
     monkeypatch.setattr("transformers.GPT2LMHeadModel.forward", fail)
     said = "GPT2LMHeadModel does not run on token ids alone: shapes differ"
     assert open_original(folder, None) == f"the original cannot be run: {folder}: {said}"
+    opened = open_original(folder, text_in(tmp_path))
+    assert isinstance(opened, Opened)
     with pytest.raises(DataError, match=said):
-        open_original(folder, text_in(tmp_path))
+        opened.model.outputs(opened.windows[0])
+
+
+def test_random_tokens_of_a_translator_whose_padding_comes_last_are_in_its_vocabulary(tmp_path: Path) -> None:
+    write_marian(tmp_path, dtype=torch.float32)
+    assert isinstance(open_original(tmp_path, None), Opened)
 
 
 def test_a_pipe_in_the_folder_of_a_model_is_not_opened_by_transformers(tmp_path: Path) -> None:

@@ -416,3 +416,16 @@ def test_rules_of_normalization_are_read_from_a_model() -> None:
     assert model.charsmap == charsmap(RULES)
     assert [piece for piece, _ in model.pieces] == [piece for piece, *_ in PIECES]
     assert (model.bos_piece, model.eos_piece, model.unk_id) == ("<s>", "</s>", 0)
+
+
+def test_a_regular_expression_past_a_limit_of_the_library_is_said_to_be_that(tmp_path: Path) -> None:
+    whole(tmp_path)
+    record = json.loads((tmp_path / "tokenizer.json").read_text())
+    deep = {"type": "Split", "pattern": {"Regex": "(?:" * 5000 + "a" + ")" * 5000}, "invert": False}
+    record["pre_tokenizer"] = {**deep, "behavior": "Isolated"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(record))
+    with pytest.raises(
+        DataError, match="a regular expression that the tokenizers library does not run"
+    ) as it:
+        load_tokenizer(tmp_path)
+    assert "damaged" not in str(it.value)

@@ -1,5 +1,6 @@
 """Every class of tokenizers that transformers makes in a way of its own, out of either kind of files."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from text.test_pretrained import (
     sentence_pieces,
     word_pieces,
 )
+from triptych.errors import DataError
+from triptych.text import load_tokenizer
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>", "[CLS]", "[SEP]", "[UNK]", "[PAD]", "[MASK]", "<mask>"]
 LETTERS: list[Piece] = [(letter, -5.0, "normal") for letter in "dghjklmnopqrstuvwxyzTIQ'D0"]
 SENTINELS = [f"<extra_id_{number}>" for number in range(10)]
@@ -245,3 +247,51 @@ def test_a_class_gives_the_ids_and_texts_of_transformers(
     make(tmp_path)
     configure(tmp_path, **options)
     assert_as_transformers(tmp_path)
+
+
+def test_every_type_and_class_that_transformers_knows_is_followed_or_refused() -> None:
+    from transformers.models.auto import tokenization_auto as auto
+
+    from triptych.checkpoints.family import families
+    from triptych.text import tokenizer_classes as ours
+
+    ours_of, theirs_of = ours._CLASS_OF_TYPE, auto.TOKENIZER_MAPPING_NAMES
+    types = {name for family in families() for name in family.model_types}
+    assert {name: ours_of.get(name) for name in types} == {name: theirs_of.get(name) for name in types}
+    mistaken = auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+    assert mistaken & ours_of.keys() == ours._MISTAKEN_TYPES
+    own = {name for name in theirs_of.values() if name and name.endswith("Tokenizer")}
+    for name in own:
+        made = auto.tokenizer_class_from_name(name)
+        if made is not None and "__init__" in made.__dict__:
+            short = name.removesuffix("Tokenizer")
+            assert name in ours.CLASSES or short in ours._ALIASES or short in ours._OTHERS.split(), name
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [
+        (whole_words, {"model_type": "esm"}, "its class is EsmTokenizer, whose code in transformers"),
+        (whole_words, {"model_type": "gpt2"}, "goes with a vocabulary of pairs, and it has one of words"),
+        (byte_level, {"model_type": "granite"}, "granite, which is known by its tokenizer.json alone"),
+        (spm_of_t5, {"model_type": "t5", "extra_ids": "ten"}, "extra_ids is 'ten'"),
+        (spm_of_fairseq, {"model_type": "xglm"}, "XGLMTokenizer is known by its tokenizer.json alone"),
+    ],
+    ids=name_of,
+)
+def test_a_class_that_is_not_followed_is_refused_by_name(
+    make: Callable[[Path], None], options: Options, said: str, tmp_path: Path
+) -> None:
+    make(tmp_path)
+    configure(tmp_path, **options)
+    with pytest.raises(DataError, match=said) as refused:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_tokens_of_a_class_that_the_embedding_has_no_rows_for_are_left_out(tmp_path: Path) -> None:
+    whole_fairseq(tmp_path)
+    configure(tmp_path, model_type="mbart")
+    rows = len(json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"])
+    assert load_tokenizer(tmp_path).vocab_size > rows
+    assert load_tokenizer(tmp_path, vocab_size=rows).vocab_size == rows

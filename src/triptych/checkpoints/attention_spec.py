@@ -117,9 +117,11 @@ class PositionSpec(Spec):
             whatever the configuration says: few models read its `partial_rotary_factor`.
         base: b of the frequencies b^(−2i/n), in radians a position.
         scaling: paths of the record that scales them, such as `rope_scaling`; the first that is one.
+        original: the length that a model was first trained on, where it lies beside the record that scales
+            them; it counts for more than the record's.
         factor: what turned channels are multiplied by under a scaling, instead of what its kind makes it.
-        long_factor: the same of texts longer than `original_max_position_embeddings`, which then turn at the
-            frequencies of shorter ones, whatever the scaling.
+        long_factor: the same of texts longer than that length, which then turn at the frequencies of shorter
+            ones, whatever the scaling.
         read_again: whether a text that grows past that length is read again from its first token.
         slopes: how ALiBi's are found: as its authors do, or as MPT does.
         before_scale: whether ALiBi's biases are added before the scores are scaled, and not after.
@@ -151,6 +153,7 @@ class PositionSpec(Spec):
     share: Expression = "1.0"
     base: Expression = "rope_parameters.rope_theta | rope_theta | 10000.0"
     scaling: Annotated[tuple[str, ...], EXPRESSION] = ("rope_scaling", "rope_parameters")
+    original: Expression = "original_max_position_embeddings"
     factor: Expression = ""
     long_factor: Expression = ""
     read_again: bool = False

@@ -47,8 +47,8 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
         raise DataError(f"{where}: rotary positions rotate more than the {width} channels of a head")
     if turned % 2:
         raise DataError(f"{where}: rotary positions rotate {turned} channels of a head, an odd number")
-    first = place.value(_FIRST)
-    if scaling and first is not None:  # some have it beside the record, which counts for more
+    first = place.value(spec.original)
+    if scaling and first is not None:
         scaling = {**scaling, _FIRST: first}
     longest, base = place.number("max_position_embeddings | 2048"), place.number(spec.base)
     if "rope_theta" in spec.base and scaling.get("rope_theta") is not None:

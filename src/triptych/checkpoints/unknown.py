@@ -142,7 +142,17 @@ class _Guess:
                 f"{shown(fused[0])} holds several maps in one, and how its rows are shared out among "
                 "queries, keys, values and heads cannot be told from its shape"
             )
-        return "no module has maps to queries, keys, values and output by names that are known"
+        seen = sorted(
+            {
+                name.removesuffix(".weight").rpartition(".")[2]
+                for name, info in self.tensors.infos.items()
+                if _LOOKS_LIKE_ATTENTION.search(name) and len(info.shape) > 1 and name.endswith(".weight")
+            }
+        )
+        return (
+            "no module has maps to queries, keys, values and output by names that are known: its attention "
+            f"has {listed([shown(name) for name in seen]) or 'no map'}"
+        )
 
     def _require_understood(self) -> None:
         """Every field of the configuration is known to leave attention alone, or is read here.

@@ -126,6 +126,10 @@ class ExpertsConfig:
                 f"{self.num_experts} experts cannot be in {self.groups} groups of one size, of which "
                 f"{self.top_groups} are chosen"
             )
+        if self.top_k > (there := self.num_experts // self.groups * self.top_groups):
+            raise ValueError(
+                f"top_k is {self.top_k}: there are {there} experts in the groups that are chosen"
+            )
 
 
 @final

@@ -64,15 +64,11 @@ class OwnRunnable(RunnableModel):
         model = self.model
         for _ in range(RANDOM_WINDOWS):
             if isinstance(model, EncoderDecoder):
-                sizes = {"src": model.src_vocab_size, "tgt": model.tgt_vocab_size}
-                drawn = {
-                    side: torch.randint(0, size, (1, _RANDOM_PAIR), generator=generator)
-                    for side, size in sizes.items()
-                }
-                pad = model.pad_id
-                yield Window(
-                    {side: ids.masked_fill(ids == pad, pad + 1) for side, ids in drawn.items()}, None
-                )
+                window, pad = {}, model.pad_id
+                for side, size in (("src", model.src_vocab_size), ("tgt", model.tgt_vocab_size)):
+                    ids = torch.randint(0, size, (1, _RANDOM_PAIR), generator=generator)
+                    window[side] = ids.masked_fill(ids == pad, (pad + 1) % size)  # Marian's pad comes last
+                yield Window(window, None)
             else:
                 length = max(4, min(32, self._longest) - 4)
                 ids = torch.randint(0, model.vocab_size, (1, length), generator=generator)

@@ -143,7 +143,7 @@ _OTHERS = """
 Barthez Bartpho BertGeneration BertJapanese Bertweet BigBird BioGpt BlenderbotSmall ByT5 CLIP CTRL Canine
 Clvp Cpm CpmAnt DPRContextEncoder DPRQuestionEncoder DPRReader Dia Esm Esmc FSMT FastSpeech2Conformer
 Flaubert Funnel GPTNeoXJapanese GPTSw3 Herbert Lasr LayoutLMv2 LayoutLMv3 LayoutXLM Luke M2M100 MLuke
-Marian MarkupLM Mgpstr MyT5 Nougat PLBart Perceiver Phobert ProphetNet Qwen3_5 Reformer RemBert RoCBert
+Marian MarkupLM Mgpstr MyT5 Nougat PLBart Perceiver Phobert ProphetNet Rag Qwen3_5 Reformer RemBert RoCBert
 RoFormer SeamlessM4T Siglip Siglip2 Speech2Text SpeechT5 Splinter Tapas Tipsv2 Udop VideoPrism Vits
 Wav2Vec2CTC Wav2Vec2PhonemeCTC Whisper XLM XLNet
 """

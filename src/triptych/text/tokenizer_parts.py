@@ -165,12 +165,13 @@ _ONE_SPACE = normalizers.Replace(Regex(" {2,}"), " ")
 _AT_SPACES = pre_tokenizers.WhitespaceSplit()
 
 
-def _after_own(making: Making, names: Sequence[str], last: Sequence[str] = ()) -> Pieces:
+def _after_own(making: Making, names: Sequence[str], languages: Sequence[str] = ()) -> Pieces:
     """The pieces of a SentencePiece model but its first three, between special tokens of fairseq's."""
     pieces = making.vocabulary.pieces
     if not making.is_spm:
         return pieces
     own = [(making.token(f"{name}_token"), 0.0) for name in names]
+    last = [*languages, making.token("mask_token")]
     return (*own, *pieces[3:], *((token, 0.0) for token in last))
 
 
@@ -200,18 +201,17 @@ def t5_extra(settings: TokenizerSettings, marked: Marked) -> Sequence[Token]:
 
 
 def xlm_roberta(making: Making) -> tokenizers.Tokenizer:
-    pieces = _after_own(making, ("bos", "pad", "eos", "unk"), [making.token("mask_token")])
+    pieces = _after_own(making, ("bos", "pad", "eos", "unk"))
     return _spaced(_unigrams(pieces, 3), _charsmap(making), [_AT_SPACES], _scheme(making))
 
 
 def mbart(making: Making) -> tokenizers.Tokenizer:
-    pieces = _after_own(making, ("bos", "pad", "eos", "unk"), [*MBART_LANGUAGES, making.token("mask_token")])
+    pieces = _after_own(making, ("bos", "pad", "eos", "unk"), MBART_LANGUAGES)
     return _spaced(_unigrams(pieces, 3), [], [_AT_SPACES])
 
 
 def mbart50(making: Making) -> tokenizers.Tokenizer:
-    last = [*MBART50_LANGUAGES, making.token("mask_token")]
-    pieces = _after_own(making, ("cls", "pad", "eos", "unk"), last)
+    pieces = _after_own(making, ("cls", "pad", "eos", "unk"), MBART50_LANGUAGES)
     if not making.vocabulary.ids.keys() & {*MBART50_LANGUAGES} and not making.is_spm:
         raise ValueError("it has none of the languages of MBart50Tokenizer; fetch the SentencePiece model")
     return _spaced(_unigrams(pieces, 3), [*_charsmap(making), _ONE_SPACE])

@@ -212,6 +212,11 @@ def by_library(make: Callable[[], Made], origin: str, advice: str = "") -> Made:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         first = (str(error).splitlines() or [type(error).__name__])[0]
+        if "Oniguruma" in first and "limit" in first:
+            raise DataError(
+                f"{origin} has a regular expression that the tokenizers library does not run ({first}): it "
+                "cannot be read; give a tokenizer with a simpler one"
+            ) from None
         raise DataError(f"{origin} is damaged or not a tokenizer: {first}{advice}") from None
 
 
