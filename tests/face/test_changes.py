@@ -1,8 +1,256 @@
 """Changes of a model, against `transformers` with the same change written by hand."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+
+from triptych import Model, UsageError, load
+from triptych.opening import TextIds
+
+transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
-needs_checkpoints = pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")
+pytestmark = pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")
+TEXT = "First Citizen: Before we proceed any further, hear me speak."
+SOURCE, TARGET = "Two men are walking.", "Zwei Männer gehen spazieren."
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Model:
+    return load(CHECKPOINTS / "gpt2", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def translator() -> Model:
+    return load(CHECKPOINTS / "marian-multi30k", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2").eval()
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    """Within 1e-6 of the largest logit."""
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-6 * float(other.abs().max().clamp(min=1)))
+
+
+@torch.no_grad()
+def test_ablating_each_head_is_zeroing_its_rows_of_the_output_map(gpt2: Model, theirs: Any) -> None:
+    ids = torch.tensor([gpt2.run(TEXT).ids])
+    whole = float(gpt2.run(TEXT).loss)
+    moved = 0
+    for layer in range(6):
+        rows = theirs.transformer.h[layer].attn.c_proj.weight
+        for head in range(8):
+            own, kept = slice(head * 32, head * 32 + 32), rows.data.clone()
+            rows.data[own] = 0
+            expected = float(theirs(ids, labels=ids).loss)
+            rows.data = kept
+            found = float(gpt2.ablate(f"{layer}.{head}").run(TEXT).loss)
+            assert found == pytest.approx(expected, abs=2e-6)
+            moved += abs(found - whole) > 1e-4
+    assert moved > 40
+    assert float(gpt2.run(TEXT).loss) == whole
+
+
+@torch.no_grad()
+def test_a_patched_head_is_a_hook_before_the_output_map(gpt2: Model, theirs: Any) -> None:
+    run = gpt2.run("Second Citizen: After they went home")
+    z, ids = run["2.3"].z, torch.tensor([gpt2.run(TEXT).ids])
+
+    def hook(module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor]:
+        x = given[0].clone()
+        x[0, : len(z), 3 * 32 : 4 * 32] = z
+        return (x,)
+
+    hooked = theirs.transformer.h[2].attn.c_proj.register_forward_pre_hook(hook)
+    expected = theirs(ids).logits[0]
+    hooked.remove()
+    found = gpt2.patch("2.3", run).run(TEXT).logits
+    close(found, expected)
+    assert float((found - gpt2.run(TEXT).logits).abs().max()) > 1e-2
+
+
+@torch.no_grad()
+def test_a_direction_is_added_before_its_block(gpt2: Model, theirs: Any) -> None:
+    vector, ids = torch.randn(256), torch.tensor([gpt2.run(TEXT).ids])
+    block = theirs.transformer.h[3]
+    hooked = block.register_forward_pre_hook(lambda _, given: (given[0] + 2 * vector, *given[1:]))
+    expected = theirs(ids).logits[0]
+    hooked.remove()
+    close(gpt2.steer("residual.3", vector, 2.0).run(TEXT).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", ["encoder.0.1", "decoder.2.3", "cross.1.2"])
+def test_heads_of_an_encoder_decoder_are_ablated_before_the_output_map(translator: Model, place: str) -> None:
+    other = transformers.MarianMTModel.from_pretrained(CHECKPOINTS / "marian-multi30k").eval()
+    stack, layer, head = place.split(".")
+    blocks = (other.model.encoder if stack == "encoder" else other.model.decoder).layers
+    attention = blocks[int(layer)].encoder_attn if stack == "cross" else blocks[int(layer)].self_attn
+    run = translator.run(SOURCE, target=TARGET)
+    attention.out_proj.weight[:, int(head) * 64 : int(head) * 64 + 64] = 0
+    source = torch.tensor([translator.reader.encode([SOURCE], [TARGET])[0].source])
+    read = torch.tensor([[other.config.decoder_start_token_id, *run.ids[:-1]]])
+    expected = other(input_ids=source, decoder_input_ids=read).logits[0]
+    found = translator.ablate(place).run(SOURCE, target=TARGET).logits
+    close(found, expected)
+    assert float((found - run.logits).abs().max()) > 1e-3
+
+
+CHANGES = {
+    "ablate": lambda model, run: model.ablate("3.*"),
+    "mean": lambda model, run: model.ablate("3.1", by="mean", text=TEXT),
+    "resample": lambda model, run: model.ablate("3.1", by="resample", text=TEXT),
+    "edit": lambda model, run: model.edit("1.*", "scores", lambda scores: 2 * scores),
+    "patch q": lambda model, run: model.patch("2.*", run, "q"),
+    "patch k": lambda model, run: model.patch("2.*", run, "k"),
+    "patch weights": lambda model, run: model.patch("2.*", run, "weights"),
+    "patch z at two positions": lambda model, run: model.patch("2.3", run, positions=[0, 2]),
+    "steer": lambda model, run: model.steer("residual.6", torch.linspace(-2, 2, 256)),
+    "tie": lambda model, run: model.tie("*", "W_V", "W_K"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CHANGES)
+def test_cached_generation_of_a_changed_model_is_that_of_whole_texts(gpt2: Model, name: str) -> None:
+    changed = CHANGES[name](gpt2, gpt2.run("Second Citizen: After they"))
+    ids = list(gpt2.run("First Citizen: Before").ids)
+    for _ in range(6):
+        hidden = changed.reader.run([TextIds(tuple(ids))]).hidden
+        ids.append(int(changed.reader.logits(hidden)[0, -1].argmax()))
+    found = changed.generate(["First Citizen: Before", "O"], max_new_tokens=6)
+    assert list(found[0].ids) == ids[-6:]
+    assert (
+        gpt2.generate("First Citizen: Before", max_new_tokens=6).ids
+        == load(CHECKPOINTS / "gpt2", device="cpu").generate("First Citizen: Before", max_new_tokens=6).ids
+    )
+
+
+def test_beams_over_a_model_with_edits_are_those_of_the_fused_engine(translator: Model) -> None:
+    lines = [SOURCE, "A woman in a red dress is dancing.", "A dog."]
+    plain = translator.edit("*", "z", lambda z: z)
+    for ours, fused in zip(plain.translate(lines), translator.translate(lines), strict=True):
+        assert ours.text == fused.text
+        assert ours.candidates[0].score == pytest.approx(fused.candidates[0].score, abs=1e-5)
+    ablated = translator.ablate("cross.*")
+    zeroed = translator.edit("cross.*", "z", torch.zeros_like)
+    assert [one.text for one in ablated.translate(lines)] == [one.text for one in zeroed.translate(lines)]
+
+
+@torch.no_grad()
+def test_texts_of_a_padded_batch_are_changed_as_each_alone(gpt2: Model, translator: Model) -> None:
+    texts = [TEXT, "Speak, speak."]
+    changed = gpt2.edit("2.*", "weights", lambda weights: weights.sqrt()).ablate("4.1")
+    for together, text in zip(changed.run(texts), texts, strict=True):
+        close(together.logits, changed.run(text).logits)
+    halved = translator.edit("encoder.*", "scores", lambda scores: scores / 2)
+    sources, targets = [SOURCE, "A dog."], [TARGET, "Ein Hund."]
+    for together, source, target in zip(halved.run(sources, target=targets), sources, targets, strict=True):
+        close(together.logits, halved.run(source, target=target).logits)
+
+
+def test_gradients_reach_activations(gpt2: Model) -> None:
+    run = gpt2.run(TEXT, grad=True)
+    gradient = run.gradient("3.2")
+    step = 1e-2 * torch.randn_like(gradient)
+    up, down = (
+        float(gpt2.edit("3.2", "z", lambda z, s=sign: z + s * step).run(TEXT).loss) for sign in (1, -1)
+    )
+    assert (up - down) / 2 == pytest.approx(float((gradient * step).sum()), rel=0.05, abs=2e-6)
+    with pytest.raises(UsageError, match="grad=True"):
+        gpt2.run(TEXT).gradient("3.2")
+
+
+@torch.no_grad()
+def test_what_weights_can_say_is_saved_and_read_by_transformers(gpt2: Model, tmp_path: Path) -> None:
+    changed = (
+        gpt2.ablate("3.2")
+        .ablate("1.1", by="mean", text=TEXT)
+        .tie(2, "W_K", "W_Q")
+        .replace("4.5", W_V=torch.zeros(256, 32))
+        .steer("residual.3", torch.linspace(-1, 1, 256))
+    )
+    changed.save(tmp_path / "changed")
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "changed").eval()
+    run = changed.run(TEXT)
+    close(other(torch.tensor([run.ids])).logits[0], run.logits)
+    close(load(tmp_path / "changed", device="cpu").run(TEXT).logits, run.logits)
+    with pytest.raises(UsageError, match=r"edit\(1\.1, scores\) cannot be saved"):
+        gpt2.edit("1.1", "scores", torch.relu).save(tmp_path / "edited")
+    with pytest.raises(UsageError, match="no bias comes right before it"):
+        load(CHECKPOINTS / "llama-gqa").steer("residual.3", torch.ones(256)).save(tmp_path / "steered")
+
+
+def test_a_rewrite_is_a_model_with_a_certificate_that_is_saved_with_it(gpt2: Model, tmp_path: Path) -> None:
+    smaller = gpt2.rewrite("truncate(rank=6)", compare=False)
+    assert smaller.certificate is not None
+    assert smaller.certificate.tier == "bounded"
+    assert gpt2.certificate is None
+    again = load(smaller.save(tmp_path / "smaller"))
+    assert again.certificate == smaller.certificate
+    assert float(again[2, 1].qk.singular_values()[6]) < 1e-4 * float(again[2, 1].qk.singular_values()[0])
+    plan = gpt2.plan("truncate(rank=6)")
+    assert plan.before == smaller.certificate.before
+
+
+@torch.no_grad()
+def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(gpt2: Model) -> None:
+    clean, corrupted = ["The cat sat", "A dog ran"], ["The dog sat", "A cat ran"]
+    found = gpt2.sweep(clean, corrupted, lambda run: run.logits[-1, 5])
+    assert found.values.shape == (48, 2)
+    one = gpt2.patch("4.3", gpt2.run(clean[1])).run(corrupted[1]).logits[-1, 5]
+    assert float(found.values[found.heads.index("4.3"), 1]) == pytest.approx(float(one))
+    assert (found.low <= found.mean.double() + 1e-6).all()
+    with pytest.raises(UsageError, match="pair 1 has"):
+        gpt2.sweep("The cat", "The cat sat", lambda run: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: model.ablate("9"), "has no layer 9: its layers are 0 to 5"),
+        (lambda model: model.ablate("3.8"), "layer 3 has no head 8: its heads are 0 to 7"),
+        (lambda model: model.ablate("*.9"), "matches no head"),
+        (lambda model: model.ablate("3.2", by="mean"), "needs a text"),
+        (lambda model: model.steer("stream.3", torch.ones(256)), "no place in the residual stream"),
+        (lambda model: model.steer("residual.7", torch.ones(256)), "residual.0 to residual.6"),
+        (
+            lambda model: model.steer("residual.1", torch.ones(3)),
+            r"shape \[3\], and the stream is \[256\]",
+        ),
+        (lambda model: model.replace("3", W_Q=torch.ones(2, 2)), r"W_Q is \[8, 256, 32\] here"),
+        (lambda model: model.tie("3", "W_O", "W_Q"), "W_O reads what heads mixed"),
+        (lambda model: model.edit("3.2", "z", lambda z: z[:, :1]).run(TEXT), "gave shape"),
+        (lambda model: model.run(TEXT)["7.1"], "has no layer 7"),
+        (lambda model: model.run(TEXT).residual(9), "no residual 9"),
+        (lambda model: model.ablate("3.2").rewrite("expand"), "save it, and rewrite what was saved"),
+    ],
+)
+def test_what_is_not_there_is_one_line_that_says_what_is(gpt2: Model, change: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        change(gpt2)
+
+
+def test_maps_that_do_not_fit_each_other_are_not_tied(translator: Model) -> None:
+    with pytest.raises(UsageError, match="in cross-attention queries read the decoder's stream"):
+        translator.tie("cross.1", "W_K", "W_Q")
+    with pytest.raises(UsageError, match=r"W_K cannot be tied to W_Q: it is .*\[2, 256, 32\]"):
+        load(CHECKPOINTS / "llama-gqa").tie("1", "W_K", "W_Q")
+    with pytest.raises(UsageError, match="heads 4 to 7 share W_K"):
+        load(CHECKPOINTS / "llama-gqa").replace("1.5", W_K=torch.ones(256, 32))
+
+
+def test_places_are_spelled_alike_everywhere(translator: Model) -> None:
+    assert translator["cross.1"].name == "cross.1"
+    assert translator["cross.1"][2].name == translator["cross.1.2"].name == "cross.1.2"
+    with pytest.raises(UsageError, match=r"layer 1 could be encoder\.1, decoder\.1, cross\.1"):
+        translator[1]
+    attention = translator.attend(SOURCE, TARGET)
+    assert torch.equal(attention["cross.1", 2], attention["cross.1"][2])
+    assert list(attention["cross.1", 2].shape) == [6, 6]

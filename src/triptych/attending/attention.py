@@ -205,7 +205,7 @@ class Attention:
     source_ids: tuple[int, ...] | None = None
     source_tokens: tuple[str, ...] | None = None
 
-    def __getitem__(self, place: int | tuple[int | str, int]) -> Tensor:
+    def __getitem__(self, place: int | str | tuple[int | str, int]) -> Tensor:
         """The weights of a layer, `[heads, queries, keys]`, or of a head, `[queries, keys]`.
 
         `attention[3]` and `attention[3, 2]`; of an encoder-decoder `attention["cross.3", 2]`.

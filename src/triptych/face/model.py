@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any, Literal, final, overload
 
 import torch
@@ -843,10 +843,10 @@ class Model:
             RewriteRefusedError: a layer refuses a step, with the reason.
             UsageError: an unknown rewrite, or the folder exists.
         """
-        temporary, target = None, Path(out or "")
-        if out is None:
-            temporary = TemporaryDirectory(prefix="triptych-")
-            target = Path(temporary.name) / "rewritten"
+        temporary = Path(mkdtemp(prefix="triptych-")) if out is None else None
+        name = str(out) if temporary is None else f"{self.name}, rewritten"
+        target = Path(name) if temporary is None else temporary / "rewritten"
+        opened = Opened(name, target, self._opened.options, temporary=temporary)
         rewrite_checkpoint(
             str(self._files()),
             target,
@@ -856,8 +856,7 @@ class Model:
             compare=compare,
             progress=progress,
         )
-        name = str(out) if temporary is None else f"{self.name}, rewritten"
-        return Model(Opened(name, target, self._opened.options, temporary=temporary))
+        return Model(opened)
 
     # Keeping.
 

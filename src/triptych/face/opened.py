@@ -1,10 +1,12 @@
 """What a `Model` holds of its source: the files or the module, opened piece by piece as it is asked for."""
 
+import shutil
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any, final
 
 import torch
@@ -49,14 +51,18 @@ class Opened:
         place: a path, or a name on the Hub.
         options: how it is run.
         module: a model of ours in memory, in the place of files.
-        temporary: holds the files of a model that was in memory, or rewritten.
+        temporary: the folder that goes with it: the files of a model that was in memory, or rewritten.
     """
 
     name: str
     place: str | Path
     options: Options
     module: LanguageModel | EncoderDecoder | None = None
-    temporary: TemporaryDirectory[str] | None = field(default=None, repr=False)
+    temporary: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.temporary is not None:
+            weakref.finalize(self, shutil.rmtree, self.temporary, ignore_errors=True)
 
     @cached_property
     def attention(self) -> AttentionSource:
@@ -137,15 +143,16 @@ def open_anything(source: object, options: Options) -> Opened:
 
 def _of_transformers(module: Any, options: Options) -> Opened:
     """A model of `transformers`: written to a temporary folder in its own format, which is then opened."""
-    temporary = TemporaryDirectory(prefix="triptych-")
+    folder = Path(mkdtemp(prefix="triptych-"))
+    name = str(getattr(module, "name_or_path", "") or type(module).__name__)
+    opened = Opened(name, folder, options, temporary=folder)
     try:
-        module.save_pretrained(temporary.name)
+        module.save_pretrained(folder)
         if options.tokenizer is not None and hasattr(options.tokenizer, "save_pretrained"):
-            options.tokenizer.save_pretrained(temporary.name)
+            options.tokenizer.save_pretrained(folder)
     except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
         raise DataError(f"{type(module).__name__}: transformers cannot write it: {error}") from error
-    name = str(getattr(module, "name_or_path", "") or type(module).__name__)
-    return Opened(name, Path(temporary.name), options, temporary=temporary)
+    return opened
 
 
 @final
