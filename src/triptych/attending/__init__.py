@@ -40,7 +40,13 @@ Attended = str | Path | Reader | OpenedModel | Run | Translator | TextGenerator
 
 @overload
 def attend(  # type: ignore[overload-overlap]
-    model: Attended, text: str, *, target: str | None = None, max_new_tokens: int = 0, device: str = "auto"
+    model: Attended,
+    text: str,
+    *,
+    target: str | None = None,
+    max_new_tokens: int = 0,
+    max_tokens: int | None = None,
+    device: str = "auto",
 ) -> Attention: ...
 
 
@@ -51,6 +57,7 @@ def attend(
     *,
     target: Sequence[str] | None = None,
     max_new_tokens: int = 0,
+    max_tokens: int | None = None,
     device: str = "auto",
 ) -> AttentionBatch: ...
 
@@ -61,6 +68,7 @@ def attend(
     *,
     target: str | Sequence[str] | None = None,
     max_new_tokens: int = 0,
+    max_tokens: int | None = None,
     device: str = "auto",
 ) -> Attention | AttentionBatch:
     """Where every head of a model looks: `attend("gpt2", "The cat sat.").weights[3]` is layer 3.
@@ -77,24 +85,26 @@ def attend(
         text: one text, or several, which the model reads in padded batches.
         target: of an encoder-decoder, what its decoder reads, one for each text; its own translation if None.
         max_new_tokens: of a decoder, how many tokens it continues the text by at most, greedily.
+        max_tokens: longest text, continued or not; None for as many tokens as the model has positions for, or
+            4,096 where it has no limit. All weights of a text take memory of the square of its length.
         device: where a model that is not open yet goes; "auto" takes a GPU if there is one.
 
     Returns:
         The attention on the text; for several texts a batch, whose weights have a first dimension more.
 
     Raises:
-        UsageError: an empty text, one past the model's positions, or something that the model does not do.
+        UsageError: an empty text, one that is too long, or something that the model does not do.
         DataError: files missing or damaged, or a family that cannot be run.
     """
     reader = model if isinstance(model, Reader) else _opened(model, device)
     if isinstance(text, str):
         if target is not None and not isinstance(target, str):
             raise TypeError("the target of one text is one text")
-        (found,) = reader.read([text], None if target is None else [target], max_new_tokens)
+        (found,) = reader.read([text], None if target is None else [target], max_new_tokens, max_tokens)
         return found
     if isinstance(target, str):
         raise TypeError("the targets of several texts are a sequence")
-    return AttentionBatch(reader.read(text, target, max_new_tokens))
+    return AttentionBatch(reader.read(text, target, max_new_tokens, max_tokens))
 
 
 def _opened(model: str | Path | OpenedModel | Run | Translator | TextGenerator, device: str) -> Reader:

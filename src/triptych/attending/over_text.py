@@ -200,9 +200,11 @@ def read_windows(
             continue
         part = [windows.windows[i] for i in together]
         found = (
-            reader.read_ids([w.source_ids or () for w in part], [w.ids for w in part])
+            reader.read_ids(
+                [w.source_ids or () for w in part], [w.ids for w in part], max_tokens=windows.context
+            )
             if isinstance(reader, PairReader)
-            else reader.read_ids([w.ids for w in part])
+            else reader.read_ids([w.ids for w in part], max_tokens=windows.context)
             if isinstance(reader, LanguageReader)
             else []
         )

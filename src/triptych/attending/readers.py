@@ -17,6 +17,7 @@ from triptych.checkpoints.models import load_encoder_decoder
 from triptych.checkpoints.own import is_own
 from triptych.decoding import GenerationOptions, TextGenerator, Translator
 from triptych.decoding.batches import EvaluationMode, batches_of_like_length, padded_alike
+from triptych.decoding.lengths import LONGEST_SHOWN, check_length
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.models import EncoderDecoder, LanguageModel
@@ -47,7 +48,11 @@ class Reader(ABC):
 
     @abstractmethod
     def read(
-        self, texts: Sequence[str], targets: Sequence[str] | None = None, max_new_tokens: int = 0
+        self,
+        texts: Sequence[str],
+        targets: Sequence[str] | None = None,
+        max_new_tokens: int = 0,
+        max_tokens: int | None = None,
     ) -> list[Attention]:
         """The attention on texts, those of like length in one batch.
 
@@ -57,9 +62,10 @@ class Reader(ABC):
                 None. Not for other models.
             max_new_tokens: of a decoder, how many tokens it continues each text by at most, the most
                 probable ones.
+            max_tokens: of a text, those that it is continued by included; see `triptych.attend`.
 
         Raises:
-            UsageError: a text is empty or past the model's positions, or something that this kind of model
+            UsageError: a text is empty or too long, or something that this kind of model
                 does not do is asked for.
         """
 
@@ -88,7 +94,11 @@ class LanguageReader(Reader):
         return self.tokenizer
 
     def read(
-        self, texts: Sequence[str], targets: Sequence[str] | None = None, max_new_tokens: int = 0
+        self,
+        texts: Sequence[str],
+        targets: Sequence[str] | None = None,
+        max_new_tokens: int = 0,
+        max_tokens: int | None = None,
     ) -> list[Attention]:
         if targets is not None:
             raise UsageError(f"{self.name} has no decoder beside its encoder: leave out the target")
@@ -98,8 +108,8 @@ class LanguageReader(Reader):
         # An encoder's text may hold its mask token.
         ids = self.tokenizer.encode(texts, add_special=True, parse_special=not self.model.causal)
         if not max_new_tokens:
-            return self.read_ids(ids)
-        self._check(ids)
+            return self.read_ids(ids, max_tokens=max_tokens)
+        self._check(ids, max_tokens)
         context = self.model.context
         if context is not None:
             for which, length in _lengths(ids, "text"):
@@ -109,28 +119,33 @@ class LanguageReader(Reader):
                         f"{context:,} that the model reads at once: shorten it, or leave out max_new_tokens"
                     )
         generator = TextGenerator(self.model, self.tokenizer, end_ids=self._end_ids)
-        options = GenerationOptions(max_new_tokens)
+        options = GenerationOptions(max_new_tokens, max_prompt_tokens=max_tokens)
         with EvaluationMode(self.model):
             found = [new.ids for (new,) in generator.continue_tokens(ids, options)]
         if context is not None:  # the last token is read too, here
             room = [context - len(own) for own in ids]
             found = [new[:most] for new, most in zip(found, room, strict=True)]
         whole = [[*own, *new] for own, new in zip(ids, found, strict=True)]
-        return self.read_ids(whole, [len(new) for new in found])
+        return self.read_ids(whole, [len(new) for new in found], max_tokens=max_tokens)
 
     def read_ids(
-        self, texts: Sequence[Sequence[int]], num_generated: Sequence[int] | None = None
+        self,
+        texts: Sequence[Sequence[int]],
+        num_generated: Sequence[int] | None = None,
+        *,
+        max_tokens: int | None = None,
     ) -> list[Attention]:
         """The attention on texts that are token ids already, those of like length in one batch.
 
         Args:
             texts: token ids, at least one each.
             num_generated: how many of each the model produced; none if None.
+            max_tokens: of a text; see `triptych.attend`.
 
         Raises:
-            UsageError: a text is empty or past the model's positions.
+            UsageError: a text is empty or too long.
         """
-        self._check(texts)
+        self._check(texts, max_tokens)
         counts = [0] * len(texts) if num_generated is None else num_generated
         found: list[Attention | None] = [None] * len(texts)
         lengths, limit = [len(ids) for ids in texts], self.model.rotary_limit
@@ -156,8 +171,8 @@ class LanguageReader(Reader):
             self.model.hidden(ids, mask=mask)
         return calls
 
-    def _check(self, texts: Sequence[Sequence[int]]) -> None:
-        _check_lengths(texts, self.model.max_tokens, "text")
+    def _check(self, texts: Sequence[Sequence[int]], most: int | None) -> None:
+        _check_lengths(texts, self.model.max_tokens, most, "text")
 
 
 @final
@@ -175,11 +190,16 @@ class PairReader(Reader):
         self.model: EncoderDecoder = model
 
     def read(
-        self, texts: Sequence[str], targets: Sequence[str] | None = None, max_new_tokens: int = 0
+        self,
+        texts: Sequence[str],
+        targets: Sequence[str] | None = None,
+        max_new_tokens: int = 0,
+        max_tokens: int | None = None,
     ) -> list[Attention]:
         if max_new_tokens:
             raise UsageError(f"{self.name} has an encoder and a decoder: it translates and does not continue")
-        return self.read_ids(*self.ids_of(texts, targets), generated=targets is None)
+        generated = targets is None
+        return self.read_ids(*self.ids_of(texts, targets), generated=generated, max_tokens=max_tokens)
 
     def ids_of(
         self, texts: Sequence[str], targets: Sequence[str] | None = None
@@ -212,7 +232,12 @@ class PairReader(Reader):
         return self._tokens.target_tokenizer
 
     def read_ids(
-        self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], *, generated: bool = False
+        self,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+        *,
+        generated: bool = False,
+        max_tokens: int | None = None,
     ) -> list[Attention]:
         """The attention on pairs that are token ids already, those of like length in one batch.
 
@@ -220,14 +245,15 @@ class PairReader(Reader):
             sources: what the encoder reads, the end of sentence included.
             targets: what the decoder produces, the end of sentence included.
             generated: whether the model produced the targets itself.
+            max_tokens: of a text or a target; see `triptych.attend`.
 
         Raises:
-            UsageError: a text is empty or past the model's positions.
+            UsageError: a text is empty or too long.
         """
         source = self.model.architecture.source
         most = source.num_positions if source.positions == "learned" else None
-        _check_lengths(sources, most, "text")
-        _check_lengths(targets, self.model.max_target_tokens, "target")
+        _check_lengths(sources, most, max_tokens, "text")
+        _check_lengths(targets, self.model.max_target_tokens, max_tokens, "target")
         found: list[Attention | None] = [None] * len(sources)
         for batch in batches_of_like_length([[*ids] for ids in sources], BATCH_TOKENS):
             calls = self._run([sources[i] for i in batch], [targets[i] for i in batch])
@@ -422,14 +448,11 @@ def _with_advice(path: str | Path, error: DataError) -> DataError:
     return DataError(f"{error}; triptych inspect can read its heads") if can_be_inspected else error
 
 
-def _check_lengths(texts: Sequence[Sequence[int]], most: int | None, what: str) -> None:
+def _check_lengths(
+    texts: Sequence[Sequence[int]], positions: int | None, most: int | None, what: str
+) -> None:
     for which, length in _lengths(texts, what):
-        if not length:
-            raise UsageError(f"{which} is empty: give it some words")
-        if most is not None and length > most:
-            raise UsageError(
-                f"{which} has {length:,} tokens, but the model has positions for {most:,}: shorten it"
-            )
+        check_length(which, length, positions, most, LONGEST_SHOWN, "max_tokens")
 
 
 def _lengths(texts: Sequence[Sequence[int]], what: str) -> Iterator[tuple[str, int]]:

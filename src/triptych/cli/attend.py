@@ -27,7 +27,7 @@ from triptych.attending.saving import (
 from triptych.attending.viewing import Told, write_attention_page
 from triptych.attending.writing import TokenWriter
 from triptych.cli.groups import grouped
-from triptych.cli.options import DeviceOption
+from triptych.cli.options import DeviceOption, MaxTokensOption
 from triptych.cli.outputs import ForceOption, Output, require_free
 from triptych.cli.over import MoreFigures, OverOptions, is_over_csv, show_over
 from triptych.cli.progress import progress_bar
@@ -92,6 +92,7 @@ class _Texts(NamedTuple):
     file: FileOption = None
     target: TargetOption = None
     max_new_tokens: MaxNewTokensOption = 0
+    max_tokens: MaxTokensOption = None
 
     @property
     def are_given(self) -> bool:
@@ -107,7 +108,13 @@ class _Texts(NamedTuple):
         if self.file is not None and self.target is not None:
             raise UsageError("--target goes with one text, not with --file")
         targets = None if self.target is None else [self.target]
-        return triptych.attend(reader, texts, target=targets, max_new_tokens=self.max_new_tokens)
+        return triptych.attend(
+            reader,
+            texts,
+            target=targets,
+            max_new_tokens=self.max_new_tokens,
+            max_tokens=self.max_tokens,
+        )
 
     def _texts(self) -> list[str]:
         """One of the command line or standard input, or the lines of a file.

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import triptych
-from triptych.cli.options import DeviceOption
+from triptych.cli.options import DeviceOption, MaxTokensOption
 
 
 def fill(
@@ -17,6 +17,7 @@ def fill(
     count: Annotated[
         int, typer.Option("--count", min=1, help="How many tokens are shown for each mask.")
     ] = 5,
+    max_tokens: MaxTokensOption = None,
     device: DeviceOption = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per mask, with probabilities and texts.")
@@ -26,7 +27,7 @@ def fill(
 
     Each mask is predicted with the others as they are.
     """
-    for number, found in enumerate(triptych.fill(model, text, count, device), start=1):
+    for number, found in enumerate(triptych.fill(model, text, count, device, max_tokens=max_tokens), start=1):
         if as_json:
             fillings = [
                 {

@@ -25,6 +25,7 @@ def load(
     alpha: float | None = None,
     num_best: int = 1,
     max_extra_tokens: int | None = None,
+    max_source_tokens: int | None = None,
     stop: Stop | None = None,
     precision: Precision = "fp32",
     workers: int = 1,
@@ -40,6 +41,8 @@ def load(
         alpha: exponent of the length penalty.
         num_best: translations of each line.
         max_extra_tokens: an output ends at the length of its input plus this.
+        max_source_tokens: a longer line is translated in pieces; the model's limit, or 1,024 where it has
+            none, if None.
         stop: when a sentence is done, as in `SearchOptions`. "ctranslate2" has "full" alone, whatever the
             recipe says.
         precision: of the model's maps, as in `Translator`; "ctranslate2" rounds in its own way.
@@ -57,12 +60,14 @@ def load(
     chosen = None if languages is None else Languages(*languages)
     if engine == "triptych":
         run = Run.open(Path(folder), device, chosen)
-        options = run.search_options(beam_size, alpha, num_best, max_extra_tokens, stop)
+        options = run.search_options(beam_size, alpha, num_best, max_extra_tokens, stop, max_source_tokens)
         return run.translator(options, precision=precision, workers=workers)
     require_ctranslate2()
     run = Run.open(Path(folder), "cpu", chosen)
     run.require_recipe()
-    options = run.search_options(beam_size, alpha, num_best, max_extra_tokens, stop or "full")
+    options = run.search_options(
+        beam_size, alpha, num_best, max_extra_tokens, stop or "full", max_source_tokens
+    )
     searcher = CTranslate2Searcher(run, options, precision, workers, device)
     return Translator(run.model, run.tokenizers, options, searcher=searcher)
 

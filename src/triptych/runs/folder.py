@@ -172,6 +172,7 @@ class Run:
         num_best: int = 1,
         max_extra_tokens: int | None = None,
         stop: Stop | None = None,
+        max_source_tokens: int | None = None,
     ) -> SearchOptions:
         """The recipe's or the checkpoint's way to search, with what is given changed.
 
@@ -188,6 +189,7 @@ class Run:
                 max_extra_tokens=max_extra_tokens or decoding.max_extra_tokens,
                 num_best=num_best,
                 stop=stop or decoding.stop,
+                max_source_tokens=max_source_tokens,
             )
         except ValueError as error:
             raise UsageError(str(error)) from None

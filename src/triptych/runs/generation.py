@@ -74,7 +74,9 @@ def open_language_model(path: str | Path, device: str = "auto") -> OpenedModel:
     return OpenedModel(model.to(find_device(device)), tokenizer, ends)
 
 
-def fill(path: str | Path, text: str, count: int = 5, device: str = "auto") -> list[list[Filling]]:
+def fill(
+    path: str | Path, text: str, count: int = 5, device: str = "auto", *, max_tokens: int | None = None
+) -> list[list[Filling]]:
     """The most probable tokens for every mask of a text; see `triptych.decoding.fill_masks`.
 
     Args:
@@ -82,13 +84,15 @@ def fill(path: str | Path, text: str, count: int = 5, device: str = "auto") -> l
         text: with at least one `[MASK]`.
         count: tokens for each mask.
         device: where the model goes; "auto" takes a GPU if there is one.
+        max_tokens: longest text; see `triptych.decoding.fill_masks`.
 
     Raises:
-        UsageError: no such device, a model that predicts no masked tokens, or no mask in the text.
+        UsageError: no such device, a text that is too long or has no mask, or a model that predicts no masked
+            tokens.
         DataError: files missing or damaged, or a family that cannot be run.
     """
     model, tokenizer, _ = open_text_model(path, device)
-    return fill_masks(model, tokenizer, text, count)
+    return fill_masks(model, tokenizer, text, count, max_tokens)
 
 
 def _end_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
