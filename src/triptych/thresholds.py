@@ -33,6 +33,8 @@ MIN_KEYS_OF_ALL_HEADS, MIN_HEADS_OF_A_BATCH = 4096, 4
 # Up to so many queries a head, as in a step, decoding on a CPU is up to 12 % faster with products than with
 # torch's kernel, and at most 1 % slower (docs/log.md, "a step of decoding, again").
 FEW_QUERIES = 16
+# Scores of a head of all texts that a mask or a bias is made for at a time, once a prompt has more.
+SCORES_AT_A_TIME = 1 << 22
 # Rows of a product that the layout of packed weights is chosen for; it serves all others as well.
 PACKED_ROWS = 32
 # Packed weights are a copy. They are made of models whose weights take at most this share of the memory.

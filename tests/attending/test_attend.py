@@ -180,6 +180,18 @@ def test_a_page_marks_what_was_generated_and_keeps_the_largest_of_long_texts(
         ("encoder", {"text": "a", "max_new_tokens": 1}, "encoder is an encoder, which does not continue"),
         ("encoder", {"text": "a" * 41}, "the text has 41 tokens, but the model has positions for 40"),
         ("encoder", {"text": ["a", "a" * 41]}, "text 2 has 41 tokens"),
+        (
+            "encoder",
+            {"text": "a" * 5, "max_tokens": 4},
+            "the text has 5 tokens, and at most 4 are read",
+        ),
+        (
+            "decoder",
+            {"text": "a" * 4097},
+            "at most 4,096 are read at once: shorten it, or raise max_tokens",
+        ),
+        ("decoder", {"text": "aaa", "max_new_tokens": 2, "max_tokens": 4}, "has 5 tokens, and at most 4"),
+        ("pairs", {"text": "a", "target": "b" * 4097}, "the target has 4,097 tokens, and at most 4,096"),
         ("pairs", {"text": "a"}, r"pairs is not searched for a translation here: .*\(--target\)"),
         ("pairs", {"text": "a", "target": "b", "max_new_tokens": 1}, "it translates and does not continue"),
         ("pairs", {"text": ["a", "b"], "target": ["c"]}, "there are 2 texts and 1 targets"),

@@ -102,6 +102,7 @@ def test_attention_of_the_new_tokens_is_added_on_request(triptych: Command, chec
         (["\udcff"], b"", "not UTF-8"),
         ([], b"", "give either a prompt"),
         (["x" * 65], b"", "65 tokens, but the model has positions for 64"),
+        (["x" * 9, "--max-prompt-tokens", "8"], b"", "9 tokens, and at most 8 are read at once"),
         (["x", "--top-p", "2"], b"", "top_p is 2"),
         (["x", "--num-samples", "2"], b"", "all alike"),
         (["x", "--attention", "0:0"], b"", "goes with --json"),

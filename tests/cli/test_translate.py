@@ -53,7 +53,7 @@ def test_a_line_past_the_limit_is_translated_in_pieces_and_reported(
     short, long = (json.loads(line) for line in answer.out.splitlines())
     assert short["pieces"] == 1
     assert long["pieces"] > 1
-    assert f"line 2: longer than the model's limit of 40 tokens, translated in {long['pieces']} pieces" in (
+    assert f"line 2: longer than the limit of 40 tokens, translated in {long['pieces']} pieces" in (
         answer.err
     )
 

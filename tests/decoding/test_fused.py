@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import D_MODEL, NUM_HEADS, make_layer
 from tolerances import assert_same
+from triptych import thresholds
 from triptych.algebra.positions import (
     ALiBi,
     DisentangledBias,
@@ -101,9 +103,13 @@ def logits_of(model: nn.Module, ids: Tensor, padding: Tensor | None = None) -> T
     return torch.cat(found, dim=1)
 
 
+@pytest.mark.parametrize("scores", [thresholds.SCORES_AT_A_TIME, 100], ids=["whole", "in blocks"])
 @pytest.mark.parametrize("part", parts())
 @torch.no_grad()
-def test_a_fused_model_is_the_model_token_by_token(part: str) -> None:
+def test_a_fused_model_is_the_model_token_by_token(
+    part: str, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thresholds, "SCORES_AT_A_TIME", scores)
     model = decoder(part)
     quick = fused(model, Maps.of("fp32", torch.float64))
     assert all(isinstance(block.self_attention, FusedAttention) for block in quick.blocks)
@@ -116,6 +122,36 @@ def test_a_fused_model_is_the_model_token_by_token(part: str) -> None:
     for row, skipped in enumerate(padding.tolist()):
         alone = model(ids[row : row + 1, skipped:]).logits
         assert_same(found[row : row + 1, skipped:], alone, kind="output")
+
+
+@pytest.mark.parametrize("part", ["rotary", "slopes", "sinks, window"])
+@torch.no_grad()
+def test_a_long_text_is_read_in_memory_linear_in_its_length(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thresholds, "SCORES_AT_A_TIME", 1 << 10)
+    monkeypatch.setattr(thresholds, "BYTES_OF_A_PIECE", 1 << 13)
+    quick = fused(decoder(part), Maps.of("fp32", torch.float64))
+
+    class LargestMade(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(
+            self, operation: Any, types: Any, given: Any = (), named: dict[str, Any] | None = None
+        ) -> Any:
+            result = operation(*given, **(named or {}))
+            for made in result if isinstance(result, tuple) else (result,):
+                if isinstance(made, Tensor):
+                    self.numbers = max(self.numbers, made.untyped_storage().nbytes() // made.element_size())
+            return result
+
+    largest = {}
+    for length in (256, 1024):
+        with LargestMade() as found:
+            quick.hidden(torch.randint(VOCAB, (1, length)), cache=quick.new_cache())
+        largest[length] = found.numbers
+    assert largest[1024] <= 4 * largest[256]
+    assert largest[1024] < 1024 * 1024 // 4
 
 
 @pytest.mark.parametrize("part", ["norms of each head", "norms of all heads"])

@@ -16,6 +16,7 @@ from triptych.decoding.generation import (
     generate_stream,
     generate_tokens,
 )
+from triptych.decoding.lengths import LONGEST_PROMPT
 from triptych.decoding.maps import PRECISIONS, Maps, Precision
 from triptych.decoding.sampling import SamplingOptions
 from triptych.decoding.text_engine import TextEngine
@@ -360,3 +361,17 @@ def test_what_attention_does_besides_its_maps_is_done_in_batches_too() -> None:
         engine = TextEngine(model)
         found = generate_tokens(engine, PROMPTS, GenerationOptions(6))
         assert [list(one.ids) for (one,) in found] == [plain(model, prompt, 6) for prompt in PROMPTS]
+
+
+def test_a_prompt_is_no_longer_than_is_asked_or_than_can_be_read() -> None:
+    engine = TextEngine(of_another_library(make("rotary")))
+    long = [1] * (LONGEST_PROMPT + 1)
+    with pytest.raises(UsageError, match="32,769 tokens, and at most 32,768 are read at once: shorten it"):
+        generate_tokens(engine, [long], GenerationOptions(1))
+    options = GenerationOptions(1, max_prompt_tokens=4)
+    with pytest.raises(UsageError, match="prompt 1 has 5 tokens, and at most 4"):
+        generate_tokens(engine, PROMPTS, options)
+    windowed = TextEngine(make("rotary"))  # of a recipe: reads the end of a prompt
+    assert generate_tokens(windowed, [long], GenerationOptions(1))[0]
+    with pytest.raises(UsageError, match="at most 4"):
+        list(generate_stream(windowed, PROMPTS, options))

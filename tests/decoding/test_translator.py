@@ -8,6 +8,7 @@ import torch
 from tolerances import assert_same
 from triptych.attending import attend
 from triptych.decoding import Candidate, Engine, SearchOptions, Translation, Translator, search
+from triptych.decoding.lengths import LONGEST_LINE
 from triptych.decoding.pieces import split_line
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 from triptych.opening import OpenedModel, Reader
@@ -157,6 +158,19 @@ def test_a_long_line_is_translated_in_pieces_and_none_is_dropped(
     assert translation.candidates[0].pieces == tuple(piece for c in best for piece in c.pieces)
     assert translation.candidates[0].score == pytest.approx(sum(c.score for c in best), abs=1e-5)
     assert translation.candidates[0].log_prob == pytest.approx(sum(c.log_prob for c in best), abs=1e-4)
+
+
+def test_the_longest_line_is_the_models_or_less_and_stated_where_it_has_none(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizers = translator.model, translator.tokenizers
+    shorter, longer = (
+        Translator(model, tokenizers, SearchOptions(max_source_tokens=limit)) for limit in (5, LIMIT + 1)
+    )
+    assert (translator.max_source_tokens, longer.max_source_tokens) == (LIMIT, LIMIT)
+    assert shorter.translate(GERMAN[1]).num_pieces > 1
+    monkeypatch.setattr(type(model), "max_source_tokens", None)
+    assert (translator.max_source_tokens, longer.max_source_tokens) == (LONGEST_LINE, LIMIT + 1)
 
 
 def test_a_long_word_is_translated_in_pieces_too(translator: Translator) -> None:

@@ -152,6 +152,14 @@ def test_only_line_feeds_end_a_line() -> None:
     assert list(iterate_lines(io.BytesIO(line.encode() + b"\nz"), "stdin")) == [line, "z"]
 
 
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.text.lines._LONGEST_LINE_BYTES", 8)
+    lines = iterate_lines(io.BytesIO(b"12345678\n123456789 and so on"), "stdin")
+    assert next(lines) == "12345678"
+    with pytest.raises(DataError, match="stdin, line 2: has more than 8 bytes; break it into lines"):
+        next(lines)
+
+
 def test_lines_of_a_stream_come_as_they_arrive() -> None:
     lines = iterate_lines(io.BytesIO(b"gut\n\xff\n"), "stdin")
     assert next(lines) == "gut"

@@ -432,7 +432,11 @@ def attend(reader: Reader, text: str, target: str | None = None, max_new_tokens:
 
 @overload
 def attend(
-    reader: Reader, text: Sequence[str], target: Sequence[str] | None = None, max_new_tokens: int = 0
+    reader: Reader,
+    text: Sequence[str],
+    target: Sequence[str] | None = None,
+    max_new_tokens: int = 0,
+    max_tokens: int | None = None,
 ) -> AttentionBatch: ...
 
 
@@ -441,6 +445,7 @@ def attend(
     text: str | Sequence[str],
     target: str | Sequence[str] | None = None,
     max_new_tokens: int = 0,
+    max_tokens: int | None = None,
 ) -> Attention | AttentionBatch:
     """Where every head of a model looks on a text.
 
@@ -456,6 +461,8 @@ def attend(
         text: one text, or several, which the model reads in padded batches.
         target: of an encoder-decoder, what its decoder reads, one for each text; its own translation if None.
         max_new_tokens: of a decoder, how many tokens it continues the text by at most, greedily.
+        max_tokens: longest text, continued or not; None for as many tokens as the model has positions for, or
+            4,096 where it has no limit. All weights of a text take memory of the square of its length.
 
     Returns:
         The attention on the text; for several texts a batch, whose weights have a first dimension more.
@@ -467,21 +474,27 @@ def attend(
         if target is not None and not isinstance(target, str):
             raise TypeError("the target of one text is one text")
         targets = None if target is None else [target]
-        (found,) = read_attention(reader, reader.encode([text], targets, max_new_tokens))
+        (found,) = read_attention(
+            reader, reader.encode([text], targets, max_new_tokens, max_tokens), max_tokens
+        )
         return found
     if isinstance(target, str):
         raise TypeError("the targets of several texts are a sequence")
-    return AttentionBatch(read_attention(reader, reader.encode(text, target, max_new_tokens)))
+    return AttentionBatch(
+        read_attention(reader, reader.encode(text, target, max_new_tokens, max_tokens), max_tokens)
+    )
 
 
-def read_attention(reader: Reader, texts: Sequence[TextIds]) -> list[Attention]:
+def read_attention(
+    reader: Reader, texts: Sequence[TextIds], max_tokens: int | None = None
+) -> list[Attention]:
     """The attention on texts that are token ids already, those of like length in one batch.
 
     Raises:
-        UsageError: a text is empty or past the model's positions.
+        UsageError: a text is empty or too long.
     """
     found: dict[int, Attention] = {}
-    for places, recording in reader.record(texts):
+    for places, recording in reader.record(texts, max_tokens):
         for row, place in enumerate(places):
             found[place] = _of_row(reader, texts[place], recording.calls, row)
     return [found[place] for place in range(len(texts))]

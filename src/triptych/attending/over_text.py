@@ -193,7 +193,8 @@ def read_windows(
         held += window.num_tokens
         if held < _TOKENS_AT_A_TIME and number + 1 < len(windows.windows):
             continue
-        found = read_attention(reader, [windows.windows[i].text for i in together])
+        texts = [windows.windows[i].text for i in together]
+        found = read_attention(reader, texts, windows.context)
         yield from ((windows.unit_of[i], one) for i, one in zip(together, found, strict=True))
         done += len(together)
         progress(done, len(windows.windows))

@@ -77,6 +77,11 @@ class Places(NamedTuple):
         own = given.ids if cache is None and given is not None and given.sharing is None else None
         return cls(0 if cache is None else cache.length, given, own)
 
+    def of_piece(self, queries: slice, keys: slice) -> "Places":
+        """Of some of the tokens, and of the keys that they see; without the number of the first."""
+        given = self.given and self.given._replace(ids=self.given.ids[..., queries])
+        return self._replace(given=given, keys=None if self.keys is None else self.keys[..., keys])
+
     def kept(self, cache: AttentionCache, added: tuple[Tensor, ...]) -> "tuple[Places, tuple[Tensor, ...]]":
         """Add tokens to a cache, with their positions if they were given: where keys stand, and all entries.
 

@@ -26,7 +26,7 @@ from triptych.attending.saving import (
 from triptych.attending.viewing import Told, write_attention_page
 from triptych.attending.writing import TokenWriter
 from triptych.cli.groups import grouped
-from triptych.cli.options import MODEL, DeviceOption, WithoutOption, open_model
+from triptych.cli.options import MODEL, DeviceOption, MaxTokensOption, WithoutOption, open_model
 from triptych.cli.outputs import ForceOption, Output, require_free
 from triptych.cli.over import MoreFigures, OverOptions, is_over_csv, show_over
 from triptych.cli.progress import progress_bar
@@ -90,6 +90,7 @@ class _Texts(NamedTuple):
     file: FileOption = None
     target: TargetOption = None
     max_new_tokens: MaxNewTokensOption = 0
+    max_tokens: MaxTokensOption = None
 
     @property
     def are_given(self) -> bool:
@@ -105,7 +106,7 @@ class _Texts(NamedTuple):
         if self.file is not None and self.target is not None:
             raise UsageError("--target goes with one text, not with --file")
         targets = None if self.target is None else [self.target]
-        return model.attend(texts, targets, max_new_tokens=self.max_new_tokens)
+        return model.attend(texts, targets, max_new_tokens=self.max_new_tokens, max_tokens=self.max_tokens)
 
     def _texts(self) -> list[str]:
         """One of the command line or standard input, or the lines of a file.

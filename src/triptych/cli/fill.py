@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from triptych.cli.options import MODEL, DeviceOption, WithoutOption, open_model
+from triptych.cli.options import MODEL, DeviceOption, MaxTokensOption, WithoutOption, open_model
 
 
 def fill(
@@ -14,6 +14,7 @@ def fill(
     count: Annotated[
         int, typer.Option("--count", min=1, help="How many tokens are shown for each mask.")
     ] = 5,
+    max_tokens: MaxTokensOption = None,
     device: DeviceOption = "auto",
     without: WithoutOption = None,
     as_json: Annotated[
@@ -24,7 +25,9 @@ def fill(
 
     Each mask is predicted with the others as they are.
     """
-    for number, found in enumerate(open_model(source, device, without).fill(text, count), start=1):
+    for number, found in enumerate(
+        open_model(source, device, without).fill(text, count, max_tokens=max_tokens), start=1
+    ):
         if as_json:
             fillings = [
                 {

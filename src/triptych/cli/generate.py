@@ -41,6 +41,14 @@ FileOption = Annotated[
 MaxNewTokensOption = Annotated[
     int, typer.Option("--max-new-tokens", min=1, help="Longest continuation in tokens.")
 ]
+MaxPromptTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-prompt-tokens",
+        min=1,
+        help="Longest prompt in tokens. Default: the model's positions, or 32768 where they set no limit.",
+    ),
+]
 TemperatureOption = Annotated[
     float, typer.Option("--temperature", min=0, help="0 takes the most probable token every time.")
 ]
@@ -99,6 +107,7 @@ class Continuing(NamedTuple):
     beam: BeamOption = 1
     alpha: AlphaOption = 0.0
     stop: StopOption = None
+    max_prompt_tokens: MaxPromptTokensOption = None
 
     def options(self) -> GenerationOptions:
         """The library's options.
@@ -118,6 +127,7 @@ class Continuing(NamedTuple):
                 self.beam,
                 self.alpha,
                 stop_texts=tuple(self.stop or ()),
+                max_prompt_tokens=self.max_prompt_tokens,
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
@@ -271,6 +281,6 @@ def _attention(
                 f"--attention: the text has {len(read):,} tokens, and the model reads {most:,} at once: "
                 "lower --max-new-tokens"
             )
-        (attention,) = read_attention(model.reader, [TextIds(tuple(read))])
+        (attention,) = read_attention(model.reader, [TextIds(tuple(read))], len(read))
         parts = [part for selection in wanted for part in selection.of(attention)]
         yield {"attention": [*head_records(parts, len(ids) - 1, one.pieces)]}

@@ -44,6 +44,14 @@ DtypeOption = Annotated[
     Dtype | None,
     typer.Option("--dtype", help="Language models: type of the numbers. Default: that of the file."),
 ]
+MaxTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        min=1,
+        help="Longest text in tokens. Default: the model's positions, or 4096 where they set no limit.",
+    ),
+]
 WithoutOption = Annotated[
     str | None,
     typer.Option(

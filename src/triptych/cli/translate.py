@@ -58,6 +58,14 @@ class Searching(NamedTuple):
             "--max-extra-tokens", min=1, help="Longest output: the length of the input plus this many tokens."
         ),
     ] = None
+    max_source: Annotated[
+        int | None,
+        typer.Option(
+            "--max-source-tokens",
+            min=1,
+            help="Translate longer lines in pieces. Default: the model's limit, or 1024 where it has none.",
+        ),
+    ] = None
     stop: StopOption = None
     precision: PrecisionOption = "fp32"
     workers: WorkersOption = None
@@ -84,6 +92,7 @@ class Searching(NamedTuple):
             alpha=self.alpha,
             num_best=self.num_best,
             max_extra_tokens=self.max_extra,
+            max_source_tokens=self.max_source,
             stop=self.stop,
             workers=number_of_workers(self.workers),
         )
@@ -138,7 +147,7 @@ def translate(
     """Translate text line by line, in the order of the input.
 
     An empty line gives an empty line, and with --n-best one empty translation. A line longer than the
-    model's limit is translated in pieces, and standard error says so.
+    limit is translated in pieces, and standard error says so.
     """
     html = showing.html
     if (showing.attention or html) and searching.engine != "triptych":
@@ -161,7 +170,7 @@ def translate(
         for number, translation in enumerate(translator.translate_stream(_as_they_come(lines)), start=1):
             if translation.num_pieces > 1:
                 print(
-                    f"line {number}: longer than the model's limit of {translator.model.max_source_tokens} "
+                    f"line {number}: longer than the limit of {translator.max_source_tokens} "
                     f"tokens, translated in {translation.num_pieces} pieces",
                     file=sys.stderr,
                 )

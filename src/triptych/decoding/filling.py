@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from triptych.decoding.lengths import LONGEST_SHOWN, check_length
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import UsageError
 from triptych.models import LanguageModel
@@ -31,7 +32,9 @@ class Filling:
 
 
 @torch.inference_mode()
-def fill_masks(model: LanguageModel, tokenizer: Tokenizer, text: str, count: int = 5) -> list[list[Filling]]:
+def fill_masks(
+    model: LanguageModel, tokenizer: Tokenizer, text: str, count: int = 5, max_tokens: int | None = None
+) -> list[list[Filling]]:
     """The most probable tokens for every mask of a text, each mask by itself.
 
     Args:
@@ -39,12 +42,14 @@ def fill_masks(model: LanguageModel, tokenizer: Tokenizer, text: str, count: int
         tokenizer: the model's; `[MASK]` stands for its mask, whatever that is called.
         text: with at least one mask.
         count: tokens for each mask.
+        max_tokens: longest text; None for as many as the model has positions for, or 4,096 where it has no
+            limit.
 
     Returns:
         For every mask, from left to right, its tokens, the most probable first.
 
     Raises:
-        UsageError: not an encoder with a head, no mask in the text, or more tokens than positions.
+        UsageError: not an encoder with a head, no mask in the text, or too many tokens.
         DataError: the tokenizer has tokens that the model has not.
     """
     if model.causal or model.head is None:
@@ -60,11 +65,7 @@ def fill_masks(model: LanguageModel, tokenizer: Tokenizer, text: str, count: int
     places = [place for place, token in enumerate(ids) if token == mask_id]
     if not places:
         raise UsageError(f"the text has no [MASK] to fill (this model's own name for it is {own})")
-    if model.max_tokens is not None and len(ids) > model.max_tokens:
-        raise UsageError(
-            f"the text has {len(ids):,} tokens, but the model has positions for {model.max_tokens:,}: "
-            "shorten it"
-        )
+    check_length("the text", len(ids), model.max_tokens, max_tokens, LONGEST_SHOWN, "max_tokens")
     model.eval()
     device = model.embeddings.table.weight.device
     logits = model(torch.tensor([ids], device=device)).logits[0, places, : tokenizer.vocab_size].float()

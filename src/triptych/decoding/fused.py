@@ -31,6 +31,7 @@ from triptych.attention import (
     attention,
     causal_mask,
 )
+from triptych.attention.written_out import piece_of
 from triptych.decoding.mapped import MappedFiles
 from triptych.decoding.maps import Maps, constant
 from triptych.models.blocks import OffsetNorm
@@ -107,6 +108,9 @@ class FusedAttention(nn.Module):
             k, v = cache.entries
         else:
             heads, k, v, places = self._of_one_sequence(heads, cache, positions)
+            is_long = length > 1 and batch * length * k.shape[2] > thresholds.SCORES_AT_A_TIME
+            if is_long and not torch.compiler.is_compiling():
+                return self._output(self._in_blocks(heads, k, v, places, mask, causal), x)
             if self.positional:
                 mask, bias = self._compared(mask, heads, k, places)
         if self.scale != 1.0:
@@ -115,7 +119,7 @@ class FusedAttention(nn.Module):
             mixed = self._written_out(heads, k, v, mask, bias, causal)
         else:
             if causal or bias is not None or (mask is not None and mask.dtype == torch.bool):
-                mask = self._added(mask, bias, x, k, causal)
+                mask = self._added(mask, bias, length, k, causal)
             # The query heads of a group lie below each other, as rows of one product.
             rows = heads.reshape(batch * self.groups, -1, self.width)
             few = torch.compiler.is_compiling() or (rows.is_cpu and rows.shape[1] <= thresholds.FEW_QUERIES)
@@ -125,12 +129,41 @@ class FusedAttention(nn.Module):
                 mixed = self._by_even_products(rows, cache, mask)
             else:
                 mixed = self._by_products(rows, k, v, mask)
+        return self._output(mixed, x)
+
+    def _output(self, mixed: Tensor, x: Tensor) -> LayerOutput:
+        """Of the layer, from the heads' outputs, in whichever shape."""
+        batch, length, _ = x.shape
         if self.gate is not None:
             mixed = mixed.reshape(batch, self.num_heads, length, self.width) * self.gate(x)
         if length == 1:
             return LayerOutput(self.outward(mixed.reshape(batch, 1, -1)), None)
         joined = mixed.reshape(batch, self.num_heads, length, self.width).transpose(1, 2)
         return LayerOutput(self.outward(joined.reshape(batch, length, -1)), None)
+
+    def _in_blocks(
+        self, heads: Tensor, k: Tensor, v: Tensor, places: Places, mask: Tensor | None, causal: bool
+    ) -> Tensor:
+        """The heads' outputs, some queries at a time: what is added to all scores of a long text is large."""
+        batch, _, length, _ = heads.shape
+        key_len, mixed = k.shape[2], torch.empty_like(heads)
+        step = max(1, thresholds.SCORES_AT_A_TIME // (batch * key_len))
+        for start in range(0, length, step):
+            rows = slice(start, min(start + step, length))
+            seen = slice(0, key_len - length + rows.stop if causal else key_len)
+            q, own_k, own_v = heads[:, :, rows], k[:, :, seen], v[:, :, seen]
+            own, bias = None if mask is None else piece_of(mask, (slice(None), slice(None), rows, seen)), None
+            if self.positional:
+                own, bias = self._compared(own, q, own_k, places.of_piece(rows, seen))
+            if self.scale != 1.0:
+                q = q * self.scale
+            if self.capped:
+                piece = self._written_out(q, own_k, own_v, own, bias, causal)
+            else:
+                own = self._added(own, bias, q.shape[2], own_k, causal)
+                piece = self._by_kernel(q.reshape(batch * self.groups, -1, self.width), own_k, own_v, own)
+            mixed[:, :, rows] = piece.reshape(q.shape)
+        return mixed
 
     def _of_one_sequence(
         self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None
@@ -198,10 +231,10 @@ class FusedAttention(nn.Module):
         return mask, bias
 
     def _added(
-        self, mask: Tensor | None, bias: Tensor | None, x: Tensor, k: Tensor, causal: bool
+        self, mask: Tensor | None, bias: Tensor | None, length: int, k: Tensor, causal: bool
     ) -> Tensor | None:
         """All that is added to the scores, broadcasting to `[batch, num_heads, query_len, key_len]`."""
-        length, key_len = x.shape[1], k.shape[2]
+        key_len = k.shape[2]
         if causal and length > 1:
             triangle = causal_mask(length, key_len, k.device)
             if mask is None or mask.dtype == torch.bool:

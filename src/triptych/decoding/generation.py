@@ -11,9 +11,9 @@ from torch import Tensor
 from triptych import thresholds
 from triptych.decoding.batches import padded_alike
 from triptych.decoding.hypotheses import length_penalty, require_finite_logits
+from triptych.decoding.lengths import LONGEST_PROMPT, check_length
 from triptych.decoding.sampling import Sampler, SamplingOptions
 from triptych.decoding.text_engine import OpenTexts, TextEngine
-from triptych.errors import UsageError
 
 Finish = Literal["token", "text", "length", "positions"]
 
@@ -31,6 +31,8 @@ class GenerationOptions:
         alpha: exponent of the beam's length penalty, `((5 + length) / 6)^alpha`; 0 for none.
         stop_ids: a continuation ends before any of these tokens.
         stop_texts: a continuation ends before any of these strings.
+        max_prompt_tokens: longest prompt; None for as many tokens as the model has positions for, or 32,768
+            where it has no limit and reads a prompt whole.
 
     Raises:
         ValueError: values out of range, or that do not go together.
@@ -44,10 +46,11 @@ class GenerationOptions:
     alpha: float = 0.0
     stop_ids: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
+    max_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "num_samples", "beam_size"):
-            if getattr(self, name) < 1:
+        for name in ("max_new_tokens", "num_samples", "beam_size", "max_prompt_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.alpha < 0:
             raise ValueError(f"alpha is {self.alpha}: it must be at least 0")
@@ -132,20 +135,24 @@ def _never(row: int, token: int) -> bool:
     return False
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int | None) -> None:
-    """Every prompt can be continued.
+def check_prompts(
+    prompts: Sequence[Sequence[int]], max_tokens: int | None, most: int | None, *, whole: bool = True
+) -> None:
+    """Check that every prompt can be continued.
+
+    Args:
+        prompts: token ids.
+        max_tokens: positions of the model; None if there is no limit.
+        most: tokens of a prompt; see `GenerationOptions.max_prompt_tokens`.
+        whole: whether a prompt is read whole, and not only its end.
 
     Raises:
-        UsageError: one has no tokens, or more than the model has positions for.
+        UsageError: one has no tokens, or too many.
     """
     for number, ids in enumerate(prompts, start=1):
         which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
-        if not ids:
-            raise UsageError(f"{which} is empty: give it some text")
-        if max_tokens is not None and len(ids) > max_tokens:
-            raise UsageError(
-                f"{which} has {len(ids):,} tokens, but the model has positions for {max_tokens:,}: shorten it"
-            )
+        otherwise = LONGEST_PROMPT if whole else len(ids)
+        check_length(which, len(ids), max_tokens, most, otherwise, "max_prompt_tokens")
 
 
 def generate_stream(
@@ -168,7 +175,7 @@ def generate_stream(
     Raises:
         UsageError: see `check_prompts`.
     """
-    check_prompts(prompts, engine.max_tokens)
+    check_prompts(prompts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
     growing = _Growing(engine, prompts, options, ends)
     windows = [_last(ids, engine.context) for ids in prompts]
     lengths = [len(ids) for ids in windows for _ in range(options.num_samples)]
@@ -306,7 +313,7 @@ def generate_tokens(
     Raises:
         UsageError: see `check_prompts`.
     """
-    check_prompts(prompts, engine.max_tokens)
+    check_prompts(prompts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
     if options.beam_size > 1:
         return [beam_search(engine, ids, options) for ids in prompts]
     found: list[list[Generated]] = [[] for _ in prompts]

@@ -34,6 +34,8 @@ class SearchOptions:
         stop: when a sentence is done: "certain", when none of its open hypotheses can overtake the last
             finished one wanted, however it goes on; or "full", already when beam_size have finished, which
             most toolkits do and which takes about half the steps. Greedy search ends at the first.
+        max_source_tokens: longest sentence that is read at once; None for the model's limit, or 1,024 where
+            it has none.
     """
 
     beam_size: int = 4
@@ -41,6 +43,7 @@ class SearchOptions:
     max_extra_tokens: int = 50
     num_best: int = 1
     stop: Stop = "certain"
+    max_source_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.beam_size < 1:
@@ -49,6 +52,8 @@ class SearchOptions:
             raise ValueError(
                 f"num_best is {self.num_best}: it must be between 1 and beam_size ({self.beam_size})"
             )
+        if self.max_source_tokens is not None and self.max_source_tokens < 1:
+            raise ValueError(f"max_source_tokens is {self.max_source_tokens}: it must be at least 1")
         if self.alpha < 0 or self.max_extra_tokens < 1:
             raise ValueError("alpha must be at least 0 and max_extra_tokens at least 1")
 

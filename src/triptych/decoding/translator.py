@@ -10,6 +10,7 @@ from triptych import thresholds
 from triptych.decoding.ahead import Ahead
 from triptych.decoding.batches import batch_searcher, batches_of_like_length
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions
+from triptych.decoding.lengths import LONGEST_LINE
 from triptych.decoding.maps import Precision, unsupported_precision
 from triptych.decoding.pieces import split_line
 from triptych.decoding.workers import Searcher, WorkerPool
@@ -111,6 +112,12 @@ class Translator:
         self._made_of: object = None
         if reason := unsupported_precision(precision, device):
             raise UsageError(f"this model cannot be run in {precision}: {reason}")
+
+    @property
+    def max_source_tokens(self) -> int:
+        """Longest line that is translated whole, in tokens without the end of sentence."""
+        limits = self.model.max_source_tokens, self.options.max_source_tokens
+        return min((limit for limit in limits if limit is not None), default=LONGEST_LINE)
 
     @overload
     def translate(self, lines: str) -> Translation: ...  # type: ignore[overload-overlap]
@@ -262,8 +269,8 @@ class Translator:
             return []
         encode = self.tokenizers.source.encode
         ids = encode([line])[0]
-        limit = self.model.max_source_tokens
-        if limit is None or len(ids) <= limit:
+        limit = self.max_source_tokens
+        if len(ids) <= limit:
             return [(line, ids)]
         code = self.tokenizers.source.opening(line)
         parts = split_line(line[len(code) :].strip(), lambda text: len(encode([code + text])[0]) <= limit)

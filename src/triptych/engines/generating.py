@@ -96,7 +96,7 @@ class CTranslate2Generator(OtherEngine):
     ) -> list[list[Generated]]:
         """Continue prompts, those of one length together."""
         self.check(options)
-        check_prompts(prompts, self.max_tokens)
+        check_prompts(prompts, self.max_tokens, options.max_prompt_tokens)
         if options.beam_size > 1:
             return [self._beam_search(ids, options) for ids in prompts]
         found: list[list[Generated]] = [[] for _ in prompts]
@@ -110,7 +110,7 @@ class CTranslate2Generator(OtherEngine):
     def stream(self, prompt: Sequence[int], options: GenerationOptions, ends: _Ends) -> Iterator[NewToken]:
         """Continue a prompt without a beam, token by token."""
         self.check(options)
-        check_prompts([prompt], self.max_tokens)
+        check_prompts([prompt], self.max_tokens, options.max_prompt_tokens)
         limit = limit_of_prompt(len(prompt), options.max_new_tokens, self.max_tokens)
         steps = self._generator.generate_tokens(
             [str(token) for token in prompt],

@@ -286,6 +286,7 @@ class Model:
         alpha: float | None = None,
         num_best: int = 1,
         max_extra_tokens: int | None = None,
+        max_source_tokens: int | None = None,
         stop: Stop | None = None,
         workers: int = 1,
         stream: bool = False,
@@ -298,6 +299,7 @@ class Model:
             alpha: exponent of the length penalty.
             num_best: translations of each sentence.
             max_extra_tokens: an output ends at the length of its input plus this.
+            max_source_tokens: a longer sentence is translated in pieces; the model's limit, or 1,024, if None.
             stop: when a sentence is done, as in `SearchOptions`.
             workers: processes that translate side by side on a CPU.
             stream: give translations one by one, as soon as each batch is done.
@@ -314,6 +316,7 @@ class Model:
             alpha=alpha,
             num_best=num_best,
             max_extra_tokens=max_extra_tokens,
+            max_source_tokens=max_source_tokens,
             stop=stop,
             workers=workers,
         )
@@ -329,6 +332,7 @@ class Model:
         alpha: float | None = None,
         num_best: int = 1,
         max_extra_tokens: int | None = None,
+        max_source_tokens: int | None = None,
         stop: Stop | None = None,
         workers: int = 1,
     ) -> Translator:
@@ -336,7 +340,7 @@ class Model:
         opened, given = self.opened, self._opened.options
         if given.engine == "ctranslate2":
             stop = stop or "full"
-        options = opened.search_options(beam_size, alpha, num_best, max_extra_tokens, stop)
+        options = opened.search_options(beam_size, alpha, num_best, max_extra_tokens, stop, max_source_tokens)
         return make_translator(
             opened,
             options,
@@ -361,6 +365,7 @@ class Model:
         beam_size: int = 1,
         alpha: float = 0.0,
         stop: Sequence[str] = (),
+        max_prompt_tokens: int | None = None,
         chat: bool = False,
         stream: bool = False,
     ) -> Any:
@@ -379,6 +384,7 @@ class Model:
             beam_size: 1, or the hypotheses of a beam search, which draws nothing.
             alpha: exponent of the beam's length penalty.
             stop: a continuation ends before any of these strings.
+            max_prompt_tokens: longest prompt; the model's positions, or 32,768, if None.
             chat: put the text into the tokenizer's chat template, as what a user says.
             stream: give the text of one continuation as it comes.
 
@@ -392,7 +398,14 @@ class Model:
         try:
             sampling = SamplingOptions(repetition_penalty, temperature, top_k, top_p, min_p)
             options = GenerationOptions(
-                max_new_tokens, sampling, seed, num_samples, beam_size, alpha, (), tuple(stop)
+                max_new_tokens,
+                sampling,
+                seed,
+                num_samples,
+                beam_size,
+                alpha,
+                stop_texts=tuple(stop),
+                max_prompt_tokens=max_prompt_tokens,
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
@@ -414,18 +427,19 @@ class Model:
             self.opened, engine=given.engine, precision=given.precision, device=given.device
         )
 
-    def fill(self, text: str, count: int = 5) -> list[list[Filling]]:
+    def fill(self, text: str, count: int = 5, *, max_tokens: int | None = None) -> list[list[Filling]]:
         """The most probable tokens for every `[MASK]` of a text.
 
         Args:
             text: with at least one mask.
             count: tokens for each mask.
+            max_tokens: longest text; as many tokens as the model has positions for, or 4,096, if None.
 
         Raises:
             UsageError: the model fills no masks, or there is none in the text.
         """
         opened = self.opened
-        return fill_masks(opened.language_model, opened.tokenizer, text, count)
+        return fill_masks(opened.language_model, opened.tokenizer, text, count, max_tokens)
 
     def evaluate(
         self,
@@ -508,7 +522,12 @@ class Model:
 
     @overload
     def attend(
-        self, text: Sequence[str], target: Sequence[str] | None = ..., *, max_new_tokens: int = ...
+        self,
+        text: Sequence[str],
+        target: Sequence[str] | None = ...,
+        *,
+        max_new_tokens: int = ...,
+        max_tokens: int | None = ...,
     ) -> AttentionBatch: ...
 
     def attend(
@@ -517,6 +536,7 @@ class Model:
         target: str | Sequence[str] | None = None,
         *,
         max_new_tokens: int = 0,
+        max_tokens: int | None = None,
     ) -> Attention | AttentionBatch:
         """Where every head looks on a text: `model.attend(text)[3, 2]` is `[queries, keys]`.
 
@@ -525,12 +545,13 @@ class Model:
             target: of an encoder-decoder, what its decoder reads, one for each text; its own translation if
                 None.
             max_new_tokens: of a decoder, how many tokens it continues the text by first, greedily.
+            max_tokens: longest text; as many tokens as the model has positions for, or 4,096, if None.
 
         Raises:
             UsageError: an empty text, one past the model's positions, or something that the model does not
                 do.
         """
-        return attend(self.reader, text, target, max_new_tokens)
+        return attend(self.reader, text, target, max_new_tokens, max_tokens)
 
     def attend_over(
         self,

@@ -161,6 +161,7 @@ class OpenedModel:
         num_best: int = 1,
         max_extra_tokens: int | None = None,
         stop: Stop | None = None,
+        max_source_tokens: int | None = None,
     ) -> SearchOptions:
         """The recipe's or the checkpoint's way to search, with what is given changed.
 
@@ -177,6 +178,7 @@ class OpenedModel:
                 max_extra_tokens=max_extra_tokens or decoding.max_extra_tokens,
                 num_best=num_best,
                 stop=stop or decoding.stop,
+                max_source_tokens=max_source_tokens,
             )
         except ValueError as error:
             raise UsageError(str(error)) from None

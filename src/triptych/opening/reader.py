@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from triptych.attention import LayerSteps, MultiHeadAttention, PositionIds, QueriesAndKeys
 from triptych.decoding import GenerationOptions
 from triptych.decoding.batches import EvaluationMode, batches_of_like_length, padded_alike
+from triptych.decoding.lengths import LONGEST_SHOWN, check_length
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
@@ -204,7 +205,11 @@ class Reader:
         return opened.tokenizers.source if opened.is_searched else opened.tokenizer
 
     def encode(
-        self, texts: Sequence[str], targets: Sequence[str] | None = None, max_new_tokens: int = 0
+        self,
+        texts: Sequence[str],
+        targets: Sequence[str] | None = None,
+        max_new_tokens: int = 0,
+        max_tokens: int | None = None,
     ) -> list[TextIds]:
         """What the model reads of texts.
 
@@ -214,9 +219,10 @@ class Reader:
                 Not for other models.
             max_new_tokens: of a decoder, how many tokens it continues each text by at most, the most
                 probable ones.
+            max_tokens: of a text; as many as the model has positions for, or 4,096, if None.
 
         Raises:
-            UsageError: a text is empty or past the model's positions, or something that this kind of model
+            UsageError: a text is empty or too long, or something that this kind of model
                 does not do is asked for.
         """
         require_text(texts)
@@ -233,24 +239,26 @@ class Reader:
         # An encoder's text may hold its mask token.
         found = self.tokenizer.encode(texts, add_special=True, parse_special=not self.model.causal)
         ids = [TextIds(tuple(own)) for own in found]
-        self.check(ids)
-        return self._continued(ids, max_new_tokens) if max_new_tokens else ids
+        self.check(ids, max_tokens)
+        return self._continued(ids, max_new_tokens, max_tokens) if max_new_tokens else ids
 
-    def check(self, texts: Sequence[TextIds]) -> None:
-        """Check that the model has positions for texts, and that none is empty.
+    def check(self, texts: Sequence[TextIds], max_tokens: int | None = None) -> None:
+        """Check that no text is too long, or empty.
 
         Raises:
             UsageError: one is.
         """
         if isinstance(self.model, LanguageModel):
-            _check_lengths([one.ids for one in texts], self.model.max_tokens, "text")
+            _check_lengths([one.ids for one in texts], self.model.max_tokens, max_tokens, "text")
             return
         source = self.model.architecture.source
         most = source.num_positions if source.positions == "learned" else None
-        _check_lengths([one.source or () for one in texts], most, "text")
-        _check_lengths([one.ids for one in texts], self.model.max_target_tokens, "target")
+        _check_lengths([one.source or () for one in texts], most, max_tokens, "text")
+        _check_lengths([one.ids for one in texts], self.model.max_target_tokens, max_tokens, "target")
 
-    def record(self, texts: Sequence[TextIds]) -> Iterator[tuple[list[int], Recording]]:
+    def record(
+        self, texts: Sequence[TextIds], max_tokens: int | None = None
+    ) -> Iterator[tuple[list[int], Recording]]:
         """Run the model over texts, those of like length in one batch.
 
         Args:
@@ -259,7 +267,7 @@ class Reader:
         Yields:
             The places of a batch's texts, and what was recorded.
         """
-        self.check(texts)
+        self.check(texts, max_tokens)
         lengths = [[*(one.ids if one.source is None else one.source)] for one in texts]
         limit = self.model.rotary_limit if isinstance(self.model, LanguageModel) else None
         for whole in batches_of_like_length(lengths, BATCH_TOKENS):
@@ -363,7 +371,9 @@ class Reader:
             for read, ids in zip(sources, produced, strict=True)
         ]
 
-    def _continued(self, texts: Sequence[TextIds], max_new_tokens: int) -> list[TextIds]:
+    def _continued(
+        self, texts: Sequence[TextIds], max_new_tokens: int, max_tokens: int | None
+    ) -> list[TextIds]:
         model = self.opened.language_model
         context = model.context
         if context is not None:
@@ -373,7 +383,7 @@ class Reader:
                         f"{which} has {length:,} tokens, which leaves no room for new ones in the "
                         f"{context:,} that the model reads at once: shorten it, or leave out max_new_tokens"
                     )
-        options = GenerationOptions(max_new_tokens)
+        options = GenerationOptions(max_new_tokens, max_prompt_tokens=max_tokens)
         with EvaluationMode(model):
             found = self.opened.generator().continue_tokens([one.ids for one in texts], options)
         longer = []
@@ -421,14 +431,11 @@ def require_text(texts: Sequence[str], what: str = "text") -> None:
             raise UsageError(f"{which} is empty: give it some words")
 
 
-def _check_lengths(texts: Sequence[Sequence[int]], most: int | None, what: str) -> None:
+def _check_lengths(
+    texts: Sequence[Sequence[int]], positions: int | None, most: int | None, what: str
+) -> None:
     for which, length in _lengths(texts, what):
-        if not length:
-            raise UsageError(f"{which} is empty: give it some words")
-        if most is not None and length > most:
-            raise UsageError(
-                f"{which} has {length:,} tokens, but the model has positions for {most:,}: shorten it"
-            )
+        check_length(which, length, positions, most, LONGEST_SHOWN, "max_tokens")
 
 
 def _lengths(texts: Sequence[Sequence[int]], what: str) -> Iterator[tuple[str, int]]:

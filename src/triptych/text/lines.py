@@ -9,10 +9,10 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import final
+from typing import Protocol, final, runtime_checkable
 
 import zstandard
 
@@ -30,6 +30,16 @@ _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _CHUNK_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 20
+_LONGEST_LINE_BYTES = 1 << 26  # 64 MiB
+
+
+@runtime_checkable
+class ByteLines(Protocol):
+    """A binary stream that is read line by line."""
+
+    def readline(self, size: int = ..., /) -> bytes:
+        """The next bytes up to a line feed, at most `size`; nothing at the end."""
+        ...
 
 
 def as_lines(text: str | Sequence[str]) -> Sequence[str]:
@@ -123,17 +133,18 @@ def open_content(path: Path) -> Iterator[io.BufferedIOBase]:
             ) from error
 
 
-def iterate_lines(stream: Iterable[bytes], name: str) -> Iterator[str]:
+def iterate_lines(stream: ByteLines, name: str) -> Iterator[str]:
     """Yield the lines of a binary stream as they arrive, without their line endings.
 
     Args:
-        stream: a binary stream, such as `sys.stdin.buffer`, which gives lines that end at line feeds alone.
+        stream: a binary stream, such as `sys.stdin.buffer`.
         name: what errors call it.
 
     Raises:
-        DataError: a line that is not UTF-8 or holds a NUL byte; the message gives its number.
+        DataError: a line that is not UTF-8, holds a NUL byte or has more than 64 MiB; the message gives its
+            number.
     """
-    for number, raw in enumerate(stream, start=1):
+    for number, raw in enumerate(iter(lambda: stream.readline(_LONGEST_LINE_BYTES + 1), b""), start=1):
         if number == 1:
             _require_no_utf16(raw, name)
             raw = raw.removeprefix(_UTF8_MARK)
@@ -201,6 +212,8 @@ def _require_no_utf16(raw: bytes, name: str) -> None:
 def _decode(raw: bytes, where: str) -> str:
     if b"\0" in raw:
         raise DataError(f"{where}: holds a NUL byte, which no text does; remove it, or give a text file")
+    if len(raw) > _LONGEST_LINE_BYTES:
+        raise DataError(f"{where}: has more than {_LONGEST_LINE_BYTES:,} bytes; break it into lines")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,0 +1,36 @@
+"""How many tokens a model reads at once, where its positions set no limit."""
+
+from triptych.errors import UsageError
+
+# Time grows with the square of a text's length, and of what is shown of it the size does, too.
+LONGEST_PROMPT, LONGEST_LINE, LONGEST_SHOWN = 32_768, 1_024, 4_096
+
+
+def check_length(
+    which: str, length: int, positions: int | None, asked: int | None, otherwise: int, option: str
+) -> None:
+    """Check that a text can be read at once.
+
+    Args:
+        which: what a message calls the text.
+        length: its number of tokens.
+        positions: of the model; None if there is no limit.
+        asked: the most tokens that the caller allows; None if nothing was said.
+        otherwise: the most tokens where neither sets a limit.
+        option: the name of what sets `asked`.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if not length:
+        raise UsageError(f"{which} is empty: give it some text")
+    if positions is not None and length > positions:
+        raise UsageError(
+            f"{which} has {length:,} tokens, but the model has positions for {positions:,}: shorten it"
+        )
+    most = asked or positions or otherwise
+    if length > most:
+        raise UsageError(
+            f"{which} has {length:,} tokens, and at most {most:,} are read at once: shorten it, or raise "
+            f"{option}"
+        )
