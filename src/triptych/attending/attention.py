@@ -427,7 +427,13 @@ class AttentionBatch:
 
 
 @overload
-def attend(reader: Reader, text: str, target: str | None = None, max_new_tokens: int = 0) -> Attention: ...  # type: ignore[overload-overlap]
+def attend(  # type: ignore[overload-overlap]
+    reader: Reader,
+    text: str,
+    target: str | None = None,
+    max_new_tokens: int = 0,
+    max_tokens: int | None = None,
+) -> Attention: ...
 
 
 @overload

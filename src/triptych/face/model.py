@@ -299,7 +299,8 @@ class Model:
             alpha: exponent of the length penalty.
             num_best: translations of each sentence.
             max_extra_tokens: an output ends at the length of its input plus this.
-            max_source_tokens: a longer sentence is translated in pieces; the model's limit, or 1,024, if None.
+            max_source_tokens: a longer sentence is translated in pieces; the model's limit, or 1,024,
+                if None.
             stop: when a sentence is done, as in `SearchOptions`.
             workers: processes that translate side by side on a CPU.
             stream: give translations one by one, as soon as each batch is done.
@@ -518,7 +519,14 @@ class Model:
         ]
 
     @overload
-    def attend(self, text: str, target: str | None = ..., *, max_new_tokens: int = ...) -> Attention: ...  # type: ignore[overload-overlap]
+    def attend(  # type: ignore[overload-overlap]
+        self,
+        text: str,
+        target: str | None = ...,
+        *,
+        max_new_tokens: int = ...,
+        max_tokens: int | None = ...,
+    ) -> Attention: ...
 
     @overload
     def attend(

@@ -263,6 +263,7 @@ class Reader:
 
         Args:
             texts: as `encode` gives them.
+            max_tokens: of a text; as many as the model has positions for, or 4,096, if None.
 
         Yields:
             The places of a batch's texts, and what was recorded.
