@@ -1,9 +1,19 @@
-"""Effective ranks of W_QK and W_OV before training, at the size of the studies (d_model 64, 4 heads of 16)."""
+"""Effective ranks of W_QK and W_OV before training, at the size of the studies (d_model 64, 4 heads)."""
 
 import torch
 
-from triptych.attention import Bilinear, Direct, Factored, KeyValue, MultiHeadAttention, Shared, Symmetric
-from triptych.attention import IdentityOutput, IdentityQuery, IdentityValue
+from triptych.attention import (
+    Bilinear,
+    Direct,
+    Factored,
+    IdentityOutput,
+    IdentityQuery,
+    IdentityValue,
+    KeyValue,
+    MultiHeadAttention,
+    Shared,
+    Symmetric,
+)
 
 for projections in (
     Factored(),
