@@ -1,4 +1,4 @@
-"""Effective ranks of W_QK and W_OV before training, at the size of the studies: d_model 64, 4 heads."""
+"""Effective ranks of W_QK and W_OV before training, at the size of the studies (d_model 64, 4 heads)."""
 
 import torch
 

@@ -7,7 +7,9 @@
 import torch
 
 from benchmarks.workers.protocol import Answer, Options, Prepared, serve
-from triptych import CostSpec, MultiHeadAttention, Stacked, cost, fold, measure_times
+from triptych import CostSpec, MultiHeadAttention, cost, measure_times
+from triptych.attention import Stacked
+from triptych.rewriting import fold
 
 
 def prepare(options: Options) -> Prepared:

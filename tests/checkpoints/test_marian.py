@@ -16,6 +16,7 @@ from tolerances import assert_same
 from triptych.attention import sinusoidal
 from triptych.checkpoints import model_type, read_marian
 from triptych.checkpoints.marian_tokenizers import write_tokenizers
+from triptych.converting import convert
 from triptych.decoding import SearchOptions, Translator
 from triptych.decoding.pieces import split_line
 from triptych.errors import DataError, UsageError
@@ -83,7 +84,7 @@ def test_a_model_without_a_recipe_translates_and_is_not_converted(tmp_path: Path
     with triptych.load(tmp_path, device="cpu") as translator:
         assert len(translator.translate(["ab", "a"])) == 2
     with pytest.raises(UsageError, match="only Marian's are, with scaled embeddings"):
-        triptych.convert(tmp_path, tmp_path / "out", "ctranslate2")
+        convert(tmp_path, tmp_path / "out", "ctranslate2")
 
 
 def test_what_the_configuration_says_is_what_the_model_is(tmp_path: Path) -> None:

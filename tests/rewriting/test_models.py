@@ -20,7 +20,7 @@ from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.algebra.semantics import HeadGate, HeadNorm, Temperature
 from triptych.algebra.weights import Norm
-from triptych.attention import PARAMETERISATIONS, LayerCache, RotaryPositions
+from triptych.attention import PARAMETERISATIONS, LayerCache, RotaryPositions, Stacked
 from triptych.attention.checks import HELD
 from triptych.decoding import Engine, SearchOptions, search
 from triptych.models import (
@@ -350,7 +350,7 @@ def test_rewriting_leaves_the_random_numbers_alone() -> None:
 
 
 def test_numbers_are_rounded_once() -> None:
-    layer = MultiHeadAttention(24, 4, triptych.Stacked())
+    layer = MultiHeadAttention(24, 4, Stacked())
     folded = rewriting.fold(layer)
     q_first, q_proj = (layer.get_parameter(f"projections.{n}.weight").double() for n in ("q_first", "q_proj"))
     exact = (q_proj @ q_first).float()
@@ -401,7 +401,7 @@ def test_frozen_parameters_stay_frozen() -> None:
     assert not folded.get_parameter("tgt_embedding.weight").requires_grad
     assert not any(parameter.requires_grad for parameter in first.parameters())
     assert all(parameter.requires_grad for parameter in second.parameters())
-    frozen = MultiHeadAttention(8, 2, triptych.Stacked()).requires_grad_(False)
+    frozen = MultiHeadAttention(8, 2, Stacked()).requires_grad_(False)
     assert not any(parameter.requires_grad for parameter in rewriting.fold(frozen).parameters())
     frozen.projections.requires_grad_(True)
     next(frozen.parameters()).requires_grad_(False)  # one of several: what is made of them all is trained
@@ -465,7 +465,7 @@ def test_the_norm_that_weights_carry_is_not_dropped() -> None:
 
 
 def test_what_stands_between_two_maps_is_not_lost() -> None:
-    weights = MultiHeadAttention(8, 2, triptych.Stacked()).double().weights()
+    weights = MultiHeadAttention(8, 2, Stacked()).double().weights()
     first, second = weights.q
     foreign = replace(weights, q=(replace(first, norm=HeadNorm(1e-6)), second))
     with pytest.raises(ValueError, match="stacked: the norms after a map of q differ"):
@@ -475,7 +475,7 @@ def test_what_stands_between_two_maps_is_not_lost() -> None:
 
 
 def test_a_fold_that_no_recipe_can_ask_for_makes_a_layer_but_no_model() -> None:
-    layer = MultiHeadAttention(24, 2, triptych.Stacked()).double()
+    layer = MultiHeadAttention(24, 2, Stacked()).double()
     folded = rewriting.fold(layer, sides=("qk",), keep="folded")
     assert folded.parameterisation.name == "as_written"
     x = torch.randn(2, 5, 24, dtype=torch.float64)
@@ -486,7 +486,7 @@ def test_a_fold_that_no_recipe_can_ask_for_makes_a_layer_but_no_model() -> None:
 
 def test_bytes_are_counted_in_the_dtype_of_what_is_folded() -> None:
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
-        layer = MultiHeadAttention(16, 2, triptych.Stacked()).to(dtype)
+        layer = MultiHeadAttention(16, 2, Stacked()).to(dtype)
         step = partial(rewrites.fold, by="bytes", number_bytes=size)
         (record,) = triptych.rewrite(layer, step).records["layer"]
         assert f"q: folded, {16 * 16 * size:,} bytes" in record.choice

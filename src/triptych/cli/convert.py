@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from triptych.cli.options import MODEL, open_model
+from triptych.cli.options import MODEL, open_run
 from triptych.converting.checks import Quantization
 from triptych.converting.conversion import Conversion
 from triptych.errors import UsageError
@@ -36,7 +36,7 @@ def convert(
     """
     if (to is None) == (origin is None):
         raise UsageError("give either --to FORMAT (hf, ctranslate2 or onnx) or --from hf")
-    conversion = open_model(source, "cpu").convert(out, to or "triptych", quantization)
+    conversion = open_run(source, "cpu").convert(out, to or "triptych", quantization)
     if as_json:
         print(json.dumps(conversion.record()))
         return

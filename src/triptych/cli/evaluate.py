@@ -23,6 +23,7 @@ from triptych.cli.options import (
     WorkersOption,
     number_of_workers,
     open_model,
+    open_run,
     torch_dtype,
 )
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
@@ -197,7 +198,7 @@ def _score_translators(
 
     def score(run: str) -> Evaluation:
         with progress_bar("{task.description}", "translating", of_bytes=False) as tell:
-            found: Evaluation = open_model(run, *how, precision=asked.precision).evaluate(
+            found: Evaluation = open_run(run, *how, precision=asked.precision).evaluate(
                 sources,
                 references,
                 beam_size=asked.beam,

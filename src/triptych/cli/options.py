@@ -8,8 +8,10 @@ import typer
 
 from triptych.decoding import Precision
 from triptych.engines import EngineName
+from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.launch import num_on_machine
+from triptych.opening import is_on_hub
 from triptych.threads import num_cores
 
 # What every command that takes a model says of it.
@@ -102,6 +104,17 @@ def open_model(
     """
     model = load(source, device=device, **options)
     return model if without is None else model.ablate(without)
+
+
+def open_run(source: str | Path, *arguments: Any, **options: Any) -> Model:
+    """As `open_model`, for commands that take a run first of all.
+
+    Raises:
+        UsageError: there is no such folder, and it is no name on the Hub.
+    """
+    if not Path(source).exists() and not is_on_hub(source):
+        raise UsageError(f"the run folder {source} does not exist")
+    return open_model(source, *arguments, **options)
 
 
 def torch_dtype(name: Dtype | None) -> torch.dtype | None:

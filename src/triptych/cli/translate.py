@@ -24,7 +24,7 @@ from triptych.cli.options import (
     WithoutOption,
     WorkersOption,
     number_of_workers,
-    open_model,
+    open_run,
 )
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.cli.selection import HeadSelection, parse_index
@@ -76,7 +76,7 @@ class Searching(NamedTuple):
 
     def model(self, source: str) -> Model:
         """The model that translates."""
-        return open_model(
+        return open_run(
             source,
             self.device,
             self.without,

@@ -33,7 +33,7 @@ from triptych.decoding import (
     fill_masks,
 )
 from triptych.engines import EngineName, evaluate_text, make_generator, make_translator
-from triptych.errors import TriptychError, UsageError
+from triptych.errors import DataError, TriptychError, UsageError
 from triptych.face.changes import (
     SIDE_OF,
     Change,
@@ -105,7 +105,8 @@ def load(
         family: how a checkpoint is written, where its configuration does not say; see `read_family`.
 
     Raises:
-        UsageError: nothing of that name, or something that is no model.
+        DataError: nothing of that name.
+        UsageError: something that is no model.
     """
     if engine != "triptych" and dtype is not None:
         raise UsageError(f"--engine {engine} rounds by --precision: leave out --dtype")
@@ -941,13 +942,19 @@ class Model:
         """
         try:
             opened = self._opened.model
-        except TriptychError as error:
-            if "read" in self.can and self.layers:
-                raise type(error)(f"{error}; its layers and heads can be read") from None
+        except DataError as error:
+            if self._has_heads():
+                raise DataError(f"{error}; triptych inspect can read its heads") from None
             raise
         if not self._changes:
             return opened
         return opened.with_model(changed_copy(opened.model, self._changes, self._sites))
+
+    def _has_heads(self) -> bool:
+        try:
+            return bool(self.layers)
+        except TriptychError:
+            return False
 
     @cached_property
     def reader(self) -> Reader:

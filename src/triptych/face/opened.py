@@ -123,12 +123,13 @@ def open_anything(source: object, options: Options) -> Opened:
         options: how it is to be run.
 
     Raises:
-        UsageError: nothing of that name, or something that is no model.
+        DataError: nothing of that name.
+        UsageError: something that is no model.
     """
     if isinstance(source, str | Path):
         if not Path(source).exists() and not is_on_hub(source):
-            raise UsageError(
-                f"{source}: there is no such folder or file, and it is no name on the Hub (owner/name)"
+            raise DataError(
+                f"{source}: there is no such file or folder, and it is no name on the Hub (owner/name)"
             )
         return Opened(str(source), source if isinstance(source, Path) else str(source), options)
     if isinstance(source, LanguageModel | EncoderDecoder):

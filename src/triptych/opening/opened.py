@@ -222,8 +222,9 @@ def open_model(
         languages: of an encoder-decoder of several languages; those that its files name if None.
 
     Raises:
-        UsageError: nothing of that name, no such device, or languages that the model does not have.
-        DataError: files missing or damaged, files of different runs, or a family that cannot be run.
+        UsageError: no such device, or languages that the model does not have.
+        DataError: nothing of that name, files missing or damaged or of different runs, or a family that
+            cannot be run.
     """
     found = source if isinstance(source, Source) else find_source(source)
     opened = _opened(found, find_device(device), dtype, languages)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, final
 
 from triptych.checkpoints.own import is_own
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError
 from triptych.storage.hub import download_checkpoint, is_hub_id
 from triptych.storage.untrusted import read_json
 
@@ -56,16 +56,15 @@ def find_source(source: str | Path) -> Source:
         source: a folder, a tensor file beside its `config.json`, or `owner/name` with `@revision` or without.
 
     Raises:
-        UsageError: there is nothing of that name.
-        DataError: there is no `config.json`, or the Hub does not give the files.
+        DataError: there is nothing of that name, or no `config.json`, or the Hub does not give the files.
     """
     name = str(source)
     path = download_checkpoint(name) if is_on_hub(source) else Path(source)
     if not path.exists():
-        raise UsageError(
-            f"{name}: there is no such folder or file, and it is no name on the Hub (owner/name)"
-        )
+        raise DataError(f"{name}: there is no such file or folder, and it is no name on the Hub (owner/name)")
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.is_file():
-        raise DataError(f"{path} has no config.json: give a run folder, or one in Hugging Face's format")
+        raise DataError(
+            f"{path} is not a run folder, nor one in Hugging Face's format: it has no config.json"
+        )
     return Source(name, path, read_json(config))
