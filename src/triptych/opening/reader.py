@@ -392,7 +392,7 @@ def _residuals(model: AnyModel, wanted: bool) -> Iterator[dict[str, list[Tensor]
         yield found
         return
 
-    def keep(module: nn.Module, given: tuple[Tensor, ...], *, stack: str) -> None:
+    def keep(module: nn.Module, given: tuple[Any, ...], *, stack: str) -> None:
         found.setdefault(stack, []).append(given[0])
 
     places: list[tuple[str, nn.Module]] = []
