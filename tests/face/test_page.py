@@ -11,7 +11,6 @@ import triptych
 PAGE = Path(__file__).parents[2] / "docs" / "model.md"
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_the_page_of_the_model_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

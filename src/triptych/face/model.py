@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, final, overload
 
 import torch
@@ -51,7 +50,7 @@ from triptych.face.changes import (
 from triptych.face.composition import Composition, Into, compose
 from triptych.face.cost import ModelCost, cost_of
 from triptych.face.heads import Head, Layer, Layers, Stack, table_html
-from triptych.face.opened import ChangedSource, Opened, Options, open_anything
+from triptych.face.opened import ChangedSource, Opened, Options, TemporaryFolder, open_anything
 from triptych.face.places import Places, stack_of
 from triptych.face.run import Run, recorded_graph
 from triptych.face.saving import save_changed, save_unchanged
@@ -845,7 +844,7 @@ class Model:
         """
         temporary, target = None, Path(out or "")
         if out is None:
-            temporary = TemporaryDirectory(prefix="triptych-")
+            temporary = TemporaryFolder()
             target = Path(temporary.name) / "rewritten"
         rewrite_checkpoint(
             str(self._files()),

@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any, final
+from weakref import finalize
 
 import torch
 from torch import nn
@@ -40,6 +42,19 @@ class Options:
 
 
 @final
+class TemporaryFolder:
+    """A folder that is removed when nothing refers to it any more.
+
+    Attributes:
+        name: its path.
+    """
+
+    def __init__(self) -> None:
+        self.name = mkdtemp(prefix="triptych-")
+        finalize(self, rmtree, self.name, ignore_errors=True)
+
+
+@final
 @dataclass(eq=False)
 class Opened:
     """A source, and what was read of it so far.
@@ -56,7 +71,7 @@ class Opened:
     place: str | Path
     options: Options
     module: LanguageModel | EncoderDecoder | None = None
-    temporary: TemporaryDirectory[str] | None = field(default=None, repr=False)
+    temporary: TemporaryFolder | None = field(default=None, repr=False)
 
     @cached_property
     def attention(self) -> AttentionSource:
@@ -137,7 +152,7 @@ def open_anything(source: object, options: Options) -> Opened:
 
 def _of_transformers(module: Any, options: Options) -> Opened:
     """A model of `transformers`: written to a temporary folder in its own format, which is then opened."""
-    temporary = TemporaryDirectory(prefix="triptych-")
+    temporary = TemporaryFolder()
     try:
         module.save_pretrained(temporary.name)
         if options.tokenizer is not None and hasattr(options.tokenizer, "save_pretrained"):
