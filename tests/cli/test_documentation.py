@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import small_checkpoints
 from command import Command
 from small_checkpoints import gpt2_that_runs
 from tolerances import assert_same
@@ -58,7 +59,7 @@ def test_the_commands_shown_run_in_their_order(folder: Path, triptych: Command) 
         answer = triptych(*words[1:], stdin=typed)
         assert answer.code == 0, f"{line}: {answer.err}"
     # The Python example goes on with the same run.
-    exec(compile(_block("python", "from triptych import load"), "README.md", "exec"), {})
+    exec(compile(_block("python", 'triptych.load("runs/mine")'), "README.md", "exec"), {})
 
 
 def test_the_layers_shown_run() -> None:
@@ -106,3 +107,12 @@ def test_the_costs_shown_can_be_asked_for(triptych: Command) -> None:
     assert answer.code == 0
     assert all(name in answer.out for name in PARAMETERISATIONS)
     assert "--measure" in measured  # timed in the tests of the command
+
+
+def test_the_python_example_of_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="it comes with the extra [dev]")
+    monkeypatch.setattr(small_checkpoints, "LAYERS", 4)
+    gpt2_that_runs(tmp_path / "gpt2")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(_block("python", 'triptych.load("gpt2")'), "README.md", "exec"), {})
+    assert (tmp_path / "smaller" / "certificate.json").is_file()

@@ -1,0 +1,44 @@
+"""The code of `docs/model.md` runs, block after block."""
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+
+import small_checkpoints
+import triptych
+from triptych.face.opened import TemporaryFolder
+
+PAGE = Path(__file__).parents[2] / "docs" / "model.md"
+
+
+def test_the_page_of_the_model_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="it comes with the extra [dev]")
+    monkeypatch.setattr(small_checkpoints, "LAYERS", 4)
+    small_checkpoints.gpt2_that_runs(tmp_path / "gpt2")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 6
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)
+    assert "GPT-2 decoder, 4 layers × 4 heads" in capsys.readouterr().out
+    assert not triptych.load("gpt2-without-3.2")[3, 2].W_O.any()
+
+
+def test_methods_that_the_page_names_exist() -> None:
+    named = set(re.findall(r"`model\.(\w+)\(", PAGE.read_text(encoding="utf-8")))
+    assert {"ablate", "patch", "translate"} <= named
+    assert {name for name in named if not callable(getattr(triptych.Model, name, None))} == set()
+
+
+def test_a_temporary_folder_goes_with_what_held_it() -> None:
+    folder = TemporaryFolder()
+    path = Path(folder.name)
+    (path / "weights").write_text("numbers")
+    del folder
+    gc.collect()
+    assert not path.exists()
