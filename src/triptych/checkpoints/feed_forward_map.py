@@ -41,9 +41,9 @@ def activation(place: Place, expression: str) -> Activation:
         DataError: there is none of that name here.
     """
     name = place.settings.word(expression, place.layer)
-    if name not in ACTIVATIONS:
+    if name is None or name not in ACTIVATIONS:
         raise DataError(
-            f"{place.settings.where}: activation '{shown(name)}' is not one of {', '.join(ACTIVATIONS)}: "
+            f"{place.settings.where}: activation {shown(name)!r} is not one of {', '.join(ACTIVATIONS)}: "
             "the model cannot be run"
         )
     return ACTIVATIONS[name]

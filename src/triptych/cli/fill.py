@@ -7,6 +7,7 @@ import typer
 
 import triptych
 from triptych.cli.options import DeviceOption
+from triptych.cli.terminal import write_output
 
 
 def fill(
@@ -37,7 +38,8 @@ def fill(
                 }
                 for one in found
             ]
-            print(json.dumps({"mask": number, "fillings": fillings}, ensure_ascii=False))
+            write_output(json.dumps({"mask": number, "fillings": fillings}, ensure_ascii=False) + "\n")
             continue
         for one in found:
-            print(f"{number}  {one.probability:.4f}  {one.text.strip() or one.piece}  {one.filled}")
+            shown = one.text.strip() or one.piece
+            write_output(f"{number}  {one.probability:.4f}  {shown}  {one.filled}\n")

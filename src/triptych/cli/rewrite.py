@@ -26,6 +26,7 @@ from triptych.checkpoints.family import Family, read_family
 from triptych.cli.groups import grouped
 from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
+from triptych.cli.terminal import Terminal
 from triptych.cli.verbose import VerboseOption
 from triptych.errors import UsageError
 from triptych.rewriting.certificate import UNPADDED, Certificate, Cost, LayerRecord, NormRecord, card
@@ -36,7 +37,7 @@ from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 def _list_rewrites(wanted: bool) -> bool:
     """Every rewrite with its options, from the records."""
     if wanted:
-        console = Console(highlight=False, markup=False, soft_wrap=True)
+        console = Terminal(soft_wrap=True)
         for kind in REWRITES:
             console.print(f"{signature(kind)}\n    {summary(kind)}\n    {kind.tier}")
             for name in option_names(kind):
@@ -234,7 +235,7 @@ def rewrite(
     """
     own = None if family is None else read_family(family)
     chosen = wanted.recipe_for(checkpoint, own)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     if plan:
         found = plan_rewrite(checkpoint, chosen, family=own)
         print(json.dumps(_plain(found))) if as_json else _print_plan(found, console)

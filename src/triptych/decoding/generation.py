@@ -10,7 +10,13 @@ from torch import Tensor
 
 from triptych import thresholds
 from triptych.decoding.batches import padded_alike
-from triptych.decoding.hypotheses import length_penalty
+from triptych.decoding.hypotheses import (
+    LARGEST_BEAM,
+    MOST_TOKENS,
+    length_penalty,
+    require_alpha,
+    require_count,
+)
 from triptych.decoding.sampling import Sampler, SamplingOptions
 from triptych.decoding.text_engine import OpenTexts, TextEngine
 from triptych.errors import UsageError
@@ -46,11 +52,10 @@ class GenerationOptions:
     stop_texts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "num_samples", "beam_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if self.alpha < 0:
-            raise ValueError(f"alpha is {self.alpha}: it must be at least 0")
+        require_count("max_new_tokens", self.max_new_tokens, MOST_TOKENS)
+        require_count("num_samples", self.num_samples, LARGEST_BEAM)
+        require_count("beam_size", self.beam_size, LARGEST_BEAM)
+        require_alpha(self.alpha)
         if "" in self.stop_texts:
             raise ValueError("a stop string is empty: it would end every text before it begins")
         if self.beam_size > 1:
