@@ -4,6 +4,8 @@ The command prints the message of a `TriptychError` as one line and exits with i
 else is a fault of ours and keeps its traceback.
 """
 
+from triptych.printable import printable
+
 # Characters of a line that a person will read; what a damaged file holds may be longer.
 _LONGEST_LINE = 1500
 
@@ -12,13 +14,13 @@ class TriptychError(Exception):
     """Something the user can put right. The message says what was wrong, where, and what to do.
 
     Args:
-        message: a line longer than anybody reads is cut in the middle.
+        message: a line longer than anybody reads is cut in the middle; control characters become escapes.
     """
 
     exit_code = 1
 
     def __init__(self, message: str) -> None:
-        super().__init__("\n".join(map(_cut, message.split("\n"))))
+        super().__init__("\n".join(map(_cut, printable(message, lines=True).split("\n"))))
 
 
 class UsageError(TriptychError):

@@ -37,7 +37,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         OSError: the disk is full or the folder cannot be written; `path` is unchanged. The error names the
             file.
     """
-    path = path.resolve()
+    path = leads_to(path)
     try:
         if path.exists() and not path.is_file():
             write(path)
@@ -215,8 +215,8 @@ def move_files(source: Path, target: Path, last: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text with `write_atomically`."""
-    write_bytes(path, text.encode())
+    """Write text with `write_atomically`, in UTF-8. Halves of surrogate pairs become escapes."""
+    write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -226,6 +226,18 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
     write_atomically(path, write)
+
+
+def leads_to(path: Path) -> Path:
+    """The absolute path of a file, links followed.
+
+    Raises:
+        OSError: a link leads to itself.
+    """
+    found = Path(os.path.realpath(path))
+    if found.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return found
 
 
 def file_hash(path: Path) -> str:

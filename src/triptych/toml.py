@@ -27,3 +27,5 @@ def read_toml(path: Path, what: str, missing: str | None = None) -> dict[str, An
         raise UsageError(f"{what} {path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{what} {path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise UsageError(f"{what} {path} is nested too deeply") from None

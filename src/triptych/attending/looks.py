@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from triptych.attending.attention import Part
 from triptych.attending.writing import TokenWriter
+from triptych.printable import printable
 from triptych.reports import Table
 
 _EACH = 3
@@ -78,5 +79,5 @@ def _written(part: Part, best: Sequence[tuple[float, int, int]]) -> list[str]:
 
 
 def _shown(token: str) -> str:
-    token = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in token)
+    token = printable(token)
     return token if len(token) <= _MOST_CHARACTERS else f"{token[: _MOST_CHARACTERS - 1]}…"

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from triptych.attending.maps import DenseMap, HeadMap, TopMap, bin_width
 from triptych.attending.page import ViewedKind
 from triptych.extras import require_extra
+from triptych.printable import printable
 
 _MOST_TOKENS = 96
 """With more tokens on a side, cells are groups of tokens and only the places are written beside them."""
@@ -134,9 +135,8 @@ def _labels(tokens: tuple[str, ...], generated: int | None, is_grouped: bool) ->
     found = []
     for i, token in enumerate(tokens):
         text = token.strip() or token.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥") or "∅"
+        text = printable(text)  # XML cannot hold all that a token may
         text = text if len(text) <= _LABEL_CHARACTERS else text[: _LABEL_CHARACTERS - 1] + "…"
-        # What XML cannot hold.
-        text = "".join(c if c.isprintable() else "�" for c in text)
         found.append((i, text, _INK if generated is None or i < generated else _GENERATED))
     return found
 
@@ -148,6 +148,6 @@ def _shade(weight: float) -> str:
 
 
 def _add(parent: ET.Element, tag: str, text: str = "", **attributes: object) -> ET.Element:
-    node = ET.SubElement(parent, tag, {name: str(value) for name, value in attributes.items()})
-    node.text = text or None
+    node = ET.SubElement(parent, tag, {name: printable(str(value)) for name, value in attributes.items()})
+    node.text = printable(text) or None
     return node

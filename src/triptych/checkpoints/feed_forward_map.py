@@ -40,10 +40,10 @@ def activation(place: Place, expression: str) -> Activation:
     Raises:
         DataError: there is none of that name here.
     """
-    name = place.value(expression)
-    if name not in ACTIVATIONS:
+    name = place.settings.word(expression, place.layer)
+    if name is None or name not in ACTIVATIONS:
         raise DataError(
-            f"{place.settings.where}: activation '{shown(name)}' is not one of {', '.join(ACTIVATIONS)}: "
+            f"{place.settings.where}: activation {shown(name)!r} is not one of {', '.join(ACTIVATIONS)}: "
             "the model cannot be run"
         )
     return ACTIVATIONS[name]
@@ -73,7 +73,8 @@ class FeedForwardMap:
     def __init__(
         self, ours: str, place: Place, specs: Sequence[FeedForwardSpec], d_model: int, tensors: Tensors
     ) -> None:
-        self.place, self.d_model, self.entries = place, d_model, list[Entry]()
+        self.place, self.d_model, self.tensors = place, d_model, tensors
+        self.entries = list[Entry]()
         spec = next(
             (spec for spec in specs if place.holds(spec.when) and self._is_there(spec, tensors)), None
         )
@@ -180,10 +181,16 @@ class FeedForwardMap:
         return tuple(f"{ours}.{part}.{kind}" for part in parts)
 
     def _names(self, spec: FeedForwardSpec, module: str, experts: int | None) -> Iterator[tuple[str, str]]:
-        """Names of weight and bias, of every expert where each has its own."""
+        """Names of weight and bias, of every expert where each has its own.
+
+        Up to the first that is not there: a configuration may say any number.
+        """
         for number in range(experts or 1) if "{expert}" in module else (0,):
             name = self.place.beside(f"{spec.at}.{module}", expert=number)
-            yield (name, f"{name}_bias") if spec.bare else tensor_names(name)
+            names = (name, f"{name}_bias") if spec.bare else tensor_names(name)
+            yield names
+            if names[0] not in self.tensors.infos:
+                return
 
     def _add(
         self, ours: tuple[str, ...], names: tuple[str, ...], shape: Shape, steps: tuple[TensorMap, ...] = ()

@@ -127,7 +127,7 @@ def require_known_kinds(spec: AttentionSpec, settings: Settings, layers: int) ->
         known.add("sliding_attention")  # its window, where a family says only which layers have none
     for path in dict.fromkeys(found[1] for found in asked):
         for layer in range(layers):
-            word = settings.value(f"{path}[]", layer)
+            word = settings.word(f"{path}[]", layer)
             if word is not None and word not in known:
                 raise DataError(
                     f"{settings.where}: {path} of layer {layer} is {shown(word)}, which is not supported; "

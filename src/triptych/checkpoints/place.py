@@ -76,12 +76,20 @@ class Place:
         """
         return self.settings.number(expression, self.layer)
 
+    def positive(self, expression: str) -> float:
+        """A number above 0.
+
+        Raises:
+            DataError: the configuration has none.
+        """
+        return self.settings.positive(expression, self.layer)
+
     def factor(self, expression: str) -> float:
         """A number; 1 for an empty expression."""
         return self.number(expression) if expression else 1.0
 
     def optional_number(self, expression: str) -> float | None:
-        """None for an empty expression, or one that gives nothing."""
+        """A number; None for an empty expression, or one that gives nothing."""
         return None if not expression or self.value(expression) is None else self.number(expression)
 
     def first(self, choices: Sequence[_Conditional]) -> _Conditional | None:

@@ -25,6 +25,8 @@ from triptych.storage.settings import Settings
 from triptych.storage.tensors import Tensors
 
 _FIRST = "original_max_position_embeddings"
+# Of a picture: far more than models have.
+_MOST_PATCHES = 1 << 20
 
 
 def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding | None:
@@ -98,6 +100,10 @@ def _rotary_of_patches(place: Place, patches: PatchesSpec, width: int) -> Rotary
         )
     plain = frequencies({}, width // 2, place.number(place.position.base), 0.0).per_position
     before = sum(place.settings.whole(part, place.layer) for part in patches.before)
+    if before > _MOST_PATCHES:
+        raise DataError(
+            f"{place.settings.where}: {before:,} tokens before the patches are more than {_MOST_PATCHES:,}"
+        )
     centres = [(2 * torch.arange(n, dtype=torch.float64) + 1) / n - 1 for n in _grid(place, patches)]
     of_patches = torch.stack(torch.meshgrid(*centres, indexing="ij"), dim=-1).flatten(0, 1)
     places = torch.cat([torch.zeros(before, 2, dtype=torch.float64), of_patches])
@@ -111,6 +117,11 @@ def _grid(place: Place, patches: PatchesSpec) -> tuple[int, int]:
     rows, columns = (whole // part for whole, part in zip(image, patch, strict=True))
     if not rows or not columns:
         raise DataError(f"{place.settings.where}: no patch of {patch} is in a picture of {image}")
+    if rows * columns > _MOST_PATCHES:
+        raise DataError(
+            f"{place.settings.where}: a picture of {image} has {rows * columns:,} patches, more than "
+            f"{_MOST_PATCHES:,}"
+        )
     return rows, columns
 
 
@@ -187,7 +198,13 @@ def _distance_table(place: Place, tensors: Tensors, take: Take, heads: int) -> S
         if len(table) < buckets:
             raise DataError(f"{at}: {len(table)} rows, where {buckets} are used")
         table = table[:buckets]
-    return RelativePositionBias(table, spec.both_ways, int(place.number(spec.max_distance)))
+    longest, exact = place.count(spec.max_distance), len(table) // (4 if spec.both_ways else 2)
+    if not 0 < exact < longest:
+        raise DataError(
+            f"{at}: {len(table)} rows for distances up to {longest}: {exact} of them are for one distance "
+            "each, and at least 1 and fewer than the longest are needed"
+        )
+    return RelativePositionBias(table, spec.both_ways, longest)
 
 
 def table_names(place: Place, tensors: Tensors) -> list[str]:

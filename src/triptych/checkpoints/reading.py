@@ -172,7 +172,7 @@ class LayerReader:
     def _semantics(self, parts: Mapping[str, Tensor], q: Link, k: Link) -> Semantics:
         place, spec, width = self.place, self.place.spec, q.d_out
         under = spec.scale if isinstance(spec.scale, str) else place.chosen(spec.scale)
-        under_root = place.number(under) if under else float(width)
+        under_root = place.positive(under) if under else float(width)
         times, hook = place.chosen(spec.scale_times), hook_of(spec.hook)
         if hook is not None:
             scale = hook.scale(place, under_root)
@@ -275,10 +275,7 @@ class LayerReader:
             return None
         if place.value(spec.strength) is None:
             return None
-        every = place.number(spec.every)
-        if every <= 0:
-            raise DataError(f"{place.settings.where}: {spec.every} is {every:g}: a number above 0 is needed")
-        return Temperature(place.number(spec.strength), every, spec.first)
+        return Temperature(place.number(spec.strength), place.positive(spec.every), spec.first)
 
     # Tensors.
 

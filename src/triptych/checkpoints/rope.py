@@ -131,7 +131,7 @@ def _divided(plain: Tensor, scaling: Mapping[str, Any], name: str) -> Tensor:
     by = scaling.get(name)
     if not isinstance(by, list) or len(by) != len(plain):
         raise ValueError(f"they need a {name} of {len(plain)} numbers")
-    return plain / torch.tensor(by, dtype=torch.float64)
+    return plain / torch.tensor([_number({name: each}, name) for each in by], dtype=torch.float64)
 
 
 def _number(scaling: Mapping[str, Any], name: str, otherwise: float | None = None) -> float:

@@ -1,13 +1,11 @@
 """`triptych attend`."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from rich.console import Console
 
 from triptych.attending import AttentionBatch
 from triptych.attending.looks import strongest_looks, written_tokens
@@ -31,6 +29,7 @@ from triptych.cli.outputs import ForceOption, Output, require_free
 from triptych.cli.over import MoreFigures, OverOptions, is_over_csv, show_over
 from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
+from triptych.cli.terminal import Terminal, read_text, write_output
 from triptych.errors import UsageError
 from triptych.face import Model
 from triptych.files import write_bytes, write_text
@@ -118,13 +117,7 @@ class _Texts(NamedTuple):
             raise UsageError("give either a text (- for standard input) or --file with texts")
         if self.file is not None:
             return read_lines(self.file)
-        try:
-            # Bytes of the command line that are not UTF-8 come as surrogates.
-            is_typed = self.text == "-"
-            found = sys.stdin.buffer.read().decode() if is_typed else str(self.text).encode().decode()
-        except UnicodeError:
-            raise UsageError("the text is not UTF-8: convert it first (iconv -t UTF-8)") from None
-        return [found.removesuffix("\n").removesuffix("\r") if is_typed else found]
+        return [read_text(str(self.text), "text")]
 
 
 class _Heads(NamedTuple):
@@ -247,10 +240,10 @@ def _print(saved: Sequence[Saved], written: Sequence[Path], *, as_json: bool) ->
     if as_json:
         for one in saved:
             for piece in json_pieces(one):
-                _print_piece(piece)
-            _print_piece("\n")
+                write_output(piece)
+            write_output("\n")
         return
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     for path in written:
         console.print(f"written: {path}")
     for one in saved:
@@ -258,8 +251,3 @@ def _print(saved: Sequence[Saved], written: Sequence[Path], *, as_json: bool) ->
             console.print(render_table(written_tokens(one.parts, one.writer)))
         elif not written:
             console.print(render_table(strongest_looks(one.parts)))
-
-
-def _print_piece(text: str) -> None:
-    sys.stdout.buffer.write(text.encode())
-    sys.stdout.buffer.flush()

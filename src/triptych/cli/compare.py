@@ -2,19 +2,18 @@
 
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 import triptych
 from triptych.cli.tables import print_whole
+from triptych.cli.terminal import Terminal, say
 from triptych.files import write_text
 from triptych.launch import speaks
 from triptych.studies import StudyProgress, read_study, tables, write_study_page, write_study_pictures
@@ -37,7 +36,7 @@ def compare(
     """
     read = read_study(study)
     folder = out or Path("studies") / read.name
-    errors = Console(stderr=True, highlight=False, markup=False, quiet=not speaks())
+    errors = Terminal(stderr=True, quiet=not speaks())
     with launched("cpu") as world:
         with Live(console=errors, auto_refresh=False, transient=True) as live:
             told = set[tuple[str, str]]()
@@ -110,7 +109,7 @@ def live_table(stage: str, progress: StudyProgress, metric: str) -> Table:
 
 
 def _print(outcome: "triptych.studies.Outcome", folder: Path) -> None:
-    console = Console(highlight=False, markup=False)
+    console = Terminal()
     for table in tables.tables(outcome):
         console.print(table.title)
         print_whole(table, console)
@@ -119,4 +118,4 @@ def _print(outcome: "triptych.studies.Outcome", folder: Path) -> None:
         console.print()
     for line in tables.conclusions(outcome):
         console.print(line, soft_wrap=True)
-    print(f"{folder}: README.md, report.html, runs.csv, curves.csv and pictures", file=sys.stderr)
+    say(f"{folder}: README.md, report.html, runs.csv, curves.csv and pictures")

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from triptych.cli.options import MODEL, open_run
+from triptych.cli.terminal import Terminal
 from triptych.converting.checks import Quantization
 from triptych.converting.conversion import Conversion
 from triptych.errors import UsageError
@@ -44,7 +44,7 @@ def convert(
 
 
 def _print(conversion: Conversion) -> None:
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     for line in conversion.folded:
         console.print(f"made to fit: {line}")
     for check in conversion.checks:

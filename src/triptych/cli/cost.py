@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
 
 import triptych
 from triptych.cli.groups import grouped
 from triptych.cli.outputs import ForceOption, Output, require_free
 from triptych.cli.progress import progress_bar
 from triptych.cli.tables import print_whole
+from triptych.cli.terminal import Terminal
 from triptych.costing import pages
 from triptych.costing.counting import CostReport, CostSpec
 from triptych.costing.timing import TimingReport
@@ -155,11 +155,11 @@ def cost(
         return
     _print(report, timed, formulas)
     if html is not None:
-        Console(highlight=False, markup=False).print(f"page: {html}", soft_wrap=True)
+        Terminal().print(f"page: {html}", soft_wrap=True)
 
 
 def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> None:
-    console = Console(highlight=False, markup=False)
+    console = Terminal()
     console.print(pages.setting(report.spec))
     console.print(pages.work(report.spec))
     if own := pages.own_sizes(report):

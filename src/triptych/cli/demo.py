@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import triptych
 from triptych.cli.process import prepare_training
+from triptych.cli.terminal import Terminal
 from triptych.demonstration import Interrupted
 from triptych.reports import render_attention, render_samples
 from triptych.training.progress import display_for
@@ -33,7 +33,7 @@ def demo(
     minutes on two cores.
     """
     prepare_training()
-    display = display_for(Console(stderr=True))
+    display = display_for(Terminal(stderr=True))
     display.say("training a German-English translator of numbers, dates, times and money")
     result = triptych.demo(out, display, force=force)
     if isinstance(result, Interrupted):
@@ -44,7 +44,7 @@ def demo(
     if as_json:
         print(json.dumps(result.figures()))
         return
-    console = Console(highlight=False, markup=False)
+    console = Terminal()
     console.print(render_samples(result.samples))
     console.print(render_attention(result.picture))
     console.print(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
-from rich.console import Console
 
 from triptych.cli.groups import grouped
 from triptych.cli.options import (
@@ -29,6 +28,7 @@ from triptych.cli.options import (
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.cli.progress import progress_bar
 from triptych.cli.tables import print_whole
+from triptych.cli.terminal import Terminal
 from triptych.decoding import Evaluation, Likelihood
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
@@ -262,7 +262,7 @@ def _scores(runs: Sequence[str], found: Sequence[Evaluation]) -> Table:
 
 
 def _print_table(table: Table) -> None:
-    console = Console(highlight=False, markup=False)
+    console = Terminal()
     print_whole(table, console)
     if table.caption:
         console.print(table.caption, soft_wrap=True)

@@ -48,7 +48,7 @@ def explain(error: Exception) -> TriptychError:
     if (of_system := system_error(error)) is not None:
         return _of_system(of_system)
     first = (str(error).strip().splitlines() or [""])[0]
-    text = f"{type(error).__name__}: {''.join(c if c.isprintable() else '?' for c in first)}"
+    text = f"{type(error).__name__}: {first}"
     if isinstance(error, MemoryError) or any(words in str(error) for words in _MEMORY):
         return TriptychError(f"not enough memory ({text}): give shorter texts, or fewer at a time")
     return UnforeseenError(f"internal error ({text}): please report it, with {_report(error)}")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from triptych.cli.options import MODEL, DeviceOption, MaxTokensOption, WithoutOption, open_model
+from triptych.cli.terminal import write_output
 
 
 def fill(
@@ -38,7 +39,8 @@ def fill(
                 }
                 for one in found
             ]
-            print(json.dumps({"mask": number, "fillings": fillings}, ensure_ascii=False))
+            write_output(json.dumps({"mask": number, "fillings": fillings}, ensure_ascii=False) + "\n")
             continue
         for one in found:
-            print(f"{number}  {one.probability:.4f}  {one.text.strip() or one.piece}  {one.filled}")
+            shown = one.text.strip() or one.piece
+            write_output(f"{number}  {one.probability:.4f}  {shown}  {one.filled}\n")

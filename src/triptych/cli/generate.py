@@ -1,7 +1,6 @@
 """`triptych generate`."""
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -23,6 +22,7 @@ from triptych.cli.options import (
     torch_dtype,
 )
 from triptych.cli.selection import HeadSelection, parse_index
+from triptych.cli.terminal import read_text, write_output
 from triptych.decoding import Continuation, GenerationOptions, SamplingOptions, TextGenerator
 from triptych.errors import UsageError
 from triptych.face import Model
@@ -176,13 +176,14 @@ def generate(
     wanted = [_selection(text, generator) for text in attention or []]
     if as_json:
         for given, found in _continued(generator, prompts, options, chat):
-            print(json.dumps(_record(model, generator, given, found, wanted, chat), ensure_ascii=False))
+            record = _record(model, generator, given, found, wanted, chat)
+            write_output(json.dumps(record, ensure_ascii=False) + "\n")
     elif file is None and options.num_samples == options.beam_size == 1:
         _stream(generator, next(prompts), options, chat)
     else:
         for number, (_, found) in enumerate(_continued(generator, prompts, options, chat), start=1):
             for sample, one in enumerate(found, start=1):
-                _print(f"== prompt {number}, text {sample} ==\n{one.text}\n")
+                write_output(f"== prompt {number}, text {sample} ==\n{one.text}\n")
 
 
 def _prompts(prompt: str | None, file: Path | None) -> Iterator[str]:
@@ -195,12 +196,7 @@ def _prompts(prompt: str | None, file: Path | None) -> Iterator[str]:
         raise UsageError("give either a prompt (- for standard input) or --file with prompts")
     if file is not None:
         return iterate_file(file)
-    try:
-        # Bytes of the command line that are not UTF-8 come as surrogates.
-        text = sys.stdin.buffer.read().decode() if prompt == "-" else str(prompt).encode().decode()
-    except UnicodeError:
-        raise UsageError("the prompt is not UTF-8: convert it first (iconv -t UTF-8)") from None
-    text = text.removesuffix("\n").removesuffix("\r") if prompt == "-" else text
+    text = read_text(str(prompt), "prompt")
     if not text:
         raise UsageError("the prompt is empty: give it some text")
     return iter([text])
@@ -216,13 +212,8 @@ def _continued(
 
 def _stream(generator: TextGenerator, prompt: str, options: GenerationOptions, chat: bool) -> None:
     for text in generator.stream(prompt, options, chat=chat):
-        _print(text)
-    _print("\n")
-
-
-def _print(text: str) -> None:
-    sys.stdout.buffer.write(text.encode())
-    sys.stdout.buffer.flush()
+        write_output(text)
+    write_output("\n")
 
 
 def _selection(text: str, generator: TextGenerator) -> HeadSelection:

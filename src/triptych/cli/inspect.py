@@ -21,6 +21,7 @@ from triptych.cli.outputs import ForceOption, Output, require_free
 from triptych.cli.over import MoreFigures, OverOptions, print_table, write_rows
 from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
+from triptych.cli.terminal import Terminal
 from triptych.cli.verbose import VerboseOption
 from triptych.files import write_text
 from triptych.inspection import MEASURES, Inspection
@@ -164,7 +165,7 @@ def _show(all_found: Sequence[_Found], files: _Files, *, as_json: bool) -> None:
         records = _records(found, beside)
         print(json.dumps(records[0] if len(records) == 1 else records, allow_nan=False))
         return
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     _print_all(found, beside, console)
     for path in files.given():
         console.print(f"written: {path}")

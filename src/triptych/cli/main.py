@@ -8,7 +8,7 @@ from importlib.metadata import version as installed_version
 import typer
 
 from triptych.cli.failures import explain, flush_output
-from triptych.cli.process import limit_spinning
+from triptych.cli.process import limit_spinning, open_streams
 from triptych.cli.verbose import print_error, warnings_as_lines
 from triptych.errors import TriptychError
 from triptych.launch import end_now, num_launched, speaks
@@ -91,6 +91,7 @@ def run() -> None:
 
 
 def _run() -> None:
+    open_streams()
     limit_spinning()  # nothing has imported torch yet
     try:
         try:

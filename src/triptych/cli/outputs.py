@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from triptych.errors import UsageError
+from triptych.files import leads_to
 
 ForceOption = Annotated[
     bool, typer.Option("--force", help="Replace existing files, even if triptych did not write them.")
@@ -43,12 +44,12 @@ def require_free(outputs: Sequence[Output], read: Sequence[Path], *, force: bool
     Raises:
         UsageError: one cannot.
     """
-    inputs = [path.resolve() for path in read]
+    inputs = [leads_to(path) for path in read]
     taken: set[Path] = set()
     for path, is_own in outputs:
         if path is None:
             continue
-        real, folder = path.resolve(), path.absolute().parent
+        real, folder = leads_to(path), path.absolute().parent
         if not folder.is_dir():
             raise UsageError(f"the folder of {path} does not exist: make it first")
         if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):

@@ -13,6 +13,7 @@ from rich.console import Console
 from triptych.attending.over import OverText, read_texts
 from triptych.attending.over_page import over_report
 from triptych.cli.progress import progress_bar
+from triptych.cli.terminal import Terminal
 from triptych.errors import UsageError
 from triptych.face import Model
 from triptych.files import write_text
@@ -147,7 +148,7 @@ def show_over(found: OverText, csv_file: Path | None, html: Path | None, *, as_j
     if as_json:
         print(json.dumps(found.record(), allow_nan=False))
         return
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     for table in found.tables():
         print_table(table, console)
     for path in (csv_file, html):

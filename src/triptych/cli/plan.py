@@ -4,13 +4,14 @@ import json
 from typing import Annotated, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 import triptych
 from triptych import recipes
 from triptych.cli.groups import grouped
 from triptych.cli.tables import print_whole
+from triptych.cli.terminal import Terminal
 from triptych.planning import Cluster, advice, plan_table, read_quantity, setting
 from triptych.training import read_recipe
 
@@ -80,13 +81,13 @@ def plan(
     """
     cluster = devices.cluster()
     read = read_recipe(recipes.find(recipe), overrides or [])
-    errors = Console(stderr=True, highlight=False, markup=False)
+    errors = Terminal(stderr=True)
     with Status("", console=errors) as status:
-        planned = triptych.plan(read, cluster, tell=lambda name: status.update(f"simulating {name}"))
+        planned = triptych.plan(read, cluster, tell=lambda name: status.update(Text(f"simulating {name}")))
     if as_json:
         print(json.dumps(planned.figures()))
         return
-    console = Console(highlight=False, markup=False)
+    console = Terminal()
     for line in setting(planned):
         console.print(line, soft_wrap=True)
     table = plan_table(planned)

@@ -3,17 +3,36 @@
 import ctypes
 import os
 import platform
+import sys
+from io import TextIOWrapper
 
 # Read by the OpenMP runtime when torch loads it (`make bench TABLE=busy` measures it).
 SPIN_BRIEFLY = {"GOMP_SPINCOUNT": "10000"}
 # With any of these in the environment the user has decided.
 _DECIDED_BY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
+_STDOUT, _STDERR = 1, 2
+
 _KERNELS_KEPT = "16"
 
 # Of glibc's <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER_TRIMMED, _LARGEST_KEPT = (1 << 31) - 1, 1 << 30
+
+
+def open_streams() -> None:
+    """Open what was closed for the process, so that no file takes its place, and let all text be printed.
+
+    Output to a stream that was closed is dropped; `sys.stdin` stays None. Characters that the encoding of
+    standard output does not have become escapes, as on standard error.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        pass
+    os.close(opened)
+    sys.stdout = sys.stdout or open(_STDOUT, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 (for good)
+    sys.stderr = sys.stderr or open(_STDERR, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def limit_spinning() -> None:

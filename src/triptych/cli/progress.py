@@ -4,9 +4,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from triptych.cli.terminal import Terminal
 from triptych.launch import speaks
 
 
@@ -20,8 +20,8 @@ def progress_bar(text: str, first: str = "", *, of_bytes: bool = True) -> Iterat
         of_bytes: whether it counts bytes, and shows them.
     """
     middle = [DownloadColumn()] if of_bytes else []
-    columns = TextColumn(text), BarColumn(), *middle, TimeRemainingColumn()
+    columns = TextColumn(text, markup=False), BarColumn(), *middle, TimeRemainingColumn()
     shown = sys.stderr.isatty() and speaks()
-    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
+    with Progress(*columns, console=Terminal(stderr=True), disable=not shown, transient=True) as bar:
         task = bar.add_task(first, total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)

@@ -26,6 +26,7 @@ from triptych.cli.groups import grouped
 from triptych.cli.options import open_model
 from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
+from triptych.cli.terminal import Terminal
 from triptych.cli.verbose import VerboseOption
 from triptych.errors import UsageError
 from triptych.face import Model
@@ -37,7 +38,7 @@ from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 def _list_rewrites(wanted: bool) -> bool:
     """Every rewrite with its options, from the records."""
     if wanted:
-        console = Console(highlight=False, markup=False, soft_wrap=True)
+        console = Terminal(soft_wrap=True)
         for kind in REWRITES:
             console.print(f"{signature(kind)}\n    {summary(kind)}\n    {kind.tier}")
             for name in option_names(kind):
@@ -235,7 +236,7 @@ def rewrite(
     """
     model = open_model(checkpoint, "cpu", family=None if family is None else read_family(family))
     chosen = wanted.recipe_for(model)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     if plan:
         found = model.plan(chosen)
         print(json.dumps(_plain(found))) if as_json else _print_plan(found, console)

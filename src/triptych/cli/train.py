@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import triptych
 from triptych import recipes
 from triptych.cli.process import prepare_training
+from triptych.cli.terminal import Terminal
 from triptych.errors import UsageError
 from triptych.launch import speaks
 from triptych.training import read_recipe
@@ -65,7 +65,7 @@ def train(
     the step, saves, and says how to go on.
     """
     prepare_training()
-    display = display_for(Console(stderr=True))
+    display = display_for(Terminal(stderr=True))
     if resume:
         if out is not None:
             raise UsageError("--resume takes the run folder: leave out --out")

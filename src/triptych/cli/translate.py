@@ -1,8 +1,6 @@
 """`triptych translate`."""
 
 import json
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -28,6 +26,7 @@ from triptych.cli.options import (
 )
 from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
 from triptych.cli.selection import HeadSelection, parse_index
+from triptych.cli.terminal import say, standard_input, write_output
 from triptych.decoding import Translation, Translator
 from triptych.decoding.ahead import Ahead
 from triptych.errors import UsageError
@@ -162,17 +161,16 @@ def translate(
     model = searching.model(source)
     translator = searching.translator(model)
     render = showing.renderer(model, searching.num_best)
-    lines = _standard_input() if file is None else iterate_file(file)
+    lines = iterate_lines(standard_input(), "standard input") if file is None else iterate_file(file)
     viewed: list[str] = []
 
     def rendered() -> Iterator[str]:
         """The text of each line's translation, its line ends included."""
         for number, translation in enumerate(translator.translate_stream(_as_they_come(lines)), start=1):
             if translation.num_pieces > 1:
-                print(
+                say(
                     f"line {number}: longer than the limit of {translator.max_source_tokens} "
-                    f"tokens, translated in {translation.num_pieces} pieces",
-                    file=sys.stderr,
+                    f"tokens, translated in {translation.num_pieces} pieces"
                 )
             if html and translation.num_pieces == 1 and len(viewed) < _MOST_VIEWED:
                 viewed.append(translation.source)
@@ -181,8 +179,7 @@ def translate(
     with translator:
         if out is None:
             for text in rendered():
-                sys.stdout.buffer.write(text.encode())
-                sys.stdout.buffer.flush()
+                write_output(text)
         else:
             write_atomically(out, lambda temporary: _write_file(temporary, rendered()))
         if html is not None:
@@ -205,16 +202,6 @@ def _write_page(model: Model, sources: list[str], path: Path) -> None:
         raise UsageError("--attention-html: no line can be shown: each is empty, or is translated in pieces")
     attention = model.attend(sources)
     write_attention_page(attention.page(), path)
-
-
-def _standard_input() -> Iterator[str]:
-    # A stream of our own: the thread that reads ahead may still hold its lock when the process ends, and
-    # Python aborts if that is sys.stdin's.
-    try:
-        own = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-    except OSError:  # replaced by something that is no file, as in a notebook
-        return iterate_lines(sys.stdin.buffer, "standard input")
-    return iterate_lines(own, "standard input")
 
 
 def _text_renderer(num_best: int) -> Renderer:

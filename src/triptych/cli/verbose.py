@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from triptych.cli.terminal import say
 from triptych.errors import ConfigurationWarning, TriptychError
 
 # Looked at when an error is printed, whatever the command was doing.
@@ -21,7 +22,7 @@ def print_error(error: TriptychError) -> None:
     """Print the message of an error, and its notes if all is asked for."""
     notes, says_all = getattr(error, "__notes__", []), "--verbose" in sys.argv[1:]
     more = " (more with --verbose)" if notes and not says_all else ""
-    print("\n".join([f"triptych: {error}{more}", *(notes if says_all else ())]), file=sys.stderr)
+    say("\n".join([f"triptych: {error}{more}", *(notes if says_all else ())]))
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def warnings_as_lines() -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
             if issubclass(category, ConfigurationWarning):
-                print(f"triptych: warning: {message}", file=sys.stderr)
+                say(f"triptych: warning: {message}")
             else:
                 as_before(message, category, *where, **how)
 

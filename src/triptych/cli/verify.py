@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import triptych
 from triptych.checkpoints.family import read_family
+from triptych.cli.terminal import Terminal
 from triptych.cli.verbose import VerboseOption
 from triptych.errors import DataError
 from triptych.rewriting.planning import local_folder
@@ -57,7 +57,7 @@ def verify(
         if failed:
             sys.exit(1)
         return
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     table = Table("claim", "holds", "found")
     for check in checks:
         table.add_row(check.claim, _HOLDS[check.held], check.found)

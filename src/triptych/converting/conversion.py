@@ -22,6 +22,7 @@ from triptych.errors import DataError, UsageError
 from triptych.files import write_folder
 from triptych.models import read_model
 from triptych.opening import OpenedModel
+from triptych.printable import printable
 from triptych.text import TokenizerPair
 
 TargetFormat = Literal["hf", "ctranslate2", "onnx", "triptych"]
@@ -152,7 +153,7 @@ tags: [translation]
 
 # A translation model, converted with triptych
 
-It came from `{source.name}`, a Marian checkpoint in Hugging Face's format.
+It came from `{printable(source.name)}`, a Marian checkpoint in Hugging Face's format.
 
 ```sh
 echo "A sentence." | triptych translate path/to/this/folder

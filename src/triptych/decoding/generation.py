@@ -10,7 +10,14 @@ from torch import Tensor
 
 from triptych import thresholds
 from triptych.decoding.batches import padded_alike
-from triptych.decoding.hypotheses import length_penalty, require_finite_logits
+from triptych.decoding.hypotheses import (
+    LARGEST_BEAM,
+    MOST_TOKENS,
+    length_penalty,
+    require_alpha,
+    require_count,
+    require_finite_logits,
+)
 from triptych.decoding.lengths import LONGEST_PROMPT, check_length
 from triptych.decoding.sampling import Sampler, SamplingOptions
 from triptych.decoding.text_engine import OpenTexts, TextEngine
@@ -49,11 +56,12 @@ class GenerationOptions:
     max_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "num_samples", "beam_size", "max_prompt_tokens"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if self.alpha < 0:
-            raise ValueError(f"alpha is {self.alpha}: it must be at least 0")
+        if self.max_prompt_tokens is not None:
+            require_count("max_prompt_tokens", self.max_prompt_tokens, MOST_TOKENS)
+        require_count("max_new_tokens", self.max_new_tokens, MOST_TOKENS)
+        require_count("num_samples", self.num_samples, LARGEST_BEAM)
+        require_count("beam_size", self.beam_size, LARGEST_BEAM)
+        require_alpha(self.alpha)
         if "" in self.stop_texts:
             raise ValueError("a stop string is empty: it would end every text before it begins")
         if self.beam_size > 1:

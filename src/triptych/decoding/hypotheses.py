@@ -21,6 +21,22 @@ from triptych.errors import DataError
 
 Stop = Literal["certain", "full"]
 
+# Far more than anybody searches with; what is larger ends in numbers that do not fit.
+LARGEST_BEAM, MOST_TOKENS = 10_000, 10**9
+_LARGEST_ALPHA = 10.0
+
+
+def require_count(name: str, value: int, most: int) -> None:
+    """Raises ValueError for a number below 1 or above `most`."""
+    if not 1 <= value <= most:
+        raise ValueError(f"{name} is {value}: it must be at least 1, and at most {most:,}")
+
+
+def require_alpha(alpha: float) -> None:
+    """Raises ValueError for an exponent of the length penalty that is negative, or too large for its powers."""
+    if not 0 <= alpha <= _LARGEST_ALPHA:
+        raise ValueError(f"alpha is {alpha}: it must be at least 0, and at most {_LARGEST_ALPHA:g}")
+
 
 @dataclass(frozen=True)
 class SearchOptions:
@@ -46,16 +62,15 @@ class SearchOptions:
     max_source_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.beam_size < 1:
-            raise ValueError(f"beam_size is {self.beam_size}: it must be at least 1")
+        require_count("beam_size", self.beam_size, LARGEST_BEAM)
+        require_count("max_extra_tokens", self.max_extra_tokens, MOST_TOKENS)
+        require_alpha(self.alpha)
         if not 1 <= self.num_best <= self.beam_size:
             raise ValueError(
                 f"num_best is {self.num_best}: it must be between 1 and beam_size ({self.beam_size})"
             )
-        if self.max_source_tokens is not None and self.max_source_tokens < 1:
-            raise ValueError(f"max_source_tokens is {self.max_source_tokens}: it must be at least 1")
-        if self.alpha < 0 or self.max_extra_tokens < 1:
-            raise ValueError("alpha must be at least 0 and max_extra_tokens at least 1")
+        if self.max_source_tokens is not None:
+            require_count("max_source_tokens", self.max_source_tokens, MOST_TOKENS)
 
 
 @dataclass(frozen=True)

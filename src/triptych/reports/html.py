@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from triptych.extras import require_extra
 from triptych.files import write_text
+from triptych.printable import printable
 from triptych.reports.charts import (
     bar_chart,
     bleu_chart,
@@ -116,6 +117,7 @@ def _environment() -> Environment:
         loader=FileSystemLoader(_HERE),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -124,10 +126,15 @@ def _environment() -> Environment:
     return found
 
 
+def _shown(value: Any) -> Any:
+    """A value of a page; text may be of files and folders."""
+    return printable(value, lines=True) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 def _embedded(data: object) -> Markup:
     # Inside a script element only "<" can do harm ("</script>", "<!--"), and JSON may spell it otherwise.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return Markup(text.replace("<", "\\u003c"))
+    return Markup(printable(text).replace("<", "\\u003c"))
 
 
 @lru_cache(maxsize=1)

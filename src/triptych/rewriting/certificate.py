@@ -22,6 +22,7 @@ from pydantic import (
 from triptych.algebra.cost import WritingCost
 from triptych.algebra.rewrites.record import TIERS, RewriteRecord, Tier
 from triptych.errors import DataError
+from triptych.printable import printable
 from triptych.storage.copying import CERTIFICATE
 from triptych.storage.untrusted import read_json
 
@@ -344,7 +345,7 @@ def card(certificate: Certificate, folder: str = "path/to/this/folder") -> str:
         certificate: of the rewrite.
         folder: the folder of the rewritten checkpoint, for the command that verifies it.
     """
-    return "\n".join(_card(certificate, folder)) + "\n"
+    return "".join(f"{printable(line)}\n" for line in _card(certificate, folder))
 
 
 def _card(certificate: Certificate, folder: str) -> Iterator[str]:

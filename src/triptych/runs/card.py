@@ -5,6 +5,7 @@ from pathlib import Path
 
 from triptych.files import write_text
 from triptych.models import LanguageModelConfig
+from triptych.printable import printable
 from triptych.storage.untrusted import LONGEST_TEXT, read_limited
 from triptych.training import AnyRecipe, Recipe, TextRecipe, TrainingResult
 from triptych.training.judging import LEAST_BLEU
@@ -19,7 +20,8 @@ def write_card(
     folder: Path, recipe: AnyRecipe, outcome: TrainingResult, num_parameters: int, display: Display
 ) -> None:
     """Write the card of a finished run, unless somebody wrote one in its place."""
-    path, text = folder / "README.md", _model_card(recipe, outcome, num_parameters)
+    path = folder / "README.md"
+    text = printable(_model_card(recipe, outcome, num_parameters), lines=True)
     if path.exists():
         old = read_limited(path, LONGEST_TEXT).decode(errors="replace")
         body, _, end = old.rpartition(_CARD_END)
@@ -69,7 +71,7 @@ A Transformer {kind} that predicts {of_tokens}, trained with triptych: {_made_of
 
 def _made_of(model: LanguageModelConfig | ContinuedModelConfig) -> str:
     if isinstance(model, ContinuedModelConfig):
-        return f"begun as\n`{model.checkpoint}`, in its format, context {model.context}"
+        return f"begun as\n`{printable(model.checkpoint)}`, in its format, context {model.context}"
     return (
         f"{model.num_layers} layers, d_model\n{model.d_model}, {model.num_heads} heads, context "
         f"{model.context}, {model.norm}-norm ({model.norm_kind}),\n{model.positions.scheme} positions"

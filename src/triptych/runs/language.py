@@ -12,6 +12,7 @@ from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
 from triptych.models.device import find_device, to_device
 from triptych.models.storage import OwnModel, write_config
+from triptych.printable import printable
 from triptych.runs.preparing import Prepared, digests
 from triptych.text import (
     LanguageBatch,
@@ -259,6 +260,6 @@ def _sampler(recipe: TextRecipe, tokenizer: Tokenizer) -> Callable[[LanguageMode
         ((found,),) = generate_tokens(TextEngine(model), [prompt], options)
         text = tokenizer.decode([[*prompt, *found.ids]])[0]
         # A terminal would obey what an untrained model writes.
-        return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+        return printable(text, lines=True)
 
     return sample

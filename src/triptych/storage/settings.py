@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from triptych.errors import DataError
+from triptych.storage.untrusted import shown
 
 _MISSING = object()
 _LARGEST = 1e15
@@ -82,9 +83,10 @@ class Settings:
         found = self.value(expression, layer)
         if isinstance(found, float) and found.is_integer():
             found = int(found)
-        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= _LARGEST:
             raise DataError(
                 f"{self.where}: {expression} is {_said(found)}: a whole number of at least 1 is needed"
+                + (f", of at most {_LARGEST:,.0f}" if isinstance(found, int) and found > 1 else "")
             )
         return found
 
@@ -108,6 +110,28 @@ class Settings:
         if not -_LARGEST <= found <= _LARGEST:
             raise DataError(f"{self.where}: {expression} is {_said(found)}: too large, or no number")
         return float(found)
+
+    def positive(self, expression: str, layer: int = 0) -> float:
+        """The value of an expression as a number above 0.
+
+        Raises:
+            DataError: it is missing or not such a number.
+        """
+        found = self.number(expression, layer)
+        if found <= 0:
+            raise DataError(f"{self.where}: {expression} is {found:g}: a number above 0 is needed")
+        return found
+
+    def word(self, expression: str, layer: int = 0) -> str | None:
+        """The value of an expression as a text; None if it is missing.
+
+        Raises:
+            DataError: it is something else.
+        """
+        found = self.value(expression, layer)
+        if found is not None and not isinstance(found, str):
+            raise DataError(f"{self.where}: {expression} is {_said(found)}: a text is needed")
+        return found
 
     def holds(self, condition: str, layer: int = 0) -> bool:
         """Whether a condition holds; an empty one does."""
@@ -218,4 +242,4 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _said(value: Any) -> str:
-    return "missing" if value is None else repr(value)[:80]
+    return "missing" if value is None else shown(value)

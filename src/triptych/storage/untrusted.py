@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, final
 
 from triptych.errors import DataError
+from triptych.printable import printable
 
 # The most bytes of a file by its kind: far more than any that is known, and little enough to be held.
 LONGEST_TEXT = 16 << 20  # a recipe, a template, a page
@@ -200,5 +201,5 @@ def shown(value: object) -> str:
         text = json.dumps(value, ensure_ascii=True, default=str) if not isinstance(value, str) else value
     except ValueError:  # a number of thousands of digits
         text = "a number too long to show"
-    text = "".join(c if c.isprintable() else "?" for c in text)
+    text = printable(text)
     return text if len(text) <= 120 else text[:117] + "…"

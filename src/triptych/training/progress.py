@@ -13,6 +13,8 @@ from typing import final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from triptych.printable import printable
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -122,7 +124,7 @@ class LineDisplay(Display):
         self.say(f"step {moment.step:,}/{moment.max_steps:,}  {_figures(moment)}  left {left / 60:.0f} min")
 
     def say(self, message: str) -> None:
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message, lines=True), file=sys.stderr, flush=True)
 
 
 @final
@@ -175,7 +177,7 @@ class LoggedDisplay(Display):
     def _write(self, message: str) -> None:
         # A log that cannot be written must not end the run.
         with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {message}\n")
+            file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {printable(message, lines=True)}\n")
 
 
 def _figures(moment: Moment) -> str:

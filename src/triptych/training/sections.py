@@ -154,7 +154,7 @@ class ValidationConfig(Section):
     metric: Literal["bleu", "loss"] = "bleu"
     bleu: bool = True
     max_sentences: int | None = Field(None, ge=1)
-    beam_size: int = Field(1, ge=1)
+    beam_size: int = Field(1, ge=1, le=10_000)
 
     @model_validator(mode="after")
     def _metric_is_measured(self) -> "ValidationConfig":
@@ -241,7 +241,7 @@ class DecodingConfig(Section):
             when beam_size hypotheses have ended.
     """
 
-    beam_size: int = Field(4, ge=1)
-    alpha: float = Field(0.6, ge=0)
-    max_extra_tokens: int = Field(50, ge=1)
+    beam_size: int = Field(4, ge=1, le=10_000)
+    alpha: float = Field(0.6, ge=0, le=10)
+    max_extra_tokens: int = Field(50, ge=1, le=10**9)
     stop: Literal["certain", "full"] = "certain"

@@ -4,7 +4,7 @@ Source: He et al. 2021, arXiv 2006.03654; `modeling_deberta_v2.py` of github.com
 """
 
 import math
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -38,13 +38,22 @@ class DeBERTa(Hook):
         spec = place.position
         if spec.kind != "disentangled":
             return None
-        parts, longest = _parts(place), place.value("max_relative_positions")
-        if not isinstance(longest, int) or longest <= 0:
-            longest = place.count("max_position_embeddings")
-        buckets: Any = place.value(spec.buckets) if spec.buckets else None
-        in_buckets = isinstance(buckets, int) and buckets > 0
-        span: int = buckets if in_buckets else longest
-        table = _normed(place, take, take(place.beside(spec.table), (None, k.d_in))[: 2 * span])
+        parts = _parts(place)
+        longest = _above_0(place, "max_relative_positions") or place.count("max_position_embeddings")
+        buckets = _above_0(place, spec.buckets) if spec.buckets else None
+        span = buckets or longest
+        if buckets and not 0 < buckets // 2 < longest - 1:
+            raise DataError(
+                f"{place.settings.where}: {buckets} buckets of distances up to {longest}: half of them are "
+                "for one distance each, and at least 1 and fewer than the longest are needed"
+            )
+        rows = take(place.beside(spec.table), (None, k.d_in))
+        if len(rows) < 2 * span:
+            raise DataError(
+                f"{tensors.name}, tensor {place.beside(spec.table)}: {len(rows)} rows, "
+                f"where {2 * span:,} are used"
+            )
+        table = _normed(place, take, rows[: 2 * span])
         shared = bool(spec.shared_maps) and place.holds(spec.shared_maps)
 
         def through(link: Link, own: str) -> Tensor:
@@ -55,10 +64,16 @@ class DeBERTa(Hook):
             keys=through(k, spec.key_map) if "c2p" in parts else None,
             queries=through(q, spec.query_map) if "p2c" in parts else None,
             span=span,
-            max_distance=longest if in_buckets else None,
+            max_distance=longest if buckets else None,
             scale=scale,
             through_maps=shared,
         )
+
+
+def _above_0(place: Place, expression: str) -> int | None:
+    """A count; None where the configuration has none, or what stands for none: 0 or less."""
+    found = place.optional_number(expression)
+    return None if found is None or found <= 0 else place.count(expression)
 
 
 def _parts(place: Place) -> list[str]:

@@ -1,0 +1,23 @@
+"""Text from files, folders and models, made safe to show."""
+
+import re
+
+# What a terminal obeys, what begins a new line or turns the direction of text round, and what UTF-8 or XML
+# cannot hold. All of it is below U+10000.
+_OBEYED = "\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff"
+_ALL = re.compile(f"[{_OBEYED}]")
+_BUT_LINES = re.compile(f"(?![\n\t])[{_OBEYED}]")
+_SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    r"""Write control characters of a text as escapes, `\u001b`.
+
+    The escapes are those of JSON: JSON text stays the same record. What is printable already is unchanged.
+
+    Args:
+        text: of any origin.
+        lines: whether line feeds and tabs stay as they are.
+    """
+    kept = _BUT_LINES if lines else _ALL
+    return kept.sub(lambda found: _SHORT.get(found[0], f"\\u{ord(found[0]):04x}"), text)
