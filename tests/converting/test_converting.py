@@ -20,7 +20,7 @@ from triptych.converting.plain_heads import plain_model
 from triptych.decoding import SearchOptions, Translator
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, ModelConfig
-from triptych.opening import OpenedModel, open_translator
+from triptych.opening import OpenedModel, open_model, open_translator
 from triptych.runs import train
 from triptych.text import TokenizerPair, TokenizerSpec, generate_pairs, train_tokenizers
 from triptych.training import DecodingConfig, resolve
