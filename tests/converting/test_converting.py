@@ -445,7 +445,7 @@ def test_onnx_takes_what_no_other_format_does(
     assert check.largest_difference is not None
     assert check.largest_difference < 1e-4
     translate = run_readme(conversion)["translate"]
-    run.decoding = DecodingConfig(beam_size=1, max_extra_tokens=6)
+    run = run.with_decoding(DecodingConfig(beam_size=1, max_extra_tokens=6))
     assert [translate(text) for text in SENTENCES] == translations(run, SENTENCES)
 
 
