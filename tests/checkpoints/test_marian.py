@@ -21,7 +21,7 @@ from triptych.decoding import SearchOptions, Translator
 from triptych.decoding.pieces import split_line
 from triptych.errors import DataError, UsageError
 from triptych.models import read_model, write_model
-from triptych.opening import open_translator
+from triptych.opening import open_model, open_translator
 from triptych.text import TokenizerPair
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints" / "marian-multi30k"
@@ -81,10 +81,9 @@ def test_stacks_that_nothing_ties_have_tables_of_their_own(tmp_path: Path, chang
 
 def test_a_model_without_a_recipe_translates_and_is_not_converted(tmp_path: Path) -> None:
     write_marian(tmp_path, scale_embedding=False)
-    with triptych.load(tmp_path, device="cpu") as translator:
-        assert len(translator.translate(["ab", "a"])) == 2
+    assert len(triptych.load(tmp_path, device="cpu").translate(["ab", "a"])) == 2
     with pytest.raises(UsageError, match="only Marian's are, with scaled embeddings"):
-        convert(tmp_path, tmp_path / "out", "ctranslate2")
+        convert(open_model(tmp_path, "cpu"), tmp_path / "out", "ctranslate2")
 
 
 def test_what_the_configuration_says_is_what_the_model_is(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from triptych.converting.plain_heads import plain_model
 from triptych.decoding import SearchOptions, Translator
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, ModelConfig
-from triptych.opening import OpenedModel, open_translator
+from triptych.opening import OpenedModel, open_model, open_translator
 from triptych.runs import train
 from triptych.text import TokenizerPair, TokenizerSpec, generate_pairs, train_tokenizers
 from triptych.training import DecodingConfig, resolve
@@ -445,7 +445,7 @@ def test_onnx_takes_what_no_other_format_does(
     assert check.largest_difference is not None
     assert check.largest_difference < 1e-4
     translate = run_readme(conversion)["translate"]
-    run.decoding = DecodingConfig(beam_size=1, max_extra_tokens=6)
+    run = run.with_decoding(DecodingConfig(beam_size=1, max_extra_tokens=6))
     assert [translate(text) for text in SENTENCES] == translations(run, SENTENCES)
 
 

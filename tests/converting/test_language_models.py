@@ -14,7 +14,7 @@ from triptych.converting.conversion import convert
 from triptych.errors import UsageError
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.models.storage import write_model
-from triptych.opening import open_language_model
+from triptych.opening import open_language_model, open_model
 from triptych.text import TokenizerSpec, train_tokenizer
 from triptych.training import resolve
 from triptych.training.progress import LineDisplay

@@ -201,7 +201,8 @@ def test_the_model_is_evaluated_and_put_back_as_it_was(translator: Translator, t
 def test_attention_has_a_row_for_every_target_token_that_sums_to_one(
     translator: Translator, tokenizers: TokenizerPair, target: str | None
 ) -> None:
-    opened = OpenedModel("run", Path("run"), translator.model, tokenizers, decoding=DecodingConfig())
+    decoding = DecodingConfig(beam_size=2, max_extra_tokens=4)  # as the fixture has it
+    opened = OpenedModel("run", Path("run"), translator.model, tokenizers, decoding=decoding)
     seen = attend(Reader(opened), GERMAN[1], target=target)
     if target is None:
         chosen = translator.translate([GERMAN[1]])[0].candidates[0].pieces

@@ -156,8 +156,8 @@ def test_a_model_that_does_not_fit_is_refused_with_its_reason(tokenizers: Tokeni
 @pytest.mark.skipif(not MARIAN.is_dir(), reason="needs ../shared/checkpoints/marian-multi30k")
 def test_a_trained_checkpoint_translates_as_our_own_engine_does() -> None:
     lines = (MULTI30K / "test_2016_flickr.en").read_text(encoding="utf-8").splitlines()[:20]
-    ours = load(MARIAN, "cpu", stop="full").translate(lines)
-    exact = load(MARIAN, "cpu", engine="ctranslate2").translate(lines)
-    rounded = load(MARIAN, "cpu", engine="ctranslate2", precision="int8").translate(lines)
+    ours = load(MARIAN, device="cpu").translate(lines, stop="full")
+    exact = load(MARIAN, device="cpu", engine="ctranslate2").translate(lines)
+    rounded = load(MARIAN, device="cpu", engine="ctranslate2", precision="int8").translate(lines)
     assert sum(one.text == other.text for one, other in zip(ours, exact, strict=True)) >= 19
     assert sum(one.text == other.text for one, other in zip(ours, rounded, strict=True)) >= 14

@@ -33,6 +33,7 @@ from triptych.attending.over import attend_over
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.writing import write_layer
 from triptych.errors import DataError, TriptychError, UsageError
+from triptych.opening import Reader, open_model
 from triptych.rewriting.certificate import MODEL_CARD, Certificate, card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.layers import rewrite_layer
@@ -339,7 +340,7 @@ def test_heads_go_in_the_order_of_the_loss_without_them(tmp_path: Path) -> None:
     text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
     source = open_checkpoint(folder)
     prepared = prepare(source, folder, recipe(PruneHeads(number=1, by_loss=True), calibration=text))
-    worth = attend_over(folder, [text.read_text()], worth="zero").worth
+    worth = attend_over(Reader(open_model(folder, "cpu")), [text.read_text()], worth="zero").worth
     assert worth is not None
     for site in source.sites:
         order = worth.of(site.stack, site.layer)

@@ -32,7 +32,7 @@ from triptych.decoding import (
     evaluate_translations,
     fill_masks,
 )
-from triptych.engines import EngineName, evaluate_text, make_generator, make_translator
+from triptych.engines import EngineName, evaluate_text, make_generator, make_translator, require_ctranslate2
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.face.changes import (
     SIDE_OF,
@@ -110,6 +110,8 @@ def load(
     """
     if engine != "triptych" and dtype is not None:
         raise UsageError(f"--engine {engine} rounds by --precision: leave out --dtype")
+    if engine == "ctranslate2":
+        require_ctranslate2()
     options = Options(
         device,
         dtype,
