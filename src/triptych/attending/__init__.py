@@ -86,7 +86,7 @@ def attend(
         target: of an encoder-decoder, what its decoder reads, one for each text; its own translation if None.
         max_new_tokens: of a decoder, how many tokens it continues the text by at most, greedily.
         max_tokens: longest text, continued or not; None for as many tokens as the model has positions for, or
-            4,096 where it has no limit. All weights of a text take memory of the square of its length.
+            8,192 where it has no limit. Time grows with the square of the length.
         device: where a model that is not open yet goes; "auto" takes a GPU if there is one.
 
     Returns:
