@@ -1,7 +1,7 @@
 """The errors a user can put right.
 
-The command prints the message of a `TriptychError` as one line and exits with its code; anything
-else is a fault of ours and keeps its traceback.
+The command prints the message of a `TriptychError` as one line and exits with its code. Anything else is a
+fault of ours: its traceback goes to a file (`cli/failures.py`).
 """
 
 from triptych.printable import printable

@@ -76,35 +76,38 @@ def test_standard_output_on_a_full_disk_is_one_line(
     words: str, triptych: Command, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text").write_text("Vier.\n")
-    with Path("/dev/full").open("w") as full:
+    with full_disk(), (tmp_path / "printed").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         answer = triptych(*words.format(run=small_run, text=tmp_path / "text").split())
     assert answer.code == 1
-    assert answer.err.startswith("triptych: standard output: No space left on device: free some space")
+    assert answer.err.startswith("triptych: standard output: File too large: files may not be larger")
     assert answer.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["--version", "--help"])
-@pytest.mark.parametrize("output", ["/dev/full", "closed pipe"])
-def test_what_is_still_buffered_at_the_end_is_no_second_error(output: str, option: str) -> None:
+@pytest.mark.parametrize("output", ["full disk", "closed pipe"])
+def test_what_is_still_buffered_at_the_end_is_no_second_error(
+    output: str, option: str, tmp_path: Path
+) -> None:
     """Python tries again to write it when it ends: "Exception ignored", and exit code 120."""
-    said = "triptych: standard output: No space left on device: free some space"
+    said = "triptych: standard output: File too large: files may not be larger"
     if output == "closed pipe":
         reader, writer = os.pipe()
         os.close(reader)
     else:
-        writer = os.open(output, os.O_WRONLY)
+        writer = os.open(tmp_path / "printed", os.O_WRONLY | os.O_CREAT)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(
-        [sys.executable, "-m", "triptych", option],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    with full_disk():  # of this process and of those that it starts
+        done = subprocess.run(
+            [sys.executable, "-m", "triptych", option],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
     os.close(writer)
     assert done.returncode == 1
-    assert [line.startswith(said) for line in done.stderr.splitlines()] == [True] * (output == "/dev/full")
+    assert [line.startswith(said) for line in done.stderr.splitlines()] == [True] * (output == "full disk")
 
 
 def test_what_nobody_foresaw_is_one_line_with_a_file_to_report(

@@ -51,7 +51,7 @@ MaxTokensOption = Annotated[
     typer.Option(
         "--max-tokens",
         min=1,
-        help="Longest text in tokens. Default: the model's positions, or 4096 where they set no limit.",
+        help="Longest text in tokens. Default: the model's positions, or 8192 where they set no limit.",
     ),
 ]
 WithoutOption = Annotated[

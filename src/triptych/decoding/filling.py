@@ -42,7 +42,7 @@ def fill_masks(
         tokenizer: the model's; `[MASK]` stands for its mask, whatever that is called.
         text: with at least one mask.
         count: tokens for each mask.
-        max_tokens: longest text; None for as many as the model has positions for, or 4,096 where it has no
+        max_tokens: longest text; None for as many as the model has positions for, or 8,192 where it has no
             limit.
 
     Returns:

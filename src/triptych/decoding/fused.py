@@ -9,7 +9,7 @@ layer, whatever its parameterisation, by `FusedAttention`, its maps multiplied o
 import copy
 import math
 from dataclasses import replace
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from jaxtyping import Float
@@ -108,8 +108,9 @@ class FusedAttention(nn.Module):
             k, v = cache.entries
         else:
             heads, k, v, places = self._of_one_sequence(heads, cache, positions)
-            is_long = length > 1 and batch * length * k.shape[2] > thresholds.SCORES_AT_A_TIME
-            if is_long and not torch.compiler.is_compiling():
+            # Asked first: the lengths of a traced model are symbols.
+            is_step = torch.compiler.is_compiling() or length == 1
+            if not is_step and batch * length * k.shape[2] > thresholds.SCORES_AT_A_TIME:
                 return self._output(self._in_blocks(heads, k, v, places, mask, causal), x)
             if self.positional:
                 mask, bias = self._compared(mask, heads, k, places)
@@ -231,9 +232,12 @@ class FusedAttention(nn.Module):
         return mask, bias
 
     def _added(
-        self, mask: Tensor | None, bias: Tensor | None, length: int, k: Tensor, causal: bool
+        self, mask: Tensor | None, bias: Tensor | None, length: Any, k: Tensor, causal: bool
     ) -> Tensor | None:
-        """All that is added to the scores, broadcasting to `[batch, num_heads, query_len, key_len]`."""
+        """All that is added to the scores, broadcasting to `[batch, num_heads, query_len, key_len]`.
+
+        The length is an int, or a symbol of one in a traced model.
+        """
         key_len = k.shape[2]
         if causal and length > 1:
             triangle = causal_mask(length, key_len, k.device)

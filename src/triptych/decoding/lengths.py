@@ -2,8 +2,8 @@
 
 from triptych.errors import UsageError
 
-# Time grows with the square of a text's length, and of what is shown of it the size does, too.
-LONGEST_PROMPT, LONGEST_LINE, LONGEST_SHOWN = 32_768, 1_024, 4_096
+# Time grows with the square of a text's length, and so do files that show all of its attention.
+LONGEST_PROMPT, LONGEST_LINE, LONGEST_SHOWN = 32_768, 1_024, 8_192
 
 
 def check_length(
