@@ -30,7 +30,7 @@ def require_count(name: str, value: int, most: int) -> None:
 
 
 def require_alpha(alpha: float) -> None:
-    """Raises ValueError for an exponent of the length penalty that is negative, or too large for its powers."""
+    """Raises ValueError for an exponent of the length penalty that is negative or too large."""
     if not 0 <= alpha <= _LARGEST_ALPHA:
         raise ValueError(f"alpha is {alpha}: it must be at least 0, and at most {_LARGEST_ALPHA:g}")
 
