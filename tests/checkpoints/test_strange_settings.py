@@ -92,6 +92,7 @@ def use(folder: Path) -> None:
         ("gemma3, text", {"layer_types": [["full_attention"]] * 6}),
         ("gemma3, text", {"query_pre_attn_scalar": -1}),
         ("gemma3, text", {"sliding_window": 10**30}),
+        ("gemma2", {"attn_logit_softcapping": -1}),
         ("mixtral", {"num_local_experts": 10**9}),
         ("dinov3", {"image_size": 10**9}),
         ("dinov3", {"num_register_tokens": 10**9}),

@@ -16,11 +16,12 @@ from triptych.training.progress import LineDisplay
 
 @pytest.fixture
 def triptych(monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Command:
-    """Calls `triptych` with arguments and, if given, bytes on standard input."""
+    """Calls `triptych` with arguments and, if given, bytes on standard input; None closes it."""
 
-    def call(*arguments: object, stdin: bytes = b"") -> Answer:
+    def call(*arguments: object, stdin: bytes | None = b"") -> Answer:
         monkeypatch.setattr(sys, "argv", ["triptych", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        opened = None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin))
+        monkeypatch.setattr(sys, "stdin", opened)
         capsysbinary.readouterr()
         try:
             run_command()

@@ -414,8 +414,12 @@ def test_a_search_leaves_no_graph_behind_and_no_gradient_on() -> None:
         ({"beam_size": 0}, "beam_size is 0: it must be at least 1"),
         ({"beam_size": 2, "num_best": 3}, r"num_best is 3: it must be between 1 and beam_size \(2\)"),
         ({"num_best": 0}, "num_best is 0"),
-        ({"alpha": -0.1}, "alpha must be at least 0"),
-        ({"max_extra_tokens": 0}, "max_extra_tokens at least 1"),
+        ({"beam_size": 10**6}, "beam_size is 1000000: .* at most 10,000"),
+        ({"alpha": -0.1}, "alpha is -0.1: it must be at least 0"),
+        ({"alpha": 1000.0}, "alpha is 1000.0: .* at most 10"),
+        ({"alpha": float("nan")}, "alpha is nan"),
+        ({"max_extra_tokens": 0}, "max_extra_tokens is 0: it must be at least 1"),
+        ({"max_extra_tokens": 10**20}, "max_extra_tokens is 10+: .* at most 1,000,000,000"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, float], message: str) -> None:

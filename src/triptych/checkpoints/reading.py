@@ -178,6 +178,7 @@ class LayerReader:
             scale = hook.scale(place, under_root)
         else:
             scale = (place.number(times) if times else 1.0) / math.sqrt(under_root)
+        has_cap = spec.soft_cap and place.value(spec.soft_cap) is not None
         rotary = read_rotary(place, self.tensors, width)
         q_norm, k_norm = self._head_norms(parts, rotary)
         if place.head_norm is not None and place.head_norm.turned and rotary is not None:
@@ -192,7 +193,7 @@ class LayerReader:
             bias=bias,
             q_norm=q_norm,
             k_norm=k_norm,
-            soft_cap=place.optional_number(spec.soft_cap),
+            soft_cap=place.positive(spec.soft_cap) if has_cap else None,
             sinks=parts.get("sinks"),
             window=self._window(),
             chunk=self._chosen_count(spec.chunk),

@@ -30,6 +30,7 @@ from triptych.cli.over import MoreFigures, OverOptions, is_over_csv, show_over
 from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
 from triptych.cli.terminal import Terminal, read_text, write_output
+from triptych.decoding.hypotheses import MOST_TOKENS
 from triptych.errors import UsageError
 from triptych.face import Model
 from triptych.files import write_bytes, write_text
@@ -47,7 +48,12 @@ TargetOption = Annotated[
 ]
 MaxNewTokensOption = Annotated[
     int,
-    typer.Option("--max-new-tokens", min=0, help="Continue the text greedily by so many tokens first."),
+    typer.Option(
+        "--max-new-tokens",
+        min=0,
+        max=MOST_TOKENS,
+        help="Continue the text greedily by so many tokens first.",
+    ),
 ]
 KindOption = Annotated[
     list[str] | None,

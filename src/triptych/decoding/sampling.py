@@ -14,6 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+# Logits divided by less are too large for float32.
+_LEAST_TEMPERATURE = 1e-6
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
@@ -41,8 +44,10 @@ class SamplingOptions:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature is {self.temperature}: it must be at least 0")
+        if self.temperature != 0 and not _LEAST_TEMPERATURE <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature is {self.temperature}: it must be 0, or at least {_LEAST_TEMPERATURE}"
+            )
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
             raise ValueError(f"repetition_penalty is {self.repetition_penalty}: it must be above 0")
         if self.top_k is not None and self.top_k < 1:

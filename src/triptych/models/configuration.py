@@ -30,6 +30,9 @@ from triptych.models.architecture import (
 )
 
 Width = int | None
+# Nobody trains such models. Every layer is looked at while a configuration is checked, and the bytes of a map
+# are counted in 64 bits.
+_MOST_LAYERS, _WIDEST, _LONGEST = 10_000, 1 << 24, 10**9
 Option = int | bool | None
 
 
@@ -49,7 +52,7 @@ class AttentionConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     projections: str = "factored"
-    num_heads: int | None = Field(None, ge=1, strict=True)
+    num_heads: int | None = Field(None, ge=1, le=_WIDEST, strict=True)
     dropout: float = Field(0.0, ge=0, lt=1)
     qk_norm: bool = False
     output_gate: bool = False
@@ -151,7 +154,7 @@ class PositionsConfig(BaseModel):
 
     scheme: Literal["none", "sinusoidal", "learned", "rotary", "alibi"] = "sinusoidal"
     sinusoidal_layout: Literal["halves", "interleaved"] = "interleaved"
-    max_tokens: int = Field(512, ge=1)
+    max_tokens: int = Field(512, ge=1, le=_LONGEST)
     rotary_dim: int | None = Field(None, ge=2)
     rotary_pairing: Literal["halves", "interleaved"] = "halves"
     rotary_base: float = Field(10_000.0, gt=1, allow_inf_nan=False)
@@ -185,10 +188,6 @@ class PositionsConfig(BaseModel):
             sinusoidal_layout=self.sinusoidal_layout,
             dropout=dropout,
         )
-
-
-# Every layer is looked at while a configuration is checked; nobody trains as many.
-_MOST_LAYERS = 10_000
 
 
 class EncoderConfig(BaseModel):
@@ -252,18 +251,18 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    d_model: int = Field(512, ge=2)
-    d_ff: int = Field(2048, ge=1)
-    num_heads: int = Field(8, ge=1)
-    d_k: Width = Field(None, ge=1, strict=True)
-    d_v: Width = Field(None, ge=1, strict=True)
+    d_model: int = Field(512, ge=2, le=_WIDEST)
+    d_ff: int = Field(2048, ge=1, le=_WIDEST)
+    num_heads: int = Field(8, ge=1, le=_WIDEST)
+    d_k: Width = Field(None, ge=1, le=_WIDEST, strict=True)
+    d_v: Width = Field(None, ge=1, le=_WIDEST, strict=True)
     dropout: float = Field(0.1, ge=0, lt=1)
     activation_dropout: float = Field(0.0, ge=0, lt=1)
     activation: Literal["relu", "gelu", "swish"] = "relu"
     norm: Literal["post", "pre"] = "post"
     tie_embeddings: Literal["all", "target", "none"] = "all"
     output_bias: bool = False
-    max_source_tokens: int = Field(256, ge=1)
+    max_source_tokens: int = Field(256, ge=1, le=_LONGEST)
     positions: PositionsConfig = PositionsConfig()
     encoder: EncoderConfig = EncoderConfig()
     decoder: DecoderConfig = DecoderConfig()
@@ -372,11 +371,11 @@ class LanguageModelConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_layers: int = Field(6, ge=1, le=_MOST_LAYERS)
-    d_model: int = Field(384, ge=2)
-    d_ff: int | None = Field(None, ge=1)
-    num_heads: int = Field(6, ge=1)
-    d_k: Width = Field(None, ge=1, strict=True)
-    d_v: Width = Field(None, ge=1, strict=True)
+    d_model: int = Field(384, ge=2, le=_WIDEST)
+    d_ff: int | None = Field(None, ge=1, le=_WIDEST)
+    num_heads: int = Field(6, ge=1, le=_WIDEST)
+    d_k: Width = Field(None, ge=1, le=_WIDEST, strict=True)
+    d_v: Width = Field(None, ge=1, le=_WIDEST, strict=True)
     dropout: float = Field(0.0, ge=0, lt=1)
     activation_dropout: float = Field(0.0, ge=0, lt=1)
     activation: Literal["relu", "gelu", "gelu_tanh", "swish", "relu_squared"] = "gelu"
@@ -386,7 +385,7 @@ class LanguageModelConfig(BaseModel):
     norm_eps: float = Field(1e-5, gt=0)
     bias: bool = True
     tie_embeddings: bool = True
-    context: int = Field(256, ge=1)
+    context: int = Field(256, ge=1, le=_LONGEST)
     positions: PositionsConfig = PositionsConfig(scheme="rotary")
     attention: AttentionConfig = AttentionConfig()
     attention_in_layer: dict[int, AttentionConfig] = {}

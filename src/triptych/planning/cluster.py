@@ -30,6 +30,10 @@ def read_quantity(text: str, option: str) -> float:
     return size
 
 
+# A simulated process takes some 10 kB.
+_MOST_DEVICES = 100_000
+
+
 @final
 @dataclass(frozen=True)
 class Cluster:
@@ -63,6 +67,8 @@ class Cluster:
         for name, value in vars(self).items():
             if not 0 < value < math.inf:
                 raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be more than 0")
+        if self.devices > _MOST_DEVICES:
+            raise UsageError(f"--devices is {self.devices}: {_MOST_DEVICES:,} can be simulated")
         if self.devices > self.node_size and self.devices % self.node_size:
             raise UsageError(
                 f"--devices {self.devices} are not a multiple of --node-size {self.node_size}: machines have "

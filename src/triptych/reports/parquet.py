@@ -17,7 +17,8 @@ def is_parquet(path: Path) -> bool:
     except ImportError:
         return False
     try:
-        metadata = pyarrow.parquet.read_schema(path).metadata or {}
+        with path.open("rb") as file:  # pyarrow takes no name that is not UTF-8
+            metadata = pyarrow.parquet.read_schema(file).metadata or {}
     except (pyarrow.ArrowException, OSError):
         return False
     return bool(metadata.items() >= _GENERATOR.items())
@@ -44,4 +45,9 @@ def write_parquet(rows: Sequence[Mapping[str, object]], path: Path, figures: Col
         if name in figures:
             table = table.set_column(place, name, table.column(place).cast(pyarrow.float64()))
     table = table.replace_schema_metadata(_GENERATOR)
-    write_atomically(path, lambda temporary: pyarrow.parquet.write_table(table, temporary))
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            pyarrow.parquet.write_table(table, file)
+
+    write_atomically(path, write)

@@ -21,6 +21,7 @@ from triptych.checkpoints.own import OwnModel
 from triptych.errors import DataError
 from triptych.files import file_hash, write_bytes, write_folder
 from triptych.models.storage import write_model
+from triptych.printable import printable
 from triptych.progress import Progress
 from triptych.rewriting.certificate import (
     MODEL_CARD,
@@ -146,7 +147,7 @@ class _Rewriting(ABC):
         costs = total_costs(self.costs)
         return Certificate(
             tool=f"triptych {version('triptych')}",
-            source=request.checkpoint,
+            source=printable(request.checkpoint),
             family=self.source.written_as,
             dtype=str(self.dtypes[self.source.sites[0].name]).removeprefix("torch."),
             settings=dict(settings),

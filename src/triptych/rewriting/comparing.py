@@ -9,6 +9,7 @@ import torch
 from triptych.checkpoints.layer import AttentionSource
 from triptych.errors import TriptychError
 from triptych.files import file_hash
+from triptych.printable import printable
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import RANDOM_TOKENS, EndToEnd
 from triptych.rewriting.measuring import PROBES
@@ -92,7 +93,7 @@ def compare_models(
         )
     return EndToEnd(
         by=original.model.by,
-        text=RANDOM_TOKENS if text is None else text.name,
+        text=RANDOM_TOKENS if text is None else printable(text.name),
         text_sha256=None if text is None else file_hash(text),
         tokens=found.tokens,
         worst_logit=found.worst_logit,

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, final
 
 from triptych.errors import DataError, UsageError
-from triptych.files import NewFolder
+from triptych.files import NewFolder, leads_to
 from triptych.storage.shards import (
     OnWritten,
     PickledShard,
@@ -246,8 +246,8 @@ def require_place(source: Path, target: Path) -> None:
         raise UsageError(f"{target} exists: give the name of a new folder")
     if not target.parent.is_dir():
         raise UsageError(f"{target}: the folder {target.parent} does not exist")
-    resolved = target.parent.resolve() / target.name
-    if resolved.is_relative_to(source.resolve()):
+    resolved = leads_to(target.parent) / target.name
+    if resolved.is_relative_to(leads_to(source)):
         raise UsageError(f"{target} is inside {source}, which is copied: choose a folder outside")
 
 

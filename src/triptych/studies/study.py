@@ -262,7 +262,7 @@ def _check_rewritten(trained: Mapping[str, Any], rewritten: Mapping[str, Mapping
             raise ValueError(f"variants {twin} and {name} are equal: leave one of them out")
 
 
-def read_study(path: Path) -> Study:
+def read_study(path: Path | str) -> Study:
     """Read a study.
 
     A study with `like = "OTHER.toml"`, a file beside it, has the keys of that study where it gives none.
@@ -270,7 +270,7 @@ def read_study(path: Path) -> Study:
     Raises:
         UsageError: the file is missing or not TOML, or a key or value is not valid.
     """
-    tree = _study_tree(path, ())
+    tree = _study_tree(Path(path), ())
     try:
         return Study.model_validate(tree)
     except ValidationError as error:

@@ -282,7 +282,7 @@ def _parse_override(text: str) -> dict[str, Any]:
         raise UsageError(f"--set {text!r} is not of the form section.key=value")
     try:
         leaf: Any = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         leaf = value.strip()  # a bare word is a string
     return _nested(path.strip(), leaf)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from triptych.files import file_hash
+from triptych.files import file_hash, leads_to
 from triptych.rewriting.certificate import MODEL_CARD, Certificate, card
 from triptych.rewriting.formats import Format
 from triptych.rewriting.verification.check import Claim, listed
@@ -19,7 +19,7 @@ def files_as_written(certificate: Certificate, folder: Path) -> Claim:
     wrong = []
     for name, wanted in certificate.files.items():
         path = folder / name
-        if not stays_in_folder(name) or not path.resolve().is_relative_to(folder.resolve()):
+        if not stays_in_folder(name) or not leads_to(path).is_relative_to(leads_to(folder)):
             wrong.append(f"{shown(name)} leads out of the folder")
         elif not path.is_file():
             wrong.append(f"{shown(name)} is missing")
