@@ -37,7 +37,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
     "runs": {"checkpoints", "decoding", "models", "storage", "text", "training"},
     # what a source is, its model with tokenizers, and what reads texts with it
-    "opening": {"attention", "checkpoints", "decoding", "models", "runs", "storage", "text", "training"},
+    "opening": {
+        "algebra",
+        "attention",
+        "checkpoints",
+        "decoding",
+        "models",
+        "runs",
+        "storage",
+        "text",
+        "training",
+    },
     # attending: which heads the loss misses least
     "rewriting": {"algebra", "attending", "attention", "checkpoints", "models", "opening", "storage"},
     "converting": {

@@ -30,7 +30,7 @@ def refusal(folder: Path) -> str:
         ({"n_head": 0}, "n_head | num_attention_heads is 0: a whole number of at least 1"),
         ({"n_head": -2}, "is -2"),
         ({"n_head": "4"}, "is '4'"),
-        ({"n_head": True}, "is True"),
+        ({"n_head": True}, "is true"),
         ({"n_head": [4]}, "is [4]"),
         ({"n_head": 2.5}, "is 2.5"),
         ({"n_head": None}, "is missing"),

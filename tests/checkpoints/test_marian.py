@@ -416,11 +416,11 @@ def test_a_folder_of_another_architecture_is_refused_by_its_name(tmp_path: Path)
     tiny = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20, n_positions=16)
     transformers.GPT2LMHeadModel(tiny).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="is a language model, which does not translate"):
-        triptych.load(tmp_path).translator()
+        open_translator(tmp_path, "cpu")
     (tmp_path / "config.json").write_text('{"format": 1}')
     assert model_type(tmp_path) is None
     with pytest.raises(DataError, match="model_type"):
-        triptych.load(tmp_path).translator()
+        open_translator(tmp_path, "cpu")
 
 
 def test_a_checkpoint_that_was_read_can_be_saved_as_ours(tmp_path: Path) -> None:

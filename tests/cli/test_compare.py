@@ -18,7 +18,7 @@ pytest.importorskip("vl_convert")
 def test_a_study_gives_tables_files_and_json(triptych: Command, place: Path, stand_in: Path) -> None:
     answer = triptych("compare", "study.toml")
     assert answer.code == 0, answer.err
-    assert "shared: better by -0.5000" in answer.out
+    assert "shared: no difference seen (-0.5000" in answer.out
     assert "shared: model.d_ff = " in answer.err
     assert len([line for line in answer.err.splitlines() if line.startswith("runs: ")]) == 9
     assert "runs: 9 of 9 done" in answer.err
@@ -63,7 +63,7 @@ def test_a_failed_run_is_exit_code_1_and_the_others_are_shown(
     answer = triptych("compare", "study.toml", "--out", "out")
     assert answer.code == 1
     assert "failed: bad-seed-1: exit code 1: the loss is nan" in answer.err
-    assert "shared: better" in answer.out
+    assert "shared: no difference seen" in answer.out
 
 
 def test_a_study_that_is_not_there_is_a_line(triptych: Command, place: Path) -> None:

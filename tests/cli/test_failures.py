@@ -122,7 +122,8 @@ def test_what_nobody_foresaw_is_one_line_with_a_file_to_report(
     (report,) = tmp_path.iterdir()
     assert answer.code == 70
     assert answer.err == (
-        "triptych: internal error (LookupError: no such ?[31mthing): please report it, with the traceback in "
+        "triptych: internal error (LookupError: no such \\u001b[31mthing): please report it, "
+        "with the traceback in "
         f"{report}\n"
     )
     text = report.read_text()

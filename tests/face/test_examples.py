@@ -157,6 +157,6 @@ def test_composition_past_a_post_norm_is_refused(capsys: pytest.CaptureFixture[s
 def test_a_model_that_is_only_read_says_why_it_does_not_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(TriptychError, match=r"its layers and heads can be read$") as refused:
+    with pytest.raises(TriptychError, match=r"triptych inspect can read its heads$") as refused:
         _run("ablate", llama(tmp_path / "llama"), "1.1", capsys=capsys)
     assert "\n" not in str(refused.value)

@@ -1,6 +1,5 @@
 """The code of `docs/model.md` runs, block after block."""
 
-import gc
 import re
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 
 import small_checkpoints
 import triptych
-from triptych.face.opened import TemporaryFolder
 
 PAGE = Path(__file__).parents[2] / "docs" / "model.md"
 
@@ -33,12 +31,3 @@ def test_methods_that_the_page_names_exist() -> None:
     named = set(re.findall(r"`model\.(\w+)\(", PAGE.read_text(encoding="utf-8")))
     assert {"ablate", "patch", "translate"} <= named
     assert {name for name in named if not callable(getattr(triptych.Model, name, None))} == set()
-
-
-def test_a_temporary_folder_goes_with_what_held_it() -> None:
-    folder = TemporaryFolder()
-    path = Path(folder.name)
-    (path / "weights").write_text("numbers")
-    del folder
-    gc.collect()
-    assert not path.exists()

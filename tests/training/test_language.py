@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import triptych
 from interrupting import KillAt, KillError, SignalAt, assert_same_run
-from triptych import runs
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.models import LanguageModel, LanguageModelConfig, read_model
 from triptych.models.architecture import HeadConfig
@@ -172,7 +172,7 @@ def test_a_validation_is_the_loss_of_the_whole_text_held_out(finished: dict[str,
 def test_a_run_continues_text_and_one_that_fills_masks_fills_them(finished: dict[str, Path]) -> None:
     opened = open_language_model(finished["language-model"], "cpu")
     assert opened.end_ids == (opened.tokenizer.eos_id,)
-    ((best, *_),) = runs.fill(finished["masked-language-model"], "the [MASK] cat", device="cpu")
+    ((best, *_),) = triptych.load(finished["masked-language-model"], device="cpu").fill("the [MASK] cat")
     filling = open_language_model(finished["masked-language-model"], "cpu")
     tokenizer = filling.tokenizer
     (before,), (after,) = tokenizer.encode(["the"]), tokenizer.encode([" cat"])

@@ -95,7 +95,7 @@ class GenerationSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
     num_beams: int | None = Field(None, ge=1)
-    length_penalty: float = Field(1.0, ge=0)
+    length_penalty: float = Field(1.0, ge=0, le=10)
     bad_words_ids: list[list[int]] | None = None
 
 

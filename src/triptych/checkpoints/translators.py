@@ -80,7 +80,7 @@ class _Generation(BaseModel):
     min_length: int | None = Field(None, ge=0)
     no_repeat_ngram_size: int | None = Field(None, ge=0)
     num_beams: int | None = Field(None, ge=1)
-    length_penalty: float | None = Field(None, ge=0)
+    length_penalty: float | None = Field(None, ge=0, le=10)
     early_stopping: bool | str | None = None
 
 

@@ -125,33 +125,27 @@ class PackedLinear(nn.Module):
 
 @final
 class Int8Maps(Maps):
-    """Weights with a scale for each output channel, activations with one found anew at every product.
+    """Weights with a scale for each output channel, activations with one for each row.
 
-    Sums are exact.
+    Sums are exact, so that a row's result does not depend on the other rows.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        return Int8Linear(weight.detach(), bias, torch.ops.quantized.linear_dynamic)
-
-    def feed_forward(self, layer: FeedForward) -> None:
-        if layer.activation is torch.relu and layer.gate is None:  # in the operation itself
-            relu = Int8Linear(
-                layer.inner.weight.detach(), layer.inner.bias, torch.ops.quantized.linear_relu_dynamic
-            )
-            layer.outer = self.linear(layer.outer.weight, layer.outer.bias)  # type: ignore[assignment]
-            layer.inner, layer.activation = relu, _identity  # type: ignore[assignment]
-        else:
-            super().feed_forward(layer)
+        return Int8Linear(weight.detach(), bias)
 
 
 @final
 class Int8Linear(nn.Module):
-    """A map of int8 weights, through one of torch's products with dynamic scales."""
+    """A map of int8 weights.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, product: Callable[..., Tensor]) -> None:
+    Each row of the input is divided by its largest absolute value before it is rounded, and its result
+    multiplied by it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         largest = weight.float().abs().amax(dim=1).clamp_min(1e-12)
         scales = (largest / 127).double()
@@ -160,21 +154,20 @@ class Int8Linear(nn.Module):
             # torch means to replace these tensors; nothing else of it multiplies int8 on CPUs as fast yet.
             warnings.simplefilter("ignore", UserWarning)
             quantized = torch.quantize_per_channel(weight.float().contiguous(), scales, zeros, 0, torch.qint8)
-            self.packed = torch.ops.quantized.linear_prepack(
-                quantized, None if bias is None else bias.detach().float()
-            )
+            self.packed = torch.ops.quantized.linear_prepack(quantized, None)
+        self.bias = None if bias is None else bias.detach().float()
         # Without VNNI the products of CPUs add pairs in 16 bits, which overflow at full range.
-        self.narrow = not getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
-        self.product = product
+        has_vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
+        self.steps = 127 if has_vnni else 63
+        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        self.product: Callable[..., Tensor] = product.default
 
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
-        return self.product(x, self.packed, self.narrow)
+        largest = x.abs().amax(dim=-1, keepdim=True).clamp_min_(1e-12)
+        y = self.product(x / largest, 1 / self.steps, self.steps + 1, self.packed)
+        return y.mul_(largest) if self.bias is None else torch.addcmul(self.bias, y, largest)
 
 
 def constant(tensor: Tensor, dtype: torch.dtype) -> nn.Parameter:
     """A tensor in a dtype, as a parameter that is not learned."""
     return nn.Parameter(tensor.detach().to(dtype).contiguous(), requires_grad=False)
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x

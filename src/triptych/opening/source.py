@@ -63,7 +63,7 @@ def find_source(source: str | Path) -> Source:
     if not path.exists():
         raise DataError(f"{name}: there is no such file or folder, and it is no name on the Hub (owner/name)")
     config = (path if path.is_dir() else path.parent) / "config.json"
-    if not config.is_file():
+    if not config.exists():
         raise DataError(
             f"{path} is not a run folder, nor one in Hugging Face's format: it has no config.json"
         )

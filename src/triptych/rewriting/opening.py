@@ -7,10 +7,13 @@ import torch
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import DataError, UsageError
 from triptych.extras import is_installed
+from triptych.models import LanguageModel
+from triptych.models.storage import read_own_model
 from triptych.opening import Source, find_source, open_model
 from triptych.rewriting.own_models import OwnRunnable
 from triptych.rewriting.running import RunnableModel
 from triptych.rewriting.transformers_models import TransformersModel
+from triptych.runs.language import TOKENIZER
 
 _NO_TRANSFORMERS = "transformers, which would run it, is not installed: pip install 'triptych[run]'"
 
@@ -53,6 +56,10 @@ def _own(source: Source) -> OwnRunnable:
         DataError: it does not, with the reason.
         UsageError: as `open_model`.
     """
+    if source.is_own and not source.translates and not (source.folder / TOKENIZER).exists():
+        model = read_own_model(source.folder)
+        assert isinstance(model, LanguageModel), "its configuration says so"
+        return OwnRunnable(model, _longest_text(source))
     # Marian's and ours that translate keep the dtype of their files.
     dtype = None if _is_run_by_us_alone(source) else torch.float32
     opened = open_model(source, "cpu", dtype)
@@ -60,8 +67,13 @@ def _own(source: Source) -> OwnRunnable:
         if opened.unsearched is not None:
             raise opened.unsearched
         return OwnRunnable(opened, 0)
+    return OwnRunnable(opened, _longest_text(source))
+
+
+def _longest_text(source: Source) -> int:
+    """Tokens of a text that a model of one stack is made for."""
     checkpoint = open_checkpoint(source.path, mapped=True)
-    return OwnRunnable(opened, checkpoint.longest_text(checkpoint.sites[0]))
+    return checkpoint.longest_text(checkpoint.sites[0])
 
 
 def _is_run_by_us_alone(source: Source) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from triptych.checkpoints.layer import AttentionSource, Site
+from triptych.errors import DataError
 from triptych.models import EncoderDecoder, LanguageModel, attention_sites
 from triptych.opening import OpenedModel, record_calls
 from triptych.rewriting.running import (
@@ -21,6 +22,7 @@ from triptych.rewriting.running import (
     up_to,
     windows_of_text,
 )
+from triptych.runs.language import TOKENIZER
 
 _RANDOM_PAIR = 24  # tokens on each side
 
@@ -31,15 +33,15 @@ class OwnRunnable(RunnableModel):
 
     by = "triptych"
 
-    def __init__(self, opened: OpenedModel, longest: int) -> None:
+    def __init__(self, opened: OpenedModel | LanguageModel, longest: int) -> None:
         """Of an opened model, on the CPU.
 
         Args:
-            opened: the model with its tokenizers.
+            opened: the model with its tokenizers; or a model alone, which reads no text.
             longest: tokens of a text that a model of one stack is made for.
         """
-        self._opened, self._longest = opened, longest
-        model = opened.model
+        self._given, self._longest = opened, longest
+        model = opened.model if isinstance(opened, OpenedModel) else opened
         if not (isinstance(model, EncoderDecoder) and model.recipe is not None):
             model = model.float()
         self.model: LanguageModel | EncoderDecoder = model.eval()
@@ -101,6 +103,12 @@ class OwnRunnable(RunnableModel):
             for there in attention_sites(self.model)
             if there.block == int(number) and (self.kind != "pairs" or there.stack == stack)
         )
+
+    @property
+    def _opened(self) -> OpenedModel:
+        if not isinstance(self._given, OpenedModel):
+            raise DataError(f"a text cannot be read: the folder of the model has no {TOKENIZER}")
+        return self._given
 
     def _encode(self, text: str, special: bool) -> list[int]:
         return self._opened.tokenizer.encode([text], add_special=special, parse_special=not special)[0]

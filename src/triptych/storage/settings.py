@@ -242,4 +242,4 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _said(value: Any) -> str:
-    return "missing" if value is None else shown(value)
+    return "missing" if value is None else f"'{shown(value)}'" if isinstance(value, str) else shown(value)
