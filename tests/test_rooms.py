@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "training",
     },
     # attending: which heads the loss misses least
-    "rewriting": {"algebra", "attending", "attention", "checkpoints", "models", "opening", "storage"},
+    "rewriting": {"algebra", "attending", "attention", "checkpoints", "models", "opening", "runs", "storage"},
     "converting": {
         *(
             "algebra",

@@ -420,7 +420,7 @@ def test_a_folder_of_another_architecture_is_refused_by_its_name(tmp_path: Path)
     (tmp_path / "config.json").write_text('{"format": 1}')
     assert model_type(tmp_path) is None
     with pytest.raises(DataError, match="model_type"):
-        open_translator(tmp_path, "cpu")
+        triptych.load(tmp_path).translator()
 
 
 def test_a_checkpoint_that_was_read_can_be_saved_as_ours(tmp_path: Path) -> None:

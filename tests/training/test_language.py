@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import triptych
 from interrupting import KillAt, KillError, SignalAt, assert_same_run
+from triptych import runs
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.models import LanguageModel, LanguageModelConfig, read_model
 from triptych.models.architecture import HeadConfig
