@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import importlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -14,6 +16,7 @@ import triptych
 from triptych.attention import attention
 
 SOURCE = Path(triptych.__file__).parent
+ROOT = Path(__file__).parent.parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 # The table of the design: data flows one way, imports follow it. A module at the top is a room of its own.
@@ -251,3 +254,34 @@ def test_shapes_are_checked_while_testing() -> None:
     q, k = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)
     with pytest.raises(BeartypeCallHintViolation):
         attention(q, k, k)
+
+
+def documented() -> set[tuple[str, str]]:
+    """Module and name of what the package offers or a document imports, and of what these classes extend."""
+    named = re.compile(r"from (triptych[\w.]*) import ([\w, ]+)")
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), SOURCE / "__init__.pyi"]
+    found = {("triptych.harness", "HarnessModel")}  # its module asks for an optional library
+    for page in pages:
+        for module, names in named.findall(page.read_text(encoding="utf-8")):
+            for name in names.partition(" as ")[0].split(","):
+                if module != "triptych.harness":
+                    thing = getattr(importlib.import_module(module), name.strip())
+                    for one in getattr(thing, "__mro__", (thing,)):
+                        found.add((getattr(one, "__module__", ""), getattr(one, "__qualname__", "")))
+    return found
+
+
+def test_only_documented_names_have_sections_in_their_docstrings() -> None:
+    kept, wrong = documented(), []
+    for path in MODULES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                for inner in node.body if isinstance(node, ast.ClassDef) else ():
+                    inner.owner = node.name  # type: ignore[attr-defined]
+                name = getattr(node, "owner", node.name)
+                text = ast.get_docstring(node) or ""
+                if ((module_of(path), name) not in kept) and re.search(
+                    r"^(Args|Returns|Raises|Yields):", text, re.M
+                ):
+                    wrong.append(f"{module_of(path)}.{name}: {node.name}")
+    assert wrong == []

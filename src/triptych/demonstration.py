@@ -191,11 +191,7 @@ def _train(recipe: Recipe, place: Path, display: Display, force: bool) -> runs.S
 
 
 def _working_place(recipe: Recipe, folder: Path, force: bool) -> Path:
-    """Where the demo is made: its folder, or one within a finished demo that it is to replace.
-
-    Raises:
-        UsageError: the folder holds another run, or a report that is not the demo's.
-    """
+    """Where the demo is made: its folder, or one within a finished demo that it is to replace."""
     beside = folder / _NEXT
     if (beside / _REPORT).exists():  # one that was killed while it took the old one's place
         _require_demo(recipe, folder if runs.holds_run(folder) else beside)

@@ -11,15 +11,6 @@ def is_installed(library: str) -> bool:
 
 
 def require_extra(extra: str, *libraries: str, what: str) -> None:
-    """Check that libraries are installed; what follows may import them.
-
-    Args:
-        extra: of the package, which brings them.
-        libraries: by the names of their modules.
-        what: what needs them, the subject of the message.
-
-    Raises:
-        UsageError: one of them is not there; the message says what to install.
-    """
+    """Check that libraries are installed; what follows may import them."""
     if missing := [library for library in libraries if not is_installed(library)]:
         raise UsageError(f"{what} needs {' and '.join(missing)}: pip install 'triptych[{extra}]'")

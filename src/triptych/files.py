@@ -28,14 +28,6 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
     Until the rename, `path` keeps what it held; whatever goes wrong, the temporary file is removed. A link is
     followed; what is not a file (a terminal, a pipe, /dev/null) cannot be replaced and is written into.
-
-    Args:
-        path: the file to make or replace; its folder must exist.
-        write: called with the temporary path, to create the content.
-
-    Raises:
-        OSError: the disk is full or the folder cannot be written; `path` is unchanged. The error names the
-            file.
     """
     path = leads_to(path)
     try:
@@ -74,12 +66,6 @@ class NewFolder:
 
     Attributes:
         path: where it is while it is made; its place once it is finished.
-
-    Args:
-        place: the folder to make; it must not exist, and the folder it lies in must.
-
-    Raises:
-        OSError: the place exists, or its folder cannot be written.
     """
 
     path: Path
@@ -113,12 +99,7 @@ class NewFolder:
             _name_place(error, self._place)
 
     def finish(self) -> None:
-        """Have all of it on the disk, and give it its name.
-
-        Raises:
-            FileExistsError: the place has come into being meanwhile.
-            OSError: the disk is full.
-        """
+        """Have all of it on the disk, and give it its name."""
         # mkdtemp makes a private folder; give it the mode that mkdir() would have given.
         self.path.chmod(0o777 & ~_umask())
         for folder, _, names in os.walk(self.path, topdown=False):
@@ -144,15 +125,7 @@ class NewFolder:
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a new folder, which is there whole or not at all (`NewFolder`).
-
-    Args:
-        path: the folder to make; it must not exist, and the folder it lies in must.
-        write: called with the temporary folder, to fill it.
-
-    Raises:
-        OSError: the disk is full, the folder cannot be written, or `path` exists.
-    """
+    """Let `write` fill a new folder, which is there whole or not at all (`NewFolder`)."""
     with NewFolder(path) as folder:
         write(folder.path)
         folder.finish()
@@ -160,15 +133,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def hold_folder(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a folder inside the block; others that want to hold it wait until block or process ends.
-
-    Args:
-        folder: to hold.
-        wait: for a process that holds it.
-
-    Raises:
-        UsageError: another process holds it, and it is not to be waited for.
-    """
+    """Hold a folder inside the block; others that want to hold it wait until block or process ends."""
     handle = _hold(folder, wait=wait)
     if handle is None and not wait and folder.is_dir():
         raise UsageError(f"{folder}: another process is at work in this folder; wait for it or stop it")
@@ -180,12 +145,7 @@ def hold_folder(folder: Path, *, wait: bool = True) -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
-    """Remove the temporary files of a process that was killed while it wrote some files of the folder.
-
-    Args:
-        folder: where it wrote.
-        names: of the files, or patterns of names; nothing else is touched.
-    """
+    """Remove the temporary files of a process that was killed while it wrote some files of the folder."""
     for name in names:
         for leftover in folder.glob(f".{name}.*.tmp"):
             leftover.unlink(missing_ok=True)
@@ -196,14 +156,6 @@ def move_files(source: Path, target: Path, last: str) -> None:
 
     Each file is replaced at once. A call that was killed is finished by calling again, as long as the file
     that goes last is still in `source`.
-
-    Args:
-        source: the folder to empty; on the disk of `target`.
-        target: where its files go; all else in it stays.
-        last: name of the file that is moved after all others.
-
-    Raises:
-        OSError: the folders cannot be written.
     """
     files = [path for path in source.rglob("*") if not path.is_dir()]
     for path in sorted(files, key=lambda path: (path.name == last, path)):
@@ -229,11 +181,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def leads_to(path: Path) -> Path:
-    """The absolute path of a file, links followed.
-
-    Raises:
-        OSError: a link leads to itself.
-    """
+    """The absolute path of a file, links followed."""
     found = Path(os.path.realpath(path))
     if found.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
@@ -264,11 +212,7 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def _name_place(error: Exception, place: Path) -> None:
-    """Have an error of the system name the place that is written, and not its temporary neighbour.
-
-    Raises:
-        OSError: the error is a library's own exception for one; this says the same.
-    """
+    """Have an error of the system name the place that is written, and not its temporary neighbour."""
     found = system_error(error)
     if found is None:
         return

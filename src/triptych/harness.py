@@ -111,11 +111,7 @@ class HarnessModel(LM):  # type: ignore[misc]
 
 
 def _options(given: dict[str, Any]) -> GenerationOptions:
-    """The harness's options, as `transformers` names them.
-
-    Raises:
-        UsageError: values out of range.
-    """
+    """The harness's options, as `transformers` names them."""
     until = given.get("until") or ()
     temperature = float(given.get("temperature") or 0.0) if given.get("do_sample", True) else 0.0
     drawn = given if temperature > 0 else {}

@@ -14,10 +14,6 @@ def printable(text: str, *, lines: bool = False) -> str:
     r"""Write control characters of a text as escapes, `\u001b`.
 
     The escapes are those of JSON: JSON text stays the same record. What is printable already is unchanged.
-
-    Args:
-        text: of any origin.
-        lines: whether line feeds and tabs stay as they are.
     """
     kept = _BUT_LINES if lines else _ALL
     return kept.sub(lambda found: _SHORT.get(found[0], f"\\u{ord(found[0]):04x}"), text)

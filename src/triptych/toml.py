@@ -9,16 +9,7 @@ from triptych.storage.untrusted import LONGEST_TEXT, read_limited
 
 
 def read_toml(path: Path, what: str, missing: str | None = None) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Args:
-        path: of the file.
-        what: it is, in messages: "recipe", "study".
-        missing: what to say where there is no such file; the path and the system's words if None.
-
-    Raises:
-        UsageError: it is not there, cannot be read, or is not TOML; the message names it.
-    """
+    """Read a TOML file."""
     try:
         return tomllib.loads(read_limited(path, LONGEST_TEXT).decode())
     except FileNotFoundError as error:

@@ -28,14 +28,6 @@ def score_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Tens
     the key bias. Biases that count make inputs one wider, and the bound is `2d σ₁` of the form with the row
     `b / √d`. Under rotary positions it is the sum of the bounds of the rotary pairs, which hold
     at every distance.
-
-    Args:
-        before: a layer; its norm is passed over (fold it first).
-        after: the same in another writing, or nearly the same.
-
-    Raises:
-        RewriteRefusedError: no such bound is known: queries and keys are normalised or clipped, or distances
-            meet them.
     """
     semantics = before.semantics
     if semantics.rotary is not None and semantics.clip is None and not semantics.qk_norm:
@@ -53,13 +45,6 @@ def output_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Ten
 
     A value bias counts as one more row of the form, `b_V / √d` for inputs of length √(2d). The bias of the
     output belongs to no head and is passed over: a value bias that went into it counts as moved.
-
-    Args:
-        before: a layer; its norm is passed over (fold it first).
-        after: the same in another writing, or nearly the same.
-
-    Raises:
-        RewriteRefusedError: no such bound is known: values are clipped.
     """
     if reason := why_channels_stay(before.semantics, "ov"):
         raise RewriteRefusedError("output_bound", f"no bound of the outputs is known: {reason}")
@@ -76,9 +61,6 @@ def row_bound(spread: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
 
     Two softmaxes whose scores differ by Δ have TV(p, p̂) ≤ tanh((max Δ − min Δ)/4), with equality for two
     keys at their worst.
-
-    Args:
-        spread: max Δ − min Δ of a row of scores: as measured, or at most `2 · score_bound`.
     """
     return torch.tanh(spread / 4)
 

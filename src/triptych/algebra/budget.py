@@ -24,21 +24,6 @@ def allocate(
     ratio of the last channel bought, the ranks found maximise Σ (energy − λ · cost), since in every form
     energies only fall and just those of ratio above λ (some of those at λ) were taken; ranks of more energy
     for no more cost would make it larger. With one cost for all it is the best use of the whole budget.
-
-    Args:
-        spectra: of every form, of any number of heads and layers, the energies (squared singular values) of
-            its channels, descending. Energies of unlike layers are compared as they are: divide by their
-            sums first to compare shares.
-        costs: of one channel of each form (numbers, or operations), above 0.
-        energy: what each form must keep of its own, above 0 and at most 1.
-        share: what the ranks may cost, of what all channels cost, above 0 and at most 1.
-
-    Returns:
-        A rank for every form, at least 1: that alone may exceed a small budget.
-
-    Raises:
-        ValueError: not just one of `energy` and `share`, one out of range, or spectra and costs that are
-            not as said above.
     """
     _require_sound(spectra, costs, energy, share)
     if energy is not None:

@@ -60,13 +60,7 @@ def writing_cost(weights: AttentionWeights) -> WritingCost:
 
 
 def maps_flops(chains: Sequence[Chain], streams: int = 1) -> int:
-    """Floating-point operations of chains of maps for one token; a map that several use counts once.
-
-    Args:
-        chains: maps that are applied one after the other.
-        streams: vectors of the token that enter: 1 for the input, `num_heads` for the heads' outputs.
-            A map of fewer copies than streams is applied to several of them.
-    """
+    """Floating-point operations of chains of maps for one token; a map that several use counts once."""
     flops: dict[int, int] = {}
     for chain in chains:
         entering = streams
@@ -158,21 +152,7 @@ def pass_cost(
     memory_len: int | None = None,
     route: Route | None = None,
 ) -> PassCost:
-    """Count one pass over one sequence.
-
-    Args:
-        weights: the layer.
-        query_len: number of queries.
-        cached: tokens of which a cache already holds what is remembered.
-        memory_len: length of the other sequence, where keys and values come from (of its tokens,
-            `cached` are in the cache); None for self-attention, where the keys are the cached tokens
-            and those of the queries.
-        route: the one to count; that of fewer floating-point operations if None, "expanded" if they
-            are even.
-
-    Raises:
-        ValueError: the absorbed route of weights that have none, or more cached than the memory holds.
-    """
+    """Count one pass over one sequence."""
     if memory_len is not None and cached > memory_len:
         raise ValueError(f"{cached} tokens are cached, but the memory has {memory_len}")
     expanded = _Pass(weights, query_len, cached, memory_len, "expanded").cost()

@@ -21,14 +21,7 @@ def attend(
     memory: Float[Tensor, "batch key_len d_memory"] | None = None,
     mask: Bool[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "batch query_len d_out"]:
-    """The output of a layer, step by step, in the dtype of its maps.
-
-    Args:
-        weights: the layer.
-        x: what queries are made of; keys and values too without a memory.
-        memory: what keys and values are made of.
-        mask: True = may attend, broadcasts to `[batch, heads, query_len, key_len]`.
-    """
+    """The output of a layer, step by step, in the dtype of its maps."""
     q, k, v = channels(weights, x, memory)
     mixed = gated(weights, x, probabilities(weights, q, k, mask) @ of_heads(v, weights.num_heads))
     for link in weights.o:

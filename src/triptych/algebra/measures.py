@@ -108,12 +108,7 @@ def comparable(weights: AttentionWeights) -> frozenset[MapPair]:
 
 
 def measure_heads(weights: AttentionWeights, rotary_pairs: RotaryPairs | None = None) -> HeadMeasures:
-    """Measure every head of a layer, a few at a time on each of torch's threads.
-
-    Args:
-        weights: its maps; biases and norms are left out, and what stands between two links is passed over.
-        rotary_pairs: None for heads whose scores do not depend on the distance.
-    """
+    """Measure every head of a layer, a few at a time on each of torch's threads."""
     itself, pairs = weights.semantics.kind != "cross", comparable(weights)
     chunks = list(_chunks(weights))
     return _joined(_on_threads(lambda chunk: _measured(_Parts(chunk), itself, pairs, rotary_pairs), chunks))

@@ -76,17 +76,7 @@ class MomentsGatherer:
         tokens: Bool[Tensor, "batch query_len"] | None = None,
         memory_tokens: Bool[Tensor, "batch key_len"] | None = None,
     ) -> None:
-        """Take a batch in.
-
-        Args:
-            weights: the layer, the same for every batch.
-            x: what queries are made of; keys and values too without a memory.
-            memory: what keys and values are made of.
-            mask: True = may attend, as in `attend`. It hides keys of padding from queries; what is not
-                to be counted, `tokens` says.
-            tokens: which of x are tokens of the text, not padding; all if None.
-            memory_tokens: the same of the memory.
-        """
+        """Take a batch in."""
         q, k, v = channels(weights, x, memory)
         p = probabilities(weights, q, k, mask)
         mixed = gated(weights, x, p @ of_heads(v, weights.num_heads))
@@ -108,12 +98,7 @@ class MomentsGatherer:
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
 
     def result(self) -> Moments:
-        """The means over all that was taken in.
-
-        Raises:
-            DataError: there was no token, or what the layer computes of them is not finite (a query that
-                may see nothing, say).
-        """
+        """The means over all that was taken in."""
         if not all(self._counts):
             raise DataError("there are no tokens to take moments of: give some text")
         if not all(bool(total.isfinite().all()) for total in self._sums):

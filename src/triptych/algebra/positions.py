@@ -24,17 +24,7 @@ def apply_rotary(
     pairing: Pairing = "halves",
     start: int = 0,
 ) -> Float[Tensor, "*batch length width"]:
-    """Rotate pairs of channels: `(a, b) → (a cos − b sin, a sin + b cos)`.
-
-    Args:
-        x: queries or keys.
-        cos: of the angle of each position and pair, broadcasting to `x`. The products are taken in the wider
-            dtype of the two.
-        sin: likewise.
-        pairing: "halves" pairs channel f with f + number of pairs (GPT-NeoX, Llama), "interleaved" 2f with
-            2f + 1 (RoFormer, GPT-J).
-        start: the first channel that is rotated.
-    """
+    """Rotate pairs of channels: `(a, b) → (a cos − b sin, a sin + b cos)`."""
     pairs = cos.shape[-1]
     end = start + 2 * pairs
     if pairing == "halves":
@@ -189,9 +179,6 @@ class RotaryEmbedding:
         """Queries or keys rotated as they are at positions `position` to `position + length − 1`, the last.
 
         The products are taken in float32 at least, and rounded to the dtype of `x`.
-
-        Raises:
-            ValueError: a picture has fewer positions.
         """
         end = position + x.shape[-2]
         cos, sin = self.cos_sin(position, end, x.device, x.dtype)
@@ -200,11 +187,7 @@ class RotaryEmbedding:
     def at(
         self, x: Float[Tensor, "batch heads length width"], positions: Int[Tensor, "*rows placed"], end: int
     ) -> Float[Tensor, "batch heads length width"]:
-        """Queries or keys rotated as they are at given positions, all of which lie below `end`.
-
-        Raises:
-            ValueError: a picture has fewer positions.
-        """
+        """Queries or keys rotated as they are at given positions, all of which lie below `end`."""
         if self.long is not None and end > self.long.limit:
             end = int(positions.max()) + 1
         cos, sin = (F.embedding(positions, table) for table in self.cos_sin(0, end, x.device, x.dtype))
@@ -224,9 +207,6 @@ class RotaryEmbedding:
         """Cosines and sines of positions `begin` to `end − 1` of a text that ends there, times the factor.
 
         In float64 where `dtype` is that, and float32 for all others; kept for the next call.
-
-        Raises:
-            ValueError: a picture has fewer positions.
         """
         if self.places is not None:
             _require_in_picture(end, len(self.places))

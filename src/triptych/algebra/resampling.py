@@ -17,13 +17,6 @@ def ratio_intervals(
     Each of 1,000 resamples draws as many units as there are, with replacement, the same ones for every
     figure. The draws are the same every time.
 
-    Args:
-        sums: of each unit.
-        counts: of each unit; broadcasts with the sums. A resample in which they sum to 0 is left out.
-
-    Returns:
-        The lower and the upper end, in float64; NaN where the counts of all units are 0.
-
     Source: Efron 1979, doi 10.1214/aos/1176344552.
     """
     counts = counts.double().expand_as(sums)

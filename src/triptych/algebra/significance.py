@@ -7,12 +7,6 @@ from collections.abc import Sequence
 def holm(p_values: Sequence[float]) -> list[float]:
     """P-values corrected so that the chance of any false finding stays what it is for one test.
 
-    Args:
-        p_values: one for each test, in any order. Those that are NaN stay so and do not count.
-
-    Returns:
-        The corrected ones, in the same order, at most 1.
-
     Source: Holm 1979, Scandinavian Journal of Statistics 6, 65-70.
     """
     tested = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))

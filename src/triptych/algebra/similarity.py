@@ -71,15 +71,7 @@ def span(R: Float[Tensor, "heads k width"], d: int) -> Span:
 def map_similarity(
     one: Float[Tensor, "heads d one_width"], other: Float[Tensor, "other_heads other_d other_width"]
 ) -> MapSimilarity:
-    """Compare two maps that read the same input, head by head.
-
-    Args:
-        one: a map of every head; finite.
-        other: another, of as many heads and of the same d.
-
-    Raises:
-        ValueError: they do not read the same input, or are not finite.
-    """
+    """Compare two maps that read the same input, head by head."""
     if one.shape[:2] != other.shape[:2]:
         raise ValueError(
             f"maps {list(one.shape)} and {list(other.shape)} have no common input: heads and d must agree"
@@ -93,14 +85,7 @@ def map_similarity(
 
 
 def compare(one: Span, other: Span, between: Float[Tensor, "heads k other_k"], d: int) -> MapSimilarity:
-    """The same of maps known by their spans.
-
-    Args:
-        one: of a map Q R of every head.
-        other: of another, Q' R'.
-        between: QᵀQ'.
-        d: height of both maps.
-    """
+    """The same of maps known by their spans."""
     product = one.R.mT @ between @ other.R
     norms = _norm(one.R) * _norm(other.R)
     of_spaces = between if one.is_full and other.is_full else one.basis.mT @ between @ other.basis

@@ -14,13 +14,7 @@ from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link
 
 
 def heads_of(weights: AttentionWeights, start: int, stop: int) -> AttentionWeights:
-    """Heads `start` to `stop` as a layer; the output bias stays with head 0.
-
-    Args:
-        weights: a layer of one map a side, with nothing shared between sides.
-        start: the first head of a group.
-        stop: the head after the last one of a group.
-    """
+    """Heads `start` to `stop` as a layer; the output bias stays with head 0."""
 
     def taken(chain: Chain) -> Chain:
         return tuple(_copies(link, start, stop, weights.num_heads) for link in chain)
@@ -59,12 +53,7 @@ def joined(parts: Sequence[AttentionWeights]) -> AttentionWeights:
 
 
 def joined_links(links: Sequence[Link], order: Sequence[int] | None = None) -> Link:
-    """The copies of all maps in one; narrower ones get channels of zeros.
-
-    Args:
-        links: of a few heads each.
-        order: copy i of the result is copy `order[i]` of all of them; as they come if None.
-    """
+    """The copies of all maps in one; narrower ones get channels of zeros."""
     if len(links) == 1 and order is None:
         return links[0]
     rows, columns = (max(link.weight.shape[place] for link in links) for place in (1, 2))

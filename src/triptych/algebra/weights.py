@@ -100,11 +100,7 @@ class Link:
         )
 
     def __call__(self, x: Float[Tensor, "batch copies length d_in"]) -> Tensor:
-        """Apply copy i to slice i (or the only slice to every copy), then the norm.
-
-        Returns:
-            `[batch, copies, length, d_out]`.
-        """
+        """Apply copy i to slice i (or the only slice to every copy), then the norm."""
         if self.diagonal:
             y = x * self.weight[:, None, :]
         else:
@@ -357,11 +353,7 @@ class AttentionWeights:
         return bool(q) and q[-1].learned and q[-1].norm is None and not self.tied("q", "k") and not changes
 
     def with_scale(self, scale: float) -> "AttentionWeights":
-        """The same scores under another scale: the query map takes up the ratio.
-
-        Raises:
-            ValueError: the queries have no map of their own to take it up, or something else reads them.
-        """
+        """The same scores under another scale: the query map takes up the ratio."""
         if math.isclose(scale, self.scale, rel_tol=1e-12):
             return self
         found = f"scores are multiplied by {self.scale:.6g}, not {scale:.6g}, and"

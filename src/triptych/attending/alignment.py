@@ -57,13 +57,7 @@ def words_of(pieces: Sequence[str], special: Sequence[bool]) -> tuple[Word, ...]
 def align_words(
     weights: Float[Tensor, "heads tgt_len src_len"], source: Sequence[Word], target: Sequence[Word]
 ) -> Int[Tensor, "heads tgt_words"]:
-    """The source word of each target word: the one with most of the weight of its tokens.
-
-    Args:
-        weights: of each target token to the source tokens.
-        source: at least one word.
-        target: words.
-    """
+    """The source word of each target word: the one with most of the weight of its tokens."""
     by_source = torch.stack([weights[:, :, word.start : word.stop].sum(dim=-1) for word in source], dim=-1)
     by_word = [by_source[:, word.start : word.stop].mean(dim=1) for word in target]
     if not by_word:
@@ -215,18 +209,6 @@ def measure_alignment(
 
     Alignments are scored by words that are spelled alike on both sides (names, numbers, loan words), each
     once, and compared with the diagonal, which is word order alone.
-
-    Args:
-        reader: an encoder-decoder.
-        windows: pairs of sentences; see `cut_windows`.
-        progress: told how many windows of how many are done.
-
-    Returns:
-        Words aligned where the decoder produces them, and where it reads them, one step later (Chen et al.
-        2020, arXiv 2004.14837). None if no word is spelled alike on both sides.
-
-    Raises:
-        UsageError: the model does not translate.
     """
     if not reader.opened.translates:
         raise UsageError(f"{reader.name} does not translate: it has no words to align")

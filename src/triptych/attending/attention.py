@@ -48,43 +48,19 @@ class LayerAttention:
     def weights(
         self, rows: slice = slice(None), heads: Sequence[int] | None = None
     ) -> Float[Tensor, "heads rows keys"]:
-        """Attention weights.
-
-        Args:
-            rows: the queries, in steps of 1.
-            heads: numbers of heads; all if None.
-
-        Raises:
-            UsageError: there is no such head.
-        """
+        """Attention weights."""
         self.require_heads(heads)
         return self.queries_and_keys().weights(rows, heads)[0]
 
     @torch.no_grad()
     def blocks(self, heads: Sequence[int] | None = None) -> Iterator[WeightBlock]:
-        """All weights, some queries at a time, `[heads, rows, keys]`; see `QueriesAndKeys.blocks`.
-
-        Args:
-            heads: numbers of heads; all if None.
-
-        Raises:
-            UsageError: there is no such head.
-        """
+        """All weights, some queries at a time, `[heads, rows, keys]`; see `QueriesAndKeys.blocks`."""
         self.require_heads(heads)
         for block in self.queries_and_keys().blocks(heads):
             yield WeightBlock(block.rows, block.weights[0])
 
     def maps(self, k: int | None = None, heads: Sequence[int] | None = None) -> tuple[HeadMap, ...]:
-        """The weights of every head as a page or a file shows them.
-
-        Args:
-            k: keep the k largest weights of every query, and the sum of the others, in memory that does not
-                grow with the square of the length; None keeps all.
-            heads: numbers of heads; all if None.
-
-        Raises:
-            UsageError: there is no such head.
-        """
+        """The weights of every head as a page or a file shows them."""
         if k is None:
             return tuple(DenseMap(weights.float().cpu().numpy()) for weights in self.weights(heads=heads))
         compared = self.queries_and_keys()
@@ -95,11 +71,7 @@ class LayerAttention:
         return keeper.maps()
 
     def require_heads(self, heads: Sequence[int] | None) -> None:
-        """The layer has these heads.
-
-        Raises:
-            UsageError: it has not; the message says which it has.
-        """
+        """The layer has these heads."""
         for head in heads or ():
             if not 0 <= head < self.num_heads:
                 raise UsageError(
@@ -132,19 +104,11 @@ class Stack:
         return (layer.weights() for layer in self.layers)
 
     def __getitem__(self, number: int) -> Float[Tensor, "heads queries keys"]:
-        """The weights of a layer.
-
-        Raises:
-            UsageError: there is no such layer.
-        """
+        """The weights of a layer."""
         return self.layer(number).weights()
 
     def layer(self, number: int) -> LayerAttention:
-        """A layer, whose weights can be asked for in parts.
-
-        Raises:
-            UsageError: there is no such layer.
-        """
+        """A layer, whose weights can be asked for in parts."""
         if not -len(self.layers) <= number < len(self.layers):
             raise UsageError(f"there is no {self.kind} layer {number}: they are 0 to {len(self.layers) - 1}")
         return self.layers[number]
@@ -209,9 +173,6 @@ class Attention:
         """The weights of a layer, `[heads, queries, keys]`, or of a head, `[queries, keys]`.
 
         `attention[3]` and `attention[3, 2]`; of an encoder-decoder `attention["cross.3", 2]`.
-
-        Raises:
-            UsageError: there is no such layer or head, or the number could be of several stacks.
         """
         layer, head = place if isinstance(place, tuple) else (place, None)
         found = self._layer(layer)
@@ -367,11 +328,7 @@ class BatchWeights:
         return (self[number] for number in range(len(self)))
 
     def __getitem__(self, number: int) -> Float[Tensor, "batch heads queries keys"]:
-        """The weights of a layer.
-
-        Raises:
-            UsageError: there is no such layer.
-        """
+        """The weights of a layer."""
         found = [stack[number] for stack in self._stacks]
         rows, columns = (max(weights.shape[side] for weights in found) for side in (1, 2))
         whole = found[0].new_zeros(len(found), found[0].shape[0], rows, columns)
@@ -418,11 +375,7 @@ class AttentionBatch:
         return BatchWeights([text.weights for text in self.texts])
 
     def of(self, kind: str) -> BatchWeights:
-        """The layers of one kind of attention.
-
-        Raises:
-            UsageError: the model has no such attention.
-        """
+        """The layers of one kind of attention."""
         return BatchWeights([text.of(kind) for text in self.texts])
 
 
@@ -461,20 +414,6 @@ def attend(
 
     Row i of a language model is what token i looked at when it was read. Row i of an encoder-decoder's
     decoder is what was looked at to produce target token i.
-
-    Args:
-        reader: the model.
-        text: one text, or several, which the model reads in padded batches.
-        target: of an encoder-decoder, what its decoder reads, one for each text; its own translation if None.
-        max_new_tokens: of a decoder, how many tokens it continues the text by at most, greedily.
-        max_tokens: longest text, continued or not; None for as many tokens as the model has positions for, or
-            4,096 where it has no limit. All weights of a text take memory of the square of its length.
-
-    Returns:
-        The attention on the text; for several texts a batch, whose weights have a first dimension more.
-
-    Raises:
-        UsageError: an empty text, one past the model's positions, or something that the model does not do.
     """
     if isinstance(text, str):
         if target is not None and not isinstance(target, str):
@@ -494,11 +433,7 @@ def attend(
 def read_attention(
     reader: Reader, texts: Sequence[TextIds], max_tokens: int | None = None
 ) -> list[Attention]:
-    """The attention on texts that are token ids already, those of like length in one batch.
-
-    Raises:
-        UsageError: a text is empty or too long.
-    """
+    """The attention on texts that are token ids already, those of like length in one batch."""
     found: dict[int, Attention] = {}
     for places, recording in reader.record(texts, max_tokens):
         for row, place in enumerate(places):

@@ -92,16 +92,7 @@ def figures_of(kind: Kind) -> tuple[Figure, ...]:
 def key_classes(
     kind: Kind, query_ids: Int[Tensor, " query_len"], key_ids: Int[Tensor, " key_len"]
 ) -> dict[str, Bool[Tensor, "query_len key_len"]]:
-    """The keys of each class, for every query.
-
-    Args:
-        kind: "self" or "causal", where both sides are one sequence, or "cross".
-        query_ids: tokens that ask.
-        key_ids: tokens that are asked.
-
-    Returns:
-        By the name of its figure, where a key is of the class. A key may be of several.
-    """
+    """The keys of each class, for every query."""
     rows, columns = len(query_ids), len(key_ids)
     query, key = torch.arange(rows)[:, None], torch.arange(columns)[None]
     if kind == "cross":
@@ -162,12 +153,6 @@ class RowFigures:
 
         Queries that see a single key are left out: all heads do the same there. Those of a figure of a class
         are the ones that see a key of the class.
-
-        Args:
-            kind: of attention.
-            visible: the keys that each query may attend to.
-            query_ids: tokens that ask.
-            key_ids: tokens that are asked.
         """
         self.kind, self.visible = kind, visible
         seen = visible.sum(dim=-1)

@@ -90,12 +90,7 @@ def correlations_table(beside: Beside) -> Table:
 
 
 def put_beside(inspection: Inspection, behaviour: Behaviour) -> Beside:
-    """Join the measures of every head's weights with what it does on a text, and correlate them over heads.
-
-    Args:
-        inspection: of a checkpoint.
-        behaviour: of the same model.
-    """
+    """Join what heads do on a text with the measures of their weights, and correlate them."""
     does = {(row["stack"], row["layer"], row["head"]): row for row in behaviour.rows()}
     rows = []
     for row in inspection.rows():

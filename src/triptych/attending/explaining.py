@@ -51,9 +51,6 @@ def score_parts(call: LayerCall) -> ScoreParts:
     """Take the scores of a layer apart, in float64.
 
     Where queries and keys are normalised or clipped after their maps, the biases count to the content.
-
-    Args:
-        call: of one sequence, batch size 1.
     """
     compared = call.queries_and_keys()
     weights, x, memory = in_float64(call)
@@ -125,14 +122,6 @@ def of_rank(weights: AttentionWeights, rank: int, longest: int) -> AttentionWeig
 
     Heads that read one key head share the key channels that are left. Rotary heads lose rank of W_Q and W_K
     before they are rotated; see `truncate` and `truncate_rotary_maps`.
-
-    Args:
-        weights: the layer, in float64.
-        rank: of the form; larger ones than it has leave the layer as it is.
-        longest: tokens of the text, which the distances of rotary heads lie within.
-
-    Raises:
-        RewriteRefusedError: something stands between W_QK and the scores, such as a norm of queries.
     """
     if rank >= weights.multiplied("q").d_out:
         return weights
@@ -195,13 +184,7 @@ class Explained:
 def explain_call(
     call: LayerCall, visible: Bool[Tensor, "queries keys"], cut: dict[int, AttentionWeights]
 ) -> Explained:
-    """Compare a layer's attention on one sequence with what parts of its scores would give.
-
-    Args:
-        call: of one sequence, batch size 1.
-        visible: the keys that each query may attend to.
-        cut: the layer with W_QK cut, by rank; see `of_rank`.
-    """
+    """Compare a layer's attention on one sequence with what parts of its scores would give."""
     rows = visible.sum(dim=-1) > 1
     taken = score_parts(call)
     whole = centred_rows(taken.total, visible)[:, rows]
@@ -290,13 +273,7 @@ def _mean_with_interval(
 def explain_text(
     reader: Reader, windows: Windows, progress: Told = lambda done, total: None
 ) -> tuple[LayerExplained, ...]:
-    """How well W_QK, cut to several ranks, and the other parts of the scores explain where heads look.
-
-    Args:
-        reader: the model.
-        windows: of the text; see `cut_windows`.
-        progress: told how many windows of how many are done.
-    """
+    """How well W_QK, cut to several ranks, and the other parts of the scores explain where heads look."""
     units = windows.num_units
     cuts: dict[int, dict[int, AttentionWeights]] = {}
     found: dict[tuple[str, int], list[Explained | None]] = {}

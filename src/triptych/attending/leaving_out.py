@@ -246,13 +246,7 @@ def head_outputs(sites: Sequence[AttentionSite]) -> Iterator[dict[str, list[Tens
 
 @contextmanager
 def heads_left_out(site: AttentionSite, instead: Sequence[Tensor]) -> Iterator[None]:
-    """Replace the output of head i in the i-th of as many equal parts of the rows as the layer has heads.
-
-    Args:
-        site: the layer.
-        instead: of each call of the layer in turn, what stands for `[rows, length, heads · d_v]` of the heads
-            that are left out; broadcasts to the rows of one part.
-    """
+    """Replace the output of head i in the i-th of as many equal parts of the rows as the layer has heads."""
     num_heads, calls = site.layer.num_heads, iter(instead)
 
     def replace(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

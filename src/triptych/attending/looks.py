@@ -15,9 +15,6 @@ def strongest_looks(parts: Sequence[Part]) -> Table:
     """A row for every head: its three largest weights, and between which tokens.
 
     Looks at the own token and at the first token are left out where others are there: most heads have them.
-
-    Args:
-        parts: the heads.
     """
     rows = [
         (part.stack.kind, str(part.layer.number), str(head), *looks)
@@ -29,12 +26,7 @@ def strongest_looks(parts: Sequence[Part]) -> Table:
 
 
 def written_tokens(parts: Sequence[Part], writer: TokenWriter) -> Table:
-    """A row for every head and every token that it may look at: the tokens nearest to what it writes for it.
-
-    Args:
-        parts: the heads; those of layers whose output nothing reads as tokens have no rows.
-        writer: of the model.
-    """
+    """For every head and token that it may attend to, the tokens nearest to what it writes."""
     rows = [
         (part.stack.kind, str(part.layer.number), str(head), _shown(key), "  ".join(map(_shown, nearest)))
         for part in parts

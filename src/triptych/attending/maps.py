@@ -50,9 +50,6 @@ class DenseMap(HeadMap):
 
     Attributes:
         weights: `[queries, keys]`, each in 0–1. Rows may sum to less than 1 (attention sinks).
-
-    Raises:
-        ValueError: `weights` has no two dimensions, or a weight outside 0–1.
     """
 
     weights: NDArray[np.float32]
@@ -93,9 +90,6 @@ class TopMap(HeadMap):
         weights: `[queries, k]`, their weights.
         left_out: `[queries]`, the sum of the other weights of the row.
         small: the overview, of all weights.
-
-    Raises:
-        ValueError: the shapes do not fit, or a weight is outside 0–1.
     """
 
     num_keys: int
@@ -134,14 +128,7 @@ class RowKeeper:
     """Keeps the largest weights of rows that arrive in blocks: nothing of size `[queries, keys]`."""
 
     def __init__(self, num_heads: int, num_queries: int, num_keys: int, k: int) -> None:
-        """Prepare for the rows of one layer.
-
-        Args:
-            num_heads: heads of the layer.
-            num_queries: rows that will be added.
-            num_keys: columns.
-            k: weights to keep of every row.
-        """
+        """Prepare for the rows of one layer."""
         self._num_keys = num_keys
         k = min(k, num_keys)
         self._keys = np.zeros((num_heads, num_queries, k), np.int32)
@@ -169,11 +156,7 @@ class RowKeeper:
         self._at = rows.stop
 
     def maps(self) -> tuple[TopMap, ...]:
-        """The map of every head.
-
-        Raises:
-            ValueError: rows are missing.
-        """
+        """The map of every head."""
         if self._at != self._keys.shape[1]:
             raise ValueError(f"{self._at} of {self._keys.shape[1]} rows were added")
         small = (self._small / self._counts[:, None].clamp(min=1)).numpy()

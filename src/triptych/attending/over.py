@@ -127,21 +127,6 @@ def attend_over(
 
     `attend_over(reader, documents).behaviour.summary()` names the heads that look at the previous token, at
     what followed the same token, and so on.
-
-    Args:
-        reader: the model.
-        documents: texts, a line each for translators.
-        targets: of an encoder-decoder, the translations; its own if None.
-        worth: also leave every head out in turn and measure the loss: what takes the place of its output,
-            "zero", its "mean" over the text, or what it would be if it looked "even"ly.
-        explain: also compare where heads look with what W_QK alone, cut to several ranks, and the other parts
-            of the scores would give, and what they write with the tokens that they look at.
-        context: tokens of a window; as many as the model has positions for, and 256 at most, if None.
-        most_tokens: tokens read; if None, 65,536, and 8,192 of them for `worth` and `explain`.
-        progress: told what is done, how much of it and of how much.
-
-    Raises:
-        UsageError: something does not fit the model: targets, context, `worth` where nothing is predicted.
     """
     if worth is not None:
         require_loss(reader)
@@ -163,17 +148,7 @@ def attend_over(
 def read_texts(
     reader: Reader, path: Path, documents: Literal["file", "line", "blank-lines"] = "file"
 ) -> list[str]:
-    """The documents of a file or a folder; for an encoder-decoder the lines of a file.
-
-    Args:
-        reader: the model.
-        path: of the text.
-        documents: what a document is in a plain text file, as in `LanguageCorpusSpec`.
-
-    Raises:
-        UsageError: there is no such file.
-        DataError: it is not text.
-    """
+    """The documents of a file or a folder; for an encoder-decoder the lines of a file."""
     if reader.opened.translates:
         return read_lines(path)
     spec = LanguageCorpusSpec(files=(str(path),), documents=documents)

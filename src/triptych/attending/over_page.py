@@ -22,11 +22,7 @@ _NARROW = "\u202f"
 
 
 def over_report(found: OverText) -> Report:
-    """A page of tables: the heads that do each thing most, then every head with every figure.
-
-    Args:
-        found: what was measured; see `attend_over`.
-    """
+    """A page of tables: the heads that do each thing most, then every head with every figure."""
     about = found.behaviour
     facts = (
         ("tokens", f"{about.tokens:,}"),
@@ -41,11 +37,7 @@ def over_report(found: OverText) -> Report:
 
 
 def head_notes(found: OverText) -> dict[tuple[str, int, int], HeadNote]:
-    """What the page of a text says of its heads, by kind, layer and head: for `Attention.page(notes=…)`.
-
-    Args:
-        found: what was measured over another text; see `attend_over`.
-    """
+    """What the page of a text says of its heads, by kind, layer and head: for `Attention.page(notes=…)`."""
     titles = {figure.name: figure.title for figure in FIGURES if _is_told(figure)} | _OTHER_FACTS
     return {
         (row["stack"], row["layer"], row["head"]): HeadNote(

@@ -95,17 +95,6 @@ def cut_windows(
 
     Every window of an encoder has the special tokens that its tokenizer puts around a text. Of an
     encoder-decoder a pair of texts is one window.
-
-    Args:
-        reader: the model.
-        documents: texts; blank ones are left out.
-        targets: of an encoder-decoder, the translation of each document; its own if None.
-        context: tokens of a window at most; as many as the model has positions for, and 256 at most, if None.
-        most_tokens: of the text.
-
-    Raises:
-        UsageError: a context past the model's positions, targets that do not fit the model or the documents,
-            or a text of fewer than two tokens.
     """
     if isinstance(reader.model, LanguageModel):
         if targets is not None:
@@ -236,13 +225,7 @@ def layers_of(attention: Attention) -> Iterator[tuple[Stack, LayerAttention]]:
 def measure_behaviour(
     reader: Reader, windows: Windows, progress: Told = lambda done, total: None
 ) -> Behaviour:
-    """What every head of a model does over a text.
-
-    Args:
-        reader: the model.
-        windows: of the text; see `cut_windows`.
-        progress: told how many windows of how many are done.
-    """
+    """What every head of a model does over a text."""
     units = windows.num_units
     found: dict[tuple[str, int, Kind], list[Sums | None]] = {}
     for unit, attention in read_windows(reader, windows, progress):

@@ -32,11 +32,6 @@ def pack_page(
     """The data of a page, of about `limit_bytes` characters at most.
 
     Where all weights are too many, every row of every head keeps its k largest, with k as large as fits.
-
-    Args:
-        page: what it shows.
-        limit_bytes: for its weights.
-        progress: told what is done, how many heads, and of how many.
     """
     fixed = [_pack_text(text) for text in page.texts]
     room = limit_bytes - sum(len(kind["overviews"]) for text in fixed for kind in text["kinds"])

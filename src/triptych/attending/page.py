@@ -53,9 +53,6 @@ class ViewedKind:
         layers: at least one.
         first_generated_query: index of the first query token that the model wrote; None if it wrote none.
         first_generated_key: the same of the key tokens.
-
-    Raises:
-        ValueError: there is no layer or no head, or the maps have other shapes than the tokens.
     """
 
     kind: Kind

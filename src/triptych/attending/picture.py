@@ -31,15 +31,6 @@ def head_svg(kind: ViewedKind, layer: int, head: int, title: str = "") -> str:
 
     The shade is the square root of the weight, as on the page. Above 96 tokens, a cell is the weight that a
     group of tokens gives to a group: a sum over keys, a mean over queries.
-
-    Args:
-        kind: the heads of one kind of attention.
-        layer: counted from 0.
-        head: counted from 0.
-        title: written above the matrix.
-
-    Raises:
-        IndexError: there is no such layer or head.
     """
     found = kind.layers[layer].heads[head].map
     is_grouped = max(found.num_queries, found.num_keys) > _MOST_TOKENS
@@ -81,12 +72,7 @@ def head_svg(kind: ViewedKind, layer: int, head: int, title: str = "") -> str:
 
 
 def head_png(kind: ViewedKind, layer: int, head: int, title: str = "") -> bytes:
-    """Draw the weights of a head as PNG, two pixels for each of the SVG's.
-
-    Raises:
-        IndexError: there is no such layer or head.
-        UsageError: vl-convert is not installed.
-    """
+    """Draw the weights of a head as PNG, two pixels for each of the SVG's."""
     require_extra("reports", "vl_convert", what="a picture as PNG")
     import vl_convert
 

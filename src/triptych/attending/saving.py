@@ -49,11 +49,7 @@ class Saved(NamedTuple):
         return self.attention.page(parts=self.parts, keep=self.top, notes=notes, progress=progress)
 
     def require_moderate(self) -> None:
-        """The weights are not too many for a file.
-
-        Raises:
-            UsageError: they are.
-        """
+        """The weights are not too many for a file."""
         if self.top is None and (count := sum(part.num_weights for part in self.parts)) > MOST_WEIGHTS:
             raise UsageError(
                 f"these heads have {count:,} weights, and a file may have {MOST_WEIGHTS:,}: choose heads "
@@ -65,9 +61,6 @@ def json_pieces(saved: Saved) -> Iterator[str]:
     """The text of a JSON object, in pieces: tokens, and the weights of every head to 7 digits.
 
     With a writer, `writes` of a head has the nearest tokens to what it writes for each key, or is null.
-
-    Raises:
-        UsageError: too many weights.
     """
     saved.require_moderate()
     attention = saved.attention
@@ -96,13 +89,7 @@ def json_pieces(saved: Saved) -> Iterator[str]:
 def head_records(
     parts: Sequence[Part], first: int = 0, rows: Sequence[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Heads as JSON has them each by itself: its place, the tokens of rows and columns, and the weights.
-
-    Args:
-        parts: the heads.
-        first: the query of the first row.
-        rows: what to call the rows; the tokens of the queries if None.
-    """
+    """Heads as JSON has them each by itself: its place, the tokens of rows and columns, and the weights."""
     for part in parts:
         tokens = part.stack.queries[first:] if rows is None else rows
         for head in part.heads:
@@ -134,16 +121,7 @@ def _head_record(part: Part, head: int, top: int | None) -> dict[str, Any]:
 
 
 def write_csv(texts: Sequence[Saved], path: Path) -> None:
-    """Write one row for every weight above 0, with the tokens.
-
-    Args:
-        texts: what to write; the first column numbers them from 0.
-        path: the file to make or replace.
-
-    Raises:
-        UsageError: too many weights.
-        OSError: the file cannot be written; what `path` held stays.
-    """
+    """Write one row for every weight above 0, with the tokens."""
     for saved in texts:
         saved.require_moderate()
 
@@ -184,14 +162,6 @@ def write_npz(texts: Sequence[Saved], path: Path) -> None:
     the heads; with `top` instead `KIND.LAYER.keys` and `KIND.LAYER.weights`, `[heads, queries, top]`, and
     `KIND.LAYER.left_out`. Besides `tokens`, `ids`, `num_generated`, `KIND.rows` and `KIND.columns`. Where
     there are several texts, every name begins with the number of the text, as in `2/tokens`.
-
-    Args:
-        texts: what to write.
-        path: the file to make or replace.
-
-    Raises:
-        UsageError: too many weights.
-        OSError: the file cannot be written; what `path` held stays.
     """
     for saved in texts:
         saved.require_moderate()

@@ -41,16 +41,7 @@ def attention_html(page: AttentionPage, progress: Told = _untold) -> str:
 
 
 def write_attention_page(page: AttentionPage, path: Path, progress: Told = _untold) -> None:
-    """Write one self-contained HTML file of at most 15 MB.
-
-    Args:
-        page: what to show.
-        path: the file to make or replace; its folder must exist.
-        progress: told what is done, how many heads, and of how many.
-
-    Raises:
-        OSError: the file cannot be written; what `path` held stays.
-    """
+    """Write one self-contained HTML file of at most 15 MB."""
     write_text(path, attention_html(page, progress))
 
 

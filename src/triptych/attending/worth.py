@@ -92,18 +92,7 @@ def measure_worth(
     instead: Instead = "mean",
     progress: Told = lambda done, total: None,
 ) -> Worth:
-    """Leave every head of a model out in turn, and measure the loss on a text.
-
-    Args:
-        reader: a decoder, an encoder-decoder with targets, or an encoder that predicts masked tokens: its
-            loss is over 15 % of each window's tokens, drawn once, which are hidden by the mask.
-        windows: of the text; see `cut_windows`.
-        instead: what takes the place of the head's output.
-        progress: told how many layers of how many, over all batches, are done.
-
-    Raises:
-        UsageError: a model that predicts no tokens.
-    """
+    """Leave every head of a model out in turn, and measure the loss on a text."""
     require_loss(reader)
     model = reader.model
     sites = attention_sites(model)
@@ -130,11 +119,7 @@ def measure_worth(
 
 
 def require_loss(reader: Reader) -> None:
-    """The model predicts tokens: the next ones, or those that a mask hides.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """The model predicts tokens: the next ones, or those that a mask hides."""
     model = reader.model
     if isinstance(model, EncoderDecoder):
         return

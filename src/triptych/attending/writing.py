@@ -57,17 +57,7 @@ class OutputTable:
 def nearest_tokens(
     layer: LayerAttention, table: OutputTable, head: int, count: int = NEAREST
 ) -> Int[Tensor, "keys count"]:
-    """The tokens nearest to what a head writes for each key that it may look at, the nearest first.
-
-    Args:
-        layer: of one text.
-        table: of the model.
-        head: its number.
-        count: tokens for each key.
-
-    Raises:
-        UsageError: there is no such head.
-    """
+    """The tokens nearest to what a head writes for each key that it may look at, the nearest first."""
     layer.require_heads([head])
     written = _written(layer.call, slice(None))[head]
     step, count = max(1, _LOGITS_AT_A_TIME // len(table.table)), min(count, len(table.table))
@@ -87,28 +77,11 @@ class TokenWriter:
     """
 
     def __init__(self, reader: Reader, count: int = NEAREST) -> None:
-        """For a model.
-
-        Args:
-            reader: the model.
-            count: tokens for each token of the text.
-        """
+        """For a model."""
         self._reader, self._count = reader, count
 
     def of(self, part: Part, head: int) -> tuple[tuple[str, ...], ...] | None:
-        """For each key of a stack the tokens nearest to what a head writes for it, the nearest first.
-
-        Args:
-            part: of the text, with the layer.
-            head: its number.
-
-        Returns:
-            A tuple of tokens for every key; None where nothing reads the stack as tokens: the encoder of an
-            encoder-decoder.
-
-        Raises:
-            UsageError: there is no such head.
-        """
+        """For each key of a stack the tokens nearest to what a head writes for it, the nearest first."""
         table, tokenizer = OutputTable.of(self._reader.model, part.stack.kind), self._reader.tokenizer
         if table is None:
             return None
@@ -149,13 +122,7 @@ class LayerWriting:
 def measure_copies(
     reader: Reader, windows: Windows, progress: Told = lambda done, total: None
 ) -> tuple[LayerWriting, ...]:
-    """How much of a head's weight is on tokens that it writes, over a text; none for cross-attention.
-
-    Args:
-        reader: the model.
-        windows: of the text; see `cut_windows`.
-        progress: told how many windows of how many are done.
-    """
+    """How much of a head's weight is on tokens that it writes, over a text; none for cross-attention."""
     units = windows.num_units
     found: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
     size = 1

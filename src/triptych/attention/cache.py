@@ -44,14 +44,7 @@ class LayerCache(AttentionCache):
     """
 
     def __init__(self, room: int = 0, *, columns: bool = False, even: int | None = None) -> None:
-        """Start empty.
-
-        Args:
-            room: tokens to make room for at the first `append`.
-            columns: whether tokens are columns in memory and not rows, as products with few queries read
-                them fastest. Shapes are the same.
-            even: make room for so many tokens at a time, and no other room, for `whole`.
-        """
+        """Start empty."""
         self._stores: tuple[Tensor, ...] = ()
         self._length = 0
         self._room = room
@@ -119,12 +112,7 @@ class DecoderCache:
     """The caches of a whole decoder: its own tokens, and what each layer reads of the memory."""
 
     def __init__(self, num_layers: int, new: Callable[[], AttentionCache] = LayerCache) -> None:
-        """Start empty.
-
-        Args:
-            num_layers: of the decoder.
-            new: makes the cache of a layer's own tokens.
-        """
+        """Start empty."""
         self.own = [new() for _ in range(num_layers)]
         self.memory = [LayerCache() for _ in range(num_layers)]
 

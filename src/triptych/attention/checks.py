@@ -27,11 +27,7 @@ HELD = frozenset(
 
 
 def check_can_be_held(weights: AttentionWeights) -> None:
-    """Refuse what no layer of ours has: without it the function would be another.
-
-    Raises:
-        ValueError: there is something of the kind, named, or a gate of other heads.
-    """
+    """Refuse what no layer of ours has: without it the function would be another."""
     found = weights.semantics.beyond(HELD)
     if found:
         raise ValueError(
@@ -50,11 +46,7 @@ def check_can_be_held(weights: AttentionWeights) -> None:
 
 
 def check_qk_norm(projections: Parameterisation) -> None:
-    """Check that queries and keys can be normalised.
-
-    Raises:
-        ValueError: the parameterisation has no such thing, with the reason.
-    """
+    """Check that queries and keys can be normalised."""
     if projections.no_qk_norm:
         raise ValueError(f"{projections.name} cannot have qk_norm: {projections.no_qk_norm}")
 
@@ -62,12 +54,7 @@ def check_qk_norm(projections: Parameterisation) -> None:
 def check_sizes(
     d_model: int, num_heads: int, projections: Parameterisation, positions: AttentionPositions | None
 ) -> None:
-    """Check that a layer could be built, without building it.
-
-    Raises:
-        ValueError: sizes that do not fit, with the numbers, or positions that the parameterisation
-            cannot have, with the reason.
-    """
+    """Check that a layer could be built, without building it."""
     skeleton = projections.skeleton(d_model, num_heads)
     if positions is None:
         return
@@ -79,16 +66,7 @@ def check_sizes(
 
 
 def check_rotation(projections: Parameterisation, rotary: RotaryEmbedding | None, key_width: int) -> None:
-    """Check that rotary positions go with the parameterisation.
-
-    Args:
-        projections: how the heads are written.
-        rotary: what turns queries and keys; None if nothing does.
-        key_width: channels of a head's queries and keys.
-
-    Raises:
-        ValueError: they do not, with the reason, or do not fit, with the numbers.
-    """
+    """Check that rotary positions go with the parameterisation."""
     if rotary is None:
         return
     if projections.no_rotary:

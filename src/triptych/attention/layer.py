@@ -75,22 +75,6 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         """Make a layer.
 
-        Args:
-            d_model: width of input and output.
-            num_heads: number of query heads.
-            projections: how the heads are written; `Factored()` if None.
-            dropout: probability that an attention weight is dropped while training.
-            positions: how the layer itself tells positions apart (`RotaryPositions`, `AlibiPositions`);
-                None if its input does, or nothing. For self-attention only.
-            qk_norm: whether queries and keys of each head pass an RMSNorm before they are turned and meet,
-                each with a weight for every channel.
-            output_gate: whether the output of each head is multiplied by a gate, a sigmoid of a learned map
-                of its token. All gates begin at 1/2.
-
-        Raises:
-            ValueError: sizes that do not fit, with the numbers, or positions or norms that the
-                parameterisation cannot have, with the reason.
-
         Source: qk_norm: Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv 2302.05442.
         output_gate: Qiu et al. 2025, arXiv 2505.06708.
         """
@@ -171,13 +155,7 @@ class MultiHeadAttention(nn.Module):
         return self._semantics.with_learned({name: getattr(self, name) for name in self._learned})
 
     def _hold(self, semantics: Semantics, like: Tensor | None = None) -> None:
-        """Do this besides the maps, with learned numbers of the layer's own.
-
-        Args:
-            semantics: what the layer does.
-            like: what the numbers become in dtype and device; they stay what they are if None, for
-                `models.initial.Later` to see what parameters are registered with.
-        """
+        """Do this besides the maps, with learned numbers of the layer's own."""
         learned = semantics.learned()
         for name, tensor in learned.items():
             own = tensor if like is None else like
@@ -447,13 +425,7 @@ class MultiHeadAttention(nn.Module):
     def _stored(
         self, semantics: Semantics, added: tuple[Tensor, ...], places: Places | None
     ) -> tuple[Tensor, ...]:
-        """What is kept of tokens, from what the maps make of them: keys as they are compared.
-
-        Args:
-            semantics: of the layer.
-            added: keys and values, or what both are made of.
-            places: of the tokens; None where nothing is turned.
-        """
+        """What is kept of tokens, from what the maps make of them: keys as they are compared."""
         k, *values = added
         if self.projections.caches_keys:
             k = k if semantics.k_norm is None else semantics.k_norm(k)

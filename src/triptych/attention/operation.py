@@ -124,11 +124,7 @@ def attention(
 
 
 def attend(given: Inputs, need_weights: bool, path: Path) -> Attended:
-    """`attention` of inputs that are put together already, as a layer has them.
-
-    Raises:
-        ValueError: as `attention`.
-    """
+    """`attention` of inputs that are put together already, as a layer has them."""
     given.check()
     plan = make_plan(given, need_weights, path)
     if plan.path == "written out in pieces":
@@ -169,23 +165,6 @@ def explain_attention(
     The choice depends on the tensors' sizes, dtypes, devices and memory layout, and on whether
     gradients are recorded: ask under the conditions of the real call. The kernel is what torch
     itself answers for the tensors that it would be handed.
-
-    Args:
-        q: as in `attention`; likewise all others.
-        k: keys.
-        v: values.
-        mask: boolean, True = may attend.
-        bias: added to the scores.
-        causal: a query sees only its own position and earlier ones.
-        scale: what the products are multiplied by.
-        soft_cap: of the scores.
-        sinks: a score of each head that moves nothing.
-        dropout: probability that a weight is zeroed.
-        need_weights: whether the weights are wanted.
-        path: "auto", "reference" or "fast".
-
-    Raises:
-        ValueError: as `attention`.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     given = Inputs(q, k, v, mask, bias, causal, scale, soft_cap, sinks, dropout)
@@ -193,11 +172,7 @@ def explain_attention(
 
 
 def explain(given: Inputs, need_weights: bool, path: Path) -> Explanation:
-    """`explain_attention` of inputs that are put together already.
-
-    Raises:
-        ValueError: as `attention`.
-    """
+    """`explain_attention` of inputs that are put together already."""
     given.check()
     plan = make_plan(given, need_weights, path)
     kernel: Kernel = "batched products"

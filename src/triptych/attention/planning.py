@@ -28,11 +28,7 @@ class Inputs(NamedTuple):
     dropout: float
 
     def check(self) -> None:
-        """Check that shapes, dtypes and numbers fit together.
-
-        Raises:
-            ValueError: as `attention`.
-        """
+        """Check that shapes, dtypes and numbers fit together."""
         batch, num_heads, query_len, d_k = self.q.shape
         key_batch, key_heads, key_len, key_width = self.k.shape
         value_batch, value_heads, value_len, _ = self.v.shape
@@ -116,11 +112,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(given: Inputs, need_weights: bool, path: Path) -> Plan:
-    """Choose how to compute a call.
-
-    Raises:
-        ValueError: the fast path was asked for something that only the reference path can do.
-    """
+    """Choose how to compute a call."""
     why = "asked" if path == "reference" else _why_written_out(given, need_weights)
     if path == "fast":
         if why == "weights" or why == "dropout":

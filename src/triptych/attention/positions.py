@@ -83,11 +83,7 @@ class Places(NamedTuple):
         return self._replace(given=given, keys=None if self.keys is None else self.keys[..., keys])
 
     def kept(self, cache: AttentionCache, added: tuple[Tensor, ...]) -> "tuple[Places, tuple[Tensor, ...]]":
-        """Add tokens to a cache, with their positions if they were given: where keys stand, and all entries.
-
-        Raises:
-            ValueError: positions were given of some tokens and not of others.
-        """
+        """Add tokens to a cache, with their positions if given; returns key positions and all entries."""
         given = self.given
         keeps = given is not None and given.sharing is None
         try:
@@ -136,13 +132,6 @@ def sinusoidal(
 
         PE(pos, 2i) = sin(pos / 10000^(2i/d_model))    PE(pos, 2i+1) = cos(the same)
 
-    Args:
-        length: number of positions, from 0.
-        d_model: number of channels; if odd, there is one sine more than cosines.
-        layout: "interleaved" as above; "halves" has the same columns in another order, all sines
-            before all cosines, as Marian has them; "tensor2tensor" as these, with frequencies that fall
-            from 1 to exactly 1 / 10000, and of an odd number of channels the last one 0.
-
     Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.5; "halves": Junczys-Dowmunt et al.
     2018, Marian, as in `MarianSinusoidalPositionalEmbedding`, github.com/huggingface/transformers;
     "tensor2tensor": `M2M100SinusoidalPositionalEmbedding` there.
@@ -171,12 +160,7 @@ class SinusoidalPositions(nn.Module):
     table: Tensor
 
     def __init__(self, d_model: int, layout: SinusoidalLayout = "interleaved") -> None:
-        """Start with an empty table.
-
-        Args:
-            d_model: width of the embeddings.
-            layout: order of the channels; see `sinusoidal`.
-        """
+        """Start with an empty table."""
         super().__init__()
         self.d_model = d_model
         self.layout: SinusoidalLayout = layout
@@ -201,15 +185,7 @@ class LearnedPositions(nn.Module):
     """
 
     def __init__(self, max_tokens: int, d_model: int) -> None:
-        """Make the rows.
-
-        Args:
-            max_tokens: number of positions, the length of the longest text that can be read.
-            d_model: width of the embeddings.
-
-        Raises:
-            ValueError: no position at all.
-        """
+        """Make the rows."""
         super().__init__()
         if max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}: at least one position is needed")
@@ -221,11 +197,7 @@ class LearnedPositions(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length d_model"], start: int | PositionIds = 0
     ) -> Float[Tensor, "batch length d_model"]:
-        """Add the rows of the positions from `start` on.
-
-        Raises:
-            ValueError: the text is longer than there are positions.
-        """
+        """Add the rows of the positions from `start` on."""
         end = PositionIds.end_of(start, x)
         if end > self.weight.shape[0]:
             raise ValueError(

@@ -72,12 +72,7 @@ class QueriesAndKeys:
     def scores(
         self, rows: slice = slice(None), heads: Sequence[int] | None = None
     ) -> Float[Tensor, "batch heads rows key_len"]:
-        """What the softmax takes before any mask: scaled, with bias and soft cap.
-
-        Args:
-            rows: the queries, in steps of 1.
-            heads: numbers of heads; all if None.
-        """
+        """What the softmax takes before any mask: scaled, with bias and soft cap."""
         part = self if heads is None else self._of_heads(heads)
         return part._scores(slice(*rows.indices(self.query_len)), self.key_len)
 
@@ -101,12 +96,7 @@ class QueriesAndKeys:
     def blocks(
         self, heads: Sequence[int] | None = None, most_bytes: int = BLOCK_BYTES
     ) -> Iterator[WeightBlock]:
-        """All weights, as many queries at a time as a number of bytes holds, at least one.
-
-        Args:
-            heads: numbers of heads; all if None.
-            most_bytes: of the weights of one block.
-        """
+        """All weights, as many queries at a time as a number of bytes holds, at least one."""
         part = self if heads is None else self._of_heads(heads)
         row_bytes = part.q.shape[0] * part.num_heads * self.key_len * self.q.element_size()
         step = max(1, most_bytes // row_bytes)

@@ -17,13 +17,7 @@ class Tap(Protocol):
     """Changes what a layer computes on the way: queries, keys, values, scores, weights, or what W_O reads."""
 
     def __call__(self, name: Activation, value: Tensor, first: int | None) -> Tensor:
-        """The value that the layer goes on with.
-
-        Args:
-            name: which value it is.
-            value: `[batch, num_heads, …]`, as `LayerSteps` has it; it must not be changed in place.
-            first: position of the first query in its sequence; None in cross-attention, which cannot tell.
-        """
+        """The value that the layer goes on with."""
 
 
 @final
@@ -60,9 +54,5 @@ class LayerSteps:
     output: Float[Tensor, "batch query_len d_model"]
 
     def by_head(self, weights: AttentionWeights) -> Float[Tensor, "batch heads query_len d_model"]:
-        """What each head adds to the output, `z W_O`; with the output bias they sum to it.
-
-        Args:
-            weights: of the layer.
-        """
+        """What each head adds to the output, `z W_O`; with the output bias they sum to it."""
         return self.z @ weights.W_O.to(self.z)

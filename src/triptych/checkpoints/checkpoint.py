@@ -210,11 +210,7 @@ class Checkpoint(AttentionSource):
         return found.pop() if found else None
 
     def _require_no_stack(self, spec: AttentionSpec) -> None:
-        """A stack may be missing, but not the attention of one that is there.
-
-        Raises:
-            DataError: its layers are there without it.
-        """
+        """A stack may be missing, but not the attention of one that is there."""
         stack, _, _ = spec.at.partition("{layer}")
         pattern = re.compile(rf"^(|.*\.){re.escape(stack)}0\.")
         for name in self.tensors.infos:
@@ -230,11 +226,7 @@ class Checkpoint(AttentionSource):
         return len(self.tensors.infos[name].shape) > 1 and bool(_LOOKS_LIKE_ATTENTION.search(name))
 
     def _account(self) -> tuple[str, ...]:
-        """Every tensor is in a layer's module, or known, or looks like no attention.
-
-        Raises:
-            DataError: one that looks like attention, or is within a layer, is not accounted for.
-        """
+        """Every tensor is in a layer's module, or known, or looks like no attention."""
         readers = [LayerReader(place, self.tensors) for place in self._places.values()]
         modules = {site.module + "." for site in self.sites}
         beside = {name for r in readers for name in (*r.names_beside(), *stored_angles(r.place))}
@@ -272,17 +264,6 @@ def open_checkpoint(
     path: Path | str, family: Family | None = None, *, mapped: bool = False
 ) -> AttentionSource:
     """Open a checkpoint: a folder, a tensor file beside its `config.json`, a run of ours, or one of the Hub.
-
-    Args:
-        path: the folder or the file; or, if nothing of that name is here, `owner/name` (`gpt2`) on the Hub,
-            with `@revision` or without, of which only what is asked for is fetched; runs of ours whole.
-        family: how it is written; if None the one that knows its `model_type`, or else what names and shapes
-            leave as the only way.
-        mapped: whether tensors of local files are mapped into memory instead of read.
-
-    Raises:
-        DataError: it cannot be read, its family is not known, or its tensors are not what that has. The notes
-            of the error say more.
 
     A `ConfigurationWarning` says which fields of the configuration are set and not followed.
     """
@@ -325,11 +306,7 @@ def _opened(path: Path | str, family: Family | None, mapped: bool) -> AttentionS
 
 
 def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name: str) -> Family:
-    """The family as this file has it, where it may hold the encoder or the decoder of a model alone.
-
-    Raises:
-        DataError: the tensors are those of one half, and `architectures` names the other.
-    """
+    """The family as this file has it, where it may hold the encoder or the decoder of a model alone."""
 
     def are_there(layers: Iterable[str]) -> set[str]:
         modules = {layer: layer.format(layer=0, inner=0) for layer in layers}
@@ -354,10 +331,6 @@ def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name:
 
 
 def _require_no_family(path: Path | str, family: Family | None) -> None:
-    """Of a run of ours.
-
-    Raises:
-        UsageError: one is given.
-    """
+    """Of a run of ours."""
     if family is not None:
         raise UsageError(f"{path} is a run: leave out --family")

@@ -23,10 +23,6 @@ class Entries:
     Attributes:
         found: names of ours, and what is stored for them.
         copies: stored tensors that hold the numbers of another one, and that one.
-
-    Args:
-        name: of the checkpoint, for messages.
-        tensors: of the checkpoint.
     """
 
     def __init__(self, name: str, tensors: Tensors) -> None:
@@ -39,11 +35,7 @@ class Entries:
         self.add((ours,), Named((name,), shape))
 
     def add(self, ours: tuple[str, ...], stored: Named) -> None:
-        """Enter tensors.
-
-        Raises:
-            DataError: one of them is not in the file, or of another shape.
-        """
+        """Enter tensors."""
         for name in stored.names:
             if name not in self.tensors.infos:
                 raise DataError(f"{self.tensors.name}: there is no tensor {name}")
@@ -53,16 +45,7 @@ class Entries:
         self.found.append((ours, stored))
 
     def norm(self, ours: str, place: Place, norm: NormSpec, module: str, width: int, eps: str) -> NormConfig:
-        """Enter a norm; a LayerNorm has a bias where the file has one, and 0 for it elsewhere, as there.
-
-        Args:
-            ours: its name in the model.
-            place: whose configuration is asked.
-            norm: what the family says of it.
-            module: its full name in the file.
-            width: of what it reads.
-            eps: an expression, for norms that do not say another.
-        """
+        """Enter a norm; a LayerNorm has a bias where the file has one, and 0 for it elsewhere, as there."""
         weight, bias = norm_tensors(self.tensors, module)
         has_bias = norm.kind == "layer" and bias in self.tensors.infos
         if norm.weight:
@@ -72,11 +55,7 @@ class Entries:
         return NormConfig(norm.kind, place.number(norm.eps or eps), norm.weight, has_bias, norm.offset)
 
     def require_copy(self, name: str, original: str, why: str) -> None:
-        """A tensor that the file may have once more, if it holds the same numbers.
-
-        Raises:
-            DataError: it holds others, with what `why` says against it.
-        """
+        """A tensor that the file may have once more, if it holds the same numbers."""
         if name not in self.tensors.infos:
             return
         if not torch.equal(self.tensors.read(name), self.tensors.read(original)):
@@ -84,9 +63,5 @@ class Entries:
         self.copies[name] = original
 
     def refuse(self, why: str) -> Never:
-        """Say that the checkpoint cannot be run.
-
-        Raises:
-            DataError: always.
-        """
+        """Say that the checkpoint cannot be run."""
         raise DataError(f"{self.name}: {why}")

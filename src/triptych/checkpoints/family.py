@@ -126,11 +126,7 @@ def _read_all() -> Iterator[Family]:
 
 
 def _try_names(spec: AttentionSpec) -> None:
-    """Fill in the numbers that names may hold.
-
-    Raises:
-        DataError: a name holds something else in braces.
-    """
+    """Fill in the numbers that names may hold."""
     head_norm = () if spec.head_norm is None else (spec.head_norm.q, spec.head_norm.k)
     beside = [name for norm in spec.norm for name in (norm.at, norm.memory)]
     beside += [p.table for p in spec.positions]

@@ -19,11 +19,7 @@ _TESTS = {
 
 
 def with_table(page: str) -> str:
-    """A page with the table between its two marks brought up to date.
-
-    Raises:
-        ValueError: the marks are not there.
-    """
+    """A page with the table between its two marks brought up to date."""
     before, start, rest = page.partition(START)
     _, end, after = rest.partition(END)
     if not start or not end:

@@ -35,11 +35,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 
 def activation(place: Place, expression: str) -> Activation:
-    """An activation by the name that the configuration has for it.
-
-    Raises:
-        DataError: there is none of that name here.
-    """
+    """An activation by the name that the configuration has for it."""
     name = place.settings.word(expression, place.layer)
     if name is None or name not in ACTIVATIONS:
         raise DataError(
@@ -56,16 +52,6 @@ class FeedForwardMap:
     Attributes:
         config: what it is made of.
         entries: which of our tensors come from which stored ones.
-
-    Args:
-        ours: its name in the model.
-        place: the attention layer of the same block.
-        specs: the family's entries.
-        d_model: width of the stream.
-        tensors: of the checkpoint.
-
-    Raises:
-        DataError: no entry fits, or a number or a name of the configuration that is not understood.
     """
 
     config: FeedForwardConfig | ExpertsConfig

@@ -116,11 +116,7 @@ def not_understood_of_model(family: Family, settings: Settings) -> list[str]:
 
 
 def require_known_kinds(spec: AttentionSpec, settings: Settings, layers: int) -> None:
-    """Every layer is of a kind that the family knows, where a list such as `layer_types` has a word for each.
-
-    Raises:
-        DataError: one is not.
-    """
+    """Check that the family knows every kind of layer in a list such as `layer_types`."""
     asked = [found for e in spec.expressions() if (found := _WORD_OF_LAYER.fullmatch(e.strip()))]
     known = {found[2] for found in asked} | {"full_attention", "global"}
     if spec.window:
@@ -140,10 +136,6 @@ def sees_both_ways(spec: AttentionSpec, settings: Settings, layer: int) -> bool:
 
     `transformers` makes the mask of any decoder-only model by `is_causal` of its configuration, a field that
     no class has (`masking_utils.py`).
-
-    Raises:
-        DataError: two fields say so, with windows counted in two ways; or positions are ALiBi's, whose
-            bias `transformers` lets grow with what comes later.
     """
     own = bool(spec.both_ways) and settings.holds(spec.both_ways, layer)
     if not is_turned_round(spec, settings):
@@ -165,12 +157,7 @@ def is_turned_round(spec: AttentionSpec, settings: Settings) -> bool:
 
 
 def not_understood(record: Mapping[str, Any], path: str = "") -> list[str]:
-    """The fields of a configuration of which it is not known that they leave attention alone, as paths.
-
-    Args:
-        record: the configuration of a model that no family knows, or a record in it.
-        path: of that record, with a "." at its end.
-    """
+    """The fields of a configuration of which it is not known that they leave attention alone, as paths."""
     found = []
     for name, value in record.items():
         if value is None or _is_harmless(name) or name in _NAMES["understood"]:

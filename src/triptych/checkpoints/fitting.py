@@ -30,9 +30,6 @@ class Fitting:
 
     Attributes:
         kept: head i of the rewritten layer is head `kept[i]` of the one that was read.
-
-    Raises:
-        RewriteRefusedError: `kept` does not name its heads.
     """
 
     def __init__(
@@ -50,11 +47,7 @@ class Fitting:
         self._require_kept(kept is not None)
 
     def fitted(self) -> AttentionWeights:
-        """The rewritten layer with one map a side and the scale that the reader of the file will have.
-
-        Raises:
-            RewriteRefusedError: the format cannot hold it.
-        """
+        """The rewritten layer with one map a side and the scale that the reader of the file will have."""
         old = sizes_of(self.before)
         whole = self._one_map_a_side()
         self._require_channels_of_old(whole)
@@ -164,11 +157,7 @@ class Fitting:
         )
 
     def _require_heads_without_numbers(self) -> None:
-        """Heads may be put in another order only if nothing that stays behind is one head's own.
-
-        Raises:
-            RewriteRefusedError: something is.
-        """
+        """Heads may be put in another order only if nothing that stays behind is one head's own."""
         positions = self.semantics.positions
         if positions in ("alibi", "relative") or self._distances_have_maps():
             refuse(
@@ -181,11 +170,7 @@ class Fitting:
         return isinstance(self.semantics.bias, DisentangledBias) and not self.semantics.bias.through_maps
 
     def _require_channels_of_old(self, whole: AttentionWeights) -> None:
-        """Where the format reads channels one by one, they must be what they were.
-
-        Raises:
-            RewriteRefusedError: they are not.
-        """
+        """Where the format reads channels one by one, they must be what they were."""
         if self.semantics.clip is not None:
             sides, why = _INPUTS, f"queries, keys and values are clipped at ±{self.semantics.clip:g}"
         elif isinstance(self.semantics.bias, DisentangledBias):

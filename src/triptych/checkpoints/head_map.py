@@ -16,18 +16,6 @@ class HeadMap:
 
     Attributes:
         config: what it is made of; None if the model ends with the stream.
-
-    Args:
-        place: the first attention layer.
-        spec: of the model.
-        entries: where its tensors are entered.
-        d_model: width of the stream.
-        table: the tensor of the embeddings' table.
-        table_width: its width.
-
-    Raises:
-        DataError: a tensor that is missing or of another shape, an output table that is tied and is not the
-            embeddings', or of another width.
     """
 
     config: HeadConfig | None

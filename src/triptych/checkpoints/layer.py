@@ -122,11 +122,7 @@ class AttentionSource(ABC):
 
     @abstractmethod
     def read(self, site: Site) -> AttentionLayer:
-        """Read one attention layer.
-
-        Raises:
-            DataError: a tensor that is missing or has another shape than the configuration says.
-        """
+        """Read one attention layer."""
 
     @abstractmethod
     def bytes_of(self, site: Site) -> int:
@@ -138,11 +134,7 @@ class AttentionSource(ABC):
 
     @abstractmethod
     def input_modules(self, site: Site) -> tuple[str, str]:
-        """Names of the modules that read what queries and what keys of a layer are made of.
-
-        Raises:
-            DataError: there are none of their own.
-        """
+        """Names of the modules that read what queries and what keys of a layer are made of."""
 
     @abstractmethod
     def broken(self, layer: AttentionLayer) -> Mapping[str, int]:

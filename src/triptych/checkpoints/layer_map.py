@@ -67,16 +67,7 @@ class LayerMap:
 
 
 def layer_map(place: Place, tensors: Tensors, sizes: MapSizes | None = None) -> LayerMap:
-    """How a layer is written.
-
-    Args:
-        place: the layer.
-        tensors: of the checkpoint; of biases, those that are there are in the map.
-        sizes: of its maps; those of the configuration if None.
-
-    Raises:
-        DataError: the configuration gives no sizes.
-    """
+    """How a layer is written."""
     sizes = place.sizes if sizes is None else sizes
     spec = place.spec
     read = _latent if spec.latent else _joined if spec.qkv else _apart

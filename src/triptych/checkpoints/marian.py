@@ -81,12 +81,7 @@ def model_type(folder: Path) -> str | None:
 
 
 def read_marian(folder: Path) -> MarianCheckpoint:
-    """Read a checkpoint.
-
-    Raises:
-        DataError: a file that is missing, damaged or contradicts another, or a model that is no
-            `EncoderDecoder`; the message names file and field or tensor.
-    """
+    """Read a checkpoint."""
     config_path = folder / "config.json"
     record = read_json(config_path)
     settings = validated(MarianSettings, record, config_path)
@@ -116,11 +111,7 @@ def _max_source_tokens(folder: Path, settings: MarianSettings) -> int:
 def _model(
     settings: MarianSettings, max_source_tokens: int, tensors: Tensors, config_path: Path
 ) -> EncoderDecoder:
-    """The model; every tensor of the file is in it, or known to say nothing new.
-
-    Raises:
-        DataError: a tensor that is missing, of another shape or dtype than others, or not known.
-    """
+    """The model; every tensor of the file is in it, or known to say nothing new."""
     left = _Tensors(tensors)
     ours: dict[str, Tensor] = {}
     # In the order of the layers, and before a model is made: a number of layers that is far too large
@@ -151,11 +142,7 @@ def _model(
 
 
 def _model_config(settings: MarianSettings, max_source_tokens: int, output_bias: bool) -> ModelConfig:
-    """Our configuration of the same model.
-
-    Raises:
-        ValidationError: sizes that do not fit.
-    """
+    """Our configuration of the same model."""
     biases = dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), True)
 
     def site(num_heads: int) -> AttentionConfig:
@@ -191,9 +178,6 @@ def _tables(settings: MarianSettings, left: "_Tensors") -> tuple[Tensor, Tensor,
 
     Where the configuration says that some are one, one of them is enough, and others are copies of it.
     Where it ties nothing, each stack may have its own.
-
-    Raises:
-        DataError: none is there, or the copies differ.
     """
     of_source = settings.vocab_size, settings.d_model
     of_target = settings.tgt_vocab_size, settings.d_model
@@ -213,11 +197,7 @@ def _tables(settings: MarianSettings, left: "_Tensors") -> tuple[Tensor, Tensor,
 
 
 def _check_positions(settings: MarianSettings, left: "_Tensors") -> None:
-    """Sinusoidal tables need not be read, if that is what they are.
-
-    Raises:
-        DataError: they are not.
-    """
+    """Sinusoidal tables need not be read, if that is what they are."""
     shape = settings.max_position_embeddings, settings.d_model
     for name in POSITIONS:
         table = left.take_if_there(name, shape)

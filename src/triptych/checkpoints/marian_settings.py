@@ -100,11 +100,7 @@ class GenerationSettings(BaseModel):
 
 
 def read_tokenizer_settings(folder: Path) -> TokenizerSettings:
-    """What the two files say together, the newer one first.
-
-    Raises:
-        DataError: a file is damaged, or a field not what it should be.
-    """
+    """What the two files say together, the newer one first."""
     path, legacy = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     record = {
         **(read_json(legacy) if legacy.exists() else {}),
@@ -114,11 +110,7 @@ def read_tokenizer_settings(folder: Path) -> TokenizerSettings:
 
 
 def read_generation(folder: Path, config: dict[str, Any], settings: MarianSettings) -> GenerationSettings:
-    """How to search.
-
-    Raises:
-        DataError: a token is forbidden that our search does not leave out of itself.
-    """
+    """How to search."""
     path = folder / "generation_config.json"
     record = read_json(path) if path.exists() else config
     path = path if path.exists() else folder / "config.json"
@@ -133,11 +125,7 @@ def read_generation(folder: Path, config: dict[str, Any], settings: MarianSettin
 
 
 def validated(kind: type[_Record], record: dict[str, Any], path: Path) -> _Record:
-    """The settings in a file's object.
-
-    Raises:
-        DataError: a field is missing or not what it should be; the message names it.
-    """
+    """The settings in a file's object."""
     try:
         return kind.model_validate(record)
     except ValidationError as error:

@@ -37,9 +37,6 @@ def read_tokenizers(folder: Path, settings: MarianSettings) -> TokenizerPair:
 
     They do as `MarianTokenizer` does, but for special tokens that a text spells out: `</s>` in a text is
     text, where `MarianTokenizer` ends the sentence.
-
-    Raises:
-        DataError: files that are missing, damaged or contradict each other.
     """
     if (folder / "tokenizer.json").exists() and not (folder / "source.spm").exists():
         return _of_ours(folder, settings)
@@ -82,12 +79,7 @@ def read_tokenizers(folder: Path, settings: MarianSettings) -> TokenizerPair:
 
 
 def read_sentencepiece(path: Path) -> bytes:
-    """The content of a SentencePiece model file (`*.spm`, `*.model`), looked at.
-
-    Raises:
-        DataError: no such file, too large, or damaged.
-        UsageError: sentencepiece is not installed.
-    """
+    """The content of a SentencePiece model file (`*.spm`, `*.model`), looked at."""
     try:
         model = read_limited(path, LONGEST_TOKENIZER)
         load_sentencepiece(model)
@@ -101,11 +93,7 @@ def read_sentencepiece(path: Path) -> bytes:
 
 
 def _of_ours(folder: Path, settings: MarianSettings) -> TokenizerPair:
-    """Tokenizers that were trained here.
-
-    Raises:
-        DataError: damaged, of another make, or not those of `config.json`.
-    """
+    """Tokenizers that were trained here."""
     source = target = read_sentence_tokenizer(folder / "tokenizer.json")
     if (folder / TARGET_FOLDER).is_dir():
         target = read_sentence_tokenizer(folder / TARGET_FOLDER / "tokenizer.json")
@@ -125,11 +113,7 @@ def _of_ours(folder: Path, settings: MarianSettings) -> TokenizerPair:
 
 
 def _vocab(path: Path, size: int, tokens: Mapping[str, str], settings: MarianSettings) -> tuple[str, ...]:
-    """The pieces by id.
-
-    Raises:
-        DataError: ids other than 0 to size − 1, or special tokens that are not those of `config.json`.
-    """
+    """The pieces by id."""
     try:
         record = TypeAdapter(dict[str, int]).validate_python(read_json(path), strict=True)
     except ValidationError as error:
@@ -161,16 +145,7 @@ def _text(token: str | dict[str, Any]) -> str:
 
 
 def write_tokenizers(pair: TokenizerPair, max_tokens: int, folder: Path) -> None:
-    """Write both tokenizers.
-
-    Args:
-        pair: of the model.
-        max_tokens: the longest source, its end included.
-        folder: must exist.
-
-    Raises:
-        UsageError: the two are of different makes, or their vocabularies do not go together in their files.
-    """
+    """Write both tokenizers."""
     source, target = pair.source, pair.target
     if isinstance(source, SentencePieceTokenizer) and isinstance(target, SentencePieceTokenizer):
         _write_sentencepieces(source.record, target.record, max_tokens, folder)

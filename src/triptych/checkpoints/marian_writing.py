@@ -55,11 +55,7 @@ class Searching:
 
 
 def architecture_for(model: EncoderDecoder) -> Architecture:
-    """Which of Hugging Face's architectures computes the same.
-
-    Raises:
-        UsageError: none does; the message says what would fit.
-    """
+    """Which of Hugging Face's architectures computes the same."""
     config = model.config
     scheme = config.positions.scheme
     if config.norm == "post":
@@ -109,18 +105,7 @@ def write_checkpoint(
     searching: Searching,
     folder: Path,
 ) -> Architecture:
-    """Write `config.json`, `generation_config.json` and `model.safetensors`.
-
-    Args:
-        model: written plainly (`plain_heads.plain_model`).
-        num_heads: of "encoder" and "decoder".
-        tokenizers: whose special tokens the configuration names.
-        searching: how to search.
-        folder: must exist.
-
-    Raises:
-        UsageError: no architecture of theirs computes the same, with what would fit.
-    """
+    """Write `config.json`, `generation_config.json` and `model.safetensors`."""
     architecture = architecture_for(model)
     config = _config(architecture, model, num_heads, tokenizers, searching)
     _write_json(folder / "config.json", config)

@@ -55,12 +55,7 @@ class ModelMap:
 
 
 def model_map(checkpoint: Checkpoint) -> ModelMap:
-    """What a checkpoint's model is made of.
-
-    Raises:
-        DataError: its family cannot be run; a field of the configuration that is not understood; a tensor
-            that is missing, left over or of another shape. It is named.
-    """
+    """What a checkpoint's model is made of."""
     spec = checkpoint.family.model
     if spec is None:
         raise DataError(
@@ -104,11 +99,7 @@ class EncoderDecoderMap:
 
 
 def encoder_decoder_map(checkpoint: Checkpoint) -> EncoderDecoderMap:
-    """What a checkpoint's encoder and decoder are made of.
-
-    Raises:
-        DataError: see `model_map`; or the family has no models of both, or one half is missing.
-    """
+    """What a checkpoint's encoder and decoder are made of."""
     spec = checkpoint.family.model
     if spec is None or spec.encoder is None:
         raise DataError(
@@ -379,11 +370,7 @@ class _Mapping:
 
 
 def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, ...]) -> None:
-    """Every tensor is read, or changes nothing.
-
-    Raises:
-        DataError: one is neither.
-    """
+    """Every tensor is read, or changes nothing."""
     tensors, used = checkpoint.tensors, {*found.names}
     patterns: list[str] = []
     for mapping in mappings:

@@ -40,17 +40,6 @@ def write_read_model(model: ReadModel, source: Path | str, target: Path) -> Copi
     """Write a model in the format of the checkpoint that it was read from.
 
     All else is copied from there: configuration, tokenizer, tensors that did not change.
-
-    Args:
-        model: what `load_language_model` or `load_encoder_decoder` made, trained further or not, in any
-            dtype; numbers that changed are rounded to the dtype in which the checkpoint stores them.
-        source: the checkpoint: a folder, or a tensor file beside its `config.json`.
-        target: the folder to make.
-
-    Raises:
-        DataError: the format has no place for numbers that changed, or they do not fit its dtype. They are
-            named.
-        UsageError: the target exists or does not fit on its disk.
     """
     source = Path(source)
     checkpoint = open_checkpoint(source, mapped=True)
@@ -64,16 +53,7 @@ def write_read_model(model: ReadModel, source: Path | str, target: Path) -> Copi
 
 
 def changed_tensors(model: ReadModel, checkpoint: Checkpoint) -> _Stored:
-    """The stored tensors whose numbers are others in a model, by name, in the dtype that they are stored in.
-
-    Args:
-        model: as it was read from this checkpoint, trained further or not.
-        checkpoint: tensors that are mapped are not copied.
-
-    Raises:
-        DataError: the format has no place for numbers that changed, or they do not fit its dtype. They are
-            named.
-    """
+    """Stored tensors whose values differ in a model, by name, in their stored dtype."""
     found = _Parts.of(model, checkpoint)
     written: dict[str, Tensor] = {}
     for name, tensor in found.changed(checkpoint):
@@ -250,11 +230,7 @@ def _table(checkpoint: Checkpoint, place: Place, table: Tensor, *, changed: bool
 
 
 def _as_stored(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Tensor:
-    """A tensor in the dtype that the checkpoint stores it in.
-
-    Raises:
-        DataError: it cannot be stored so.
-    """
+    """A tensor in the dtype that the checkpoint stores it in."""
     dtype = checkpoint.tensors.infos[name].dtype
     if how := checkpoint.tensors.packed_as(name):
         raise DataError(

@@ -49,17 +49,6 @@ def load_language_model(
 
     Weights are mapped from safetensors files, not copied, where dtype and layout allow: the files must stay
     as they are while the model is in use.
-
-    Args:
-        path: a folder or a tensor file beside its `config.json`; or, if nothing of that name is here,
-            `owner/name` on the Hub, with `@revision` or without, of which all is fetched.
-        device: where the model is to be.
-        dtype: of its numbers; the one that most of the file's numbers have if None.
-
-    Raises:
-        DataError: it cannot be read; its family is unknown, or can be read and not run; a field or a tensor
-            that is not understood, missing, or of another shape. It is named.
-        UsageError: a run of ours, or a dtype that is no floating-point one.
     """
     name = str(path)
     checkpoint, path = _opened(path, dtype)
@@ -81,15 +70,7 @@ def _opened(path: Path | str, dtype: torch.dtype | None) -> tuple[Checkpoint, Pa
 
 
 def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LanguageModel:
-    """The model of an opened checkpoint.
-
-    Args:
-        checkpoint: with tensors that are mapped, the model's are too.
-        dtype: of its numbers; the one that most of the checkpoint's have if None.
-
-    Raises:
-        DataError: see `load_language_model`.
-    """
+    """The model of an opened checkpoint."""
     found = model_map(checkpoint)
     dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
     attention = [read_attention(checkpoint, site, dtype) for site in found.sites]
@@ -115,11 +96,7 @@ def load_encoder_decoder(
 
 
 def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> EncoderDecoder:
-    """The encoder and the decoder of an opened checkpoint; see `read_model`.
-
-    Raises:
-        DataError: see `load_language_model`.
-    """
+    """The encoder and the decoder of an opened checkpoint; see `read_model`."""
     found = encoder_decoder_map(checkpoint)
     dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
     encoder, decoder, cross = (
@@ -136,11 +113,7 @@ def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = Non
 
 
 def read_attention(checkpoint: Checkpoint, site: Site, dtype: torch.dtype) -> MultiHeadAttention:
-    """An attention layer of a checkpoint's model.
-
-    Raises:
-        DataError: see `load_language_model`.
-    """
+    """An attention layer of a checkpoint's model."""
     weights = checkpoint.read(site).weights.without_norms().to(dtype)
     try:
         return MultiHeadAttention.from_weights(weights, dropout=0.0, adopted=True)

@@ -27,10 +27,6 @@ class OwnModel(AttentionSource):
 
     Attributes:
         model: the model.
-
-    Args:
-        model: of a recipe, or of another library's checkpoint.
-        name: for reports.
     """
 
     def __init__(self, model: EncoderDecoder | LanguageModel, name: str) -> None:
@@ -61,15 +57,7 @@ class OwnModel(AttentionSource):
 
     @classmethod
     def read_folder(cls, folder: Path, name: str | None = None) -> "OwnModel":
-        """The model in a folder of ours, read whole: they are not large.
-
-        Args:
-            folder: of the run, or of the model alone.
-            name: for reports; the folder if None.
-
-        Raises:
-            DataError: files missing or damaged.
-        """
+        """The model in a folder of ours, read whole: they are not large."""
         return cls(read_own_model(folder), name or str(folder))
 
     def accept(self, visitor: SourceVisitor[T]) -> T:

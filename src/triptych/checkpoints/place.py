@@ -61,27 +61,15 @@ class Place:
         return self.settings.value(expression, self.layer)
 
     def count(self, expression: str) -> int:
-        """A whole number above 0.
-
-        Raises:
-            DataError: the configuration has none.
-        """
+        """A whole number above 0."""
         return self.settings.count(expression, self.layer)
 
     def number(self, expression: str) -> float:
-        """A number.
-
-        Raises:
-            DataError: the configuration has none.
-        """
+        """A number."""
         return self.settings.number(expression, self.layer)
 
     def positive(self, expression: str) -> float:
-        """A number above 0.
-
-        Raises:
-            DataError: the configuration has none.
-        """
+        """A number above 0."""
         return self.settings.positive(expression, self.layer)
 
     def factor(self, expression: str) -> float:
@@ -139,11 +127,7 @@ class Place:
 
     @property
     def sizes(self) -> MapSizes:
-        """The sizes that the configuration gives.
-
-        Raises:
-            DataError: it gives none, or the key heads do not divide the heads.
-        """
+        """The sizes that the configuration gives."""
         spec, latent = self.spec, self.spec.latent
         heads = self.count(spec.heads)
         if latent:

@@ -30,11 +30,7 @@ _MOST_PATCHES = 1 << 20
 
 
 def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding | None:
-    """The rotary embedding of heads of some width; None without one.
-
-    Raises:
-        DataError: a scaling that is not supported, or angles in the file that are not the configuration's.
-    """
+    """The rotary embedding of heads of some width; None without one."""
     spec, where = place.position, place.settings.where
     if spec.kind != "rotary":
         return None
@@ -74,11 +70,7 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
 
 
 def _share(place: Place, scaling: Mapping[str, Any]) -> float:
-    """The share of a head's width that rotary positions are of.
-
-    Raises:
-        DataError: the configuration has another for its scaling than models of the family read.
-    """
+    """The share of a head's width that rotary positions are of."""
     own, kind = place.number(place.position.share), rope_type(scaling)
     record = Settings({**place.settings.record, **scaling}, place.settings.where)
     if kind in ("default", "mrope") or record.value("partial_rotary_factor") is None:
@@ -138,11 +130,7 @@ def stored_angles(place: Place) -> list[str]:
 
 
 def _require_stored(place: Place, tensors: Tensors, per_position: Tensor) -> None:
-    """Angles that the file holds are those of the configuration.
-
-    Raises:
-        DataError: they are others.
-    """
+    """Angles that the file holds are those of the configuration."""
     for name in stored_angles(place):
         if name not in tensors.infos:
             continue

@@ -27,15 +27,7 @@ from triptych.storage.tensors import Tensors
 
 @final
 class LayerReader:
-    """Reads one layer of a family.
-
-    Args:
-        place: where the layer lies, and how it is written.
-        tensors: of the checkpoint.
-
-    Raises:
-        DataError: numbers in float8, and nothing says what they are multiplied by.
-    """
+    """Reads one layer of a family."""
 
     def __init__(self, place: Place, tensors: Tensors) -> None:
         self.place, self.tensors = place, tensors
@@ -43,11 +35,7 @@ class LayerReader:
         self._dtype = self._common_dtype()
 
     def read(self) -> AttentionLayer:
-        """Read it.
-
-        Raises:
-            DataError: a tensor that is missing or has another shape than the configuration says.
-        """
+        """Read it."""
         place, spec = self.place, self.place.spec
         sizes, parts = place.sizes, self.map.read(self.take)
         q, k, v, o = self._latent_chains(parts) if spec.latent else _chains(parts)
@@ -126,11 +114,7 @@ class LayerReader:
     def _require_sizes(
         self, q: Chain, k: Chain, v: Chain, o: Chain, o_bias: Tensor | None, norm: Norm | None
     ) -> None:
-        """What is read, what is written and the norm are as wide as each other and as the configuration says.
-
-        Raises:
-            DataError: they are not.
-        """
+        """Check that inputs, outputs and the norm have the width that the configuration gives."""
         place, read, written = self.place, q[0].d_in, o[-1].d_out
         said = place.value(place.spec.size) if place.spec.size else None
         widths = {"what queries read": read, "what is written": written}
@@ -149,11 +133,7 @@ class LayerReader:
                 raise DataError(f"{self._here()}: {what} has width {width}, where {by} {wanted}")
 
     def _require_biases(self, there: Mapping[str, Tensor | None]) -> None:
-        """The biases are there that the family has.
-
-        Raises:
-            DataError: one is missing, or one too many is there.
-        """
+        """The biases are there that the family has."""
         choice = self.place.first(self.place.spec.biases)
         if choice is None:
             return
@@ -206,13 +186,7 @@ class LayerReader:
         return Norm(parts["norm"], parts.get("norm.bias"), norm.offset) if norm and "norm" in parts else None
 
     def _inputs(self, q: Chain, k: Chain, own: Norm | None) -> InputNorms:
-        """The norms whose outputs are read, wherever they stand, as far as the family tells.
-
-        Args:
-            q: chain of the queries.
-            k: likewise, of the keys.
-            own: the norm that belongs to the layer, if that is the one: it is not read twice.
-        """
+        """The norms whose outputs are read, wherever they stand, as far as the family tells."""
         place, spec = self.place, self.place.norm
         if spec is None:
             return InputNorms()
@@ -314,11 +288,7 @@ class LayerReader:
         ]
 
     def take(self, name: str, shape: Shape | None) -> Tensor:
-        """A tensor in the dtype of all of the layer.
-
-        Raises:
-            DataError: it is not there, not of this shape, or its entries are no floating-point numbers.
-        """
+        """A tensor in the dtype of all of the layer."""
         if name not in self.tensors.infos:
             raise DataError(f"{self.tensors.name}: there is no tensor {name}")
         tensor = self.tensors.read(name)
@@ -353,11 +323,7 @@ def _chains(parts: Mapping[str, Tensor]) -> tuple[Chain, Chain, Chain, Chain]:
 
 
 def require_shape(of: str, found: list[int], wanted: list[int | None]) -> None:
-    """Refuse a shape that is not the one wanted; None for a size that is free.
-
-    Raises:
-        DataError: it is another.
-    """
+    """Refuse a shape that is not the one wanted; None for a size that is free."""
     if len(wanted) == 2 != len(found):
         raise DataError(f"{of}: shape {found} is not a matrix")
     if len(found) != len(wanted):

@@ -39,19 +39,7 @@ def rope_type(scaling: Mapping[str, Any]) -> str:
 def frequencies(
     scaling: Mapping[str, Any], width: int, base: float, max_positions: float, share: float = 1.0
 ) -> Frequencies:
-    """The frequencies of `width` channels.
-
-    Args:
-        scaling: "rope_type" (or "type") and its numbers; empty for none.
-        width: channels that are turned, even.
-        base: of the geometric row.
-        max_positions: the configuration's own, for ratios that it leaves open.
-        share: of the pairs that turn, in [0, 1]; read for "proportional" only, where the other pairs have
-            frequency 0.
-
-    Raises:
-        ValueError: a kind that is not known, or a number that is missing.
-    """
+    """The frequencies of `width` channels."""
     plain = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     match rope_type(scaling):
         # "mrope" counts pictures' positions in three ways; those of text are all the same.

@@ -179,11 +179,7 @@ def _in_blocks(blocks: int, *parts: Tensor) -> Tensor:
 
 @final
 class SplitHeads(TensorMap):
-    """`[copies · width, d_in]` as `[copies, d_in, width]`, `[copies · width]` as `[copies, width]`.
-
-    Args:
-        copies: of each part.
-    """
+    """`[copies · width, d_in]` as `[copies, d_in, width]`, `[copies · width]` as `[copies, width]`."""
 
     def __init__(self, *copies: int) -> None:
         self.copies = copies

@@ -107,18 +107,7 @@ class TranslatorCheckpoint:
 def read_translator(
     folder: Path, device: torch.device | str = "cpu", languages: Languages | None = None
 ) -> TranslatorCheckpoint:
-    """Read an encoder-decoder of a family that is run.
-
-    Args:
-        folder: of the checkpoint.
-        device: where the model is to be.
-        languages: of a model of several languages; those that its files name if None.
-
-    Raises:
-        DataError: files missing or damaged, a family that cannot be run, a setting that the search does not
-            follow.
-        UsageError: languages that the tokenizer does not have, or that the model needs and nobody names.
-    """
+    """Read an encoder-decoder of a family that is run."""
     model = load_encoder_decoder(folder, device)
     tokenizer = load_tokenizer(folder, vocab_size=min(model.src_vocab_size, model.tgt_vocab_size))
     generation = _read_generation(folder)
@@ -148,11 +137,7 @@ def read_translator(
 
 
 def _read_generation(folder: Path) -> _Generation:
-    """How outputs are to be searched for.
-
-    Raises:
-        DataError: a setting that our search does not follow.
-    """
+    """How outputs are to be searched for."""
     config, path = read_json(folder / "config.json"), folder / "generation_config.json"
     record = read_json(path) if path.exists() else config
     path = path if path.exists() else folder / "config.json"
@@ -204,11 +189,7 @@ def _language_place(folder: Path) -> tuple[str, Literal["before", "behind"] | No
 
 
 def _token_of(tokenizer: PretrainedTokenizer, language: str, folder: Path) -> int:
-    """The token of a language.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The token of a language."""
     vocabulary = tokenizer.vocabulary
     for token in sorted(tokenizer.special_ids):
         if vocabulary[token] == language:
@@ -219,11 +200,7 @@ def _token_of(tokenizer: PretrainedTokenizer, language: str, folder: Path) -> in
 
 
 def _end_of(generation: _Generation, folder: Path) -> int:
-    """The token that ends an output.
-
-    Raises:
-        DataError: there is none, or there are several.
-    """
+    """The token that ends an output."""
     match generation.eos_token_id:
         case int(end) | [int(end)]:
             return end
@@ -234,11 +211,7 @@ def _end_of(generation: _Generation, folder: Path) -> int:
 
 
 def _never(generation: _Generation, folder: Path) -> tuple[int, ...]:
-    """Tokens that no output is to have.
-
-    Raises:
-        DataError: several in a row are forbidden.
-    """
+    """Tokens that no output is to have."""
     words = generation.bad_words_ids or []
     if long := [word for word in words if len(word) != 1]:
         raise DataError(

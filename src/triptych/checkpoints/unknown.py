@@ -67,12 +67,7 @@ class _Found:
 
 
 def work_out_family(settings: Settings, tensors: Tensors, name: str) -> Family:
-    """The one way to read the attention that names, shapes and configuration leave.
-
-    Raises:
-        DataError: there is none or more than one, in one line; its notes have the names that look like
-            attention, and the beginning of a family file.
-    """
+    """The one way to read the attention that names, shapes and configuration leave."""
     return _Guess(settings, tensors, name).family()
 
 
@@ -155,11 +150,7 @@ class _Guess:
         )
 
     def _require_understood(self) -> None:
-        """Every field of the configuration is known to leave attention alone, or is read here.
-
-        Raises:
-            DataError: one is not.
-        """
+        """Every field of the configuration is known to leave attention alone, or is read here."""
         strange = not_understood(self.settings.record, f"{self.path}." if self.path else "")
         if self.path:
             above = {name: value for name, value in self.above.record.items() if name != self.path}
@@ -168,11 +159,7 @@ class _Guess:
             self._refuse(f"nothing says what {listed(strange)} in {self.above.where} does to attention")
 
     def _require_nothing_else(self, found: list[_Found]) -> None:
-        """Every tensor that looks like attention is one of the maps that were found, or a bias.
-
-        Raises:
-            DataError: there is another.
-        """
+        """Every tensor that looks like attention is one of the maps that were found, or a bias."""
         places = [
             (module.module.replace("{layer}", str(layer)), module)
             for module in found
@@ -240,11 +227,7 @@ class _Guess:
         )
 
     def _direction(self, module: str) -> tuple[str, Literal["self", "causal", "cross"]]:
-        """Stack and kind, where the configuration says which way the model sees.
-
-        Raises:
-            DataError: it does not.
-        """
+        """Stack and kind, where the configuration says which way the model sees."""
         value = self.settings.value
         classes = self.above.value("architectures")
         ends = str(classes[0]) if isinstance(classes, list) and len(classes) == 1 else ""
@@ -267,11 +250,7 @@ class _Guess:
         )
 
     def _heads(self, module: str, stack: str) -> int:
-        """The number of heads that the configuration gives this stack, by one name or by several that agree.
-
-        Raises:
-            DataError: it gives none, or several.
-        """
+        """Number of heads that the configuration gives this stack; several names must agree."""
         own = [name for form in _HEADS_OF_STACK if self._has(name := form.format(stack))]
         other = "decoder" if stack == "encoder" else "encoder"
         of_other = any(self._has(form.format(other)) for form in _HEADS_OF_STACK)
@@ -293,11 +272,7 @@ class _Guess:
         return any(self._has(name) for name in ("rope_theta", "rope_parameters", "rope_scaling"))
 
     def _require_learned_positions(self, module: _Found, d_model: int, width: int) -> None:
-        """There is a table of positions as wide as the model, and no other kind of positions.
-
-        Raises:
-            DataError: there is none, or something that may be another kind.
-        """
+        """There is a table of positions as wide as the model, and no other kind of positions."""
         infos = self.tensors.infos
         tables = {name: infos[name].shape for name in infos if _LOOKS_LIKE_POSITIONS.search(name)}
         tables = {name: shape for name, shape in tables.items() if len(shape) > 1}
@@ -316,11 +291,7 @@ class _Guess:
             )
 
     def _ask_which_channels_turn(self, specs: list[AttentionSpec]) -> Never:
-        """Ask the user for the one thing that is left.
-
-        Raises:
-            DataError: always.
-        """
+        """Ask the user for the one thing that is left."""
         kind = self.settings.value("position_embedding_type")
         tables = [name for name in self.tensors.infos if _LOOKS_LIKE_POSITIONS.search(name)]
         strange = [name for name in self.tensors.infos if re.search(r"relative|rel_|distance|alibi", name)]

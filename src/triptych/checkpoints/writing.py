@@ -54,20 +54,6 @@ def write_layer(
     shift 0. Other numbers and widths of heads are written as such where the configuration can say them
     (`resizing`); else narrower heads are padded with zeros, heads that are gone become zero maps in their
     old places, and fewer key-value heads are repeated.
-
-    Args:
-        checkpoint: where the layer lies.
-        before: what `checkpoint.read` gave.
-        after: the rewritten weights, in any floating dtype.
-        kept: head i of `after` is head `kept[i]` of `before`; each in its place if None. Needed for
-            heads that were left out or put in another order: what lies outside the maps (sinks) follows.
-        same_sizes: leave the sizes of the format as they are, even where it could have others.
-
-    Returns:
-        The tensors whose stored numbers change; none at all for weights that were not rewritten.
-
-    Raises:
-        RewriteRefusedError: the format cannot hold it; the message says what, and what would fit.
     """
     try:
         return _LayerWriter(checkpoint, before, after, kept, same_sizes).write()
@@ -144,11 +130,7 @@ class _LayerWriter:
         return {} if sinks is None or len(self.kept) != new.heads else {"sinks": sinks[self.kept]}
 
     def _gains(self, old: MapSizes, new: MapSizes, stored: LayerMap) -> Iterator[tuple[str, Tensor]]:
-        """Gains and shifts of norms of queries and keys, where each head has its own, follow their heads.
-
-        Raises:
-            RewriteRefusedError: heads that had one key head between them no longer stand together.
-        """
+        """Gains and shifts of norms of queries and keys, where each head has its own, follow their heads."""
         heads = torch.tensor(self.kept)
         # Other numbers of heads are only written where no norm has a gain of each head's own.
         if not len(heads) == new.heads == old.heads or self.kept == list(range(old.heads)):
@@ -172,11 +154,7 @@ class _LayerWriter:
                     yield name, gains.view(len(order), -1)[order].view(gains.shape)
 
     def _changed(self, name: str, full: Tensor) -> Tensor | None:
-        """A tensor as it is to be stored; None if that is how it is stored already.
-
-        Raises:
-            RewriteRefusedError: it cannot be stored so.
-        """
+        """A tensor as it is to be stored; None if that is how it is stored already."""
         dtype = self.tensors.infos[name].dtype
         new, old = full.to(dtype).contiguous(), self.tensors.read(name)
         if torch.equal(new, old):

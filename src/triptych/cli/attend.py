@@ -114,11 +114,7 @@ class _Texts(NamedTuple):
         return model.attend(texts, targets, max_new_tokens=self.max_new_tokens, max_tokens=self.max_tokens)
 
     def _texts(self) -> list[str]:
-        """One of the command line or standard input, or the lines of a file.
-
-        Raises:
-            UsageError: none or both are given, or a text is empty or not UTF-8.
-        """
+        """One of the command line or standard input, or the lines of a file."""
         if (self.text is None) == (self.file is None):
             raise UsageError("give either a text (- for standard input) or --file with texts")
         if self.file is not None:
@@ -225,11 +221,7 @@ def _page(saved: Sequence[Saved], behaviour: OverText | None, tell: Told) -> Att
 
 
 def _one_head(saved: Sequence[Saved]) -> tuple[ViewedKind, int, int, str]:
-    """The head of a picture: its kind of attention, its place there, and a title.
-
-    Raises:
-        UsageError: several heads or texts are chosen.
-    """
+    """The head of a picture: its kind of attention, its place there, and a title."""
     heads = [(part, head) for one in saved for part in one.parts for head in part.heads]
     if len(heads) != 1:
         raise UsageError(

@@ -87,11 +87,7 @@ class _Sizes(NamedTuple):
     only: OnlyOption = None
 
     def spec(self) -> CostSpec:
-        """The library's record.
-
-        Raises:
-            ValueError: values that do not go together.
-        """
+        """The library's record."""
         given: dict[str, Any] = self._asdict()
         if only := given.pop("only"):
             given["parameterisations"] = tuple(only)
@@ -106,11 +102,7 @@ class _Timing(NamedTuple):
     device: DeviceOption = None
 
     def measure_times(self, report: CostReport) -> TimingReport | None:
-        """Times, if they are asked for.
-
-        Raises:
-            UsageError: an option of measuring without it, or a time that is none.
-        """
+        """Times, if they are asked for."""
         if not self.measure:
             if self.seconds is not None or self.device is not None:
                 given = "--device" if self.seconds is None else "--seconds"

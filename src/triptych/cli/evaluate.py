@@ -269,11 +269,7 @@ def _print_table(table: Table) -> None:
 
 
 def _read_pairs(source: Path, reference: Path) -> tuple[list[str], list[str]]:
-    """The lines of both files.
-
-    Raises:
-        DataError: their numbers differ, or there are none.
-    """
+    """The lines of both files."""
     sources, references = read_lines(source), read_lines(reference)
     if len(sources) != len(references):
         raise DataError(f"{source} has {len(sources):,} lines but {reference} has {len(references):,}")

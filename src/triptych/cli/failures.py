@@ -28,11 +28,7 @@ class UnforeseenError(TriptychError):
 
 
 def flush_output() -> None:
-    """Write what is buffered for standard output.
-
-    Raises:
-        OSError: it cannot be written. It is dropped: Python would try again at its end, and complain.
-    """
+    """Write what is buffered for standard output."""
     if sys.stdout is None:
         return
     try:

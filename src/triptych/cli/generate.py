@@ -110,11 +110,7 @@ class Continuing(NamedTuple):
     max_prompt_tokens: MaxPromptTokensOption = None
 
     def options(self) -> GenerationOptions:
-        """The library's options.
-
-        Raises:
-            UsageError: values that do not go together.
-        """
+        """The library's options."""
         try:
             sampling = SamplingOptions(
                 self.repetition_penalty, self.temperature, self.top_k, self.top_p, self.min_p
@@ -187,11 +183,7 @@ def generate(
 
 
 def _prompts(prompt: str | None, file: Path | None) -> Iterator[str]:
-    """The prompts: one of the command line or standard input, or the lines of a file.
-
-    Raises:
-        UsageError: none or both are given, or a prompt is empty or not UTF-8.
-    """
+    """The prompts: one of the command line or standard input, or the lines of a file."""
     if (prompt is None) == (file is None):
         raise UsageError("give either a prompt (- for standard input) or --file with prompts")
     if file is not None:

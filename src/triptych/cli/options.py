@@ -94,24 +94,13 @@ def open_model(
     without: str | None = None,
     **options: Any,
 ) -> Model:
-    """The model that a command is given, with the heads of `--without` off.
-
-    Args:
-        source: the argument.
-        device: where it runs.
-        without: heads that are switched off.
-        options: as those of `triptych.load`.
-    """
+    """The model that a command is given, with the heads of `--without` off."""
     model = load(source, device=device, **options)
     return model if without is None else model.ablate(without)
 
 
 def open_run(source: str | Path, *arguments: Any, **options: Any) -> Model:
-    """As `open_model`, for commands that take a run first of all.
-
-    Raises:
-        UsageError: there is no such folder, and it is no name on the Hub.
-    """
+    """As `open_model`, for commands that take a run first of all."""
     if not Path(source).exists() and not is_on_hub(source):
         raise UsageError(f"the run folder {source} does not exist")
     return open_model(source, *arguments, **options)

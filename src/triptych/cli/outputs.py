@@ -34,16 +34,7 @@ def unmarked(path: Path) -> bool:
 
 
 def require_free(outputs: Sequence[Output], read: Sequence[Path], *, force: bool) -> None:
-    """Every output can be written, and none takes the place of another, of what is read, or of a user's file.
-
-    Args:
-        outputs: what is to be written.
-        read: files and folders that the command reads.
-        force: files that others wrote may be replaced too; what is read never.
-
-    Raises:
-        UsageError: one cannot.
-    """
+    """Check that outputs can be written and replace neither each other, an input nor a user's file."""
     inputs = [leads_to(path) for path in read]
     taken: set[Path] = set()
     for path, is_own in outputs:

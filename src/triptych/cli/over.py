@@ -93,11 +93,7 @@ class OverOptions(NamedTuple):
     tokens: TokensOption = None
 
     def choice(self, more: MoreFigures) -> "OverChoice | None":
-        """The text; None without --over.
-
-        Raises:
-            UsageError: options that go with --over are given without it.
-        """
+        """The text; None without --over."""
         if self.over is not None:
             return OverChoice(self.over, self, more)
         given = {

@@ -54,11 +54,7 @@ class _Devices(NamedTuple):
     link_bandwidth: LinkBandwidthOption = "40GB"
 
     def cluster(self) -> Cluster:
-        """The library's record.
-
-        Raises:
-            UsageError: a figure that is none, or devices that do not make machines of one size.
-        """
+        """The library's record."""
         return Cluster(
             devices=self.devices,
             device_memory=int(read_quantity(self.device_memory, "--device-memory")),

@@ -12,13 +12,7 @@ from triptych.launch import speaks
 
 @contextmanager
 def progress_bar(text: str, first: str = "", *, of_bytes: bool = True) -> Iterator[Callable[..., None]]:
-    """Show a bar inside the block; call what it gives with what is done now, how far, and of how much.
-
-    Args:
-        text: before the bar; `{task.description}` is what is done now.
-        first: what that is at the beginning.
-        of_bytes: whether it counts bytes, and shows them.
-    """
+    """Show a bar inside the block; call what it gives with what is done now, how far, and of how much."""
     middle = [DownloadColumn()] if of_bytes else []
     columns = TextColumn(text, markup=False), BarColumn(), *middle, TimeRemainingColumn()
     shown = sys.stderr.isatty() and speaks()

@@ -153,11 +153,7 @@ class _Wanted(NamedTuple):
     skip_refused: SkipRefusedOption = False
 
     def recipe_for(self, model: Model) -> RewriteRecipe:
-        """The same as a recipe.
-
-        Raises:
-            UsageError: nothing is asked for, or two ways at once.
-        """
+        """The same as a recipe."""
         steps = self._steps(model)
         layers = None if self.layers is None else tuple(numbers(self.layers, "--layers"))
         if self.recipe is not None:
@@ -197,11 +193,7 @@ class _Wanted(NamedTuple):
         return [*named, *sorted(map(read_rewrite, own), key=attrgetter("place"))]
 
     def _truncations(self) -> list[dict[str, Any]]:
-        """The truncation that options ask for; empty if none does.
-
-        Raises:
-            UsageError: an option of a truncation without one.
-        """
+        """The truncation that options ask for; empty if none does."""
         sizes = {"rank": self.rank, "energy": self.energy, "budget": self.budget}
         cut = {name: value for name, value in sizes.items() if value is not None}
         for option, value in (("--rotary", self.rotary), ("--criterion", self.criterion)):

@@ -15,13 +15,7 @@ from triptych.printable import printable
 
 @final
 class Terminal(Console):
-    """A console of rich that shows text as it is: no markup, and control characters as escapes.
-
-    Args:
-        stderr: whether it writes to standard error.
-        soft_wrap: whether long lines are left to the terminal.
-        quiet: whether it writes nothing.
-    """
+    """A console of rich that shows text as it is: no markup, and control characters as escapes."""
 
     def __init__(self, *, stderr: bool = False, soft_wrap: bool = False, quiet: bool = False) -> None:
         super().__init__(
@@ -52,9 +46,6 @@ def standard_input() -> BufferedIOBase:
 
     A thread that reads ahead may still hold the lock of a stream when the process ends, and Python aborts if
     that stream is `sys.stdin`.
-
-    Raises:
-        UsageError: it is closed.
     """
     if sys.stdin is None:
         raise UsageError("standard input is closed: give the text, or a file with it")
@@ -65,11 +56,7 @@ def standard_input() -> BufferedIOBase:
 
 
 def read_text(given: str, what: str) -> str:
-    """A text of the command line; for "-" all of standard input, without the end of its last line.
-
-    Raises:
-        UsageError: it is not UTF-8, or standard input is closed.
-    """
+    """A text of the command line; for "-" all of standard input, without the end of its last line."""
     try:
         if given != "-":
             return given.encode().decode()  # bytes that are not UTF-8 came as surrogates

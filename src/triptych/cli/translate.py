@@ -119,11 +119,7 @@ class Showing(NamedTuple):
     ] = None
 
     def renderer(self, model: Model, num_best: int) -> Renderer:
-        """What is printed of each line's translation.
-
-        Raises:
-            UsageError: attention that there is not, or without JSON.
-        """
+        """What is printed of each line's translation."""
         wanted = [_parse_selection(text, model) for text in self.attention or []]
         if wanted and not self.as_json:
             raise UsageError("--attention goes with --json")

@@ -116,11 +116,7 @@ def logits_of(model: EncoderDecoder, pairs: Pairs) -> Tensor:
 def compare_logits(
     what: str, expected: Tensor, found: Tensor, tolerance: float, note: str = ""
 ) -> ConversionCheck:
-    """Compare logits.
-
-    Raises:
-        DataError: they are too far from each other, with how far.
-    """
+    """Compare logits."""
     difference = float((found.double() - expected.double()).abs().max())
     allowed = tolerance * max(1.0, float(expected.double().abs().max()))
     if not difference <= allowed:
@@ -131,11 +127,7 @@ def compare_logits(
 
 
 def rounded_difference(what: str, expected: Tensor, found: Tensor) -> ConversionCheck:
-    """How far numbers of a model whose matrices are rounded to int8 are from the model's; none is refused.
-
-    Raises:
-        DataError: they are not finite.
-    """
+    """How far numbers of a model whose matrices are rounded to int8 are from the model's; none is refused."""
     difference = float((found - expected).abs().max())
     if not difference < float("inf"):
         raise DataError(f"{what}: they are not finite: nothing is written")
@@ -148,11 +140,7 @@ def compare_tokenizers(
     encode: Callable[[str], list[int]],
     decode: Callable[[list[int]], str] | None = None,
 ) -> ConversionCheck:
-    """Compare ids, with the end of the sentence, and the texts made of them on sample sentences.
-
-    Raises:
-        DataError: they differ, with the first sentence that does.
-    """
+    """Compare ids, with the end of the sentence, and the texts made of them on sample sentences."""
     # MarianTokenizer takes special tokens that a text spells out for special ones, its own do not.
     spelled_out = () if isinstance(tokenizer, SentencePieceTokenizer) else _SPELLED_OUT
     samples = [*_SAMPLES, *spelled_out]

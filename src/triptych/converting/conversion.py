@@ -59,22 +59,7 @@ class Conversion:
 def convert(
     opened: OpenedModel, target: Path, to: TargetFormat, quantization: Quantization = "float32"
 ) -> Conversion:
-    """Write a model in another format.
-
-    Args:
-        opened: a run or a Marian checkpoint; of language models a run, with "hf" or "ctranslate2", or a
-            checkpoint, with "ctranslate2". On the CPU.
-        target: a folder that does not exist yet.
-        to: the format: of `transformers` ("hf"), CTranslate2 or ONNX; "triptych", for a Marian checkpoint,
-            makes a folder of ours, which `translate` and `evaluate` take.
-        quantization: of the matrices, for CTranslate2.
-
-    Raises:
-        UsageError: the model does not fit, with what would; there is no such folder; the target exists; a
-            library is missing.
-        DataError: the source cannot be read, or what was written does not compute the same. Nothing is left
-            behind.
-    """
+    """Write a model in another format."""
     if quantization != "float32" and to != "ctranslate2":
         raise UsageError(f"--quantization {quantization} goes with --to ctranslate2, not with --to {to}")
     if not opened.translates:
@@ -96,11 +81,7 @@ def convert(
 def _convert_language_model(
     opened: OpenedModel, target: Path, to: TargetFormat, quantization: Quantization
 ) -> Conversion:
-    """Write a model of the tokens of a text.
-
-    Raises:
-        UsageError, DataError: see `convert`.
-    """
+    """Write a model of the tokens of a text."""
     if to not in ("hf", "ctranslate2"):
         raise UsageError(
             f"{opened.folder} is a run of a language model, which is converted --to hf or ctranslate2 alone"
@@ -115,11 +96,7 @@ def _convert_language_model(
 
 
 def _written(target: Path, write: Callable[[Path], Written]) -> Written:
-    """Make a folder; what its writer tells of it.
-
-    Raises:
-        UsageError: there is something of that name, or no place for it.
-    """
+    """Make a folder; what its writer tells of it."""
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target} exists: choose another name for the output, nothing is overwritten")
     if not target.absolute().parent.is_dir():

@@ -39,12 +39,7 @@ _TOLERANCE = 1e-4
 
 
 def write_ctranslate2(run: OpenedModel, folder: Path, quantization: Quantization) -> Written:
-    """Fill a folder that `ctranslate2.Translator` reads.
-
-    Raises:
-        UsageError: CTranslate2 is not installed, or the model does not fit, with what would.
-        DataError: what was written does not compute the same.
-    """
+    """Fill a folder that `ctranslate2.Translator` reads."""
     require_extra("convert", "ctranslate2", what="--to ctranslate2")
     plain = plain_model(run.encoder_decoder, "CTranslate2")
     length = max_positions(run.encoder_decoder, run.decoding.max_extra_tokens)

@@ -49,16 +49,7 @@ _ACTIVATIONS = {
 
 
 def write_text_generator(opened: OpenedModel, folder: Path, quantization: Quantization) -> Written:
-    """Fill a folder that `ctranslate2.Generator` reads with a language model and its tokenizer.
-
-    Args:
-        opened: of a run, or of a checkpoint of a decoder.
-        folder: an empty one.
-        quantization: of the matrices.
-
-    Raises:
-        UsageError, DataError: see `write_generator`.
-    """
+    """Fill a folder that `ctranslate2.Generator` reads with a language model and its tokenizer."""
     model, tokenizer = opened.language_model, opened.tokenizer
     check = write_generator(model, folder, quantization)
     if isinstance(tokenizer, PretrainedTokenizer):
@@ -91,17 +82,7 @@ print(tokenizer.decode(found.sequences_ids[0]))
 def write_generator(
     model: LanguageModel, folder: Path, quantization: Quantization = "float32"
 ) -> ConversionCheck:
-    """Fill a folder that `ctranslate2.Generator` reads; its tokens are the numbers "0", "1", … of ours.
-
-    Args:
-        model: of any dtype.
-        folder: an empty one.
-        quantization: of the matrices.
-
-    Raises:
-        UsageError: CTranslate2 is not installed, or the model does not fit, with the part that does not.
-        DataError: what was written does not compute the same.
-    """
+    """Fill a folder that `ctranslate2.Generator` reads; its tokens are the numbers "0", "1", … of ours."""
     require_extra("ctranslate2", "ctranslate2", what="--engine ctranslate2")
     spec = _spec(model)
     vocabulary = [str(token) for token in range(model.vocab_size)]
@@ -128,11 +109,7 @@ def _norm_of(model: LanguageModel) -> NormConfig:
 
 
 def _require_fit(model: LanguageModel) -> None:
-    """All but the attention layers is what a spec holds.
-
-    Raises:
-        UsageError: it is not, with the first part that is not.
-    """
+    """All but the attention layers is what a spec holds."""
     made, norm = model.architecture, _norm_of(model)
     embeddings, head = made.embeddings, made.head
     reasons: dict[str, bool] = {
@@ -234,11 +211,7 @@ def _spec(model: LanguageModel) -> Any:
 
 
 def _rotary(rotary: RotaryEmbedding | None, width: int) -> dict[str, Any]:
-    """Arguments of the spec for rotary positions; none without them.
-
-    Raises:
-        UsageError: the frequencies are scaled, or other channels than the first rotated.
-    """
+    """Arguments of the spec for rotary positions; none without them."""
     if rotary is None:
         return {}
     count = len(rotary.frequencies)

@@ -29,12 +29,7 @@ _IDS = "token ids of AutoTokenizer and ours"
 
 
 def write_hf(run: OpenedModel, folder: Path) -> Written:
-    """Fill a folder that `AutoModelForSeq2SeqLM` and `AutoTokenizer` read.
-
-    Raises:
-        UsageError: the model does not fit, with what would.
-        DataError: what was written does not compute the same.
-    """
+    """Fill a folder that `AutoModelForSeq2SeqLM` and `AutoTokenizer` read."""
     architecture_for(run.encoder_decoder)
     plain = plain_model(run.encoder_decoder, "Hugging Face's format")
     decoding = run.decoding

@@ -63,12 +63,7 @@ _SAMPLES = (
 
 
 def write_language_model(opened: OpenedModel, folder: Path) -> Written:
-    """Fill a folder with the model and the tokenizer of a run.
-
-    Raises:
-        UsageError: the model does not fit, with the parts that do not.
-        DataError: what was written does not compute the same.
-    """
+    """Fill a folder with the model and the tokenizer of a run."""
     if goes_on(opened.folder):
         copy_checkpoint(opened.folder, folder)
         name, folded = "as the checkpoint that the run went on with", tuple[str, ...]()
@@ -131,11 +126,7 @@ def _refusing(format_name: str) -> Callable[[str], UsageError]:
 
 
 def _require(model: LanguageModel, refused: Callable[[str], UsageError], kind: str) -> NormConfig:
-    """All but attention and feed-forward layers is what both formats hold; the norm that all are.
-
-    Raises:
-        UsageError: it is not, with the first part that is not.
-    """
+    """All but attention and feed-forward layers is what both formats hold; the norm that all are."""
     made = model.architecture
     embeddings, head, norm = made.embeddings, made.head, made.final_norm
     names = {"layer": "LayerNorm", "rms": "RMSNorm"}

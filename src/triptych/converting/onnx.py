@@ -36,12 +36,7 @@ _TOLERANCE = 1e-4
 
 
 def write_onnx(run: OpenedModel, folder: Path) -> Written:
-    """Fill a folder with `encoder.onnx` and `decoder.onnx`.
-
-    Raises:
-        UsageError: a library is missing.
-        DataError: what was written does not compute the same.
-    """
+    """Fill a folder with `encoder.onnx` and `decoder.onnx`."""
     require_extra("convert", "onnx", "onnxscript", what="--to onnx")
     model = copy.deepcopy(run.encoder_decoder).cpu().float().eval()
     length = max_positions(model, run.decoding.max_extra_tokens)

@@ -20,12 +20,7 @@ class EncoderGraph(nn.Module):
     """From source tokens to what the decoder reads of them: keys and values of every layer, and a mask."""
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
-        """Take the encoder.
-
-        Args:
-            engine: in float32, with modules that may be traced.
-            max_tokens: the longest source.
-        """
+        """Take the encoder."""
         super().__init__()
         self.engine, self.max_tokens = engine, max_tokens
         self.model, self.memory_map = engine.model, engine.memory_map  # for the names of their tensors
@@ -54,17 +49,7 @@ class DecoderGraph(nn.Module):
     def forward(
         self, tgt_ids: Tensor, mask: Tensor, own: list[Tensor], memory: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        """One step, of one token a row or of several.
-
-        Args:
-            tgt_ids: `[rows, length]`, the tokens after those kept.
-            mask: the encoder's.
-            own: keys and values of each layer for the tokens before; of length 0 at first.
-            memory: the encoder's keys and values.
-
-        Returns:
-            Logits `[rows, length, tgt_vocab_size]`, then `own` with the new tokens.
-        """
+        """One step, of one token a row or of several."""
         before, length = own[0].shape[2], tgt_ids.shape[1]
         ids = torch.arange(length) + before
         seen = torch.arange(before + length)[None, :] <= ids[:, None]

@@ -46,16 +46,7 @@ class PlainModel:
 
 
 def plain_model(model: EncoderDecoder, target: str) -> PlainModel:
-    """Write the heads of a model plainly; the model given is left as it is.
-
-    Args:
-        model: any parameterisation, post-norm or pre-norm.
-        target: the format that it is for, in words, to be named in a refusal.
-
-    Raises:
-        UsageError: positions inside attention, or heads wider than d_model over their number, with what
-            would fit.
-    """
+    """Write the heads of a model plainly; the model given is left as it is."""
     scheme = model.config.positions.scheme
     if scheme in ("rotary", "alibi"):
         raise UsageError(

@@ -37,11 +37,7 @@ class HeadSizes:
 
 
 def plain_layer(block: Block, number: int, refused: Refused) -> AttentionWeights:
-    """The maps of a block with one link a side and a map for each.
-
-    Raises:
-        UsageError: the layer does more than its maps and rotary positions, or cannot be written so.
-    """
+    """The maps of a block with one link a side and a map for each."""
     weights = block.self_attention.weights("causal")
     unfit = weights.semantics.beyond(("scale", "kind", "rotary", "dropout"))
     if weights.norms_within:
@@ -58,11 +54,7 @@ def plain_layer(block: Block, number: int, refused: Refused) -> AttentionWeights
 
 
 def head_sizes(layers: Sequence[AttentionWeights], refused: Refused) -> HeadSizes:
-    """Sizes that the heads of all layers fit into.
-
-    Raises:
-        UsageError: the layers have different numbers of heads.
-    """
+    """Sizes that the heads of all layers fit into."""
     heads = {weights.num_heads for weights in layers}
     if len(heads) > 1:
         raise refused(f"its layers have {' and '.join(map(str, sorted(heads)))} heads")
@@ -72,12 +64,7 @@ def head_sizes(layers: Sequence[AttentionWeights], refused: Refused) -> HeadSize
 
 
 def rotary_base(rotary: RotaryEmbedding, refused: Refused) -> float:
-    """The base b where channel pair i of n turns by `b^(−i / n)` a position.
-
-    Raises:
-        UsageError: the frequencies are scaled, or depend on the length of the text, or other channels than
-            the first are turned.
-    """
+    """The base b where channel pair i of n turns by `b^(−i / n)` a position."""
     frequencies = rotary.frequencies.double()
     count = len(frequencies)
     if rotary.start or rotary.factor != 1.0 or rotary.places is not None:

@@ -35,11 +35,7 @@ class Ahead(Generic[Item]):
         return not self._ended and not self._arrived.empty()
 
     def next(self) -> Item | None:
-        """The next item, waited for; None at the end.
-
-        Raises:
-            Exception: what the stream raised, in its place.
-        """
+        """The next item, waited for; None at the end."""
         if self._ended:
             return None
         item = self._arrived.get()

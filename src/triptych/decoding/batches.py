@@ -48,13 +48,7 @@ def _padded(sentences: Sequence[Sequence[int]], eos_id: int, pad_id: int) -> Ten
 def batches_of_like_length(
     sentences: Sequence[Sequence[int]], batch_tokens: int, batch_sentences: int | None = None
 ) -> Iterator[list[int]]:
-    """Places of sentences of like length, the longest first.
-
-    Args:
-        sentences: token ids without the end of sentence.
-        batch_tokens: padded tokens in a batch, ends of sentences included; a longer sentence is alone.
-        batch_sentences: sentences in a batch, at most; no limit of their own if None.
-    """
+    """Places of sentences of like length, the longest first."""
     order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)
     batch: list[int] = []
     for i in order:
@@ -73,11 +67,6 @@ def padded_alike(batch: Sequence[int], lengths: Sequence[int], limit: int | None
 
     Beyond a limit, rotary positions may depend on the longest text of a batch: then all texts of a part have
     one length.
-
-    Args:
-        batch: places of texts.
-        lengths: of all texts.
-        limit: see `LanguageModel.rotary_limit`.
     """
     if limit is None or max(lengths[i] for i in batch) <= limit:
         yield [*batch]

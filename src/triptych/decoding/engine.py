@@ -79,17 +79,7 @@ class Engine(DecodingEngine):
         never: Sequence[int] = (),
         direct: bool = True,
     ) -> None:
-        """Prepare a model.
-
-        Args:
-            model: left as it is.
-            precision: of the maps.
-            never: tokens whose logits are to be −inf.
-            direct: whether to `call_directly`; a model that is to be traced must not.
-
-        Raises:
-            ValueError: `unsupported_precision` has a reason.
-        """
+        """Prepare a model."""
         table = model.tgt_embedding.weight
         self.device = table.device
         if reason := unsupported_precision(precision, self.device):
@@ -134,13 +124,7 @@ class Engine(DecodingEngine):
         own.output = maps.linear(F.pad(weight, (0, 0, 0, missing)), bias)  # type: ignore[assignment]
 
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int, fixed: bool = False) -> "BeamCache":
-        """Read sentences: what decoding them needs, with room for `beam_size` hypotheses of each.
-
-        Args:
-            src: token ids with the end of sentence, padded with the model's pad_id.
-            beam_size: hypotheses of each.
-            fixed: whether every step is to be the same work on the same memory (`FixedBeamCache`).
-        """
+        """Read sentences: what decoding them needs, with room for `beam_size` hypotheses of each."""
         real = src != self.pad_id
         mask = None
         if not bool(real.all()):
@@ -309,13 +293,7 @@ class FixedBeamCache(BeamCache):
 
 @final
 class FixedSlots(AttentionCache):
-    """Keys and values of a layer in slots that are there from the start.
-
-    Args:
-        position: of the next token, on the device.
-        beam_size: slots written at a time.
-        room: number of slots.
-    """
+    """Keys and values of a layer in slots that are there from the start."""
 
     def __init__(self, position: Tensor, beam_size: int, room: int) -> None:
         self._position, self._room = position, room

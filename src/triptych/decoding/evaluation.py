@@ -50,9 +50,6 @@ def score_translations(
     The interval is the middle 95 % of the scores of `num_resamples` corpora of the same size, drawn
     with replacement (Koehn 2004). sacreBLEU's own sentence statistics are summed, so the score of the
     whole corpus is sacreBLEU's to the last digit.
-
-    Raises:
-        DataError: the numbers of lines differ, or there is none.
     """
     hypotheses, references = as_lines(hypotheses), as_lines(references)
     if len(hypotheses) != len(references):
@@ -144,17 +141,7 @@ def evaluate_translations(
     references: Sequence[str],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Translate a test text and score it with sacreBLEU's BLEU and chrF.
-
-    Args:
-        translator: the model and how it searches.
-        sources: a sentence each.
-        references: their right translations.
-        progress: is told how many sentences of how many are done.
-
-    Raises:
-        DataError: the numbers of lines differ, or there are none.
-    """
+    """Translate a test text and score it with sacreBLEU's BLEU and chrF."""
     if len(sources) != len(references):
         raise DataError(f"{len(sources):,} lines to translate but {len(references):,} references")
     if not sources:

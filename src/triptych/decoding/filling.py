@@ -35,23 +35,7 @@ class Filling:
 def fill_masks(
     model: LanguageModel, tokenizer: Tokenizer, text: str, count: int = 5, max_tokens: int | None = None
 ) -> list[list[Filling]]:
-    """The most probable tokens for every mask of a text, each mask by itself.
-
-    Args:
-        model: encoder-only.
-        tokenizer: the model's; `[MASK]` stands for its mask, whatever that is called.
-        text: with at least one mask.
-        count: tokens for each mask.
-        max_tokens: longest text; None for as many as the model has positions for, or 8,192 where it has no
-            limit.
-
-    Returns:
-        For every mask, from left to right, its tokens, the most probable first.
-
-    Raises:
-        UsageError: not an encoder with a head, no mask in the text, or too many tokens.
-        DataError: the tokenizer has tokens that the model has not.
-    """
+    """The most probable tokens for every mask of a text, each mask by itself."""
     if model.causal or model.head is None:
         raise UsageError("this model predicts no masked tokens: fill is for encoder-only models with a head")
     mask_id = tokenizer.mask_id

@@ -19,12 +19,7 @@ _WARM_UPS = 2
 
 @final
 class FixedSteps:
-    """The steps of one batch.
-
-    Args:
-        engine: of the model.
-        cache: of the batch; only what is done here may make it longer, and its sentences must stay.
-    """
+    """The steps of one batch."""
 
     def __init__(self, engine: Engine, cache: FixedBeamCache) -> None:
         self.cache = cache

@@ -364,15 +364,6 @@ def fused(model: nn.Module, maps: Maps, *, small_cache: bool = False) -> nn.Modu
     """A copy of a model for evaluation, its layers replaced; it shares memory with the model where it can.
 
     The embeddings are the caller's to replace, and the output layer.
-
-    Args:
-        model: left as it is.
-        maps: makes the linear maps.
-        small_cache: keep no more of a token than `cost` counts, a latent in the place of the keys and values
-            that it makes; attention layers that cannot be fused, or not so, stay as they are.
-
-    Raises:
-        ValueError: a layer cannot be fused.
     """
     copied = evaluating_copy(model)
     fuse(copied, maps, small_cache=small_cache)
@@ -387,14 +378,7 @@ def evaluating_copy(model: ModuleT) -> ModuleT:
 def fuse(
     copied: nn.Module, maps: Maps, *, small_cache: bool = False, files: MappedFiles | None = None
 ) -> None:
-    """Replace the layers of a model; see `fused`.
-
-    Args:
-        copied: an `evaluating_copy`.
-        maps: makes the linear maps.
-        small_cache: see `fused`.
-        files: lets go of the pages of the weights that have been copied.
-    """
+    """Replace the layers of a model; see `fused`."""
     for parent in list(copied.modules()):
         if isinstance(parent, FeedForward):
             given = list(parent.parameters())

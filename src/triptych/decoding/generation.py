@@ -40,9 +40,6 @@ class GenerationOptions:
         stop_texts: a continuation ends before any of these strings.
         max_prompt_tokens: longest prompt; None for as many tokens as the model has positions for, or 32,768
             where it has no limit and reads a prompt whole.
-
-    Raises:
-        ValueError: values out of range, or that do not go together.
     """
 
     max_new_tokens: int = 128
@@ -121,21 +118,13 @@ class OtherEngine(ABC):
         ends: Callable[[int, int], bool],
         batch_rows: int = 32,
     ) -> list[list[Generated]]:
-        """Continue prompts; see `generate_tokens`.
-
-        Raises:
-            UsageError: options that it does not have, or a prompt that cannot be continued.
-        """
+        """Continue prompts; see `generate_tokens`."""
 
     @abstractmethod
     def stream(
         self, prompt: Sequence[int], options: GenerationOptions, ends: Callable[[int, int], bool]
     ) -> Iterator[NewToken]:
-        """Continue a prompt without a beam, token by token; see `generate_stream`.
-
-        Raises:
-            UsageError: as for `generate`.
-        """
+        """Continue a prompt without a beam, token by token; see `generate_stream`."""
 
 
 def _never(row: int, token: int) -> bool:
@@ -146,17 +135,7 @@ def _never(row: int, token: int) -> bool:
 def check_prompts(
     prompts: Sequence[Sequence[int]], max_tokens: int | None, most: int | None, *, whole: bool = True
 ) -> None:
-    """Check that every prompt can be continued.
-
-    Args:
-        prompts: token ids.
-        max_tokens: positions of the model; None if there is no limit.
-        most: tokens of a prompt; see `GenerationOptions.max_prompt_tokens`.
-        whole: whether a prompt is read whole, and not only its end.
-
-    Raises:
-        UsageError: one has no tokens, or too many.
-    """
+    """Check that every prompt can be continued."""
     for number, ids in enumerate(prompts, start=1):
         which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
         otherwise = LONGEST_PROMPT if whole else len(ids)
@@ -173,15 +152,6 @@ def generate_stream(
 
     A model of a recipe reads `engine.context` tokens at once, as in training. A text that has grown to so
     many goes on from the last half of them, read again. When that is depends on the text alone.
-
-    Args:
-        engine: the model.
-        prompts: token ids, at least one each.
-        options: how; without a beam.
-        ends: told of every row and its new token; whether a stop string is complete.
-
-    Raises:
-        UsageError: see `check_prompts`.
     """
     check_prompts(prompts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
     growing = _Growing(engine, prompts, options, ends)
@@ -224,28 +194,13 @@ class _Growing:
         self._sampler.read(self.texts, engine.num_choices, engine.device)
 
     def limit(self, row: int, length: int) -> int:
-        """Tokens that a text grows by before it is as long as was asked for, or as can be read at once.
-
-        Args:
-            row: its number.
-            length: of its tokens, those that are read.
-        """
+        """Tokens that a text grows by before it is as long as was asked for, or as can be read at once."""
         return limit_of_prompt(length, self._longest[row] - len(self.texts[row]), self.engine.context)
 
     def grow(
         self, rows: list[int], lengths: Sequence[int], opened: OpenTexts, logits: Tensor
     ) -> Generator[NewToken, None, list[int]]:
-        """Continue texts that were read.
-
-        Args:
-            rows: their numbers.
-            lengths: tokens of each that were read.
-            opened: what was read.
-            logits: of the next tokens.
-
-        Returns:
-            The numbers of those that go on when their last tokens are read again.
-        """
+        """Continue texts that were read."""
         limits = dict(zip(rows, map(self.limit, rows, lengths), strict=True))
         is_open, going_on, length = [True] * len(rows), list[int](), 0
         while True:
@@ -306,21 +261,7 @@ def generate_tokens(
     ends: Callable[[int, int], bool] = _never,
     batch_rows: int = 32,
 ) -> list[list[Generated]]:
-    """Continue prompts, those of like length together.
-
-    Args:
-        engine: the model.
-        prompts: token ids, at least one each.
-        options: how.
-        ends: as in `generate_stream`; with a beam not asked.
-        batch_rows: continuations at a time.
-
-    Returns:
-        For every prompt its `num_samples` continuations, of a beam the best first.
-
-    Raises:
-        UsageError: see `check_prompts`.
-    """
+    """Continue prompts, those of like length together."""
     check_prompts(prompts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
     if options.beam_size > 1:
         return [beam_search(engine, ids, options) for ids in prompts]
@@ -377,11 +318,6 @@ def beam_search(engine: TextEngine, prompt: Sequence[int], options: GenerationOp
     Each step keeps the `beam_size` most probable of all one-token extensions. Those that end, by a stop
     token, leave the beam; the search is over when `beam_size` have ended or at the limit, where the open ones
     count as they are. No text goes on past what the model reads at once.
-
-    Args:
-        engine: the model.
-        prompt: token ids.
-        options: how.
     """
     prompt = _last(prompt, engine.context)
     k, limit = options.beam_size, limit_of_prompt(len(prompt), options.max_new_tokens, engine.context)

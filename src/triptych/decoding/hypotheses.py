@@ -121,14 +121,7 @@ def best_first(found: Sequence[Hypothesis]) -> list[Hypothesis]:
 
 
 def require_finite_logits(best: Float[Tensor, " rows"]) -> None:
-    """Check that the model still computes numbers: a search over NaN has no end.
-
-    Args:
-        best: of each row the highest log-probability, or what logits sum to.
-
-    Raises:
-        DataError: one is NaN or +∞.
-    """
+    """Check that the model still computes numbers: a search over NaN has no end."""
     if bool((best.isnan() | (best == torch.inf)).any()):
         raise DataError(
             "the model computed numbers that are not finite (NaN or infinite) from weights that are: they "

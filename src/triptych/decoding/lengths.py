@@ -9,19 +9,7 @@ LONGEST_PROMPT, LONGEST_LINE, LONGEST_SHOWN = 32_768, 1_024, 8_192
 def check_length(
     which: str, length: int, positions: int | None, asked: int | None, otherwise: int, option: str
 ) -> None:
-    """Check that a text can be read at once.
-
-    Args:
-        which: what a message calls the text.
-        length: its number of tokens.
-        positions: of the model; None if there is no limit.
-        asked: the most tokens that the caller allows; None if nothing was said.
-        otherwise: the most tokens where neither sets a limit.
-        option: the name of what sets `asked`.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """Check that a text can be read at once."""
     if not length:
         raise UsageError(f"{which} is empty: give it some text")
     if positions is not None and length > positions:

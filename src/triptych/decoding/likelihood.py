@@ -82,13 +82,6 @@ def token_losses(
 
     A window reads `context` tokens. The first predicts as many; every later one begins `stride` tokens after
     the one before and predicts the `stride` tokens that none has predicted yet.
-
-    Args:
-        model: decoder-only.
-        ids: the text.
-        context: tokens that a window reads, at least 1.
-        stride: between 1 and `context`.
-        compute: the logits, in the place of the model's own.
     """
     whole = torch.tensor(ids, device=model.embeddings.table.weight.device)
     last = len(ids) - 1  # tokens that are read
@@ -121,17 +114,7 @@ def score_continuations(
     max_tokens: int,
     batch_rows: int = 16,
 ) -> list[tuple[float, bool]]:
-    """Of each pair of a context and a continuation, the continuation's log-probability in nats.
-
-    Args:
-        model: decoder-only.
-        pairs: token ids; a context has at least one. What is past `max_tokens` is cut off on the left.
-        max_tokens: longest text that is read.
-        batch_rows: texts read together, shorter ones filled up on the right, which no token before sees.
-
-    Returns:
-        The log-probability, and whether every token of the continuation is the most probable one.
-    """
+    """Of each pair of a context and a continuation, the continuation's log-probability in nats."""
     texts = [[*before, *after][-max_tokens - 1 :] for before, after in pairs]
     found = [(0.0, True)] * len(pairs)
     order = sorted((i for i in range(len(pairs)) if pairs[i][1]), key=lambda i: -len(texts[i]))
@@ -164,20 +147,6 @@ def measure_likelihood(
     """Score a model on texts, each by itself and over its whole length.
 
     The first token of a document is predicted only where the tokenizer puts a special one before it.
-
-    Args:
-        model: decoder-only.
-        tokenizer: the model's.
-        documents: texts; empty ones are left out.
-        context: tokens of a window; if None, as many as the model reads at once (`LanguageModel.context`),
-            and 1,024 at most.
-        stride: tokens by which a window begins after the one before; `context` if None: side by side.
-        progress: told how many documents of how many are done.
-        compute: the logits, in the place of the model's own.
-
-    Raises:
-        UsageError: an encoder, a context past the model's positions, or a stride past the context.
-        DataError: there is nothing to predict.
     """
     if not model.causal:
         raise UsageError("an encoder predicts no text: evaluate --text is for decoder-only models")

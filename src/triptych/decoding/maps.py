@@ -60,13 +60,7 @@ class Maps(ABC):
 
     @staticmethod
     def of(precision: Precision, dtype: torch.dtype, *, packed: bool = False) -> "Maps":
-        """For a model of this dtype: "fp32" leaves it as it is.
-
-        Args:
-            precision: of the maps.
-            dtype: of the model.
-            packed: whether to pack weights where `PackedLinear` has a product for them.
-        """
+        """For a model of this dtype: "fp32" leaves it as it is."""
         if precision == "int8":
             return Int8Maps(dtype)
         return DenseMaps(torch.bfloat16 if precision == "bf16" else dtype, packed)
@@ -74,12 +68,7 @@ class Maps(ABC):
 
 @final
 class DenseMaps(Maps):
-    """Maps of a floating dtype, which share memory with the model's own where they can.
-
-    Args:
-        dtype: of weights and activations.
-        packed: see `Maps.of`. Packed weights are a copy.
-    """
+    """Maps of a floating dtype, which share memory with the model's own where they can."""
 
     def __init__(self, dtype: torch.dtype, packed: bool = False) -> None:
         self.dtype, self.packed = dtype, packed

@@ -11,10 +11,6 @@ def split_line(line: str, fits: Callable[[str], bool]) -> list[str]:
     """Cut a line into pieces that fit: between sentences, else clauses, else words, else anywhere.
 
     Neighbouring pieces are joined again as long as they fit together, so there are few.
-
-    Args:
-        line: not empty.
-        fits: whether a piece is short enough; every single character must be.
     """
     return _split(line, fits, 0)
 

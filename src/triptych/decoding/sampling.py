@@ -32,9 +32,6 @@ class SamplingOptions:
             al. 2020, arXiv 1904.09751.
         min_p: only tokens whose probability is p times that of the most probable one, or more. Source:
             Nguyen et al. 2024, arXiv 2407.01082.
-
-    Raises:
-        ValueError: a value out of its range.
     """
 
     repetition_penalty: float = 1.0
@@ -101,12 +98,7 @@ def filtered(logits: Float[Tensor, "rows vocab"], options: SamplingOptions) -> F
 
 
 def draw(logits: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """A token of every row: the first at which the sum of the probabilities exceeds the row's number.
-
-    Args:
-        logits: −inf for tokens that must not be drawn.
-        uniforms: in [0, 1), float64.
-    """
+    """A token of every row: the first at which the sum of the probabilities exceeds the row's number."""
     sums = logits.double().softmax(dim=-1).cumsum(dim=-1)
     return torch.searchsorted(sums, (uniforms * sums[:, -1])[:, None], right=True)[:, 0]
 
@@ -120,13 +112,7 @@ class Sampler:
     """
 
     def __init__(self, options: SamplingOptions, seed: int, samples: Sequence[int]) -> None:
-        """Begin.
-
-        Args:
-            options: how to choose.
-            seed: of all rows.
-            samples: the number of each row's sample.
-        """
+        """Begin."""
         self.options = options
         self._numbers = [random.Random(f"triptych {seed} {sample}") for sample in samples]
         self._seen: Tensor | None = None

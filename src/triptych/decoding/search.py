@@ -34,17 +34,6 @@ def search(
 
     Sentences do not influence each other: each has its own limit and its own end. When a sentence
     is done, `SearchOptions.stop` says.
-
-    Args:
-        engine: of the model, with the `never` of the rules.
-        src: token ids with the end of sentence, padded with the model's pad_id.
-        options: how to search.
-        rules: what every output obeys.
-        fixed: whether every step is the same work on the same memory (`FixedSteps`), recorded once and
-            replayed on a GPU; on GPUs only, if None.
-
-    Returns:
-        num_best hypotheses for every sentence (fewer only where the search found fewer).
     """
     if fixed is None:
         fixed = engine.device.type == "cuda" and isinstance(engine, Engine)

@@ -87,16 +87,7 @@ class TextEngine:
     def __init__(
         self, model: LanguageModel, precision: Precision = "fp32", num_choices: int | None = None
     ) -> None:
-        """Prepare a model.
-
-        Args:
-            model: left as it is, but for its evaluation mode.
-            precision: of its maps: "fp32" (a float64 model stays float64), "bf16" or "int8".
-            num_choices: tokens that there are text for, where the model's tables have rows past them.
-
-        Raises:
-            ValueError: `unsupported_precision` has a reason, or the model is an encoder.
-        """
+        """Prepare a model."""
         table = model.embeddings.table.weight
         self.device, self.precision = table.device, precision
         if not model.causal:
@@ -125,12 +116,7 @@ class TextEngine:
     def read(
         self, texts: Sequence[Sequence[int]], room: int = 0
     ) -> tuple[OpenTexts, Float[Tensor, "rows vocab"]]:
-        """Read texts whole: what continuing them needs, and the logits of the token after each.
-
-        Args:
-            texts: tokens, at least one each.
-            room: tokens to make room for.
-        """
+        """Read texts whole: what continuing them needs, and the logits of the token after each."""
         longest = max(map(len, texts))
         padding = torch.tensor([longest - len(ids) for ids in texts], device=self.device)
         opened = OpenTexts(self._new_cache(longest + room), padding if bool(padding.any()) else None)

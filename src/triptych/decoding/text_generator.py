@@ -113,20 +113,7 @@ class TextGenerator:
         batch_rows: int = 32,
         other: OtherEngine | None = None,
     ) -> None:
-        """Put a generator together.
-
-        Args:
-            model: decoder-only.
-            tokenizer: of the model's folder.
-            precision: of the model's maps; "fp32" is as they are, the others are faster and not exact.
-            end_ids: tokens that end a text, beside the tokenizer's `eos_id`.
-            batch_rows: texts continued at a time.
-            other: runs the model in the place of our own engine, in a precision of its own.
-
-        Raises:
-            UsageError: the model is an encoder, or cannot be run in this precision here.
-            DataError: the tokenizer has tokens that the model has not.
-        """
+        """Put a generator together."""
         check_vocabulary(model, tokenizer)
         self.model, self.tokenizer, self.precision = model, tokenizer, precision
         self._batch_rows = batch_rows
@@ -148,15 +135,7 @@ class TextGenerator:
         return [layer.num_heads for layer in layers]
 
     def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
-        """The token ids of a prompt.
-
-        Args:
-            prompt: a text, or with `chat` what a user says to the model.
-            chat: put it into the tokenizer's chat template.
-
-        Raises:
-            UsageError: it is empty, or there is no chat template.
-        """
+        """The token ids of a prompt."""
         if not prompt:
             raise UsageError("the prompt is empty: give it some text")
         if chat:
@@ -167,19 +146,7 @@ class TextGenerator:
     def generate(
         self, prompts: Sequence[str], options: GenerationOptions, *, chat: bool = False
     ) -> list[list[Continuation]]:
-        """Continue prompts, those of like length together.
-
-        Args:
-            prompts: texts.
-            options: how; the tokens that end a text are added to its stop tokens.
-            chat: see `encode`.
-
-        Returns:
-            The `num_samples` continuations of each prompt.
-
-        Raises:
-            UsageError: a prompt is empty or past the model's positions; the message says which.
-        """
+        """Continue prompts, those of like length together."""
         texts = [self._encoded(prompt, number, len(prompts), chat) for number, prompt in enumerate(prompts)]
         return self.continue_tokens(texts, options)
 
@@ -214,17 +181,7 @@ class TextGenerator:
         ]
 
     def stream(self, prompt: str, options: GenerationOptions, *, chat: bool = False) -> Iterator[str]:
-        """Continue a prompt, giving out the text as it comes.
-
-        Args:
-            prompt: a text.
-            options: how; with one sample and no beam.
-            chat: see `encode`.
-
-        Raises:
-            ValueError: there is a beam, or more than one sample.
-            UsageError: see `encode`.
-        """
+        """Continue a prompt, giving out the text as it comes."""
         if options.beam_size > 1 or options.num_samples > 1:
             raise ValueError("one sample without a beam comes token by token")
         ids = self.encode(prompt, chat=chat)
@@ -272,11 +229,7 @@ def _cut(found: Generated, text: TextStream) -> Generated:
 
 
 def check_vocabulary(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Every token of a tokenizer is one of the model.
-
-    Raises:
-        DataError: the model has fewer.
-    """
+    """Every token of a tokenizer is one of the model."""
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model {model.vocab_size:,}: they "

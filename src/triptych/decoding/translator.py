@@ -78,26 +78,7 @@ class Translator:
         workers: int = 1,
         searcher: Searcher | None = None,
     ) -> None:
-        """Put a translator together.
-
-        Args:
-            model: set to evaluation mode while translating.
-            tokenizers: of the model's run.
-            options: how to search; the paper's if None.
-            batch_tokens: padded source tokens translated at a time.
-            batch_sentences: sentences translated at a time, at most; no limit of their own if None.
-            precision: of the model's maps; "fp32" is as it was trained, the others are faster and
-                not exact.
-            workers: processes of one thread each that translate side by side on a CPU, this one
-                included. With more than one, a script must guard its main part with
-                `if __name__ == "__main__"`, and torch's number of threads becomes 1 while translating.
-            searcher: searches in the place of our own engine, for all sentences of a batch of lines at
-                once. How it batches them, in what precision and with how many workers is its own matter.
-                The weights of the model must stay as they are.
-
-        Raises:
-            UsageError: a precision that the model or the device cannot have.
-        """
+        """Put a translator together."""
         self.model = model
         self.tokenizers = tokenizers
         self.options = options or SearchOptions()
@@ -130,12 +111,6 @@ class Translator:
 
         An empty line gives an empty translation. A line past `max_source_tokens` is cut into pieces
         between sentences where possible; no part of it is dropped.
-
-        Args:
-            lines: a string is one line.
-
-        Returns:
-            The translation of a string; a list for anything else.
         """
         if isinstance(lines, str):
             return next(self.translate_stream([[lines]]))
@@ -146,9 +121,6 @@ class Translator:
 
         With more than one worker the next batches are read while the first is translated, a few at
         most: memory does not grow with the length of the stream.
-
-        Args:
-            batches: lines that are translated together; a string is a batch of one line.
         """
         several = [batches] if isinstance(batches, str) else batches
         yield from self._translated_stream(as_lines(batch) for batch in several)
@@ -278,11 +250,7 @@ class Translator:
         return list(zip(pieces, encode(pieces), strict=True))
 
     def search_tokens(self, sentences: Sequence[list[int]]) -> list[list[Hypothesis]]:
-        """Hypotheses for sentences that are token ids already, best first; those of like length together.
-
-        Args:
-            sentences: ids without the end of sentence.
-        """
+        """Hypotheses for sentences that are token ids already, best first; those of like length together."""
         if self._other_searcher is not None:
             return self._other_searcher(sentences) if sentences else []
         searcher = self._ready_searcher()

@@ -48,12 +48,7 @@ class WorkerPool:
     """
 
     def __init__(self, make_searcher: Callable[..., Searcher], arguments: tuple[Any, ...]) -> None:
-        """Prepare a pool without helpers.
-
-        Args:
-            make_searcher: a function of a module, called in every helper.
-            arguments: what it is called with; must be picklable.
-        """
+        """Prepare a pool without helpers."""
         self._make_searcher = make_searcher
         self._arguments = arguments
         self._workers: list[_Worker] = []

@@ -24,10 +24,6 @@ def converted(name: str, write: Callable[[Path], None]) -> Iterator[Path]:
     """The folder of a converted model, made if it is not there; a context, within which it can be read.
 
     It stays in the cache folder. Where that cannot be written, it is a temporary folder.
-
-    Args:
-        name: of the folder; the same for the same content, and different for any other.
-        write: called with an empty folder, to fill it.
     """
     place = cache_folder() / name
     if not place.is_dir() and _can_make(place.parent):

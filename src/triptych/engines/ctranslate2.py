@@ -11,20 +11,12 @@ _COMPUTE_TYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "
 
 
 def require_ctranslate2() -> None:
-    """Check that CTranslate2 is installed.
-
-    Raises:
-        UsageError: it is not; the message says what to install.
-    """
+    """Check that CTranslate2 is installed."""
     require_extra("ctranslate2", "ctranslate2", what="--engine ctranslate2")
 
 
 def compute_type(precision: Precision, device: str) -> str:
-    """CTranslate2's name of a precision.
-
-    Raises:
-        UsageError: it cannot compute in this precision on this device.
-    """
+    """CTranslate2's name of a precision."""
     import ctranslate2
 
     wanted = _COMPUTE_TYPES[precision]
@@ -36,11 +28,7 @@ def compute_type(precision: Precision, device: str) -> str:
 
 
 def find_place(device: str) -> tuple[Literal["cpu", "cuda"], int]:
-    """CTranslate2's device and its number.
-
-    Raises:
-        UsageError: there is no such device, or CTranslate2 was built without it.
-    """
+    """CTranslate2's device and its number."""
     import ctranslate2
 
     found = find_device(device)

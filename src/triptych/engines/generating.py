@@ -48,18 +48,7 @@ class CTranslate2Generator(OtherEngine):
         device: str = "auto",
         num_tokens: int | None = None,
     ) -> None:
-        """Convert a model, or find it converted, and load it.
-
-        Args:
-            model: on the CPU.
-            precision: of the maps, as CTranslate2 rounds them.
-            device: auto, cpu, cuda or cuda:N.
-            num_tokens: tokens from this one on are never chosen; None for all that the model has.
-
-        Raises:
-            UsageError: CTranslate2 is not installed, or cannot do what is asked for or hold the model.
-            DataError: what was converted does not compute the same, or cannot be read.
-        """
+        """Convert a model, or find it converted, and load it."""
         require_ctranslate2()
         import ctranslate2
 
@@ -132,11 +121,7 @@ class CTranslate2Generator(OtherEngine):
 
     @staticmethod
     def check(options: GenerationOptions) -> None:
-        """Check that CTranslate2 has the options.
-
-        Raises:
-            UsageError: it has not.
-        """
+        """Check that CTranslate2 has the options."""
         if options.sampling != SamplingOptions():
             raise UsageError(
                 "--engine ctranslate2 takes the most probable tokens and draws none: leave out temperature, "

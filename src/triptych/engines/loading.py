@@ -21,20 +21,7 @@ def make_translator(
     workers: int = 1,
     device: str = "auto",
 ) -> Translator:
-    """A translator.
-
-    Args:
-        opened: an encoder-decoder; on the CPU for "ctranslate2".
-        options: how to search; "ctranslate2" has `stop = "full"` alone.
-        engine: "ctranslate2" is for models that `convert` can write for it. The model is converted when it is
-            first used, and kept in `~/.cache/triptych`.
-        precision: of the model's maps; "ctranslate2" rounds in its own way.
-        workers: processes that translate side by side on a CPU.
-        device: of "ctranslate2".
-
-    Raises:
-        UsageError: the engine does not have the options, a model does not fit it, or its library is missing.
-    """
+    """A translator."""
     if engine == "triptych":
         return opened.translator(options, precision=precision, workers=workers)
     require_ctranslate2()
@@ -50,14 +37,7 @@ def make_generator(
     precision: Precision = "fp32",
     device: str = "auto",
 ) -> TextGenerator:
-    """What continues texts; arguments and errors as those of `make_translator`.
-
-    Args:
-        opened: a model of one stack.
-        engine: "ctranslate2" is for models of GPT-2's or Llama's structure, greedy or by beam.
-        precision: of the model's maps.
-        device: of "ctranslate2".
-    """
+    """What continues texts; arguments and errors as those of `make_translator`."""
     if engine == "triptych":
         return opened.generator(precision=precision)
     require_ctranslate2()

@@ -18,21 +18,7 @@ def evaluate_text(
     engine: EngineName = "triptych",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Likelihood:
-    """Score a language model on texts; see `triptych.decoding.measure_likelihood`.
-
-    Args:
-        opened: the model; on the CPU and in float32 for "ctranslate2".
-        documents: texts, each scored by itself.
-        context: tokens of a window.
-        stride: tokens by which a window begins after the one before.
-        engine: "triptych", or "ctranslate2" for models of GPT-2's or Llama's structure, in float32.
-        progress: told how many documents of how many are done.
-
-    Raises:
-        UsageError: an encoder, a context or stride that is not possible, a model that does not fit the
-            engine, or a missing library.
-        DataError: nothing to predict.
-    """
+    """Score a language model on texts; see `triptych.decoding.measure_likelihood`."""
     model, logits = opened.language_model, None
     if engine == "ctranslate2":
         require_ctranslate2()

@@ -39,19 +39,7 @@ class CTranslate2Searcher:
     def __init__(
         self, run: OpenedModel, options: SearchOptions, precision: Precision, workers: int, device: str
     ) -> None:
-        """Convert a model, or find it converted, and load it.
-
-        Args:
-            run: on the CPU.
-            options: how to search; `stop` must be "full", or the beam size 1.
-            precision: of the maps, as CTranslate2 rounds them.
-            workers: batches that are searched side by side on a CPU, one thread each.
-            device: auto, cpu, cuda or cuda:N.
-
-        Raises:
-            UsageError: CTranslate2 is not installed, or cannot do what is asked for or hold the model.
-            DataError: what was converted does not compute the same, or cannot be read.
-        """
+        """Convert a model, or find it converted, and load it."""
         require_ctranslate2()
         import ctranslate2
 

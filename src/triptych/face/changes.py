@@ -48,12 +48,7 @@ class Change(ABC):
 
     @abstractmethod
     def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
-        """Change a copy of a model.
-
-        Args:
-            model: has modules of its own.
-            sites: its attention layers, in the order of the face's layers.
-        """
+        """Change a copy of a model."""
 
 
 @final
@@ -169,11 +164,7 @@ class Steering(Change):
             block.added_after = sum_of(block.added_after, self.vector)
 
     def into_weights(self, model: LanguageModel | EncoderDecoder) -> None:
-        """Add the direction to the bias that stands last before it in the stream, in a copy of a model.
-
-        Raises:
-            UsageError: there is no such bias.
-        """
+        """Add the direction to the bias that stands last before it in the stream, in a copy of a model."""
         block = blocks_of(model, self.stack)[self.block - 1]
         frame = block.feed_forward_residual
         target = frame.norm if not frame.pre else getattr(block.feed_forward, "outer", None)
@@ -196,13 +187,7 @@ def changed_copy(
     changes: Sequence[Change],
     order: Callable[[LanguageModel | EncoderDecoder], Sequence[AttentionSite]],
 ) -> LanguageModel | EncoderDecoder:
-    """A model with changes; its modules are new, and its parameters those of the old one.
-
-    Args:
-        model: stays as it is.
-        changes: in their order.
-        order: the attention layers of a model in the order of the face's layers.
-    """
+    """A model with changes; its modules are new, and its parameters those of the old one."""
     kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, kept)
     for change in changes:
@@ -235,13 +220,7 @@ def without_heads(
     heads: Sequence[int],
     mean: Mapping[int, Float[Tensor, " d_v"]] | None = None,
 ) -> AttentionWeights:
-    """The layer without what some heads add to its output.
-
-    Args:
-        weights: of the layer.
-        heads: their rows of W_O become 0.
-        mean: what each of them gives W_O instead, always; nothing if None.
-    """
+    """The layer without what some heads add to its output."""
     whole = weights.multiplied("o").of_heads(weights.num_heads)
     W_O, o_bias = whole.weight.detach().clone(), weights.o_bias
     if mean is not None:
@@ -252,18 +231,7 @@ def without_heads(
 
 
 def with_map(weights: AttentionWeights, name: str, given: Tensor, head: int | None) -> AttentionWeights:
-    """The layer with another W_Q, W_K, W_V or W_O; its bias stays.
-
-    Args:
-        weights: of the layer.
-        name: of the map.
-        given: `[d_in, d_out]` for one head, `[copies, d_in, d_out]` for a layer, where copies are its heads,
-            or the groups that share a key or a value.
-        head: which; None for the layer.
-
-    Raises:
-        UsageError: the shape does not fit, or the head shares the map with others.
-    """
+    """The layer with another W_Q, W_K, W_V or W_O; its bias stays."""
     side = SIDE_OF[name]
     whole = weights.multiplied(side)
     if head is not None:
@@ -289,11 +257,7 @@ def with_map(weights: AttentionWeights, name: str, given: Tensor, head: int | No
 
 
 def tied_map(weights: AttentionWeights, name: str, to: str) -> AttentionWeights:
-    """The layer with one of its maps in the place of another, bias and all.
-
-    Raises:
-        UsageError: they do not fit each other: other widths, other numbers of heads, another input.
-    """
+    """The layer with one of its maps in the place of another, bias and all."""
     side, other = SIDE_OF[name], SIDE_OF[to]
     if "o" in (side, other):
         raise UsageError(f"{name} and {to} cannot be tied: W_O reads what heads mixed, the others the input")
@@ -330,13 +294,7 @@ def resampled(values: Float[Tensor, "tokens d_v"]) -> Edit:
 
 
 def patched(what: Activation, values: Tensor, positions: Sequence[int] | None) -> Edit:
-    """The value of a head from another run, where that run has it.
-
-    Args:
-        what: which value; queries are the rows of q, scores, weights and z, keys those of k and v.
-        values: of the run, `[rows, …]`.
-        positions: the rows to take; all if None.
-    """
+    """The value of a head from another run, where that run has it."""
 
     def edit(value: Tensor, first: int) -> Tensor:
         start = 0 if what in ("k", "v") else first

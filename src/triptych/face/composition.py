@@ -58,16 +58,7 @@ class Composition:
 
 
 def compose(layers: Sequence[Layer], into: Into) -> Composition:
-    """Composition scores between all heads of a stack.
-
-    Args:
-        layers: self-attention layers of one stack, in order.
-        into: "Q", "K" or "V".
-
-    Raises:
-        UsageError: rotary positions or norms of queries and keys make W_QK no one form, or norms stand
-            between the layers that cannot be folded.
-    """
+    """Composition scores between all heads of a stack."""
     if into not in ("Q", "K", "V"):
         raise UsageError(f'composition is into "Q", "K" or "V", not {into!r}')
     heads = [[_folded(head, into) for head in layer] for layer in layers]

@@ -349,11 +349,7 @@ class Layer:
         return iter(self.heads)
 
     def __getitem__(self, number: int) -> Head:
-        """A head.
-
-        Raises:
-            UsageError: there is no such head.
-        """
+        """A head."""
         if not -self.num_heads <= number < self.num_heads:
             # An IndexError, too, for loops that go by index.
             raise NoSuchHeadError(

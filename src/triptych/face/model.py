@@ -222,11 +222,7 @@ class Model:
     def __getitem__(self, place: tuple[int | str, int]) -> Head: ...
 
     def __getitem__(self, place: int | str | tuple[int | str, int]) -> Layer | Head:
-        """A layer by its name (`3`, `"decoder.3"`), a head by both (`model[3, 2]`, `model["3.2"]`).
-
-        Raises:
-            UsageError: there is no such place, or several; the message lists them.
-        """
+        """A layer by its name (`3`, `"decoder.3"`), a head by both (`model[3, 2]`, `model["3.2"]`)."""
         if isinstance(place, tuple):
             layer, head = place
             return self.layers[self._places.layer(layer)][head]
@@ -1037,11 +1033,7 @@ class Model:
         return [found[place] for place in range(len(prompts))]
 
     def _files(self) -> str | Path:
-        """Where the model's files lie: what a rewrite reads.
-
-        Raises:
-            UsageError: it was changed, or is in memory.
-        """
+        """Where the model's files lie: what a rewrite reads."""
         if self._changes:
             raise UsageError(
                 f"{self.name} was changed ({', '.join(self.changes)}): save it, and rewrite what was saved"

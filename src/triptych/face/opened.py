@@ -80,11 +80,7 @@ class Opened:
 
     @cached_property
     def model(self) -> OpenedModel:
-        """The model, ready to run.
-
-        Raises:
-            TriptychError: it cannot be run; the message says why.
-        """
+        """The model, ready to run."""
         options = self.options
         if self.module is None:
             device = "cpu" if options.engine != "triptych" else options.device
@@ -116,16 +112,7 @@ class Opened:
 
 
 def open_anything(source: object, options: Options) -> Opened:
-    """Find what a source is, without reading weights.
-
-    Args:
-        source: a path, a name on the Hub, a `transformers` model, or a module of ours.
-        options: how it is to be run.
-
-    Raises:
-        DataError: nothing of that name.
-        UsageError: something that is no model.
-    """
+    """Find what a source is, without reading weights."""
     if isinstance(source, str | Path):
         if not Path(source).exists() and not is_on_hub(source):
             raise DataError(

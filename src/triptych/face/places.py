@@ -29,11 +29,7 @@ class Places:
         )
 
     def layer(self, place: int | str) -> int:
-        """The number, in order, of the layer that a name stands for.
-
-        Raises:
-            UsageError: there is no such layer, or several; the message lists them.
-        """
+        """The number, in order, of the layer that a name stands for."""
         if isinstance(place, int) and place < 0 and len(self.stacks) == 1 and -place <= len(self.names):
             return len(self.names) + place
         wanted = self._full(str(place))
@@ -45,11 +41,7 @@ class Places:
         raise UsageError(f"{self._model} has no layer {place}: its layers are {self._shown()}")
 
     def split(self, place: str) -> tuple[int, int | None]:
-        """A layer's number in order and a head's in it; None for the layer as a whole.
-
-        Raises:
-            UsageError: there is no such layer, or the name is not spelled like one.
-        """
+        """A layer's number in order and a head's in it; None for the layer as a whole."""
         parts = place.split(".")
         if not all(_PART.fullmatch(part) for part in parts):
             raise UsageError(f'"{place}" is no place in a model: write a layer as 3, a head as 3.2')
@@ -60,16 +52,7 @@ class Places:
         return self.layer(place), None
 
     def heads(self, places: str | Sequence[str], counts: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """The heads that places and patterns stand for, by the number of their layer.
-
-        Args:
-            places: `"3.2"`, `"3"` for all heads of a layer, `"*.2"`, `"cross.*"`; separated by commas or
-                spaces, or a sequence.
-            counts: the number of heads of every layer.
-
-        Raises:
-            UsageError: one stands for nothing.
-        """
+        """The heads that places and patterns stand for, by the number of their layer."""
         given = re.split(r"[,\s]+", places.strip()) if isinstance(places, str) else list(places)
         found: dict[int, set[int]] = {}
         for place in given:

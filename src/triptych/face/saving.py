@@ -24,11 +24,7 @@ from triptych.storage.copying import CERTIFICATE, CONFIG, FolderCopy, require_pl
 
 
 def save_unchanged(opened: Opened, target: Path) -> None:
-    """Copy a model's files; a rewritten one with its certificate.
-
-    Raises:
-        UsageError: the target exists, or the model is in memory and has no format of its own.
-    """
+    """Copy a model's files; a rewritten one with its certificate."""
     if opened.module is not None:
         if opened.module.architecture is not None and _recipe_of(opened) is None:
             raise UsageError(
@@ -48,18 +44,7 @@ def save_unchanged(opened: Opened, target: Path) -> None:
 
 
 def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Change], target: Path) -> None:
-    """Write a changed model.
-
-    Args:
-        opened: what it came from.
-        changed: its attention layers, changes made.
-        changes: all of them can be said by weights.
-        target: the folder to make.
-
-    Raises:
-        UsageError: the target exists, or the weights of this format cannot say a change.
-        DataError: the format has no place for changed numbers.
-    """
+    """Write a changed model."""
     if opened.module is not None:
         raise UsageError(
             f"{opened.name} is a module in memory, and its changes have no files to be written into"

@@ -72,20 +72,7 @@ def sweep_heads(
     what: Activation,
     progress: Progress,
 ) -> Sweep:
-    """Patch every head in turn.
-
-    Args:
-        heads: their places.
-        run: the model on a text.
-        patched: the model on a text, with a head's activation from a run.
-        texts: clean and corrupted ones.
-        metric: of a run, a number.
-        what: the activation.
-        progress: told the head, how many are done, and of how many.
-
-    Raises:
-        UsageError: there are not as many texts, or not as many tokens in a pair.
-    """
+    """Patch every head in turn."""
     clean, corrupted = texts
     if len(clean) != len(corrupted) or not clean:
         raise UsageError(

@@ -110,20 +110,7 @@ def inspect(
     ignore_rotary: bool = False,
     progress: Progress | None = None,
 ) -> Inspection:
-    """Measure the heads of a checkpoint.
-
-    Args:
-        checkpoint: a folder, a tensor file next to its config.json, a name on the Hub, or an open checkpoint.
-        layers: numbers of layers, in every stack; all if None. Likewise `heads`.
-        heads: numbers of heads.
-        family: the family of the checkpoint, if its configuration does not tell.
-        ignore_rotary: measure W_Q W_Kᵀ of rotary heads without the rotation.
-        progress: called before each layer with its name, the bytes read and the bytes of all layers.
-
-    Raises:
-        UsageError: there is no such checkpoint, or no layer or head is selected.
-        DataError: the checkpoint's tensors do not fit its configuration.
-    """
+    """Measure the heads of a checkpoint."""
     if not isinstance(checkpoint, AttentionSource):
         checkpoint = open_checkpoint(str(checkpoint), family)
     started = time.monotonic()
@@ -167,11 +154,7 @@ def inspect(
 
 
 def _chosen_sites(checkpoint: AttentionSource, layers: Collection[int] | None) -> list[Site]:
-    """The layers of some numbers, in every stack.
-
-    Raises:
-        UsageError: none is chosen, or one does not exist.
-    """
+    """The layers of some numbers, in every stack."""
     if layers is None:
         return [*checkpoint.sites]
     if not layers:

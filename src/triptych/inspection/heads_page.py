@@ -42,15 +42,7 @@ def render_heads(
     facts: Sequence[tuple[str, str]] = (),
     measures: Sequence[Measure] = MEASURES,
 ) -> str:
-    """Render the HTML of a page.
-
-    Args:
-        title: the heading.
-        models: name and layers of each checkpoint.
-        summary: headings, which may be empty, and the sentences below each.
-        facts: pairs of name and value.
-        measures: the measures to choose from.
-    """
+    """Render the HTML of a page."""
     groups: dict[str, list[str]] = {}
     for measure in measures:
         groups.setdefault(measure.group, []).append(measure.name)

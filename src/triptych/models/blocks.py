@@ -102,12 +102,6 @@ class Residual(nn.Module):
 class Block(nn.Module):
     """Self-attention, cross-attention if there is any, then feed-forward.
 
-    Args:
-        config: the frames and the feed-forward layer.
-        d_model: width of the stream.
-        self_attention: the attention layer.
-        cross_attention: to the output of an encoder; None without.
-
     Attributes:
         recompute: whether a training step keeps the block's input alone and computes the rest of its
             activations again for the gradients (Chen et al. 2016, arXiv 1604.06174).
@@ -155,17 +149,6 @@ class Block(nn.Module):
         While decoding, several hypotheses may share a sentence's memory: `x` then has a multiple of
         the memory's rows, those of one sentence side by side, and each sentence's hypotheses read
         the memory as one longer row of queries. Without a memory, `memory_cache` holds it.
-
-        Args:
-            x: the stream.
-            mask: of the self-attention; see `MultiHeadAttention`.
-            causal: whether tokens see only what stands before them.
-            memory: the encoder's output.
-            memory_mask: True where the memory holds a token.
-            cache: of the self-attention.
-            memory_cache: of the cross-attention.
-            need_weights: whether to return attention weights.
-            positions: of the tokens of `x`; the next ones if None.
         """
         options: dict[str, Any] = {
             "causal": causal,

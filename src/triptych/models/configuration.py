@@ -108,13 +108,7 @@ class AttentionConfig(BaseModel):
     def layer(
         self, d_model: int, num_heads: int, positions: AttentionPositions | None = None
     ) -> MultiHeadAttention:
-        """A layer with fresh weights.
-
-        Args:
-            d_model: width of its input and output.
-            num_heads: if the site names no number of its own.
-            positions: how the layer tells positions apart.
-        """
+        """A layer with fresh weights."""
         return MultiHeadAttention(
             d_model,
             self.num_heads or num_heads,
@@ -127,11 +121,7 @@ class AttentionConfig(BaseModel):
 
 
 def _option_fields(projections: str) -> tuple[dataclasses.Field[object], ...]:
-    """The options of a parameterisation.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
+    """The options of a parameterisation."""
     return dataclasses.fields(parameterisation(projections))
 
 

@@ -16,11 +16,7 @@ def to_device(model: ModelT, device: torch.device) -> ModelT:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of a name: cpu, cuda or cuda:N; auto is a GPU if there is one.
-
-    Raises:
-        UsageError: there is no such device.
-    """
+    """The device of a name: cpu, cuda or cuda:N; auto is a GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

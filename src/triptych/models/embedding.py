@@ -30,17 +30,7 @@ def embed(
     norm: Callable[[Tensor], Tensor],
     segments: Float[Tensor, "batch length width"] | None = None,
 ) -> Float[Tensor, "batch length width"]:
-    """Rows of tokens, scaled, with what is added for positions and segments, normalised.
-
-    Args:
-        config: of the embeddings.
-        ids: tokens.
-        start: position of the first token, or the positions of all.
-        table: ids to rows.
-        positions: adds the rows of positions, see `make_positions`.
-        norm: see `make_norm`.
-        segments: added besides.
-    """
+    """Rows of tokens, scaled, with what is added for positions and segments, normalised."""
     x = table(ids)
     if config.scale != 1.0:
         x = x * config.scale

@@ -154,12 +154,7 @@ class Later(TorchFunctionMode):
         return isinstance(changed, Tensor) and not {id(changed), id(changed._base)}.isdisjoint(self._held)
 
     def values(self, model: nn.Module, seed_by_name: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of each parameter, as they would be had the model been made with memory.
-
-        Args:
-            model: made within the context. It may change while the values are drawn.
-            seed_by_name: draws as `Draws.again_by_name`.
-        """
+        """Name and value of each parameter, as they would be had the model been made with memory."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         return self._drawn(names, seed_by_name)
 

@@ -134,13 +134,7 @@ class LanguageModel(nn.Module):
         attention: Iterable[MultiHeadAttention],
         config: LanguageModelConfig | None = None,
     ) -> None:
-        """Make a model with fresh weights around attention layers.
-
-        Args:
-            architecture: what it is made of.
-            attention: a layer for every block.
-            config: kept beside it.
-        """
+        """Make a model with fresh weights around attention layers."""
         super().__init__()
         self.architecture, self.config = architecture, config
         d_model = architecture.d_model
@@ -199,18 +193,7 @@ class LanguageModel(nn.Module):
         cache: DecoderCache | None = None,
         need_weights: bool = False,
     ) -> LanguageModelOutput:
-        """Logits of the next token at every position, or of an encoder those of the token itself.
-
-        Args:
-            ids: tokens; with a cache, only those not yet in it.
-            mask: True = may attend, broadcasts to `[batch, num_heads, length, key_len]`; causality is added
-                by the model.
-            positions: of the tokens, where they do not simply follow those of the cache; ids `[length]`, or
-                `[batch, length]` where rows differ (left padding).
-            types: the segment of every token; all 0 if None.
-            cache: holds the tokens before `ids`, and gets those of `ids`.
-            need_weights: whether to return attention weights.
-        """
+        """Logits of the next token at every position, or of an encoder those of the token itself."""
         x, weights = self._run(ids, mask, positions, types, cache, need_weights)
         return LanguageModelOutput(x if self.head is None else self.head(x), x, weights)
 

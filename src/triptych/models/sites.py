@@ -125,10 +125,6 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
     """A new model with other weights at some sites and everything else copied; the old one is left alone.
 
     Each changed site takes the parameterisation that its weights call for; the configuration says so.
-
-    Raises:
-        ValueError: weights that no parameterisation writes or of another width, a site there is not, or a
-            language model of another library's checkpoint, which no configuration of ours describes.
     """
     if model.config is None:
         raise ValueError("the model is of another library's checkpoint: no recipe describes it")
@@ -162,9 +158,6 @@ def _require_no_more(name: str, given: Semantics, own: Semantics) -> None:
     """Refuse what a layer may do besides its maps and a configuration has no word for.
 
     QK-norm and gates are allowed where the model's own layer has them with the same structure.
-
-    Raises:
-        ValueError: there is something of the kind, named.
     """
     held = {"scale", "kind", "dropout", "rotary"}
     if given.bias is None or not given.bias.learned:
@@ -186,11 +179,7 @@ def _require_no_more(name: str, given: Semantics, own: Semantics) -> None:
 
 
 def _require_positions(site: AttentionSite, given: Semantics) -> None:
-    """Refuse weights of a layer with other positions than the model has at a site.
-
-    Raises:
-        ValueError: they are; weights of a layer without any take those of the model.
-    """
+    """Refuse weights of a layer with other positions than the model has at a site."""
     held = site.layer.semantics
     same = given.positions in ("none", held.positions)
     if given.rotary is not None and held.rotary is not None:

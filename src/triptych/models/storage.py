@@ -35,11 +35,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def write_config(model: OwnModel, folder: Path) -> None:
-    """Write `config.json`.
-
-    Raises:
-        ValueError: a language model of another library's checkpoint, which no recipe describes.
-    """
+    """Write `config.json`."""
     record: dict[str, Any] = {"format": _FORMAT}
     match model:
         case EncoderDecoder():
@@ -72,16 +68,7 @@ def write_model(model: OwnModel, folder: Path) -> None:
 
 
 def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -> OwnModel:
-    """A model of the folder's architecture and dtype (float32 if it names none), with fresh weights.
-
-    Args:
-        folder: where `config.json` is.
-        held: the shapes of the weights that the model is to take, by name. Those that the configuration
-            calls for are compared with them before any memory is taken.
-
-    Raises:
-        DataError: `config.json` is missing, not one of ours, or calls for other weights than `held`.
-    """
+    """A model of the folder's architecture and dtype (float32 if it names none), with fresh weights."""
     path = folder / "config.json"
     try:
         record = json.loads(read_limited(path, LONGEST_JSON))
@@ -154,11 +141,7 @@ def _require_sizes(
     held: Mapping[str, Sequence[int]] | None,
     path: Path,
 ) -> None:
-    """What a configuration calls for is what there is.
-
-    Raises:
-        DataError: there is too little for so many layers, or a tensor of another shape.
-    """
+    """What a configuration calls for is what there is."""
     if held is None:
         return
     for name, layers in stacks.items():
@@ -179,11 +162,7 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sequence[int]]:
 
 
 def _require_fit(wanted: Mapping[str, Sequence[int]], held: Mapping[str, Sequence[int]], origin: str) -> None:
-    """Names and shapes of weights are those that a model has.
-
-    Raises:
-        DataError: they differ; `origin` says where the weights are.
-    """
+    """Names and shapes of weights are those that a model has."""
     missing, unknown = wanted.keys() - held.keys(), held.keys() - wanted.keys()
     if missing or unknown:
         names = ", ".join(sorted(missing | unknown)[:3])
@@ -201,20 +180,12 @@ def _one_line(error: Exception) -> str:
 
 
 def read_weights(model: nn.Module, path: Path) -> None:
-    """Put the weights of a file into a model.
-
-    Raises:
-        DataError: the file is missing or damaged, or its names or shapes are not the model's.
-    """
+    """Put the weights of a file into a model."""
     load_tensors(model, read_tensors(path), str(path))
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file.
-
-    Raises:
-        DataError: it is missing or damaged.
-    """
+    """The tensors of a safetensors file."""
     try:
         require_regular(path)
         return load_file(path)
@@ -230,17 +201,7 @@ def load_tensors(
     origin: str,
     place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda parameter, whole: whole,
 ) -> None:
-    """Copy named tensors into a model, every one of them and nothing else.
-
-    Args:
-        model: whose parameters are changed.
-        tensors: by name, whole.
-        origin: says where the tensors came from.
-        place: what of a whole tensor a parameter takes; for models in shards.
-
-    Raises:
-        DataError: names or shapes that differ; `origin` says where the tensors came from.
-    """
+    """Copy named tensors into a model, every one of them and nothing else."""
     parameters = dict(model.named_parameters())
     _require_fit(_shapes(parameters), _shapes(tensors), origin)
     for name, parameter in parameters.items():
@@ -255,11 +216,7 @@ def load_tensors(
 
 
 def read_model(folder: Path) -> EncoderDecoder:
-    """Read a model for translation that `write_model` wrote; in evaluation mode.
-
-    Raises:
-        DataError: files missing, damaged or not belonging together, or a language model's.
-    """
+    """Read a model for translation that `write_model` wrote; in evaluation mode."""
     model = read_own_model(folder)
     if not isinstance(model, EncoderDecoder):
         raise DataError(f"{folder} holds a language model, which does not translate: see triptych generate")
@@ -267,11 +224,7 @@ def read_model(folder: Path) -> EncoderDecoder:
 
 
 def read_own_model(folder: Path) -> OwnModel:
-    """Read what `write_model` wrote, of either kind; in evaluation mode.
-
-    Raises:
-        DataError: files missing, damaged or not belonging together.
-    """
+    """Read what `write_model` wrote, of either kind; in evaluation mode."""
     path = folder / _WEIGHTS
     try:
         require_regular(path)

@@ -80,44 +80,28 @@ class OpenedModel:
 
     @property
     def decoding(self) -> DecodingConfig:
-        """How an encoder-decoder is searched.
-
-        Raises:
-            TriptychError: it is not, with the reason.
-        """
+        """How an encoder-decoder is searched."""
         if self._decoding is None:
             raise self.unsearched or _does_not_translate(self.name)
         return self._decoding
 
     @property
     def tokenizers(self) -> TokenizerPair:
-        """Those of the two sides of a translator that is searched.
-
-        Raises:
-            UsageError: it has one stack, or its files ask for a search that ours is not.
-        """
+        """Those of the two sides of a translator that is searched."""
         if not isinstance(self._tokenizers, TokenizerPair):
             raise self.unsearched or _does_not_translate(self.name)
         return self._tokenizers
 
     @property
     def language_model(self) -> LanguageModel:
-        """The model, which has one stack.
-
-        Raises:
-            DataError: it has two.
-        """
+        """The model, which has one stack."""
         if not isinstance(self.model, LanguageModel):
             raise DataError(f"{self.name} translates: it has no language model; see triptych translate")
         return self.model
 
     @property
     def encoder_decoder(self) -> EncoderDecoder:
-        """The model, which has two stacks.
-
-        Raises:
-            UsageError: it has one.
-        """
+        """The model, which has two stacks."""
         if not isinstance(self.model, EncoderDecoder):
             raise _does_not_translate(self.name)
         return self.model
@@ -135,11 +119,7 @@ class OpenedModel:
         return changed
 
     def require_recipe(self) -> None:
-        """The model is a recipe's or Marian's, which can be written in other formats.
-
-        Raises:
-            UsageError: it is not.
-        """
+        """The model is a recipe's or Marian's, which can be written in other formats."""
         if self.encoder_decoder.recipe is None:
             kind = read_json(self.folder / "config.json").get("model_type")
             raise UsageError(
@@ -166,9 +146,6 @@ class OpenedModel:
         """The recipe's or the checkpoint's way to search, with what is given changed.
 
         Asking for more translations than its beam holds widens the beam, unless a beam is given.
-
-        Raises:
-            UsageError: values that do not go together, or the model is not searched.
         """
         decoding = self.decoding
         try:
@@ -213,19 +190,7 @@ def open_model(
     dtype: torch.dtype | None = None,
     languages: Languages | None = None,
 ) -> OpenedModel:
-    """The model of a run, of a converted one, of a checkpoint of another library, or of the Hub.
-
-    Args:
-        source: the folder, file or name, or what was found there.
-        device: where the model goes; "auto" takes a GPU if there is one.
-        dtype: of its numbers; those of the files if None.
-        languages: of an encoder-decoder of several languages; those that its files name if None.
-
-    Raises:
-        UsageError: no such device, or languages that the model does not have.
-        DataError: nothing of that name, files missing or damaged or of different runs, or a family that
-            cannot be run.
-    """
+    """The model of a run, of a converted one, of a checkpoint of another library, or of the Hub."""
     found = source if isinstance(source, Source) else find_source(source)
     opened = _opened(found, find_device(device), dtype, languages)
     _require_finite(found, opened.model)
@@ -257,11 +222,7 @@ def _opened(
 
 
 def _require_finite(source: Source, model: LanguageModel | EncoderDecoder) -> None:
-    """Check that all weights are numbers that can be computed with.
-
-    Raises:
-        DataError: some are NaN or infinite; the message names the tensor of the file, and how many.
-    """
+    """Check that all weights are numbers that can be computed with."""
     broken = next((name for name, part in model.named_parameters() if not are_finite(part)), None)
     if broken is None:
         return
@@ -282,11 +243,7 @@ def _require_finite(source: Source, model: LanguageModel | EncoderDecoder) -> No
 def open_language_model(
     source: str | Path, device: str = "auto", dtype: torch.dtype | None = None
 ) -> OpenedModel:
-    """As `open_model`; the model must have one stack.
-
-    Raises:
-        DataError: it has two.
-    """
+    """As `open_model`; the model must have one stack."""
     found = find_source(source)
     if found.translates:
         raise DataError(f"{found.name} translates: it has no language model; see triptych translate")
@@ -298,11 +255,7 @@ def open_language_model(
 def open_translator(
     source: str | Path, device: str = "auto", languages: Languages | None = None
 ) -> OpenedModel:
-    """As `open_model`; the model must have two stacks and be searched.
-
-    Raises:
-        UsageError: it has one, or its files ask for a search that ours is not.
-    """
+    """As `open_model`; the model must have two stacks and be searched."""
     found = find_source(source)
     if not found.translates:
         if found.is_own and (found.folder / RECIPE).exists():
@@ -375,11 +328,7 @@ def _others_translator(
 def _unsearched(
     source: Source, device: torch.device, dtype: torch.dtype | None, why: TriptychError
 ) -> OpenedModel:
-    """An encoder-decoder that reads what it is given, and whose outputs are not searched for.
-
-    Raises:
-        DataError: `why`, where it cannot be run at all.
-    """
+    """An encoder-decoder that reads what it is given, and whose outputs are not searched for."""
     start_id = source.record.get("decoder_start_token_id")
     if not isinstance(start_id, int):
         raise why
@@ -389,11 +338,7 @@ def _unsearched(
 
 
 def _read_decoding(path: Path) -> DecodingConfig:
-    """How a converted model is searched.
-
-    Raises:
-        DataError: not TOML, or not such settings.
-    """
+    """How a converted model is searched."""
     try:
         return DecodingConfig.model_validate(tomllib.loads(read_limited(path, LONGEST_TEXT).decode()))
     except ValidationError as error:

@@ -87,13 +87,7 @@ class LayerCall:
         )
 
     def of_row(self, row: int, query_len: int, key_len: int) -> "LayerCall":
-        """The call for one row of the batch alone, without padding on the right.
-
-        Args:
-            row: of the batch.
-            query_len: its number of queries.
-            key_len: its number of keys.
-        """
+        """The call for one row of the batch alone, without padding on the right."""
         one, mask, positions = slice(row, row + 1), self.mask, self.positions
         if mask is not None:
             mask = mask[(None,) * (4 - mask.ndim)]
@@ -113,12 +107,6 @@ def record_calls(model: AnyModel) -> Iterator[list[LayerCall]]:
 
     The outputs of the model stay the same, bit for bit. Calls with a cache are refused: what they compare
     with is not in their input.
-
-    Args:
-        model: runs inside the context; its layers are as they were afterwards.
-
-    Raises:
-        ValueError: in the run, a layer was called with a cache.
     """
     calls: list[LayerCall] = []
 
@@ -179,11 +167,7 @@ class Reader:
     """
 
     def __init__(self, opened: OpenedModel) -> None:
-        """Put a reader together.
-
-        Raises:
-            DataError: the tokenizer has tokens that the model has not.
-        """
+        """Put a reader together."""
         self.opened, self.name = opened, opened.name
         if isinstance(opened.model, LanguageModel):
             check_vocabulary(opened.model, opened.tokenizer)
@@ -211,20 +195,7 @@ class Reader:
         max_new_tokens: int = 0,
         max_tokens: int | None = None,
     ) -> list[TextIds]:
-        """What the model reads of texts.
-
-        Args:
-            texts: at least one character each.
-            targets: of an encoder-decoder, what its decoder reads for each text; its own translation if None.
-                Not for other models.
-            max_new_tokens: of a decoder, how many tokens it continues each text by at most, the most
-                probable ones.
-            max_tokens: of a text; as many as the model has positions for, or 4,096, if None.
-
-        Raises:
-            UsageError: a text is empty or too long, or something that this kind of model
-                does not do is asked for.
-        """
+        """What the model reads of texts."""
         require_text(texts)
         if isinstance(self.model, EncoderDecoder):
             if max_new_tokens:
@@ -243,11 +214,7 @@ class Reader:
         return self._continued(ids, max_new_tokens, max_tokens) if max_new_tokens else ids
 
     def check(self, texts: Sequence[TextIds], max_tokens: int | None = None) -> None:
-        """Check that no text is too long, or empty.
-
-        Raises:
-            UsageError: one is.
-        """
+        """Check that no text is too long, or empty."""
         if isinstance(self.model, LanguageModel):
             _check_lengths([one.ids for one in texts], self.model.max_tokens, max_tokens, "text")
             return
@@ -259,15 +226,7 @@ class Reader:
     def record(
         self, texts: Sequence[TextIds], max_tokens: int | None = None
     ) -> Iterator[tuple[list[int], Recording]]:
-        """Run the model over texts, those of like length in one batch.
-
-        Args:
-            texts: as `encode` gives them.
-            max_tokens: of a text; as many as the model has positions for, or 4,096, if None.
-
-        Yields:
-            The places of a batch's texts, and what was recorded.
-        """
+        """Run the model over texts, those of like length in one batch."""
         self.check(texts, max_tokens)
         lengths = [[*(one.ids if one.source is None else one.source)] for one in texts]
         limit = self.model.rotary_limit if isinstance(self.model, LanguageModel) else None
@@ -277,12 +236,7 @@ class Reader:
                     yield batch, self.run([texts[i] for i in batch])
 
     def run(self, texts: Sequence[TextIds], *, residuals: bool = False) -> Recording:
-        """Run the model once, on a batch; gradients flow where they are recorded.
-
-        Args:
-            texts: as `encode` gives them.
-            residuals: whether to record the residual stream.
-        """
+        """Run the model once, on a batch; gradients flow where they are recorded."""
         model = self.model
         device = next(model.parameters()).device
         with EvaluationMode(model), record_calls(model) as calls, _residuals(model, residuals) as streams:
@@ -419,11 +373,7 @@ def _residuals(model: AnyModel, wanted: bool) -> Iterator[dict[str, list[Tensor]
 
 
 def require_text(texts: Sequence[str], what: str = "text") -> None:
-    """There is something to read.
-
-    Raises:
-        UsageError: there is no text, or one is empty.
-    """
+    """There is something to read."""
     if not texts:
         raise UsageError(f"there is no {what}: give at least one")
     for number, text in enumerate(texts, start=1):

@@ -50,14 +50,7 @@ def is_on_hub(source: str | Path) -> bool:
 
 
 def find_source(source: str | Path) -> Source:
-    """What is at a path, or has a name on the Hub, from where it is fetched whole.
-
-    Args:
-        source: a folder, a tensor file beside its `config.json`, or `owner/name` with `@revision` or without.
-
-    Raises:
-        DataError: there is nothing of that name, or no `config.json`, or the Hub does not give the files.
-    """
+    """What is at a path, or has a name on the Hub, from where it is fetched whole."""
     name = str(source)
     path = download_checkpoint(name) if is_on_hub(source) else Path(source)
     if not path.exists():

@@ -12,15 +12,7 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)b?(?:/
 
 
 def read_quantity(text: str, option: str) -> float:
-    """A number of bytes or operations: `80GB`, `40GiB`, `3.35TB/s`, `400T`, `4e14`.
-
-    Args:
-        text: as a user wrote it.
-        option: what the message of an error calls it.
-
-    Raises:
-        UsageError: it is not of this form, or 0.
-    """
+    """A number of bytes or operations: `80GB`, `40GiB`, `3.35TB/s`, `400T`, `4e14`."""
     found = _QUANTITY.fullmatch(text)
     if found is None or (found[3] and not found[2]):
         raise UsageError(f"{option} is {text!r}: write a number and a unit, such as 80GB, 40GiB or 400T")

@@ -298,14 +298,7 @@ def _planned(
 
 
 def exchange_seconds(exchange: Exchange, sent: int, calls: int, cluster: Cluster) -> float:
-    """Seconds of collectives by rings, of which each leaves a machine by another device's link.
-
-    Args:
-        exchange: the group.
-        sent: bytes that each process sends in all.
-        calls: number of collectives.
-        cluster: rates and latency.
-    """
+    """Seconds of collectives by rings, of which each leaves a machine by another device's link."""
     if exchange.num_nodes == 1:
         return sent / cluster.node_bandwidth
     links = exchange.group_size / exchange.num_nodes * cluster.link_bandwidth

@@ -30,11 +30,7 @@ class Simulated(AskingNone):
 
 @contextmanager
 def simulated_processes(size: int) -> Iterator[None]:
-    """A process group of this size inside the block, of which this process is the first.
-
-    Raises:
-        UsageError: this process is one of several real ones.
-    """
+    """A process group of this size inside the block, of which this process is the first."""
     if dist.is_initialized():
         raise UsageError("a plan is made by one process: start it without torchrun")
     if size == 1:
@@ -69,9 +65,6 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what only values could: how many tokens of a batch count, and any single number.
 
     What has values, such as the ranks of a group of processes, keeps them.
-
-    Args:
-        num_counted: tokens that a mask picks.
     """
 
     def __init__(self, num_counted: int) -> None:

@@ -29,11 +29,7 @@ _PAD, _BOS, _EOS = 0, 1, 2
 
 
 def filled(recipe: AnyRecipe) -> tuple[AnyRecipe, list[str]]:
-    """The recipe with what training would choose for a long text, and what was chosen.
-
-    Raises:
-        UsageError: a recipe that goes on with a checkpoint.
-    """
+    """The recipe with what training would choose for a long text, and what was chosen."""
     device = "cpu" if recipe.training.device == "cpu" else "cuda"
     match recipe:
         case ContinuedRecipe():
@@ -79,11 +75,7 @@ class Rows:
 
 
 def batches_of(recipe: AnyRecipe) -> Rows | TokenBatches:
-    """Batches of the size that a recipe trains on.
-
-    Raises:
-        UsageError: a budget that does not hold a sentence.
-    """
+    """Batches of the size that a recipe trains on."""
     if isinstance(recipe, Recipe):
         length = min(_SENTENCE, recipe.training.batch_tokens, recipe.data.max_sentence_tokens + 1)
         num_pairs = max(recipe.training.batch_tokens // length, 1)
@@ -98,12 +90,7 @@ def batches_of(recipe: AnyRecipe) -> Rows | TokenBatches:
 
 
 def objective_of(recipe: AnyRecipe, num_layers: int | None = None) -> Objective[Any, Any]:
-    """What a recipe learns, its model made on the current device or in the current mode.
-
-    Args:
-        recipe: of `filled`.
-        num_layers: of a language model, in the place of the recipe's.
-    """
+    """What a recipe learns, its model made on the current device or in the current mode."""
     batches = batches_of(recipe)
     if isinstance(recipe, Recipe):
         assert isinstance(batches, TokenBatches)

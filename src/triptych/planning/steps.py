@@ -70,11 +70,6 @@ class Step:
 
         Everything grows by the same bytes with each layer. So does the peak of each segment, counted from the
         start of a pass or from its end; those between lie on a straight line between them.
-
-        Args:
-            num_layers: of the model.
-            few: layers of this one's.
-            more: the step of a model with one layer more than this one's.
         """
         further = num_layers - few
 
@@ -111,17 +106,7 @@ def layers_to_track(recipe: AnyRecipe) -> int | None:
 
 
 def simulate_step(recipe: AnyRecipe, cluster: Cluster, kind: Kind | None, layers: int | None = None) -> Step:
-    """Track one update of the first process, from the recipe's model to the step of its optimizer.
-
-    Args:
-        recipe: of `filled`; its training section says everything but the kind.
-        cluster: the devices; the processes are simulated already (`simulated_processes`).
-        kind: how the model lies on them; None for one process.
-        layers: of a language model, in the place of the recipe's.
-
-    Raises:
-        UsageError: a kind that these processes cannot do.
-    """
+    """Track one update of the first process, from the recipe's model to the step of its optimizer."""
     config, world = recipe.training, Simulated(cluster.devices, cluster.num_nodes)
     mesh = None if kind is None else make_mesh(kind, config.precision, "cpu", world, config.shard_size)
 
@@ -210,13 +195,7 @@ def _without_values(recipe: AnyRecipe, num_processes: int) -> Iterator[Callable[
 
 
 def count_flops(recipe: AnyRecipe, num_processes: int, layers: int | None = None) -> int:
-    """Operations of the matrix products in one process's part of a step; see `count_operations`.
-
-    Args:
-        recipe: of `filled`.
-        num_processes: that share a batch.
-        layers: of a language model, in the place of the recipe's.
-    """
+    """Operations of the matrix products in one process's part of a step; see `count_operations`."""
     with _without_values(recipe, num_processes) as batch:
         objective = objective_of(recipe, layers)
         if recipe.training.activation_checkpointing:

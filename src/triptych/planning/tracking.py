@@ -75,10 +75,6 @@ class Held(MemTracker):  # type: ignore[no-untyped-call]
 class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows a step in the order of its operations.
 
-    Args:
-        tracker: counts the bytes held; must be entered before.
-        node_size: devices of a machine; ranks follow each other.
-
     Attributes:
         stretches: of the step so far.
         held_after_forward: bytes held when the backward pass of the first batch begins.

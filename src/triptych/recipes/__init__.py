@@ -14,11 +14,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Path:
-    """The file of a recipe: a path that exists, or the name of a shipped one.
-
-    Raises:
-        UsageError: neither.
-    """
+    """The file of a recipe: a path that exists, or the name of a shipped one."""
     path = Path(name)
     if path.is_file():
         return path

@@ -37,42 +37,17 @@ def is_page(path: Path) -> bool:
 
 
 def require_charts() -> None:
-    """Check that pages with charts can be written.
-
-    Raises:
-        UsageError: vl-convert is not installed.
-    """
+    """Check that pages with charts can be written."""
     require_extra("reports", "vl_convert", what="a page with charts")
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write the report as one self-contained HTML file of about 1 MB, most of it Vega.
-
-    Args:
-        report: what to show; empty parts are left out.
-        path: the file to make or replace; its folder must exist.
-
-    Raises:
-        OSError: the file cannot be written; what `path` held stays.
-        UsageError: there are charts, and vl-convert is not installed.
-    """
+    """Write the report as one self-contained HTML file of about 1 MB, most of it Vega."""
     write_text(path, render_report(report))
 
 
 def write_picture(chart: Plot, path: Path) -> bool:
-    """Write one chart as an SVG file.
-
-    Args:
-        chart: what to draw.
-        path: the file to make or replace; its folder must exist.
-
-    Returns:
-        Whether there was anything to draw.
-
-    Raises:
-        OSError: the file cannot be written.
-        UsageError: vl-convert is not installed.
-    """
+    """Write one chart as an SVG file."""
     require_extra("reports", "vl_convert", what="a picture of a chart")
     import vl_convert
 

@@ -25,17 +25,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def write_parquet(rows: Sequence[Mapping[str, object]], path: Path, figures: Collection[str] = ()) -> None:
-    """Write rows, a column for each key of the first.
-
-    Args:
-        rows: plain values.
-        path: of the file.
-        figures: columns that are float64 whatever is in them; types of the others follow from their values.
-
-    Raises:
-        UsageError: pyarrow is not installed.
-        OSError: the file cannot be written; what `path` held stays.
-    """
+    """Write rows, a column for each key of the first."""
     require_extra("parquet", "pyarrow", what="Parquet")
     import pyarrow
     import pyarrow.parquet

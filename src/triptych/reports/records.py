@@ -39,11 +39,7 @@ class TranslationSample:
 
 @dataclass(frozen=True, eq=False)
 class AttentionPicture:
-    """The attention of every head of one layer over one pair of sentences.
-
-    Raises:
-        ValueError: `weights` is not `[num_heads, tgt_len, src_len]`, has no head, or leaves 0–1.
-    """
+    """The attention of every head of one layer over one pair of sentences."""
 
     title: str
     source_tokens: tuple[str, ...]
@@ -76,11 +72,7 @@ class AttentionPicture:
 
 @dataclass(frozen=True)
 class Table:
-    """Anything else worth a table: a certificate's claims, the spectra of the heads.
-
-    Raises:
-        ValueError: a row has more or fewer cells than there are columns.
-    """
+    """Anything else worth a table: a certificate's claims, the spectra of the heads."""
 
     title: str
     columns: tuple[str, ...]
@@ -119,11 +111,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Bars one under the other, in the order given.
-
-    Raises:
-        ValueError: a value is negative or not finite.
-    """
+    """Bars one under the other, in the order given."""
 
     title: str
     bars: tuple[Bar, ...]

@@ -17,15 +17,7 @@ _MAX_LABEL_CHARACTERS = 14
 
 
 def render_attention(picture: AttentionPicture, head: int | None = None) -> Group:
-    """A heat map: a row for each target token, a column, headed downwards, for each source token.
-
-    Args:
-        picture: weights `[num_heads, tgt_len, src_len]` with their tokens.
-        head: which head, counted from 0; None for the mean over all.
-
-    Raises:
-        ValueError: there is no such head; the message gives the number of heads.
-    """
+    """A heat map: a row for each target token, a column, headed downwards, for each source token."""
     if head is not None and not 0 <= head < picture.num_heads:
         raise ValueError(f"there is no head {head}; {picture.title!r} has heads 0–{picture.num_heads - 1}")
     weights = picture.mean_over_heads() if head is None else picture.weights[head]

@@ -34,21 +34,6 @@ def gather_moments(
     The inputs of every layer come from the forward pass of the original model. Queries, keys and outputs are
     computed by the layer after the previous steps. In models that apply one layer several times, all uses
     count alike.
-
-    Args:
-        source: the checkpoint.
-        folder: the folder of the checkpoint.
-        sites: the layers.
-        before: applies all steps before this one to a layer.
-        text: the calibration text.
-        most_tokens: the number of tokens to read at most.
-        most_bytes: the memory for moments. If all layers need more, the text is read in several passes.
-
-    Returns:
-        The moments by layer name.
-
-    Raises:
-        UsageError: the model cannot be run, or the text is not of the kind that it reads.
     """
     found: dict[str, Moments] = {}
     model: RunnableModel | None = None

@@ -315,11 +315,7 @@ def _hash_of(record: dict[str, Any]) -> str:
 
 
 def read_certificate(path: Path) -> Certificate:
-    """Read a certificate from its file or its folder.
-
-    Raises:
-        DataError: there is none, it is invalid, or it was changed after it was written.
-    """
+    """Read a certificate from its file or its folder."""
     path = path / CERTIFICATE if path.is_dir() else path
     record = read_json(path)
     if record.get("format") != FORMAT:
@@ -339,12 +335,7 @@ def read_certificate(path: Path) -> Certificate:
 
 
 def card(certificate: Certificate, folder: str = "path/to/this/folder") -> str:
-    """The section of the model card about a rewrite.
-
-    Args:
-        certificate: of the rewrite.
-        folder: the folder of the rewritten checkpoint, for the command that verifies it.
-    """
+    """The section of the model card about a rewrite."""
     return "".join(f"{printable(line)}\n" for line in _card(certificate, folder))
 
 

@@ -70,22 +70,7 @@ def rewrite_checkpoint(
     compare: bool = True,
     progress: Progress | None = None,
 ) -> Certificate:
-    """Rewrite a checkpoint's attention into a new folder, with a certificate.
-
-    Args:
-        checkpoint: a folder in Hugging Face's layout, a run of ours, or the name of a model on the Hub.
-        target: the folder to create. It gets its name when it is complete.
-        recipe: the steps.
-        family: the family of the checkpoint, if its configuration does not tell.
-        text: a text to compare both models on; random tokens if None.
-        compare: whether to compare both models.
-        progress: called with what is done, how much of it, and how much there is.
-
-    Raises:
-        RewriteRefusedError: a layer refuses a step and `skip_refused` is not set; or the format cannot hold
-            the result.
-        UsageError: `target` exists, or an input does not.
-    """
+    """Rewrite a checkpoint's attention into a new folder, with a certificate."""
     require_place(Path(checkpoint), target)  # before anything is fetched for it
     folder = local_folder(checkpoint)
     require_place(folder, target)
@@ -394,11 +379,7 @@ class _RewritingOf(SourceVisitor[_Rewriting]):
 
 
 def _owners(source: Checkpoint) -> dict[str, Site]:
-    """Map every tensor that a layer may change to the layer.
-
-    Raises:
-        DataError: two layers share a tensor.
-    """
+    """Map every tensor that a layer may change to the layer."""
     found: dict[str, Site] = {}
     for site in source.sites:
         for name in source.read_names(site):
@@ -412,11 +393,7 @@ def _owners(source: Checkpoint) -> dict[str, Site]:
 
 
 def copy_run(source: Path, target: Path) -> tuple[str, ...]:
-    """Copy the files beside the weights of a run, without the state of its training.
-
-    Raises:
-        DataError: a link leads out of the run, or to nothing.
-    """
+    """Copy the files beside the weights of a run, without the state of its training."""
     left_out = []
     for path in sorted(source.iterdir()):
         if path.is_dir():

@@ -43,11 +43,7 @@ def why_not_by_itself(folder: Path) -> str:
 
 
 def open_original(folder: Path, text: Path | None) -> Opened | str:
-    """Open the original with a text or random tokens; the reason if it cannot be run on random tokens.
-
-    Raises:
-        TriptychError: it cannot be run on the text.
-    """
+    """Open the original with a text or random tokens; the reason if it cannot be run on random tokens."""
     try:
         model = open_runnable(folder)
         if text is not None:
@@ -70,18 +66,7 @@ def compare_models(
     text: Path | None,
     stored: torch.dtype | None,
 ) -> EndToEnd:
-    """Compare the outputs of the original and the rewritten model.
-
-    Args:
-        original: the original model.
-        source: its checkpoint.
-        written: the folder of the rewritten model.
-        text: the text of the windows; None for random tokens.
-        stored: if all steps are exact, the coarsest dtype of the changed tensors; None otherwise.
-
-    Raises:
-        FailedRewriteError: the outputs differ more than the tier allows.
-    """
+    """Compare the outputs of the original and the rewritten model."""
     other = open_runnable(written)
     found = compared(original.model, other, iter(original.windows))
     if not math.isfinite(found.worst_logit):
@@ -110,15 +95,7 @@ def why_no_rounding(
     source: AttentionSource,
     stored: torch.dtype,
 ) -> str:
-    """Why two models differ by more than rounding, with the first layer that does; "" if they do not.
-
-    Args:
-        found: their comparison.
-        original: the original model.
-        rewritten: the rewritten model.
-        source: the original's checkpoint.
-        stored: the coarsest dtype of the changed tensors.
-    """
+    """Why two models differ by more than rounding, with the first layer that does; "" if they do not."""
     verdict = judge(found, rewritten, changed_parameters(original, rewritten), stored)
     if verdict.is_rounding:
         return ""

@@ -56,11 +56,7 @@ class Format(ABC):
         """Names of the tensors that a rewrite of a layer may change; None for any."""
 
     def fixed_sizes(self, rewritten: Callable[[AttentionLayer], AttentionWeights]) -> set[str]:
-        """Names of layers that keep their sizes.
-
-        Args:
-            rewritten: a layer after all rewrites that change sizes.
-        """
+        """Names of layers that keep their sizes."""
         return set()
 
     @abstractmethod
@@ -72,11 +68,7 @@ class Format(ABC):
         *,
         same_sizes: bool = False,
     ) -> WrittenLayer:
-        """Convert a rewritten layer to the format.
-
-        Raises:
-            RewriteRefusedError: the format cannot hold it.
-        """
+        """Convert a rewritten layer to the format."""
 
     @abstractmethod
     def bytes_of(self, read: AttentionLayer, written: WrittenLayer) -> int:
@@ -90,14 +82,7 @@ class Format(ABC):
     def other_than(
         self, certificate: Certificate, original: Path, folder: Path, written: AttentionSource
     ) -> Iterator[str]:
-        """Differences from the original that the certificate does not cover.
-
-        Args:
-            certificate: of the rewrite.
-            original: the folder of this checkpoint.
-            folder: the folder of the rewritten checkpoint.
-            written: the rewritten checkpoint, opened.
-        """
+        """Differences from the original that the certificate does not cover."""
 
 
 @final

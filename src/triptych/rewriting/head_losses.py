@@ -14,18 +14,6 @@ def measure_head_losses(folder: Path, sites: Sequence[Site], text: Path) -> dict
     """By which the loss of the original model rises without each head of layers, in nats per token.
 
     A head is left out as `prune_heads` leaves it out: its output is zero. See `measure_worth`.
-
-    Args:
-        folder: of the checkpoint.
-        sites: the layers.
-        text: the calibration text; of translators, lines of a source, a tab and a target.
-
-    Returns:
-        One number per head, by layer name.
-
-    Raises:
-        UsageError: the model predicts no text, or the text is not of the kind that it reads.
-        DataError: a family that cannot be run.
     """
     reader = Reader(open_model(folder, "cpu"))
     if reader.opened.translates:

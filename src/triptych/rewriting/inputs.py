@@ -29,21 +29,7 @@ _LOOKED_AT = 32
 def gather_inputs(
     model: RunnableModel, source: AttentionSource, windows: Iterable[Window]
 ) -> dict[str, Seen]:
-    """The inputs of each layer of a model for the first positions of a piece of text.
-
-    Args:
-        model: the original, whose forward pass makes the inputs.
-        source: its checkpoint.
-        windows: pieces of the text; the longest of the first ones is used.
-
-    Returns:
-        The inputs by layer name, float32, `[1, positions, width]`. For a layer that the model applies several
-        times, those of the last time.
-
-    Raises:
-        DataError: the model has no modules from which a layer's inputs can be taken.
-        UsageError: the text is empty.
-    """
+    """The inputs of each layer of a model for the first positions of a piece of text."""
     pieces = list(islice(windows, _LOOKED_AT))
     if not pieces:
         raise UsageError("the text is empty: there is nothing to test the layers on")
@@ -73,11 +59,7 @@ def write_inputs(path: Path, inputs: Mapping[str, Seen]) -> None:
 
 
 def read_inputs(path: Path) -> dict[str, Seen]:
-    """Read inputs from a file.
-
-    Raises:
-        DataError: the file does not exist or is damaged.
-    """
+    """Read inputs from a file."""
     if not path.is_file():
         raise DataError(f"{path} is missing: layers cannot be tried on what the text gave them")
     file = Safetensors(LocalBytes(path))

@@ -78,22 +78,7 @@ def rewrite_layer(
     others: OtherReaders | None = None,
     most_numbers: int = MOST_NUMBERS,
 ) -> RewrittenLayer:
-    """Rewrite a layer in float64.
-
-    Args:
-        read: the layer.
-        steps: the rewrites, in order.
-        skip_refused: whether a refused rewrite is skipped and recorded instead of raising an error.
-        longest_text: the number of positions that the model is made for.
-        moments: moments of the layer before a rewrite, by its number in `steps`, for data-aware rewrites.
-        others: other maps that read the norm of the layer, and take it up together with the layer.
-        most_numbers: layers with more parameters are rewritten a few groups of heads at a time, if all
-            rewrites treat groups by themselves.
-
-    Raises:
-        RewriteRefusedError: a rewrite would change the layer's function; the message gives the reason and
-            the layer.
-    """
+    """Rewrite a layer in float64."""
     mine = _steps_of(read, steps)
     runs = _runs_of(read, [step for _, step in mine], most_numbers)
     return _Passes(read, mine, runs, skip_refused, longest_text, moments or {}, others).result()
@@ -121,11 +106,7 @@ def rewritten_parts(
 
 
 def _steps_of(read: AttentionLayer, steps: Sequence[Rewrite]) -> list[tuple[int, LayerRewrite]]:
-    """The rewrites that apply to a layer, with their numbers.
-
-    Raises:
-        RewriteRefusedError: the layer has weights that cannot be rewritten.
-    """
+    """The rewrites that apply to a layer, with their numbers."""
     try:
         require_finite("rewrite", read.weights)
     except RewriteRefusedError as refused:

@@ -54,29 +54,13 @@ def measure_change(
     bounded: bool = False,
     most_numbers: int = MOST_NUMBERS,
 ) -> Measured:
-    """Measure how far the output of a layer moves on random inputs.
-
-    Args:
-        before: the original layer.
-        after: the rewritten layer, read back from the saved file.
-        probes: the inputs, normal and standardised at every position. Each layer gets them through the
-            weight and bias of its own norm.
-        bounded: whether to compute bounds for other inputs too.
-        most_numbers: larger layers are measured a few groups of heads at a time.
-    """
+    """Measure how far the output of a layer moves on random inputs."""
     x, memory = _probes(before, probes)
     return _measured(before, after, x, memory, bounded, most_numbers)
 
 
 def measure_change_on(before: AttentionLayer, after: AttentionLayer, given: Seen) -> Measured:
-    """Measure how far the output of a layer moves on inputs from a text.
-
-    Args:
-        before: the original layer.
-        after: the rewritten layer, read back from the saved file.
-        given: the inputs of the original, after the norm before it. A layer whose norm was folded gets them
-            without that norm's weight and bias.
-    """
+    """Measure how far the output of a layer moves on inputs from a text."""
     x = before_gain(given.x.double(), before.weights.norm)
     memory = None if given.memory is None else before_gain(given.memory.double(), before.weights.memory_norm)
     return _measured(before, after, x, memory, False, MOST_NUMBERS)
@@ -90,18 +74,7 @@ def rounding_of(
     *,
     probes: Probes = PROBES,
 ) -> Rounding:
-    """Measure how far rounding alone can move a layer's output.
-
-    Args:
-        before: the original layer.
-        after: the rewritten layer, read back from the saved file.
-        stored: the coarsest dtype of the changed tensors; None if numbers were only moved.
-        given: inputs of the original on a text; the probes if None.
-        probes: as those of `measure_change`.
-
-    Returns:
-        Norms relative to the norm of the original's output, the largest of a few draws.
-    """
+    """Measure how far rounding alone can move a layer's output."""
     if given is None:
         x, memory = _probes(before, probes)
     else:
@@ -219,15 +192,7 @@ Map = tuple[Tensor, Tensor | None]
 
 
 def measure_map(norm: Norm, new_norm: Norm, before: Map, after: Map, probes: Probes = PROBES) -> MapErrors:
-    """Measure how far the output of a map that reads a norm moves.
-
-    Args:
-        norm: the norm before.
-        new_norm: the norm after.
-        before: weight `[…, d_out, d_in]` and bias `[…, d_out]` of the map.
-        after: likewise.
-        probes: the inputs, normal and standardised at every position.
-    """
+    """Measure how far the output of a map that reads a norm moves."""
     x = _standardised(len(norm.weight), probes, torch.Generator().manual_seed(probes.seed)).flatten(0, 1)
     one, other, own = _through_norm(x, norm), _through_norm(x, new_norm), before[0].dtype
     worst, sums = 0.0, torch.zeros(5, dtype=torch.float64)
@@ -343,12 +308,7 @@ def _why_not_compared(before: AttentionLayer, after: AttentionLayer, most_number
 
 
 def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:
-    """Fold the norms before a layer into its maps, so that its inputs have length √d at most.
-
-    Raises:
-        RewriteRefusedError: it is not known what norm makes the inputs that a form meets, or the layer has no
-            maps to take it up.
-    """
+    """Fold the norms before a layer into its maps, so that its inputs have length √d at most."""
     weights, inputs = layer.weights, layer.inputs
     cross = weights.semantics.kind == "cross"
     of_keys = inputs.memory if cross else inputs.x
@@ -366,11 +326,6 @@ def move_of_forms(
     """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared.
 
     For W_QK of rotary heads it is the root mean square over long distances, biases as rows (`rotary_move`).
-
-    Args:
-        before: the original layer.
-        after: the rewritten layer.
-        most_numbers: larger layers are compared a few groups of heads at a time.
     """
     one, other = before.weights, after.weights
     if one.num_heads != other.num_heads or one.norms_within:

@@ -133,12 +133,7 @@ def _of_model(
 
 
 def with_rewritten(model: ModelT, changed: Mapping[str, AttentionWeights]) -> ModelT:
-    """Make a new model with rewritten weights at some sites. Norms that were folded become neutral.
-
-    Raises:
-        RewriteRefusedError: a norm was folded into some of the layers that read it, and not into others.
-        ValueError: as `with_attention`.
-    """
+    """Make a new model with rewritten weights at some sites. Norms that were folded become neutral."""
     before = attention_weights(model)
     new = with_attention(model, changed)
     _neutralise_folded_norms(new, before, {**before, **changed})
@@ -204,12 +199,7 @@ def _named(layer: Layer) -> Iterator[None]:
 def _neutralise_folded_norms(
     model: AnyModel, before: Mapping[str, AttentionWeights], after: Mapping[str, AttentionWeights]
 ) -> None:
-    """Set to gain 1 and shift 0 the norms of a new model that its attention layers have taken up.
-
-    Raises:
-        RewriteRefusedError: some cross-attention layers took up the encoder's last norm, and others
-            still read it.
-    """
+    """Set to gain 1 and shift 0 the norms of a new model that its attention layers have taken up."""
     cross = [name for name, weights in before.items() if weights.memory_norm is not None]
     folded = [name for name in cross if after[name].memory_norm is None]
     if folded and len(folded) < len(cross):

@@ -19,11 +19,7 @@ _NO_TRANSFORMERS = "transformers, which would run it, is not installed: pip inst
 
 
 def open_runnable(path: Path) -> RunnableModel:
-    """Open a model to run it.
-
-    Raises:
-        UsageError: we cannot run it, and `transformers` is not installed or has no such model.
-    """
+    """Open a model to run it."""
     source = find_source(path)
     if _is_run_by_us_alone(source):
         return _own(source)
@@ -50,12 +46,7 @@ def can_run(path: Path) -> str:
 
 
 def _own(source: Source) -> OwnRunnable:
-    """A model that triptych runs.
-
-    Raises:
-        DataError: it does not, with the reason.
-        UsageError: as `open_model`.
-    """
+    """A model that triptych runs."""
     if source.is_own and not source.translates and not (source.folder / TOKENIZER).exists():
         model = read_own_model(source.folder)
         assert isinstance(model, LanguageModel), "its configuration says so"

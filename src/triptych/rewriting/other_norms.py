@@ -52,14 +52,6 @@ class OtherNorms:
 
     Those that no attention reads are folded by `fold_other_norms`; those that a layer reads too, by the
     `fold_norm` of that layer and along with it, or not at all.
-
-    Args:
-        form: how the checkpoint stores its attention.
-        steps: of the recipe.
-        skip_refused: whether a norm that cannot be folded is left as it is.
-
-    Raises:
-        RewriteRefusedError: one cannot, and that is not to be skipped.
     """
 
     def __init__(self, form: Format, steps: Sequence[Rewrite], skip_refused: bool) -> None:
@@ -100,15 +92,7 @@ class OtherNorms:
         return name in self._owners
 
     def replacement(self, name: str, is_folded: IsFolded) -> Tensor | None:
-        """The new tensor of a name, measured as it will be saved; None if it stays as it is.
-
-        Args:
-            name: of a tensor.
-            is_folded: whether an attention layer has taken up the norm that it reads.
-
-        Raises:
-            RewriteRefusedError: numbers do not fit the dtype of the tensor.
-        """
+        """The new tensor of a name, measured as it will be saved; None if it stays as it is."""
         site = self._owners.get(name)
         if site is None or self._tensors is None or not self._is_to_change(site, is_folded):
             return None

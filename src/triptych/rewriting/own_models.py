@@ -34,12 +34,7 @@ class OwnRunnable(RunnableModel):
     by = "triptych"
 
     def __init__(self, opened: OpenedModel | LanguageModel, longest: int) -> None:
-        """Of an opened model, on the CPU.
-
-        Args:
-            opened: the model with its tokenizers; or a model alone, which reads no text.
-            longest: tokens of a text that a model of one stack is made for.
-        """
+        """Of an opened model, on the CPU."""
         self._given, self._longest = opened, longest
         model = opened.model if isinstance(opened, OpenedModel) else opened
         if not (isinstance(model, EncoderDecoder) and model.recipe is not None):

@@ -96,12 +96,7 @@ class Storage:
         return Stored(shape_of(after), _added(part, after.o_bias), passed_on, seen, part.done)
 
     def together(self, parts: Sequence[Stored], order: Sequence[int] | None) -> AttentionWeights:
-        """Join all heads; to be called once.
-
-        Args:
-            parts: what was said of them.
-            order: to put them in; None as they are.
-        """
+        """Join all heads; to be called once."""
         assert self._first is not None
         left = [part.shapes for part in parts if part.shapes is not None]
         heads = sum(shapes.num_heads for shapes in left)

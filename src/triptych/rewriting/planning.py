@@ -76,13 +76,7 @@ class Prepared:
 
 
 def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Prepared:
-    """Prepare a recipe: gather moments over the text, and distribute budgets over layers.
-
-    Raises:
-        UsageError: a step needs a text and there is none, or names layers that do not exist.
-        RewriteRefusedError: a layer refuses a step, or a norm that maps outside the attention read cannot be
-            folded, and `skip_refused` is not set.
-    """
+    """Prepare a recipe: gather moments over the text, and distribute budgets over layers."""
     _require_layers(source, recipe.step)
     require_calibration(recipe)
     norms = OtherNorms(format_of(source), recipe.step, recipe.skip_refused)
@@ -111,11 +105,7 @@ def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Pre
 def _require_all_heads(
     source: AttentionSource, prepared: Prepared, number: int, sites: Sequence[Site]
 ) -> None:
-    """Check that the steps before one leave heads where the original model has them.
-
-    Raises:
-        UsageError: they do not.
-    """
+    """Check that the steps before one leave heads where the original model has them."""
     selects = any(isinstance(step, LayerRewrite) and step.selects for step in prepared.steps[:number])
     for site in sites if selects else ():
         read = source.read(site)
@@ -229,12 +219,7 @@ def total_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def local_folder(checkpoint: str) -> Path:
-    """The folder of a checkpoint; one of the Hub (`owner/name`, `gpt2`) is fetched into its cache first.
-
-    Raises:
-        UsageError: a single file: what lies beside it would be left behind.
-        DataError: nothing of that name, here or on the Hub.
-    """
+    """The folder of a checkpoint; one of the Hub (`owner/name`, `gpt2`) is fetched into its cache first."""
     path = Path(checkpoint)
     if path.is_dir():
         return path
@@ -251,11 +236,7 @@ def resize_kv_heads(there: int, num_kv_heads: int) -> str:
 
 
 def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
-    """Compute what a rewrite would do, without writing anything.
-
-    Raises:
-        RewriteRefusedError: a layer refuses a step, and `skip_refused` is not set.
-    """
+    """Compute what a rewrite would do, without writing anything."""
     folder = local_folder(checkpoint)
     source = open_checkpoint(folder, family)
     prepared = prepare(source, folder, recipe)

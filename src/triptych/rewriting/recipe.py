@@ -58,25 +58,12 @@ class RewriteRecipe(BaseModel):
 
 
 def read_rewrite_recipe(path: Path) -> RewriteRecipe:
-    """Read a recipe from a file.
-
-    Raises:
-        UsageError: the file does not exist, is not TOML, or has unknown names.
-    """
+    """Read a recipe from a file."""
     return rewrite_recipe_of(read_toml(path, "recipe"), path.parent, str(path))
 
 
 def rewrite_recipe_of(record: Mapping[str, Any], folder: Path, origin: str) -> RewriteRecipe:
-    """Make a recipe of its keys.
-
-    Args:
-        record: the keys, as a file has them.
-        folder: the folder that the calibration text is relative to.
-        origin: where the keys stand, for messages.
-
-    Raises:
-        UsageError: unknown names, values that are not valid, or steps in an order that is not possible.
-    """
+    """Make a recipe of its keys."""
     try:
         recipe = RewriteRecipe.model_validate(dict(record))
         require_order(recipe.step)
@@ -95,11 +82,7 @@ def rewrite_recipe_of(record: Mapping[str, Any], folder: Path, origin: str) -> R
 
 
 def require_calibration(recipe: RewriteRecipe) -> None:
-    """Check that a recipe has a text if a step looks at one, and only then.
-
-    Raises:
-        UsageError: it has none, or none that can be read; or no step looks at it.
-    """
+    """Check that a recipe has a text if a step looks at one, and only then."""
     needing = [step.name for step in recipe.step if step.needs_text]
     if needing and recipe.calibration is None:
         how = "give one with --calibrate, or as calibration of a recipe, or use criterion free"

@@ -73,14 +73,7 @@ def coarsest_changed(tensors: Mapping[str, TensorRecord], written: Tensors) -> t
 def judge(
     found: Compared, rewritten: RunnableModel, changed: Collection[str], stored: torch.dtype
 ) -> RoundingJudgement:
-    """Compare the difference between two models with the effect of rounding.
-
-    Args:
-        found: the comparison of both models.
-        rewritten: the rewritten model.
-        changed: names of its parameters that differ from the original.
-        stored: the coarsest dtype of these parameters in the file.
-    """
+    """Compare the difference between two models with the effect of rounding."""
     most, outputs = 0.0, [rewritten.outputs(window) for window in found.farthest]
     for seed in range(_MOST_DRAWS):
         moved = _rounded_again(rewritten, changed, stored, seed)
@@ -99,18 +92,7 @@ def first_moved(
     window: Window,
     stored: torch.dtype,
 ) -> str:
-    """The name of the first attention layer whose output moves farther than rounding explains; "" if none.
-
-    Args:
-        original: the original model.
-        rewritten: the rewritten model.
-        source: the original's checkpoint.
-        window: the input of both.
-        stored: as in `judge`.
-
-    Raises:
-        DataError: the model has no module of a layer's name.
-    """
+    """The name of the first attention layer whose output moves farther than rounding explains; "" if none."""
     one = original.attention_outputs(source, window)
     other = rewritten.attention_outputs(source, window)
     changed, rounded = changed_parameters(original, rewritten), [0.0] * len(other)
@@ -178,14 +160,7 @@ def _are_the_same(one: Tensor | None, other: Tensor | None) -> bool:
 
 @final
 class RoundedAgain:
-    """Moves every number of weights in float64 by a rounding, up or down at random.
-
-    Args:
-        changed: what moves by the rounding of the dtype that it is stored in; the others move by that of
-            float64, which stands for the arithmetic.
-        stored: that dtype; None if no number was changed.
-        generator: of the directions.
-    """
+    """Moves every number of weights in float64 by a rounding, up or down at random."""
 
     def __init__(
         self, changed: frozenset[tuple[str, str]], stored: torch.dtype | None, generator: torch.Generator

@@ -60,11 +60,7 @@ class RunnableModel(ABC):
 
     @abstractmethod
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
-        """Cut a text into windows.
-
-        Raises:
-            UsageError: the text is not of the kind that the model reads.
-        """
+        """Cut a text into windows."""
 
     @abstractmethod
     def random_windows(self, seed: int) -> Iterator[Window]:
@@ -80,18 +76,10 @@ class RunnableModel(ABC):
 
     @abstractmethod
     def attention_module(self, site: Site) -> nn.Module:
-        """The module of an attention layer.
-
-        Raises:
-            DataError: the model has none.
-        """
+        """The module of an attention layer."""
 
     def attention_outputs(self, source: AttentionSource, window: Window) -> list[tuple[str, Tensor]]:
-        """The outputs of attention layers with their names, in the order in which they run.
-
-        Raises:
-            DataError: the model has no module of a layer's name.
-        """
+        """The outputs of attention layers with their names, in the order in which they run."""
         found: list[tuple[str, Tensor]] = []
 
         def keep(module: nn.Module, given: Any, output: Any, *, name: str) -> None:
@@ -127,11 +115,7 @@ class Compared(NamedTuple):
 
 @torch.inference_mode()
 def compared(original: RunnableModel, rewritten: RunnableModel, windows: Iterator[Window]) -> Compared:
-    """Compare two models on a text.
-
-    Raises:
-        UsageError: there are no windows.
-    """
+    """Compare two models on a text."""
     tokens, worst, divergence, predicted = 0, 0.0, 0.0, 0
     losses, farthest = [0.0, 0.0], list[tuple[float, Window]]()
     for window in windows:
@@ -169,19 +153,7 @@ def windows_of_text(
     *,
     causal: bool,
 ) -> Iterator[Window]:
-    """Windows of a text for a model that reads one sequence.
-
-    Args:
-        text: a file.
-        most_tokens: that are read or predicted.
-        length: most tokens of a window.
-        encode: token ids of a text, with what the tokenizer puts around each text or without.
-        causal: the text is cut into windows side by side; otherwise a line is one, in which nothing is
-            predicted.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
+    """Windows of a text for a model that reads one sequence."""
     whole = read_whole_text(text)
     if causal:
         ids = torch.tensor(encode(whole, False))
@@ -213,11 +185,7 @@ def _window_of_line(ids: Sequence[int]) -> Window:
 
 
 def read_pairs(path: Path) -> Iterator[tuple[str, str]]:
-    """The lines of a text, each a source, a tab and a target.
-
-    Raises:
-        UsageError: the file cannot be read, is not UTF-8, or has a line without a tab.
-    """
+    """The lines of a text, each a source, a tab and a target."""
     for number, line in enumerate(read_whole_text(path).splitlines(), start=1):
         source, tab, target = line.partition("\t")
         if not tab:
@@ -226,11 +194,7 @@ def read_pairs(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_whole_text(path: Path) -> str:
-    """Read a text file.
-
-    Raises:
-        UsageError: the file cannot be read, or is not UTF-8.
-    """
+    """Read a text file."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

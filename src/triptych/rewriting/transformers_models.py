@@ -94,12 +94,7 @@ class TransformersModel(RunnableModel):
 
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:
-        """One forward pass.
-
-        Raises:
-            DataError: the file lacks tensors that the output depends on (`transformers` draws random ones
-                for these); or the model does not run on text alone.
-        """
+        """One forward pass."""
         self.seen = {}
         try:
             found = self.model(**window.inputs)
@@ -143,11 +138,7 @@ class TransformersModel(RunnableModel):
         return self._module(site.module)
 
     def _module(self, name: str) -> nn.Module:
-        """The module of a tensor's name: the file's names and those in memory may differ at the front.
-
-        Raises:
-            DataError: there is none.
-        """
+        """The module of a tensor's name: the file's names and those in memory may differ at the front."""
         modules: dict[str, nn.Module] = dict(self.model.named_modules())
         for candidate in _renamed(name):
             if candidate in modules:

@@ -42,17 +42,7 @@ _DTYPE = ("dtype", "torch_dtype")
 
 
 def prepare_continued(recipe: ContinuedRecipe, base: Path, display: Display) -> Prepared:
-    """A new run: read the checkpoint, and choose what the recipe leaves out.
-
-    Args:
-        recipe: as given.
-        base: folder that relative paths of the recipe are relative to.
-        display: is told of what is read and chosen.
-
-    Raises:
-        DataError: the checkpoint cannot be read, run or written.
-        UsageError: it does not go with the task, or it has fewer positions than the context.
-    """
+    """A new run: read the checkpoint, and choose what the recipe leaves out."""
     path = base / recipe.model.checkpoint
     loaded = _loaded(path if path.exists() else recipe.model.checkpoint)
     model, tokenizer = loaded.model, load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
@@ -160,11 +150,7 @@ def _checkpoint(path: Path) -> Checkpoint:
 
 
 def _require_task(recipe: ContinuedRecipe, loaded: LoadedModel) -> None:
-    """The model learns what the recipe is about.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """The model learns what the recipe is about."""
     kind, head = loaded.model.architecture.kind, loaded.model.head
     if kind != recipe.kind:
         needed = f"task is {recipe.task!r}: it needs a model of another kind"

@@ -24,11 +24,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def require_place(folder: Path, *, force: bool) -> None:
-    """A run can be made here, and nothing is lost by it.
-
-    Raises:
-        UsageError: it cannot, or the folder holds something and `force` is not given.
-    """
+    """A run can be made here, and nothing is lost by it."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -66,11 +62,7 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 def check_tokenizers(tokenizers: TokenizerPair, recipe: Recipe, folder: Path) -> None:
-    """Check that a run's folder has as many tokenizers as its recipe says.
-
-    Raises:
-        DataError: the target's own is missing, or left over.
-    """
+    """Check that a run's folder has as many tokenizers as its recipe says."""
     if tokenizers.joint != recipe.tokenizer.joint:
         state = "left over" if recipe.tokenizer.joint else "missing"
         raise DataError(

@@ -44,13 +44,7 @@ _CHARACTERS_FOR_TOKENIZER = 100_000_000
 
 
 def prepare_language(recipe: LanguageRecipe, base: Path, display: Display) -> Prepared:
-    """A new run: train the tokenizer, and choose what the recipe leaves out.
-
-    Args:
-        recipe: as given.
-        base: folder that relative paths of the recipe are relative to.
-        display: is told of what is read and chosen.
-    """
+    """A new run: train the tokenizer, and choose what the recipe leaves out."""
     device = find_device(recipe.training.device).type
     text = TextOfRun(recipe, base)
     given, recipe = recipe, fit_language_tokenizer(recipe, text.num_chars, device)
@@ -108,11 +102,7 @@ class TextOfRun:
         return train, fingerprint(data.valid, base=self._base)
 
     def shards(self, tokenizer: Tokenizer, display: Display) -> tuple[TokenShards, TokenShards]:
-        """Both texts as tokens on the disk.
-
-        Raises:
-            DataError: one of them is too short to learn from or to be judged by.
-        """
+        """Both texts as tokens on the disk."""
         display.say(f"tokenizing with {tokenizer.vocab_size:,} tokens")
         data, cache = self._data, self._base / self._data.cache
         if data.valid is not None:

@@ -160,18 +160,7 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
 
 
 def validate(folder: Path) -> dict[str, float]:
-    """The figures of a run's model on its validation text, as training measures them.
-
-    Args:
-        folder: the run folder; its model may have been rewritten. Relative paths in its recipe are those of
-            the current folder.
-
-    Returns:
-        "valid_loss" in nats a token, and what else its task has.
-
-    Raises:
-        TriptychError: no run there, or files or texts missing or damaged.
-    """
+    """The figures of a run's model on its validation text, as training measures them."""
     recipe = read_recipe(folder / RECIPE)
     with _threads_and_seed(recipe):
         objective = _taken_up(recipe, folder, Path.cwd(), SilentDisplay()).objective()
@@ -208,11 +197,7 @@ def _go_on(folder: Path, overrides: Sequence[str], display: Display, world: Worl
 
 
 def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
-    """The recipe of a run that can be resumed.
-
-    Raises:
-        UsageError: it cannot, or the overrides change what may not change.
-    """
+    """The recipe of a run that can be resumed."""
     if not (folder / RECIPE).exists():
         raise UsageError(f"{folder} has no run to resume: there is no {RECIPE}")
     if (folder / CERTIFICATE).exists():
@@ -267,13 +252,7 @@ def _logged(display: Display, folder: Path, world: World) -> Display:
 
 
 def prepare(recipe: AnyRecipe, base: Path, display: Display) -> Prepared:
-    """Read what a new run needs, and choose what its recipe leaves out; nothing is written.
-
-    Args:
-        recipe: as given.
-        base: folder that relative paths of the recipe are relative to.
-        display: is told of what is read and chosen.
-    """
+    """Read what a new run needs, and choose what its recipe leaves out; nothing is written."""
     match recipe:
         case Recipe():
             return prepare_translation(recipe, base, display)

@@ -31,13 +31,7 @@ from triptych.training.progress import Display
 
 
 def prepare_translation(recipe: Recipe, base: Path, display: Display) -> Prepared:
-    """A new run: train the tokenizers, and choose what the recipe leaves out.
-
-    Args:
-        recipe: as given.
-        base: folder that relative paths of the recipe are relative to.
-        display: is told of what is read and chosen.
-    """
+    """A new run: train the tokenizers, and choose what the recipe leaves out."""
     device = find_device(recipe.training.device).type
     train_text, valid_text = _read_texts(recipe, base, display)
     num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))

@@ -82,15 +82,6 @@ class FolderCopy:
         folder: the temporary folder of the copy.
         num_bytes: bytes of all tensors together.
         left_out: names of the source's files that are not copied.
-
-    Args:
-        source: a folder, or a file of tensors next to its `config.json`.
-        target: the folder to create; it must not exist.
-
-    Raises:
-        UsageError: the target exists, lies within the source, has no parent folder, or does not fit on its
-            disk.
-        DataError: the source is not a checkpoint, or a link in it leads outside.
     """
 
     folder: Path
@@ -128,19 +119,7 @@ class FolderCopy:
     def write_shards(
         self, replacement: Replacement, on_written: OnWritten = lambda num_bytes: None
     ) -> dict[str, TensorHash]:
-        """Copy the tensors. Those that are not replaced are copied byte for byte.
-
-        Args:
-            replacement: called once for every tensor, in the order of the files. It returns the tensor to
-                write instead, of the same dtype and any shape, or None.
-            on_written: called now and then with how many more bytes are written.
-
-        Returns:
-            The hashes of every tensor, as read and as written.
-
-        Raises:
-            OSError: the disk is full, or a file cannot be read.
-        """
+        """Copy the tensors. Those that are not replaced are copied byte for byte."""
         copier = ShardCopier(replacement, on_written)
         try:
             for path, name in self._layout.shards.items():
@@ -153,15 +132,7 @@ class FolderCopy:
         return copier.hashes
 
     def write_beside(self, settings: Mapping[str, Any]) -> None:
-        """Copy the files beside the tensors.
-
-        Args:
-            settings: entries of `config.json` to set, by dotted path; the others keep their order. If there
-                are none, the file is copied byte for byte like the others.
-
-        Raises:
-            OSError: the disk is full, or a file cannot be read.
-        """
+        """Copy the files beside the tensors."""
         for name in self._beside:
             place = self.folder / name
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -174,15 +145,7 @@ class FolderCopy:
                 shutil.copyfile(self._source / name, place)
 
     def finish(self, extra: Mapping[str, bytes] | None = None) -> CopiedCheckpoint:
-        """Add files to the copy, flush it to the disk, and give it its name.
-
-        Args:
-            extra: files by name; they replace copied files of the same name.
-
-        Raises:
-            UsageError: the target was created by someone else meanwhile.
-            OSError: the disk is full.
-        """
+        """Add files to the copy, flush it to the disk, and give it its name."""
         for name, content in (extra or {}).items():
             (self.folder / name).write_bytes(content)
         try:
@@ -217,15 +180,7 @@ class FolderCopy:
 
 
 def require_own(folder: Path, path: Path) -> None:
-    """Check that a path is a file, or a link to a file in the folder or in its Hub cache.
-
-    Args:
-        folder: the folder that is copied.
-        path: a path in it.
-
-    Raises:
-        DataError: a link leads elsewhere or to nothing, or the path is not a file.
-    """
+    """Check that a path is a file, or a link to a file in the folder or in its Hub cache."""
     if not path.is_file():
         raise DataError(f"{path} is not a regular file (a broken link?)")
     source, found = folder.resolve(), path.resolve()
@@ -236,11 +191,7 @@ def require_own(folder: Path, path: Path) -> None:
 
 
 def require_place(source: Path, target: Path) -> None:
-    """Check that the target folder can be created, outside of the source.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """Check that the target folder can be created, outside of the source."""
     target = target.absolute()
     if os.path.lexists(target):
         raise UsageError(f"{target} exists: give the name of a new folder")
@@ -303,14 +254,7 @@ def _in_safetensors(name: str) -> str:
 
 
 def names_beside(source: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the files that a copy leaves out, and of those that it has beside the tensors.
-
-    Args:
-        source: as in `FolderCopy`.
-
-    Raises:
-        DataError: as in `FolderCopy`.
-    """
+    """Names of the files that a copy leaves out, and of those that it has beside the tensors."""
     return _sorted_out(_layout(source))
 
 

@@ -80,14 +80,6 @@ def open_hub(hub_id: str, endpoint: str | None = None) -> tuple[dict[str, Any], 
 
     Everything is read from one commit. Private and gated repositories need the token of `hf auth login` or
     HF_TOKEN.
-
-    Args:
-        hub_id: `owner/name` or `name`, with `@revision` or without.
-        endpoint: address of the Hub; that of HF_ENDPOINT if None.
-
-    Raises:
-        DataError: the repository does not exist or has no safetensors, access is denied, or the network
-            fails.
     """
     repo = _repository(hub_id, endpoint)
     config = repo.download("config.json")
@@ -103,15 +95,7 @@ def open_hub(hub_id: str, endpoint: str | None = None) -> tuple[dict[str, Any], 
 
 
 def download_model(hub_id: str, endpoint: str | None = None) -> Path:
-    """Download the configuration and the weights of one commit of a repository; returns the folder.
-
-    Args:
-        hub_id: `owner/name` or `name`, with `@revision` or without.
-        endpoint: address of the Hub; that of HF_ENDPOINT if None.
-
-    Raises:
-        DataError: the repository or a file does not exist, access is denied, or the network fails.
-    """
+    """Download the configuration and the weights of one commit of a repository; returns the folder."""
     repo = _repository(hub_id, endpoint)
     found = [repo.download(file) for file in ("config.json", SAFETENSORS)]
     if found[0] is None or found[1] is None:
@@ -123,14 +107,6 @@ def download_checkpoint(hub_id: str, endpoint: str | None = None) -> Path:
     """Download the configuration, tokenizer and safetensors of one commit; returns the folder.
 
     Weights in other formats (such as pickled ones) and code are not downloaded.
-
-    Args:
-        hub_id: `owner/name` or `name`, with `@revision` or without.
-        endpoint: address of the Hub; that of HF_ENDPOINT if None.
-
-    Raises:
-        DataError: the repository does not exist or has no safetensors, access is denied, or the network
-            fails.
     """
     repo = _repository(hub_id, endpoint)
     if repo.download(SAFETENSORS_INDEX) is None:
@@ -264,11 +240,7 @@ class HubBytes(Bytes):
         return self._fetch(start, length)
 
     def save(self, path: Path) -> None:
-        """Download all of it into a file.
-
-        Raises:
-            DataError: the network fails, or the content does not have the hash.
-        """
+        """Download all of it into a file."""
         found = self._begun()
         silent = not (sys.stderr.isatty() and speaks())
         bar = tqdm(  # type: ignore[no-untyped-call]
@@ -372,11 +344,7 @@ class _Transfer:
 def _in_time(
     name: str, work: Callable[[_Transfer], T], on_received: Callable[[int], object] = lambda count: None
 ) -> T:
-    """What a request gives.
-
-    Raises:
-        DataError: too little came for too long.
-    """
+    """What a request gives."""
     # No timeout of a socket ends an answer that comes byte by byte. A thread that hangs is left behind.
     transfer, future = _Transfer(on_received), Future[T]()
 

@@ -117,11 +117,7 @@ def _block_by_block(
     groups: Tensor,
     numbers_of: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """(q − z) · s as `[out, in]`, computed a few rows of the packed map at a time to save memory.
-
-    Raises:
-        ValueError: the number of inputs does not fit the groups.
-    """
+    """(q − z) · s as `[out, in]`, computed a few rows of the packed map at a time to save memory."""
     d_out, d_in = shape
     if len(groups) != d_in:
         raise ValueError(f"{len(groups)} inputs have a group, and there are {d_in}")
@@ -142,11 +138,7 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
 
 
 def dequantised(tensors: Tensors, settings: Settings) -> Tensors:
-    """Replace quantised maps by plain weights. Their parts are no longer listed.
-
-    Raises:
-        DataError: an unknown quantisation, or tensors that do not fit together.
-    """
+    """Replace quantised maps by plain weights. Their parts are no longer listed."""
     _refuse_by_name(tensors, settings)
     found = [packed for name in tensors.infos if (packed := _packed(name, tensors, settings)) is not None]
     if not found:
@@ -216,11 +208,7 @@ def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
 
 
 def _refuse_by_name(tensors: Tensors, settings: Settings) -> None:
-    """Refuse quantisation formats that are known but not supported.
-
-    Raises:
-        DataError: the file has one; the message names its first tensor.
-    """
+    """Refuse quantisation formats that are known but not supported."""
     method = settings.value("quantization_config.quant_method")
     version = settings.value("quantization_config.version")
     if method == "awq" and version not in (None, "gemm", "GEMM"):

@@ -34,22 +34,13 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 
 @final
 class Settings:
-    """A configuration.
-
-    Args:
-        record: as read.
-        where: its file, for messages.
-    """
+    """A configuration."""
 
     def __init__(self, record: Mapping[str, Any], where: str) -> None:
         self.record, self.where = record, where
 
     def below(self, path: str) -> "Settings":
-        """The record at a path; the whole configuration for "".
-
-        Raises:
-            DataError: there is none.
-        """
+        """The record at a path; the whole configuration for ""."""
         if not path:
             return self
         found = self._field(path, 0)
@@ -75,11 +66,7 @@ class Settings:
         return None
 
     def count(self, expression: str, layer: int = 0) -> int:
-        """The value of an expression as a whole number of at least 1.
-
-        Raises:
-            DataError: it is missing or not such a number.
-        """
+        """The value of an expression as a whole number of at least 1."""
         found = self.value(expression, layer)
         if isinstance(found, float) and found.is_integer():
             found = int(found)
@@ -91,19 +78,11 @@ class Settings:
         return found
 
     def whole(self, expression: str, layer: int = 0) -> int:
-        """The value of an expression as a whole number of at least 0.
-
-        Raises:
-            DataError: it is missing or not such a number.
-        """
+        """The value of an expression as a whole number of at least 0."""
         return 0 if self.value(expression, layer) == 0 else self.count(expression, layer)
 
     def number(self, expression: str, layer: int = 0) -> float:
-        """The value of an expression as a number.
-
-        Raises:
-            DataError: it is missing or not a number.
-        """
+        """The value of an expression as a number."""
         found = self.value(expression, layer)
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise DataError(f"{self.where}: {expression} is {_said(found)}: a number is needed")
@@ -112,22 +91,14 @@ class Settings:
         return float(found)
 
     def positive(self, expression: str, layer: int = 0) -> float:
-        """The value of an expression as a number above 0.
-
-        Raises:
-            DataError: it is missing or not such a number.
-        """
+        """The value of an expression as a number above 0."""
         found = self.number(expression, layer)
         if found <= 0:
             raise DataError(f"{self.where}: {expression} is {found:g}: a number above 0 is needed")
         return found
 
     def word(self, expression: str, layer: int = 0) -> str | None:
-        """The value of an expression as a text; None if it is missing.
-
-        Raises:
-            DataError: it is something else.
-        """
+        """The value of an expression as a text; None if it is missing."""
         found = self.value(expression, layer)
         if found is not None and not isinstance(found, str):
             raise DataError(f"{self.where}: {expression} is {_said(found)}: a text is needed")
@@ -160,11 +131,7 @@ class Settings:
         return bool(self.value(condition, layer))
 
     def _of_number(self, expression: str, layer: int) -> int | None:
-        """`layer`, `layer % N` or `(layer + 1) % N`, N an expression; None if not one of these, or no N.
-
-        Raises:
-            DataError: N is no whole number of at least 1.
-        """
+        """`layer`, `layer % N` or `(layer + 1) % N`, N an expression; None if not one of these, or no N."""
         found = re.fullmatch(r"(layer|\(layer \+ 1\))(?:\s*%\s*(.+))?", expression)
         if found is None:
             return None

@@ -100,11 +100,7 @@ class Shard(ABC):
 
 @final
 class SafetensorsShard(Shard):
-    """A safetensors file, read by blocks.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """A safetensors file, read by blocks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -141,11 +137,7 @@ class SafetensorsShard(Shard):
 
 @final
 class PickledShard(Shard):
-    """An old torch file with memory-mapped tensors, which is written as safetensors.
-
-    Raises:
-        DataError: it is damaged, or has a dtype that safetensors does not have.
-    """
+    """An old torch file with memory-mapped tensors, which is written as safetensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -202,11 +194,6 @@ class ShardCopier:
     """Copies files of tensors, several tensors at a time.
 
     The next file is begun while the last tensors of a file are copied.
-
-    Args:
-        replacement: returns a new tensor for a name, in the dtype of the old one; None to copy the old one.
-            Called from one thread, once per tensor, in the order of the file.
-        on_written: called with how many more bytes are written.
     """
 
     def __init__(self, replacement: Replacement, on_written: OnWritten) -> None:
@@ -223,15 +210,7 @@ class ShardCopier:
         self._kept = 0
 
     def copy(self, shard: Shard, target: Path) -> None:
-        """Copy one file.
-
-        Args:
-            shard: the file; it is closed when all of it is copied.
-            target: the path of the copy; it must not exist.
-
-        Raises:
-            OSError: the disk is full, or this file or the one before cannot be read.
-        """
+        """Copy one file."""
         copy = _Copy(shard, target)
         self._copies.append(copy)
         header = shard.header(shard.shapes)
@@ -243,14 +222,7 @@ class ShardCopier:
             self._complete_first()
 
     def finish(self) -> dict[str, tuple[int, ...]]:
-        """Wait until everything is on the disk.
-
-        Returns:
-            The new shapes of the tensors.
-
-        Raises:
-            OSError: writing failed.
-        """
+        """Wait until everything is on the disk."""
         while self._copies:
             self._complete_first()
         for future in (*self._syncing, *([self._giving_back] if self._giving_back else [])):

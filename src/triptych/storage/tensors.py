@@ -94,12 +94,7 @@ class TensorFile(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """Read a tensor as it is stored.
-
-        Raises:
-            KeyError: there is no tensor of this name.
-            DataError: it cannot be read.
-        """
+        """Read a tensor as it is stored."""
 
     def packed_as(self, name: str) -> str:
         """The quantisation format of a tensor; "" for plain tensors."""
@@ -113,12 +108,6 @@ class Safetensors(TensorFile):
     Attributes:
         data_start: offset of the data after the header.
         metadata: the strings of the header's metadata, by name.
-
-    Args:
-        source: the file.
-
-    Raises:
-        DataError: the header is damaged, or contradicts itself or the size of the file.
     """
 
     def __init__(self, source: Bytes) -> None:
@@ -186,14 +175,7 @@ class Safetensors(TensorFile):
 
 @final
 class Pickled(TensorFile):
-    """An old `pytorch_model.bin` with plain data, memory-mapped if its format allows that.
-
-    Args:
-        path: the file.
-
-    Raises:
-        DataError: it has other things than tensors by name, or is damaged.
-    """
+    """An old `pytorch_model.bin` with plain data, memory-mapped if its format allows that."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -259,12 +241,7 @@ class _Held(TensorFile):
 
 @final
 class Tensors:
-    """All tensors of a checkpoint, in one file or several.
-
-    Args:
-        name: name of the checkpoint, for messages.
-        files: the file of every tensor, by the tensor's name.
-    """
+    """All tensors of a checkpoint, in one file or several."""
 
     def __init__(self, name: str, files: Mapping[str, TensorFile]) -> None:
         self.name = name
@@ -294,11 +271,7 @@ class Tensors:
         return list(takewhile(lambda name: name.startswith(f"{module}."), islice(self._names, start, None)))
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor as it is stored.
-
-        Raises:
-            DataError: it cannot be read.
-        """
+        """Read a tensor as it is stored."""
         return self._files[name].read(name)
 
     def packed_as(self, name: str) -> str:
@@ -311,17 +284,7 @@ class Tensors:
 
 
 def open_tensors(path: Path, *, mapped: bool = False) -> Tensors:
-    """Open the tensors of a folder in Hugging Face's layout, or of one file.
-
-    Args:
-        path: a folder with `model.safetensors` or `pytorch_model.bin`, whole or in shards with an index;
-            or a `.safetensors`, `.bin`, `.pt` or `.pth` file.
-        mapped: whether tensors of safetensors files are mapped into memory instead of read; see
-            `MappedBytes`.
-
-    Raises:
-        DataError: the path is none of these, a shard is missing, or a file is damaged.
-    """
+    """Open the tensors of a folder in Hugging Face's layout, or of one file."""
     if not path.exists():
         raise DataError(f"{path}: there is no such file or folder")
     if not path.is_dir():
@@ -346,17 +309,7 @@ def open_tensors(path: Path, *, mapped: bool = False) -> Tensors:
 def from_index(
     index: Mapping[str, Any], where: str, name: str, open_shard: Callable[[str], TensorFile]
 ) -> Tensors:
-    """Open the tensors that an index distributes over shards.
-
-    Args:
-        index: the record; its `weight_map` gives each tensor's shard.
-        where: the index file, for messages.
-        name: name of the checkpoint, for messages.
-        open_shard: opens a shard of the folder by its name.
-
-    Raises:
-        DataError: the index is invalid, leads out of its folder, or names tensors that a shard does not have.
-    """
+    """Open the tensors that an index distributes over shards."""
     places = index.get("weight_map")
     if not isinstance(places, dict) or not places:
         raise DataError(f"{where}: it has no weight_map from tensors to files")
@@ -405,11 +358,7 @@ def of_one(file: TensorFile) -> Tensors:
 
 
 def _require_plain(name: str, where: str) -> None:
-    """Check that names can be printed in reports and on terminals.
-
-    Raises:
-        DataError: a name has characters that cannot be printed.
-    """
+    """Check that names can be printed in reports and on terminals."""
     if not name.isprintable():
         raise DataError(f"{where}: a tensor is named {shown(name)}, with unprintable characters")
 

@@ -28,18 +28,7 @@ _LONGEST_NAME = 255
 
 
 def require_regular(path: Path, most: int | None = None) -> int:
-    """Check that a path is a regular file, or a link to one, before it is opened by a library.
-
-    Args:
-        path: of the file.
-        most: the most bytes that it may have; None for any number.
-
-    Returns:
-        Its size in bytes.
-
-    Raises:
-        OSError: it is missing, too large, or a folder, a pipe or a device.
-    """
+    """Check that a path is a regular file, or a link to one, before it is opened by a library."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -49,11 +38,7 @@ def require_regular(path: Path, most: int | None = None) -> int:
 
 
 def read_limited(path: Path, most: int) -> bytes:
-    """Read a regular file of at most a number of bytes.
-
-    Raises:
-        OSError: it is larger, cannot be read, or is not a regular file.
-    """
+    """Read a regular file of at most a number of bytes."""
     require_regular(path, most)
     content = bytearray()
     with path.open("rb") as file:
@@ -81,11 +66,7 @@ class Bytes(ABC):
 
     @abstractmethod
     def read(self, start: int, length: int) -> bytearray | memoryview:
-        """Read `length` bytes from `start` into a writable buffer.
-
-        Raises:
-            DataError: it cannot be read, or there are fewer.
-        """
+        """Read `length` bytes from `start` into a writable buffer."""
 
 
 @final
@@ -143,11 +124,7 @@ class MappedBytes(Bytes):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the record of a JSON file.
-
-    Raises:
-        DataError: the file is missing, is not a JSON record, or is nested too deeply.
-    """
+    """Read the record of a JSON file."""
     try:
         content = read_limited(path, LONGEST_JSON)
     except FileNotFoundError:
@@ -158,11 +135,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parsed_json(content: bytes | bytearray, where: str) -> dict[str, Any]:
-    """The record that JSON text holds; `where` says where it is from.
-
-    Raises:
-        DataError: it is not a JSON record, has a name twice, or is nested too deeply.
-    """
+    """The record that JSON text holds; `where` says where it is from."""
 
     def refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -57,15 +57,7 @@ class Solved:
 
 
 def amount(recipe: AnyRecipe, vocabulary: Vocabulary, what: Quantity) -> float:
-    """How much of something a recipe's model has or its training takes.
-
-    Args:
-        recipe: with every size chosen.
-        vocabulary: of its tokenizers.
-        what: "parameters"; "flops", floating-point operations of the matrix products of training (forward
-            three times) on the tokens of max_steps; "cache", bytes in float32 kept of a token of the target
-            while decoding.
-    """
+    """How much of something a recipe's model has or its training takes."""
     with torch.device("meta"):
         model = _model(recipe, vocabulary)
     if what == "parameters":
@@ -120,19 +112,7 @@ def _tokens(recipe: AnyRecipe) -> int:
 def solve(
     recipe: AnyRecipe, key: str, budget: float, measure: Callable[[AnyRecipe], float], tolerance: float
 ) -> Solved:
-    """The whole number of a key with which a recipe comes closest to a budget.
-
-    Args:
-        recipe: of the variant.
-        key: of the recipe, an integer on which what is measured grows.
-        budget: what the baseline has.
-        measure: what a recipe has.
-        tolerance: the most that it may miss, as a share of the budget.
-
-    Raises:
-        UsageError: the key is no whole number of the recipe, nothing changes with it, or no value comes
-            close enough.
-    """
+    """The whole number of a key with which a recipe comes closest to a budget."""
     found = value_at(recipe, key)
     if isinstance(found, bool) or not isinstance(found, int | None):
         raise UsageError(f"budget.free {key}: it is {found!r}: a whole number is needed")

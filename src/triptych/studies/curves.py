@@ -7,12 +7,7 @@ from triptych.training.metrics import read_metrics
 
 
 def history(folder: Path, flops: float | None = None) -> list[dict[str, float]]:
-    """Every validation of a run, with the steps, tokens, seconds and operations before it.
-
-    Args:
-        folder: of the run; one without readable metrics has no validations.
-        flops: operations of training, a token of the target; None where they are not counted.
-    """
+    """Every validation of a run, with the steps, tokens, seconds and operations before it."""
     try:
         records = read_metrics(folder / "metrics.jsonl")
     except (OSError, TriptychError):

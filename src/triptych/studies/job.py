@@ -91,11 +91,7 @@ class Result:
 
 
 def read_result(path: Path) -> Result | None:
-    """A result; None if the run has not come to its end.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """A result; None if the run has not come to its end."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return Result(**record)
@@ -106,11 +102,7 @@ def read_result(path: Path) -> Result | None:
 
 
 def work(job: Job) -> int:
-    """Train or rewrite, and measure.
-
-    Returns:
-        The exit code: 0, or 128 and the number of the signal that interrupted it.
-    """
+    """Train or rewrite, and measure."""
     return _train(job) if job.rewrite_of is None else _rewrite(job, job.rewrite_of)
 
 

@@ -51,11 +51,7 @@ def write_study_page(outcome: Outcome, path: Path) -> None:
 
 
 def write_study_pictures(outcome: Outcome, folder: Path) -> list[Path]:
-    """Write what a report of the study shows first as SVG files: differences, and a curve against updates.
-
-    Returns:
-        The files.
-    """
+    """Write what a report of the study shows first as SVG files: differences, and a curve against updates."""
     charts: list[tuple[str, Sequence[Plot]]] = [
         ("differences.svg", _differences(outcome)[:1]),
         ("curves.svg", _curves(outcome)[:1]),

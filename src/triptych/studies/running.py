@@ -86,22 +86,7 @@ def run_all(
     tell: Callable[[StudyProgress], None],
     world: World = ALONE,
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """Make all runs that have no result yet.
-
-    Args:
-        planned: the runs; each has a name of its own.
-        folder: of the study.
-        workers: runs at a time of a machine, which the processes on it share.
-        tell: is told how far they are, several times a second.
-        world: processes that share the runs: each takes the next one when it has room.
-
-    Returns:
-        The results by name, and of runs that failed what went wrong.
-
-    Raises:
-        UsageError: a launcher has not said how many processes a machine has, so that none makes runs.
-        StudyStoppedError: a signal came; runs that were in progress have saved their state.
-    """
+    """Make all runs that have no result yet."""
     places, turns = own_places(workers), world.turns(len(planned))
     if not any(map(int, world.gathered_texts(str(len(places))))):
         raise UsageError(

@@ -96,15 +96,7 @@ class Comparison:
 
 
 def estimate(values: Sequence[float], possible: Range = ANYTHING) -> Estimate:
-    """The mean of independent values, with its 95 % interval.
-
-    Args:
-        values: one for each seed.
-        possible: least and largest value that there can be; the interval ends there.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The mean of independent values, with its 95 % interval."""
     from scipy.stats import t
 
     if not values:
@@ -122,16 +114,7 @@ def estimate(values: Sequence[float], possible: Range = ANYTHING) -> Estimate:
 def compare(
     variants: Mapping[str, Mapping[int, float]], baseline: Mapping[int, float], possible: Range = ANYTHING
 ) -> dict[str, Comparison]:
-    """Each variant against the baseline, on the seeds that both have.
-
-    Args:
-        variants: the values of each variant by seed.
-        baseline: those of the baseline.
-        possible: least and largest value that there can be.
-
-    Returns:
-        By variant; one without a seed in common with the baseline is left out.
-    """
+    """Each variant against the baseline, on the seeds that both have."""
     pairs = {
         name: {seed: values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())}
         for name, values in variants.items()
@@ -223,16 +206,7 @@ def effect_size(differences: Sequence[float]) -> float:
 
 
 def seeds_needed(differences: Sequence[float], num_tests: int = 1) -> int | None:
-    """The fewest seeds with which the exact test finds their mean in four of five studies.
-
-    Args:
-        differences: of pairs; their mean and standard deviation are taken as true.
-        num_tests: comparisons that p-values are corrected for. The difference is found at 0.05 / `num_tests`
-            (Bonferroni): as Holm's correction finds it if none of the others is there.
-
-    Returns:
-        The number; None if it cannot be said, or is more than 10,000.
-    """
+    """The fewest seeds with which the exact test finds their mean in four of five studies."""
     level = (1 - CONFIDENCE) / num_tests
     effect = abs(effect_size(differences))
     low, high = least_seeds(num_tests), _MOST_SEEDS

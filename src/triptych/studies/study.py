@@ -240,11 +240,7 @@ def _is_rewritten(keys: Mapping[str, Any]) -> bool:
 
 
 def _check_rewritten(trained: Mapping[str, Any], rewritten: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that each rewritten variant says how, and of which that is trained, and nothing else.
-
-    Raises:
-        ValueError: one does not, or two are equal.
-    """
+    """Check that each rewritten variant says how, and of which that is trained, and nothing else."""
     for number, (name, keys) in enumerate(rewritten.items()):
         if missing := {"rewrite_of", "rewrite"} - keys.keys():
             raise ValueError(f"variants.{name}: {missing.pop()} is missing: give rewrite_of and rewrite")
@@ -292,16 +288,7 @@ def _study_tree(path: Path, before: tuple[str, ...]) -> dict[str, Any]:
 
 
 def recipes_of(study: Study, folder: Path) -> tuple[AnyRecipe, dict[str, AnyRecipe]]:
-    """The base, and every variant that is trained, before budget, seeds and learning rate are known.
-
-    Args:
-        study: the study.
-        folder: that of its file, which `base` is relative to.
-
-    Raises:
-        UsageError: there is no such base, a key or value is not valid, two variants are equal, or a metric
-            is not one of the task.
-    """
+    """The base, and every variant that is trained, before budget, seeds and learning rate are known."""
     base = _base_tree(study, folder)
     made = {
         name: resolve(merge(base, changes), origin=f"variant {name}")
@@ -318,15 +305,7 @@ def recipes_of(study: Study, folder: Path) -> tuple[AnyRecipe, dict[str, AnyReci
 
 
 def rewrites_of(study: Study, folder: Path) -> dict[str, RewriteRecipe]:
-    """How each variant that is not trained is rewritten.
-
-    Args:
-        study: the study.
-        folder: that of its file, which calibration texts are relative to.
-
-    Raises:
-        UsageError: a key or value is not valid, or a text is missing.
-    """
+    """How each variant that is not trained is rewritten."""
     found = {}
     for name, keys in study.rewritten.items():
         origin = f"variant {name}: rewrite"

@@ -16,13 +16,6 @@ def locate_slip(source: Sequence[str], target: Sequence[str]) -> int:
     g_i = |log s_i/t_i - median| is small up to the slip and, after it, as large as between unrelated lines.
     The slip is where Σ_{j<i} (g_j - threshold) is least: it falls while the lines agree and rises after.
 
-    Args:
-        source: lines of one side.
-        target: lines of the other; the numbers of lines differ.
-
-    Returns:
-        A 1-based line number, at most one past the shorter side; only a guess, a few lines off at times.
-
     Source: Gale & Church 1993, aclanthology.org/J93-1004.
     """
     num_lines = min(len(source), len(target))

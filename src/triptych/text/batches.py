@@ -53,19 +53,6 @@ class TokenBatches:
     The longer side counts first, since it uses up the budget; among pairs alike in it, the difference of the
     sides, upwards and downwards by turns, so that neighbours are alike in both lengths throughout. A batch is
     cut short of the budget where what that saves in padding is worth more than one more batch.
-
-    Args:
-        corpus: the pairs; every one must fit the budget alone.
-        max_tokens: most padded tokens per batch in `src`, and likewise in `tgt_in` and `tgt_out`; a sentence
-            of n ids takes n + 1 of them, for its `<eos>` or `<bos>`.
-        seed: with the epoch, determines the batches; 0 or more.
-        pad_id: fills the rows up.
-        bos_id: begins `tgt_in`.
-        eos_id: ends `src` and `tgt_out`.
-        shuffle: False gives the same batches in order of length, for evaluation.
-
-    Raises:
-        UsageError: a pair past the budget; the message gives its line and both numbers.
     """
 
     def __init__(
@@ -92,14 +79,7 @@ class TokenBatches:
         self._refuse_pairs_past_budget()
 
     def plan(self, epoch: int) -> list[Int64[np.ndarray, "batch"]]:
-        """Which pairs make up each batch of an epoch: a function of corpus, budget, seed and epoch alone.
-
-        Args:
-            epoch: 0 or more.
-
-        Returns:
-            Indices into the corpus, one array per batch; together they hold every index once.
-        """
+        """Which pairs make up each batch of an epoch: a function of corpus, budget, seed and epoch alone."""
         if not self._shuffle:
             return self._cut(np.argsort(self._places, kind="stable"))
         generator = np.random.default_rng([self._seed, epoch])

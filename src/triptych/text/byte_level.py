@@ -80,11 +80,7 @@ class ByteLevelTokenizer(SentenceTokenizer):
 
     @classmethod
     def from_json(cls, text: str, origin: str) -> "ByteLevelTokenizer":
-        """The inverse of `to_json`.
-
-        Raises:
-            DataError: a text that is damaged or of another make; `origin` says where it came from.
-        """
+        """The inverse of `to_json`."""
         _require_dense(text, origin)
         inner = by_library(lambda: tokenizers.Tokenizer.from_str(text), origin)
         difference = _difference_from_ours(inner)
@@ -104,11 +100,7 @@ class ByteLevelTokenizer(SentenceTokenizer):
 
 
 def _require_dense(text: str, origin: str) -> None:
-    """Check that no id is past the number of tokens.
-
-    Raises:
-        DataError: one is.
-    """
+    """Check that no id is past the number of tokens."""
     ids, count = ids_of(text, origin)
     if max(ids, default=0) >= max(count, 1):
         raise DataError(

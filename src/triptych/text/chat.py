@@ -28,17 +28,6 @@ def render_chat(
     """The text of a conversation, as `transformers` renders it.
 
     The template runs in a process of its own that may not read files, with limits on time, memory and text.
-
-    Args:
-        template: in jinja2's language.
-        messages: each with a "role" and a "content".
-        tokens: the named special tokens, such as `bos_token`.
-        add_generation_prompt: end with the beginning of an answer.
-        origin: what errors call the tokenizer.
-
-    Raises:
-        UsageError: there are no messages, they are no JSON, or the template refuses them.
-        DataError: the template is damaged, forbidden, runs for too long or writes too much.
     """
     if not messages:
         raise UsageError("the conversation is empty; give at least one message")
@@ -70,11 +59,7 @@ def render_chat(
 
 
 def _answer(request: str, where: str) -> dict[str, Any]:
-    """What the process that renders says: a text, or what went wrong.
-
-    Raises:
-        DataError: it took too long, or the system ended it.
-    """
+    """What the process that renders says: a text, or what went wrong."""
     try:
         done = subprocess.run(
             # -P keeps the modules beside the script from taking the place of others.

@@ -48,13 +48,7 @@ class Generation(Extension):
 
 
 def render(template: str, variables: dict[str, Any]) -> str:
-    """The text of a template, with the functions that `transformers` gives chat templates.
-
-    Raises:
-        RefusalError: the template refuses the variables.
-        TemplateError: it is damaged, or does what the sandbox forbids.
-        OverflowError: its text is longer than any model reads.
-    """
+    """The text of a template, with the functions that `transformers` gives chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,

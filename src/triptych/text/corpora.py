@@ -179,20 +179,7 @@ class ParallelCorpus:
 def read_parallel(
     spec: CorpusSpec, *, max_line_chars: int = DEFAULT_MAX_LINE_CHARS, base: Path = Path()
 ) -> ParallelCorpus:
-    """Read a corpus; drop and count the pairs with an empty or an overlong side.
-
-    Args:
-        spec: where it comes from.
-        max_line_chars: longest side kept, in characters after stripping.
-        base: folder to which relative paths are relative.
-
-    Returns:
-        At least one pair.
-
-    Raises:
-        UsageError: a file or dataset that is not there, or a library for it that is not installed.
-        DataError: content that is not a parallel corpus; the message says where and what to do.
-    """
+    """Read a corpus; drop and count the pairs with an empty or an overlong side."""
     name, pairs = _find_pairs(spec, base)
     return _keep_usable(pairs, name, max_line_chars)
 

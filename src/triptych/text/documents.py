@@ -90,14 +90,6 @@ def read_documents(spec: LanguageCorpusSpec, *, base: Path = Path()) -> Iterator
     """Read a corpus, never more of it than a part at a time; empty documents are left out.
 
     A document past 131,072 characters comes in parts, which are cut after a line where there is one.
-
-    Args:
-        spec: where it comes from.
-        base: folder to which relative paths are relative.
-
-    Raises:
-        UsageError: a file or dataset that is not there, or a library for it that is not installed.
-        DataError: content that is not text or has no such field; the message says where and what to do.
     """
     if spec.hub is not None:
         yield from _of_records(read_hub(_dataset(spec.hub, base), spec.config_name, spec.split, _field(spec)))
@@ -113,11 +105,7 @@ def read_documents(spec: LanguageCorpusSpec, *, base: Path = Path()) -> Iterator
 
 
 def find_files(spec: LanguageCorpusSpec, *, base: Path = Path()) -> list[Path]:
-    """The files of a corpus in the order in which they are read: as given, and by name where they are found.
-
-    Raises:
-        UsageError: an entry that names no file.
-    """
+    """Files of a corpus in reading order: as given; by name where a pattern finds them."""
     found: list[Path] = []
     for entry in spec.files:
         place = base / entry
@@ -143,11 +131,7 @@ def find_files(spec: LanguageCorpusSpec, *, base: Path = Path()) -> list[Path]:
 
 
 def fingerprint(spec: LanguageCorpusSpec, *, base: Path = Path()) -> str:
-    """What tells the documents of a corpus from all others: a function of the content of its files.
-
-    Raises:
-        UsageError: a file or dataset that is not there.
-    """
+    """What tells the documents of a corpus from all others: a function of the content of its files."""
     digest = hashlib.sha256(f"{spec.documents} {spec.text_field}\n".encode())
     if spec.hub is not None:
         digest.update(fingerprint_hub(_dataset(spec.hub, base), spec.config_name, spec.split).encode())
@@ -163,11 +147,7 @@ def fingerprint(spec: LanguageCorpusSpec, *, base: Path = Path()) -> str:
 
 
 def require_text(parts: Iterable[TextPart], name: str) -> Iterator[TextPart]:
-    """The parts, of which there must be one.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The parts, of which there must be one."""
     some = False
     for part in parts:
         some = True

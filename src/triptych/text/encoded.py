@@ -80,11 +80,7 @@ class EncodedCorpus:
         return len(self.line_numbers)
 
     def within(self, max_tokens: int) -> tuple["EncodedCorpus", int]:
-        """Drop the pairs with a side longer than `max_tokens`, `<bos>` and `<eos>` not counted.
-
-        Returns:
-            The rest, and the number of pairs dropped.
-        """
+        """Drop the pairs with a side longer than `max_tokens`, `<bos>` and `<eos>` not counted."""
         keep = np.maximum(self.source.lengths, self.target.lengths) <= max_tokens
         rest = EncodedCorpus(
             self.source.where(keep), self.target.where(keep), self.line_numbers[keep], self.name
@@ -95,14 +91,7 @@ class EncodedCorpus:
 def encode_corpus(
     corpus: ParallelCorpus, tokenizers: TokenizerPair, *, cache_folder: Path | None
 ) -> EncodedCorpus:
-    """Tokenize a corpus, or find it tokenized from an earlier run.
-
-    Args:
-        corpus: sentence pairs.
-        tokenizers: one for each side.
-        cache_folder: where tokenized corpora are kept, made if need be; None keeps nothing. A file in it is
-            named after the texts and the tokenizers, so none is ever out of date; a damaged one is replaced.
-    """
+    """Tokenize a corpus, or find it tokenized from an earlier run."""
     line_numbers = np.array(corpus.line_numbers, dtype=np.int64)
     if cache_folder is None:
         source, target = _encode(corpus, tokenizers)

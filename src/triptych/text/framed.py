@@ -33,12 +33,6 @@ class FramedTokenizer(SentenceTokenizer):
     """A checkpoint's tokenizer with special tokens around every sentence.
 
     The last of them is the end of the sentence, `eos_id`.
-
-    Args:
-        inner: the checkpoint's tokenizer.
-        frame: what stands around a sentence; something must stand behind it.
-        pad_id: fills rows up.
-        rules: what outputs in these tokens obey.
     """
 
     def __init__(self, inner: PretrainedTokenizer, frame: Frame, pad_id: int, rules: OutputRules) -> None:

@@ -79,20 +79,6 @@ def generate_pairs(count: int, part: str, seed: int, task: str = GERMAN_ENGLISH)
 
     Equal arguments give equal pairs, and a larger count only adds pairs at the end. The parts are
     disjoint whatever the seeds. "valid" and "test" hold no sentence twice; "train" may repeat short ones.
-
-    Args:
-        count: how many pairs, ≥ 0.
-        part: "train" (80 % of all sentences), "valid" or "test" (10 % each).
-        seed: any integer; each part has a random stream of its own.
-        task: "german-english", or one of the small tasks of `triptych.text.tasks`.
-
-    Returns:
-        `count` pairs (source, target), NFC, single spaces, no line breaks.
-
-    Raises:
-        ValueError: unknown part or task, negative count, or more distinct sentences wanted than
-            could be found.
-        UsageError: num2words is not installed, which German and English need.
     """
     if task == GERMAN_ENGLISH:
         require_extra("demo", "num2words", what="generated text")

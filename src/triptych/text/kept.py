@@ -25,17 +25,7 @@ def trained_once(
     purpose: str,
     cache_folder: Path | None,
 ) -> list[str]:
-    """Train tokenizers, or find them trained by an earlier run.
-
-    Args:
-        spec: how they are trained.
-        texts: the training texts, all that `train` reads, in its order; read from the start by each call.
-        train: gives each tokenizer as `Tokenizer.to_json` writes it.
-        purpose: whose they are; another purpose is trained in another way.
-        cache_folder: where they are kept, made if need be; None keeps nothing. A file in it is named after
-            the texts, the specification, the purpose and the code that trains, so none is ever out of date;
-            a damaged one is replaced.
-    """
+    """Train tokenizers, or find them trained by an earlier run."""
     if cache_folder is None:
         return list(train())
     path = cache_folder / f"tokenizers-{_key_of(spec, purpose, texts())}.json"

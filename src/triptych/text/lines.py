@@ -48,36 +48,18 @@ def as_lines(text: str | Sequence[str]) -> Sequence[str]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Read the lines of a text file, stripped of white space at both ends; empty lines are kept.
-
-    Args:
-        path: a plain, .gz or .zst file.
-
-    Raises:
-        UsageError: no such file, or a folder.
-        DataError: not what its ending says, damaged, not UTF-8, or with a NUL byte.
-    """
+    """Read the lines of a text file, stripped of white space at both ends; empty lines are kept."""
     return [line.strip() for line in iterate_file(path)]
 
 
 def iterate_file(path: Path) -> Iterator[str]:
-    """Yield the lines of a plain, .gz or .zst file without their line endings.
-
-    Raises:
-        UsageError: no such file, or a folder.
-        DataError: not what its ending says, damaged, not UTF-8, or with a NUL byte.
-    """
+    """Yield the lines of a plain, .gz or .zst file without their line endings."""
     with open_content(path) as stream:
         yield from iterate_lines(stream, str(path))
 
 
 def iterate_blocks(path: Path) -> Iterator[str]:
-    """Yield the text of a plain, .gz or .zst file in blocks of about a mebibyte, every character as it is.
-
-    Raises:
-        UsageError: no such file, or a folder.
-        DataError: not what its ending says, damaged, not UTF-8, or with a NUL byte; with the byte's number.
-    """
+    """Yield the text of a plain, .gz or .zst file in blocks of about a mebibyte, every character as it is."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     num_bytes = 0
     with open_content(path) as stream:
@@ -111,12 +93,7 @@ def iterate_blocks(path: Path) -> Iterator[str]:
 
 @contextmanager
 def open_content(path: Path) -> Iterator[io.BufferedIOBase]:
-    """Open a plain, .gz or .zst file to read its text as bytes.
-
-    Raises:
-        UsageError: no such file, or a folder.
-        DataError: not what its ending says, or damaged.
-    """
+    """Open a plain, .gz or .zst file to read its text as bytes."""
     compression = _COMPRESSIONS.get(path.suffix.lower())
     with open_file(path) as file:
         check_content(file.peek(8), compression, str(path))
@@ -134,16 +111,7 @@ def open_content(path: Path) -> Iterator[io.BufferedIOBase]:
 
 
 def iterate_lines(stream: ByteLines, name: str) -> Iterator[str]:
-    """Yield the lines of a binary stream as they arrive, without their line endings.
-
-    Args:
-        stream: a binary stream, such as `sys.stdin.buffer`.
-        name: what errors call it.
-
-    Raises:
-        DataError: a line that is not UTF-8, holds a NUL byte or has more than 64 MiB; the message gives its
-            number.
-    """
+    """Yield the lines of a binary stream as they arrive, without their line endings."""
     for number, raw in enumerate(iter(lambda: stream.readline(_LONGEST_LINE_BYTES + 1), b""), start=1):
         if number == 1:
             _require_no_utf16(raw, name)
@@ -152,11 +120,7 @@ def iterate_lines(stream: ByteLines, name: str) -> Iterator[str]:
 
 
 def open_file(path: Path) -> io.BufferedReader:
-    """Open a file to read its bytes.
-
-    Raises:
-        UsageError: it does not exist, is a folder, or may not be read.
-    """
+    """Open a file to read its bytes."""
     try:
         return path.open("rb")
     except IsADirectoryError as error:
@@ -168,16 +132,7 @@ def open_file(path: Path) -> io.BufferedReader:
 
 
 def check_content(head: bytes, expected: str | None, where: str) -> None:
-    """Refuse content whose first bytes are not of the expected kind.
-
-    Args:
-        head: the first bytes, at least five where there are as many.
-        expected: GZIP, ZSTANDARD, PARQUET, or None for text.
-        where: what the error calls the content.
-
-    Raises:
-        DataError: a file that is not what its ending says.
-    """
+    """Refuse content whose first bytes are not of the expected kind."""
     found = _kind_of(head)
     if found == expected or (expected == PARQUET and head.startswith(b"PAR1")):
         return

@@ -54,19 +54,6 @@ class MaskedBatches:
 
     Order and masks are a function of the corpus, the tokenizer, the other arguments and the epoch alone; what
     is hidden in a row does not depend on the batch that it is in.
-
-    Args:
-        shards: the corpus.
-        tokenizer: that made it.
-        masking: what is hidden, and how.
-        context: tokens in a row.
-        batch_size: rows in a batch; the last batch of an epoch may have fewer.
-        seed: with the epoch, determines order and masks; 0 or more.
-        within_documents: tokens attend to those of their own document alone.
-        shuffle: False gives the rows from the first token on, in order, for evaluation.
-
-    Raises:
-        UsageError: an empty corpus, or a tokenizer without a mask token.
     """
 
     def __init__(

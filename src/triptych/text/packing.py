@@ -62,17 +62,6 @@ class PackedBatches:
 
     The order is a function of the corpus, `context`, `batch_size`, `seed` and the epoch alone: processes that
     train together take rows of the same batches.
-
-    Args:
-        shards: the corpus.
-        context: tokens in a row.
-        batch_size: rows in a batch; the last batch of an epoch may have fewer.
-        seed: with the epoch, determines the order; 0 or more.
-        within_documents: tokens attend to those of their own document alone.
-        shuffle: False gives the rows from the first token on, in order, for evaluation.
-
-    Raises:
-        UsageError: a corpus of fewer than two tokens.
     """
 
     def __init__(
@@ -91,15 +80,7 @@ class PackedBatches:
         self._seed, self._shuffle, self._within_documents = seed, shuffle, within_documents
 
     def plan(self, epoch: int) -> list[Int64[np.ndarray, "batch"]]:
-        """The places at which the rows of each batch of an epoch begin.
-
-        Args:
-            epoch: 0 or more.
-
-        Returns:
-            One array per batch. A row that would begin before the corpus has a negative place: it begins with
-            the corpus, and ends where it would.
-        """
+        """The places at which the rows of each batch of an epoch begin."""
         seed = [self._seed, epoch] if self._shuffle else None
         return plan_rows(self._shards.num_tokens - 1, self._context, self._batch_size, seed)
 
@@ -136,15 +117,7 @@ class PackedBatches:
 def plan_rows(
     num_tokens: int, context: int, batch_size: int, seed: list[int] | None
 ) -> list[Int64[np.ndarray, "batch"]]:
-    """The places at which the rows of each batch begin; together the rows hold every token once.
-
-    Args:
-        num_tokens: to be dealt out.
-        context: tokens in a row.
-        batch_size: rows in a batch.
-        seed: of the order, and of the place of the first row, at most `context` - 1 before the first token;
-            None for rows in order from the first token on.
-    """
+    """The places at which the rows of each batch begin; together the rows hold every token once."""
     starts = np.arange(0, num_tokens, context)
     if seed is not None:
         generator = np.random.default_rng(seed)

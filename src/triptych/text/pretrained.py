@@ -64,15 +64,7 @@ class PretrainedRecord(BaseModel):
 
 @final
 class PretrainedTokenizer(Tokenizer):
-    """The tokenizer of a checkpoint of another library, as `load_tokenizer` reads it.
-
-    Args:
-        record: all that it is made of.
-        origin: what errors call it.
-
-    Raises:
-        DataError: the record's tokenizer is damaged.
-    """
+    """The tokenizer of a checkpoint of another library, as `load_tokenizer` reads it."""
 
     def __init__(self, record: PretrainedRecord, origin: str) -> None:
         self._record, self._origin = record, origin
@@ -176,11 +168,7 @@ class PretrainedTokenizer(Tokenizer):
 
     @classmethod
     def from_json(cls, text: str, origin: str) -> "PretrainedTokenizer":
-        """The inverse of `to_json`.
-
-        Raises:
-            DataError: a text that is damaged; `origin` says where it came from.
-        """
+        """The inverse of `to_json`."""
         try:
             record = PretrainedRecord.model_validate_json(text)
         except ValidationError as error:
@@ -192,11 +180,7 @@ class PretrainedTokenizer(Tokenizer):
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read what `Tokenizer.save` wrote, whichever tokenizer it was.
-
-    Raises:
-        DataError: no such file, damaged, or a tokenizer of another make.
-    """
+    """Read what `Tokenizer.save` wrote, whichever tokenizer it was."""
     text = read_saved(path)
     if text.startswith(_FORMAT_START):
         return PretrainedTokenizer.from_json(text, str(path))
@@ -211,15 +195,6 @@ def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> Pretrained
     `sentencepiece.bpe.model`). The rest follows the class, the settings and the special tokens in
     `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`. It gives the ids that
     `transformers` 5 gives.
-
-    Args:
-        folder: of the checkpoint.
-        vocab_size: rows of the model's embedding, which must hold every id.
-
-    Raises:
-        UsageError: a SentencePiece model without the extra `sentencepiece`.
-        DataError: a file is missing, damaged or does not fit the others or the embedding, or the class is
-            not followed here; with the name of the file.
     """
     path = folder / "tokenizer.json"
     text, whole = "", None

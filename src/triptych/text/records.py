@@ -17,17 +17,7 @@ NumberedTexts = tuple[int, tuple[str, ...]]
 
 
 def read_tsv(path: Path, source_column: int, target_column: int) -> Iterator[NumberedTexts]:
-    """Yield the pairs of a tab-separated file; quotes have no meaning in it.
-
-    Args:
-        path: a .tsv file, or one compressed to .tsv.gz or .tsv.zst.
-        source_column: 1-based column of the source.
-        target_column: 1-based column of the target.
-
-    Raises:
-        UsageError: no such file.
-        DataError: a line with too few columns, or content that is not text; with the line number.
-    """
+    """Yield the pairs of a tab-separated file; quotes have no meaning in it."""
     needed = max(source_column, target_column)
     for number, line in enumerate(iterate_file(path), start=1):
         if not line.strip():
@@ -43,16 +33,7 @@ def read_tsv(path: Path, source_column: int, target_column: int) -> Iterator[Num
 
 
 def read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[NumberedTexts]:
-    """Yield the texts of a file with one JSON object per line.
-
-    Args:
-        path: a .jsonl file, or one compressed to .jsonl.gz or .jsonl.zst.
-        fields: name, or dotted path, of each text in each object.
-
-    Raises:
-        UsageError: no such file.
-        DataError: a line that is no JSON object, lacks a field, or holds something else than text there.
-    """
+    """Yield the texts of a file with one JSON object per line."""
     for number, line in enumerate(iterate_file(path), start=1):
         if not line.strip():
             yield number, ("",) * len(fields)
@@ -63,16 +44,7 @@ def read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[NumberedTexts]:
 
 
 def read_parquet(path: Path, fields: Sequence[str]) -> Iterator[NumberedTexts]:
-    """Yield the texts of a Parquet file, a batch of rows in memory at a time.
-
-    Args:
-        path: a .parquet file.
-        fields: column of each text, or a dotted path into a column of structs.
-
-    Raises:
-        UsageError: no such file, or pyarrow is not installed.
-        DataError: not Parquet, damaged, without the columns, or with something else than text in them.
-    """
+    """Yield the texts of a Parquet file, a batch of rows in memory at a time."""
     require_extra("parquet", "pyarrow", what=f"reading {path}")
     import pyarrow
     import pyarrow.parquet
@@ -94,18 +66,7 @@ def read_parquet(path: Path, fields: Sequence[str]) -> Iterator[NumberedTexts]:
 def read_hub(
     dataset: str, config_name: str | None, split: str, fields: Sequence[str]
 ) -> Iterator[NumberedTexts]:
-    """Yield the texts of a dataset of the Hugging Face Hub, or of a local dataset folder.
-
-    Args:
-        dataset: its Hub name, or the path of the folder.
-        config_name: which of its configurations, where it has several.
-        split: such as "train".
-        fields: column of each text, or a dotted path such as "translation.de".
-
-    Raises:
-        UsageError: datasets is not installed, or there is no such dataset, configuration or split.
-        DataError: without the columns, or with something else than text in them.
-    """
+    """Yield the texts of a dataset of the Hugging Face Hub, or of a local dataset folder."""
     rows, where = _load_hub(dataset, config_name, split)
     rows = rows.select_columns(_columns_of(fields, rows.column_names, where))
     names = rows.column_names
@@ -119,11 +80,7 @@ def read_hub(
 
 
 def fingerprint_hub(dataset: str, config_name: str | None, split: str) -> str:
-    """What tells the rows of a dataset from all others.
-
-    Raises:
-        UsageError: as `read_hub`.
-    """
+    """What tells the rows of a dataset from all others."""
     rows, _ = _load_hub(dataset, config_name, split)
     return str(rows._fingerprint)
 

@@ -23,12 +23,7 @@ _KINDS: dict[int, Literal["unigram", "bpe"]] = {1: "unigram", 2: "bpe"}
 
 
 def load_sentencepiece(model: bytes) -> "SentencePieceProcessor":
-    """The processor of a model file's content, which need not be trusted.
-
-    Raises:
-        UsageError: the library is not installed, or too old for files that may be damaged.
-        ValueError: damaged, or no SentencePiece model.
-    """
+    """The processor of a model file's content, which need not be trusted."""
     require_extra("sentencepiece", "sentencepiece", what="a SentencePiece tokenizer")
     import sentencepiece
 
@@ -75,12 +70,7 @@ class SentencePieceModel:
 
 
 def read_model(model: bytes) -> SentencePieceModel:
-    """What a model file's content says; the file need not be trusted.
-
-    Raises:
-        UsageError: the library is not installed, or too old for files that may be damaged.
-        ValueError: damaged, no SentencePiece model, or one that cuts text in another way.
-    """
+    """What a model file's content says; the file need not be trusted."""
     processor = load_sentencepiece(model)
     fields = _fields(model)
     (trainer,) = fields.get(_TRAINER, [b""])[-1:]

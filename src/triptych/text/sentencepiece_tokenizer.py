@@ -61,10 +61,6 @@ class SentencePieceTokenizer(SentenceTokenizer):
     the vocabulary is unknown. A text that begins with a code such as `>>de<<` has it as its first token:
     models with several target languages are told the language so. Special tokens that a text spells out
     are always text.
-
-    Raises:
-        UsageError: sentencepiece is not installed.
-        ValueError: the record's model is damaged.
     """
 
     def __init__(self, record: SentencePieceRecord) -> None:
@@ -130,11 +126,7 @@ class SentencePieceTokenizer(SentenceTokenizer):
 
     @classmethod
     def from_json(cls, text: str, origin: str) -> "SentencePieceTokenizer":
-        """The inverse of `to_json`.
-
-        Raises:
-            DataError: a text that is damaged; `origin` says where it came from.
-        """
+        """The inverse of `to_json`."""
         try:
             return cls(SentencePieceRecord.model_validate_json(text))
         except ValidationError as error:

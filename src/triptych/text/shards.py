@@ -107,11 +107,7 @@ class TokenShards:
         return self.starts_within(0, self.num_tokens)
 
     def tokens(self, start: int, stop: int) -> Int32[np.ndarray, "length"]:
-        """A copy of the tokens from `start` up to `stop`.
-
-        Raises:
-            ValueError: places that are not in the corpus.
-        """
+        """A copy of the tokens from `start` up to `stop`."""
         return np.concatenate(
             [np.zeros(0, np.int32)]
             + [
@@ -155,21 +151,7 @@ class TokenShards:
 def tokenize_corpus(
     spec: LanguageCorpusSpec, tokenizer: Tokenizer, *, cache_folder: Path, base: Path = Path()
 ) -> TokenShards:
-    """Tokenize a corpus, or find it tokenized from an earlier run.
-
-    Args:
-        spec: where the text comes from.
-        tokenizer: makes the tokens; all processors are used.
-        cache_folder: where tokenized corpora are kept, made if need be. A folder in it is named after the
-            content of the text and the tokenizer, so none is ever out of date; a damaged one is replaced, and
-            one that a killed process left is gone on with.
-        base: folder to which relative paths are relative.
-
-    Raises:
-        UsageError: a file or dataset that is not there.
-        DataError: content that is not text, or no text at all; the message says where and what to do.
-        OSError: the cache cannot be written.
-    """
+    """Tokenize a corpus, or find it tokenized from an earlier run."""
     digest = hashlib.sha256(_FORMAT.encode())
     for part in (fingerprint(spec, base=base), tokenizer.to_json()):
         digest.update(f"{len(part)} {part}".encode())
@@ -193,15 +175,6 @@ def write_shards(
     A document begins and ends with the special tokens that the tokenizer puts around a text; where it puts
     none at the end, `<eos>` ends it. Called again after it was killed, with the same arguments, it goes on
     after the last shard that is complete. Of two processes that do the same, one waits for the other.
-
-    Args:
-        texts: documents; those that are strings are whole.
-        tokenizer: makes the tokens.
-        folder: of the shards, made if need be; no other texts or tokenizer may have written to it.
-        tokens_per_shard: a shard ends once it has as many.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with hold_folder(folder):
@@ -231,11 +204,7 @@ def write_shards(
 
 
 def read_shards(folder: Path) -> TokenShards:
-    """The shards that `write_shards` wrote.
-
-    Raises:
-        DataError: not all of them are there, or one is truncated; the message names it.
-    """
+    """The shards that `write_shards` wrote."""
     path = folder / _INDEX
     try:
         index = ShardIndex.model_validate_json(path.read_bytes())

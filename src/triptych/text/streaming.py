@@ -19,10 +19,6 @@ class StreamDecoder:
         print(stream.finish())
 
     A character whose bytes are in several tokens is given once it is complete.
-
-    Args:
-        tokenizer: of the model that the tokens come from.
-        skip_special: leave out special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:

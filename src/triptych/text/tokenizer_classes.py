@@ -177,15 +177,7 @@ _MISTAKEN_TYPES = {"ernie4_5", "modernbert", "nemotron", "phi3", "phimoe", "qwen
 
 
 def class_of(settings: TokenizerSettings, *, is_byte_level: bool) -> TokenizerClass | None:
-    """The class that `AutoTokenizer` makes; None where `tokenizer.json` is the whole tokenizer.
-
-    Args:
-        settings: of the checkpoint.
-        is_byte_level: whether the parts of a `tokenizer.json` are of bytes.
-
-    Raises:
-        ValueError: a class that is not followed here.
-    """
+    """The class that `AutoTokenizer` makes; None where `tokenizer.json` is the whole tokenizer."""
     name = _class_name(settings, is_byte_level=is_byte_level)
     own = name.removesuffix("Tokenizer")
     if own in _OTHERS.split():

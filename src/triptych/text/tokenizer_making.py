@@ -78,16 +78,7 @@ class TokenizerClass:
     def make(
         self, settings: TokenizerSettings, vocabulary: Vocabulary, rows: int | None = None
     ) -> tuple[tokenizers.Tokenizer, dict[str, Token]]:
-        """The tokenizer with its added tokens and what surrounds a text, and its named special tokens.
-
-        Args:
-            settings: of the checkpoint.
-            vocabulary: of the checkpoint.
-            rows: of the embedding. Special tokens of the class alone that it has no rows for are left out.
-
-        Raises:
-            ValueError: a vocabulary that the class does not take, or without a token that it needs.
-        """
+        """The tokenizer with its added tokens and what surrounds a text, and its named special tokens."""
         if vocabulary.kind != self.kind:
             raise ValueError(
                 f"its class goes with a vocabulary of {self.kind}, and it has one of {vocabulary.kind}; "

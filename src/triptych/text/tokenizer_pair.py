@@ -13,11 +13,7 @@ _TARGET_FILE = "tokenizer.target.json"
 
 
 def read_sentence_tokenizer(path: Path) -> SentenceTokenizer:
-    """Read a translator's tokenizer, as `Tokenizer.save` wrote it.
-
-    Raises:
-        DataError: no such file, damaged, or a tokenizer of another make.
-    """
+    """Read a translator's tokenizer, as `Tokenizer.save` wrote it."""
     text = read_saved(path)
     if text.startswith(FILE_START):
         return SentencePieceTokenizer.from_json(text, str(path))
@@ -48,11 +44,7 @@ class TokenizerPair:
 
     @classmethod
     def load(cls, folder: Path) -> "TokenizerPair":
-        """Read what `save` wrote.
-
-        Raises:
-            DataError: a file is missing, damaged, or of another make.
-        """
+        """Read what `save` wrote."""
         source = read_sentence_tokenizer(folder / _SOURCE_FILE)
         if not (folder / _TARGET_FILE).exists():
             return cls(source, source)

@@ -62,23 +62,11 @@ class Tokenizer(ABC):
     def encode(
         self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
     ) -> list[list[int]]:
-        """Token ids of each text.
-
-        Args:
-            texts: a string is one text.
-            add_special: put the special tokens around a text that the checkpoint's files say (`[CLS]` and
-                `[SEP]`, `<s>`); tokenizers that are trained here put none.
-            parse_special: read special tokens that a text spells out (`[MASK]`, `<|im_end|>`) as such.
-        """
+        """Token ids of each text."""
 
     @abstractmethod
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
-        """Text of each sequence of ids; broken UTF-8 becomes U+FFFD.
-
-        Args:
-            ids: a sequence for each text.
-            skip_special: leave out special tokens; else they are written as the vocabulary has them.
-        """
+        """Text of each sequence of ids; broken UTF-8 becomes U+FFFD."""
 
     @abstractmethod
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -92,14 +80,6 @@ class Tokenizer(ABC):
         """The text of a conversation, as the checkpoint's chat template writes it.
 
         Encode it with `parse_special`, and without `add_special`: the template writes them itself.
-
-        Args:
-            messages: each with a "role" and a "content".
-            add_generation_prompt: end with the beginning of an answer.
-
-        Raises:
-            UsageError: there is no chat template, or it refuses the messages.
-            DataError: the template is damaged, runs for too long or writes too much.
         """
         raise UsageError("the tokenizer has no chat template; give a prompt without --chat")
 
@@ -153,11 +133,7 @@ class SentenceTokenizer(Tokenizer):
 
 
 def read_saved(path: Path) -> str:
-    """The text that `Tokenizer.save` wrote.
-
-    Raises:
-        DataError: no such file, or not text.
-    """
+    """The text that `Tokenizer.save` wrote."""
     try:
         return read_limited(path, LONGEST_TOKENIZER).decode()
     except FileNotFoundError as error:
@@ -170,14 +146,6 @@ def ids_of(text: str, origin: str, advice: str = "") -> tuple[list[int], int]:
     """The ids in a file of the tokenizers library, and how many tokens it has.
 
     The library takes memory for every id below the largest one: check them before it reads the file.
-
-    Args:
-        text: of the file.
-        origin: what errors call it.
-        advice: what errors end with.
-
-    Raises:
-        DataError: the text is damaged.
     """
     try:
         record = json.loads(text)
@@ -193,16 +161,7 @@ def ids_of(text: str, origin: str, advice: str = "") -> tuple[list[int], int]:
 
 
 def by_library(make: Callable[[], Made], origin: str, advice: str = "") -> Made:
-    """What the tokenizers library makes of a file.
-
-    Args:
-        make: calls the library. Its own `DataError` and `ValueError` go through.
-        origin: what errors call the file.
-        advice: what to do about it, for the error.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """What the tokenizers library makes of a file."""
     try:
         return make()
     except (DataError, ValueError):
@@ -223,11 +182,7 @@ def by_library(make: Callable[[], Made], origin: str, advice: str = "") -> Made:
 def encode_batch(
     inner: tokenizers.Tokenizer, texts: str | Sequence[str], *, add_special: bool, parse_special: bool
 ) -> list[list[int]]:
-    """`Tokenizer.encode` of a tokenizer of the tokenizers library.
-
-    Raises:
-        DataError: a text that holds half of a surrogate pair.
-    """
+    """`Tokenizer.encode` of a tokenizer of the tokenizers library."""
     lines = list(as_lines(texts))
     with _ENCODING:
         # Not stored in the file: without it, special tokens spelled out in a text turn special.

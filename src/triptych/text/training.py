@@ -51,20 +51,7 @@ class TokenizerSpec(BaseModel):
 def train_tokenizers(
     spec: TokenizerSpec, source_texts: Iterable[str], target_texts: Iterable[str]
 ) -> TokenizerPair:
-    """Train the tokenizers of both sides; the same texts give the same tokenizers.
-
-    Args:
-        spec: kind and size.
-        source_texts: source sentences.
-        target_texts: target sentences.
-
-    Returns:
-        Tokenizers of at most `spec.vocab_size` tokens each.
-
-    Raises:
-        UsageError: a size that does not hold the bytes and the special tokens, with both; or a kind that
-            translators do not have.
-    """
+    """Train the tokenizers of both sides; the same texts give the same tokenizers."""
     if spec.kind not in ("bpe", "unigram"):
         raise UsageError(f'tokenizer.kind = "{spec.kind}" goes with language models; set "bpe" or "unigram"')
 
@@ -83,14 +70,6 @@ def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedToke
     All kinds but "characters" know every text: `decode(encode(x)) == x`. A character that the training texts
     lack, or that `vocab_size` leaves out, becomes `<unk>`, which `decode` skips. `<eos>` ends a document, and
     begins a text (`bos_id`).
-
-    Args:
-        spec: kind and size; `joint` says nothing here.
-        texts: training texts; long ones may come in parts.
-
-    Raises:
-        UsageError: a size that does not hold the special tokens and the bytes, or one character.
-        DataError: texts without a character, for "characters".
     """
     special = _SPECIAL
     match spec.kind:
@@ -146,17 +125,7 @@ def _train_pieces(
     assemble: Callable[[models.Model], tokenizers.Tokenizer],
     special_tokens: Sequence[str],
 ) -> tokenizers.Tokenizer:
-    """Train byte-level pieces; the same texts give the same ones.
-
-    Args:
-        spec: kind, "bpe" or "unigram", and size.
-        texts: training texts.
-        assemble: puts normalization, the cut into words and decoding around a model.
-        special_tokens: get the first ids.
-
-    Raises:
-        UsageError: a size that does not hold the bytes and the special tokens.
-    """
+    """Train byte-level pieces; the same texts give the same ones."""
     # BPE fits the bytes and specials exactly; the unigram trainer overshoots its size unless one more fits.
     smallest = len(special_tokens) + len(BYTE_ALPHABET) + (spec.kind == "unigram")
     if spec.vocab_size < smallest:

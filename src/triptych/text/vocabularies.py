@@ -81,17 +81,7 @@ class Vocabulary:
 
 
 def read_vocabulary(name: str, content: bytes, merges: bytes) -> Vocabulary:
-    """The vocabulary of a file that came before `tokenizer.json`.
-
-    Args:
-        name: of the file, one of `VOCABULARY_FILES`.
-        content: of it.
-        merges: content of `merges.txt`, which goes with `vocab.json`.
-
-    Raises:
-        UsageError: a SentencePiece model without the extra `sentencepiece`.
-        ValueError: damaged.
-    """
+    """The vocabulary of a file that came before `tokenizer.json`."""
     if name == "vocab.json":
         ids, pairs = _read_ids(content), _read_merges(merges)
         unknown = [pair for pair in pairs if pair[0] + pair[1] not in ids or {*pair} - ids.keys()]
@@ -105,15 +95,7 @@ def read_vocabulary(name: str, content: bytes, merges: bytes) -> Vocabulary:
 
 
 def vocabulary_of_whole(record: Mapping[str, Any], inner: tokenizers.Tokenizer) -> Vocabulary:
-    """The vocabulary of a `tokenizer.json`.
-
-    Args:
-        record: its content.
-        inner: the tokenizer that the tokenizers library makes of it.
-
-    Raises:
-        ValueError: its model is none that a class of tokenizers has.
-    """
+    """The vocabulary of a `tokenizer.json`."""
     model = record["model"]
     rules = record.get("normalizer") or {}
     charsmaps = [rule for rule in rules.get("normalizers", [rules]) if rule.get("type") == "Precompiled"]

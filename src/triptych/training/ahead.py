@@ -13,13 +13,6 @@ def ahead(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
 
     The thread lives from the first item asked for until the last one is taken, an error, or `close`, which
     waits for the item being made. Who may stop before the end should close, with `contextlib.closing`.
-
-    Args:
-        items: what to make; used by the thread alone.
-        depth: most items made and not yet taken, 1 or more.
-
-    Yields:
-        Each item; where making one fails, its error is raised in its place.
     """
     made: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
     room, closed = Semaphore(depth), Event()

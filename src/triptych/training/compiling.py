@@ -15,16 +15,7 @@ from triptych.errors import UsageError
 
 
 def compile_blocks(blocks: Iterable[nn.Module], device: torch.device, backend: str = "inductor") -> None:
-    """Compile each block in place; weights and their names stay.
-
-    Args:
-        blocks: of a model, which computes as before, within rounding, from its next call on.
-        device: that they are on.
-        backend: of `torch.compile`.
-
-    Raises:
-        UsageError: code for this device needs a C++ compiler, and there is none.
-    """
+    """Compile each block in place; weights and their names stay."""
     on_cpu = device.type == "cpu"
     if backend == "inductor" and on_cpu and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise UsageError(

@@ -59,16 +59,7 @@ _BLOCKS = {"norm_kind": "rms", "activation": "swish", "gated": True, "bias": Fal
 
 
 def fit_tokenizer(recipe: Recipe, num_chars: int, device: str) -> Recipe:
-    """Choose the size of the vocabulary.
-
-    Args:
-        recipe: as read.
-        num_chars: of the training text, both sides together.
-        device: "cpu" or "cuda".
-
-    Returns:
-        The recipe with `tokenizer.vocab_size`: about 3 √num_chars of the text of one vocabulary.
-    """
+    """Choose the size of the vocabulary."""
     chars = num_chars if recipe.tokenizer.joint else num_chars / 2
     return recipe.filled({"tokenizer": {"vocab_size": _vocab_size(chars, device)}})
 
@@ -76,17 +67,7 @@ def fit_tokenizer(recipe: Recipe, num_chars: int, device: str) -> Recipe:
 def fit_training(
     recipe: Recipe, num_tokens: int, device: str, steps_per_epoch: Callable[[Recipe], int]
 ) -> Recipe:
-    """Choose model and schedule.
-
-    Args:
-        recipe: with its tokenizer.
-        num_tokens: target tokens of the training text, ends of sentence included.
-        device: "cpu" or "cuda".
-        steps_per_epoch: updates of one pass with the `training.batch_tokens` of a recipe.
-
-    Returns:
-        The recipe with every choice in it.
-    """
+    """Choose model and schedule."""
     limits = _limits(device)
     preset = next(name for least, name in limits.presets if num_tokens >= least)
     model = {**PRESETS[preset].model_dump(exclude_none=True), "norm": "pre"}
@@ -133,16 +114,7 @@ def fit_language_tokenizer(recipe: LanguageRecipe, num_chars: int, device: str) 
 
 
 def fit_language_training(recipe: LanguageRecipe, num_tokens: int, device: str) -> LanguageRecipe:
-    """Choose the model of a language model's run and its schedule.
-
-    Args:
-        recipe: with its tokenizer.
-        num_tokens: of the training text.
-        device: "cpu" or "cuda".
-
-    Returns:
-        The recipe with every choice in it.
-    """
+    """Choose the model of a language model's run and its schedule."""
     limits = _limits(device)
     preset = next(name for least, name in limits.presets if num_tokens >= least)
     recipe = recipe.filled({"model": {**_LANGUAGE_MODELS[preset], **_BLOCKS}})
@@ -154,18 +126,7 @@ def fit_language_training(recipe: LanguageRecipe, num_tokens: int, device: str) 
 def fit_continued_training(
     recipe: ContinuedRecipe, num_tokens: int, device: str, d_model: int, max_tokens: int | None
 ) -> ContinuedRecipe:
-    """Choose the schedule of a run that goes on with a checkpoint: three passes at a low learning rate.
-
-    Args:
-        recipe: as read.
-        num_tokens: of the training text.
-        device: "cpu" or "cuda".
-        d_model: width of the model.
-        max_tokens: longest text that it has positions for; None if there is no limit.
-
-    Returns:
-        The recipe with every choice in it.
-    """
+    """Choose the schedule of a run that goes on with a checkpoint: three passes at a low learning rate."""
     longest = _CONTINUED_CONTEXT["cpu" if device == "cpu" else "cuda"]
     recipe = recipe.filled(
         {"model": {"context": longest if max_tokens is None else min(longest, max_tokens)}}
@@ -190,16 +151,7 @@ def _fit_schedule(recipe: _OfText, num_tokens: int, total: float, peak: float, d
 
 
 def _with_steps(recipe: _OfAny, usual: float, of_epoch: int) -> tuple[_OfAny, int]:
-    """Choose `max_steps`.
-
-    Args:
-        recipe: with its batches.
-        usual: updates that learn as many tokens as are chosen.
-        of_epoch: updates of one pass.
-
-    Returns:
-        The recipe, and the updates that it makes: those of its `max_epochs` where they are fewer.
-    """
+    """Choose `max_steps`."""
     most_epochs = recipe.training.max_epochs
     if most_epochs is None:
         steps = max(math.ceil(usual / 10) * 10, _FEWEST_STEPS)

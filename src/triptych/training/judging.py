@@ -40,12 +40,7 @@ class Score(NamedTuple):
 
 
 def judge(figures: Mapping[str, float], metric: Literal["bleu", "loss"]) -> Score:
-    """The judgement of a validation.
-
-    Args:
-        figures: "valid_loss" in nats a token and, for the metric "bleu", "valid_bleu" and "valid_bleu_low".
-        metric: what the recipe chooses by.
-    """
+    """The judgement of a validation."""
     if metric == "bleu" and figures["valid_bleu_low"] > LEAST_BLEU:
         return Score("bleu", figures["valid_bleu"])
     return Score("loss", -figures["valid_loss"])

@@ -17,15 +17,7 @@ from triptych.training.objectives import Batches, Objective
 
 @final
 class TokensOfText(Objective[LanguageModel, LanguageBatch]):
-    """Tokens of a packed text: the next ones for a decoder, hidden ones for an encoder.
-
-    Args:
-        model: as in `Objective`, and likewise the texts.
-        train: the text to learn from.
-        valid: the text to be judged by, whole.
-        bytes_per_token: of the text to be judged by.
-        sample: continues a text; None for no samples.
-    """
+    """Tokens of a packed text: the next ones for a decoder, hidden ones for an encoder."""
 
     def __init__(
         self,

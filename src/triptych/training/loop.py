@@ -90,17 +90,7 @@ class Trainer:
         publish: Publish = publish_weights,
         layout: Layout = ONE_PROCESS,
     ) -> None:
-        """Prepare a run.
-
-        Args:
-            config: the optimisation.
-            validate_every: updates between validations.
-            objective: what is learned; holds model and text.
-            folder: the run folder; must exist when the run begins.
-            counters: of a new run, with fingerprints and folder filled in.
-            publish: writes `model.safetensors`.
-            layout: the processes that train together, and how the model lies on them.
-        """
+        """Prepare a run."""
         self.config = config
         self.validate_every = validate_every
         self.objective = objective
@@ -123,11 +113,7 @@ class Trainer:
         self.peak: float | None = None
 
     def resume(self) -> None:
-        """Take up the saved state.
-
-        Raises:
-            DataError: no state, a damaged one, or one of other text or another model.
-        """
+        """Take up the saved state."""
         expected, begun = self.counters.fingerprints, read_counters(self.state_folder).fingerprints
         if changed := [name for name in expected if begun.get(name) != expected[name]]:
             raise TriptychError(
@@ -178,11 +164,7 @@ class Trainer:
         return seconds
 
     def run(self, display: Display) -> TrainingResult:
-        """Train to the end of the recipe, or to a signal.
-
-        Raises:
-            TriptychError: the loss is no longer finite, or the disk is full.
-        """
+        """Train to the end of the recipe, or to a signal."""
         self.world.on_first(self._tidy)
         if self.world.size > 1:
             make = import_module(_SAVING).ShardedStates

@@ -57,12 +57,6 @@ def output_loss(
     (under autocast, in its dtype); sums over tokens are float32. In bfloat16 the sums of a call that
     also gives gradients carry its rounding of the largest probability, about 0.002 nats a token
     without a preferred sign. Differentiable once, with respect to `x` and `weight`.
-
-    Args:
-        x: the decoder's output at the positions that count.
-        weight: of the output layer; may be wider than `x`, and its gradient is as wide as it is.
-        targets: token ids, none of them padding.
-        label_smoothing: ε, at least 0 and below 1.
     """
     dtype = computing_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
@@ -77,15 +71,7 @@ def head_loss(
     targets: Int[Tensor, " tokens"],
     label_smoothing: float = 0.0,
 ) -> Loss:
-    """The loss of what a language model's head says, without the whole array of logits.
-
-    Args:
-        head: any; a scale or biases of its logits are taken into what `output_loss` multiplies. Under a soft
-            cap, the logits of a chunk at a time are made again for their gradient.
-        x: the stream at the positions that count.
-        targets: token ids.
-        label_smoothing: as in `output_loss`.
-    """
+    """The loss of what a language model's head says, without the whole array of logits."""
     features, weight, config = head.features(x), head.output.weight, head.config
     if config.scale != 1.0:
         features = features * config.scale

@@ -23,11 +23,7 @@ class MetricsLog:
         self._forgotten_from: int | None = None  # TensorBoard shows nothing older of this step and later ones
 
     def add(self, record: MetricsRecord) -> None:
-        """Append a record; its "step" places it.
-
-        Raises:
-            TriptychError: the disk is full.
-        """
+        """Append a record; its "step" places it."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
@@ -49,12 +45,7 @@ class MetricsLog:
                 self._board.add_scalar(name, value, record["step"])
 
     def forget_after(self, step: int, *, validated: bool) -> None:
-        """Drop what a run wrote after the state it resumes from: later steps, its end, half a line.
-
-        Args:
-            step: of the state.
-            validated: whether the state was saved after the validation of its step; if not, that goes too.
-        """
+        """Drop what a run wrote after the state it resumes from: later steps, its end, half a line."""
         self._forgotten_from = step + 1 if validated else step
         if self.path.exists():
             records = read_metrics(self.path)
@@ -77,11 +68,7 @@ def _begins(record: Mapping[str, Any], prefix: str) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file; a last line cut short by a crash is left out.
-
-    Raises:
-        DataError: it cannot be read, or another line is no record.
-    """
+    """The whole lines of a metrics file; a last line cut short by a crash is left out."""
     records: list[dict[str, Any]] = []
     try:
         lines = read_limited(path, LONGEST_METRICS).splitlines()

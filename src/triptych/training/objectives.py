@@ -101,12 +101,7 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         return 0.0
 
     def figures(self, loss: float, model: ModelT) -> dict[str, float]:
-        """The figures of a validation with a loss in nats a token, "valid_loss" among them.
-
-        Args:
-            loss: of the validation text.
-            model: whole, for what else is measured.
-        """
+        """The figures of a validation with a loss in nats a token, "valid_loss" among them."""
         del model
         return {"valid_loss": loss}
 
@@ -131,17 +126,7 @@ Scorer = Callable[[EncoderDecoder], Bleu]
 
 @final
 class Translation(Objective[EncoderDecoder, Batch]):
-    """The target sentence token by token, given the source sentence.
-
-    Args:
-        model: as in `Objective`, and likewise the texts.
-        train: the text to learn from.
-        valid: the text to be judged by.
-        config: label smoothing and R-Drop.
-        validation: what decides which model is best.
-        score: measures BLEU; None where the recipe does not want it.
-        bytes_per_token: of the target sentences to be judged by; None where it is not known.
-    """
+    """The target sentence token by token, given the source sentence."""
 
     train: TokenBatches
 

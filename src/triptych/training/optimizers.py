@@ -24,12 +24,7 @@ class Optimizer:
     """
 
     def __init__(self, config: OptimisationConfig, model: OwnModel) -> None:
-        """Prepare for the parameters of a model.
-
-        Args:
-            config: which optimizer, and its constants.
-            model: what is trained.
-        """
+        """Prepare for the parameters of a model."""
         self._named = dict(model.named_parameters())
         self._parts = list(_torch_optimizers(config, model))
         self._part_of = {
@@ -78,15 +73,7 @@ class Optimizer:
         tensors: dict[str, Tensor],
         place: Callable[[Tensor, Tensor], Tensor] = lambda parameter, whole: whole,
     ) -> None:
-        """Take up what `tensors` gave.
-
-        Args:
-            tensors: by name, whole.
-            place: what of a whole tensor goes where a parameter lies.
-
-        Raises:
-            ValueError: a tensor of another shape than its parameter; the message is its name.
-        """
+        """Take up what `tensors` gave."""
         for name, parameter in self._named.items():
             for word, keys in _KEPT.items():
                 for key in keys:

@@ -18,12 +18,7 @@ _TIMES = 4
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a product of two square matrices, the best of four.
-
-    Args:
-        device: where.
-        dtype: of the matrices.
-    """
+    """Floating-point operations a second of a product of two square matrices, the best of four."""
     size = _SIZE.get(device.type, 1024)
     one = torch.ones(size, size, device=device, dtype=dtype)
     seconds = []

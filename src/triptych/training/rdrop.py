@@ -46,14 +46,6 @@ def rdrop_loss(
 
     Products are in the dtype of `first` (under autocast, in its dtype), all else in float32 or wider.
     Differentiable once, with respect to both passes and `weight`.
-
-    Args:
-        first: the decoder's output of one pass, at the positions that count.
-        second: of the other pass, at the same positions.
-        weight: of the output layer; may be wider than `first`, and its gradient is as wide as it is.
-        targets: token ids, none of them padding.
-        label_smoothing: ε, at least 0 and below 1.
-        rdrop: α, what a nat of the two divergences' mean costs.
     """
     dtype = computing_dtype(first)
     with torch.autocast(first.device.type, enabled=False):

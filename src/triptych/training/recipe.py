@@ -190,11 +190,7 @@ _Kind = type[Recipe] | type[LanguageRecipe] | type[ContinuedRecipe]
 
 
 def require_translation(recipe: AnyRecipe, where: Path | str) -> Recipe:
-    """The recipe, which must be one of a translation run.
-
-    Raises:
-        UsageError: it is not; `where` says whose it is.
-    """
+    """The recipe, which must be one of a translation run."""
     if not isinstance(recipe, Recipe):
         raise UsageError(f"{where} is a run of a {recipe.task.replace('-', ' ')}, which does not translate")
     return recipe
@@ -219,11 +215,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), checkpoint: str | Non
 
 
 def _continuing(tree: dict[str, Any], checkpoint: str, origin: str) -> dict[str, Any]:
-    """The recipe of a run that goes on with a checkpoint.
-
-    Raises:
-        UsageError: it learns to translate.
-    """
+    """The recipe of a run that goes on with a checkpoint."""
     if _kind_of(tree, origin) is Recipe:
         raise UsageError(f"{origin}: a run that translates begins with fresh weights: leave out --from")
     model = tree.get("model")
@@ -237,9 +229,6 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
 
     `model.preset` names the configuration that the other keys of `[model]` change; without one, training
     chooses it by the size of the text.
-
-    Raises:
-        UsageError: an unknown key (with the nearest known one) or a value that is not valid.
     """
     for override in overrides:
         tree = merge(tree, _parse_override(override))
@@ -259,11 +248,7 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
 
 
 def _kind_of(tree: dict[str, Any], origin: str) -> _Kind:
-    """What a recipe of a tree's task is made of.
-
-    Raises:
-        UsageError: there is no such task.
-    """
+    """What a recipe of a tree's task is made of."""
     task, model = tree.get("task", "translation"), tree.get("model")
     continued = isinstance(model, dict) and "checkpoint" in model
     tasks: dict[str, _Kind] = {
@@ -294,11 +279,7 @@ def _nested(path: str, leaf: Any) -> dict[str, Any]:
 
 
 def value_at(recipe: AnyRecipe, key: str) -> Any:
-    """The value of a key, named by its path; None if the recipe leaves it out.
-
-    Raises:
-        UsageError: a section of the path does not exist.
-    """
+    """The value of a key, named by its path; None if the recipe leaves it out."""
     found: Any = recipe.model_dump(mode="json")
     *sections, last = key.split(".")
     for section in sections:
@@ -309,11 +290,7 @@ def value_at(recipe: AnyRecipe, key: str) -> Any:
 
 
 def with_values(recipe: AnyRecipe, values: Mapping[str, Any]) -> AnyRecipe:
-    """The recipe with the values of some keys, each named by its path.
-
-    Raises:
-        UsageError: the outcome is no recipe.
-    """
+    """The recipe with the values of some keys, each named by its path."""
     tree = recipe.model_dump(mode="json", exclude_unset=True)
     for key, value in values.items():
         tree = merge(tree, _nested(key, value))

@@ -24,11 +24,7 @@ _SHOWN_ONCE = ("data.valid", "model.decoder.attention", "model.decoder.cross_att
 
 
 def with_keys(page: str) -> str:
-    """The page with its tables made anew.
-
-    Raises:
-        ValueError: it has no place for them.
-    """
+    """The page with its tables made anew."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

@@ -101,16 +101,7 @@ _COUNTERS = TypeAdapter(Counters)
 
 
 def write_state(folder: Path, counters: Counters, tensors: dict[str, Tensor]) -> None:
-    """Save the state, whole or not at all, with that of the generators of random numbers.
-
-    Args:
-        folder: of the run's state.
-        counters: where the run stands.
-        tensors: weights ("model.NAME") and the optimizer's, whole, on the CPU.
-
-    Raises:
-        TriptychError: it cannot be written (disk full, say); the state before it is still whole.
-    """
+    """Save the state, whole or not at all, with that of the generators of random numbers."""
     random = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         random["random.cuda"] = torch.cuda.get_rng_state()
@@ -118,11 +109,7 @@ def write_state(folder: Path, counters: Counters, tensors: dict[str, Tensor]) ->
 
 
 def save_or_explain(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write tensors atomically; a full disk becomes an error that says what is left.
-
-    Raises:
-        TriptychError: the file cannot be written; what it held before is still there.
-    """
+    """Write tensors atomically; a full disk becomes an error that says what is left."""
     try:
         write_bytes(path, save(tensors, metadata))
     except OSError as error:
@@ -133,20 +120,12 @@ def save_or_explain(tensors: dict[str, Tensor], path: Path, metadata: dict[str, 
 
 
 def publish_weights(model: OwnModel, path: Path) -> None:
-    """Write a model's weights by our names.
-
-    Raises:
-        TriptychError: see `save_or_explain`.
-    """
+    """Write a model's weights by our names."""
     save_or_explain({name: value.cpu() for name, value in model_tensors(model).items()}, path)
 
 
 def read_counters(folder: Path) -> Counters:
-    """Where the saved run stands.
-
-    Raises:
-        DataError: there is no state, or it is damaged.
-    """
+    """Where the saved run stands."""
     path = find_state(folder)
     if path is None:
         raise DataError(f"{folder / _LAST} is missing: this run saved no state to resume from")
@@ -197,11 +176,7 @@ def complete_states(folder: Path) -> list[Path]:
 
 
 def read_marker(path: Path) -> dict[str, Any] | None:
-    """What the marker of a folder of shards says; None if it has none.
-
-    Raises:
-        DataError: it is damaged, of another format, or names a shard that is not there as it was.
-    """
+    """What the marker of a folder of shards says; None if it has none."""
     marker = path / _MARKER
     if not marker.exists():
         return None
@@ -241,17 +216,7 @@ def read_state(
     optimizer: Optimizer,
     place: Callable[[Tensor, Tensor], Tensor] = lambda parameter, whole: whole,
 ) -> Counters:
-    """Put a saved state into model, optimizer and random-number generators.
-
-    Args:
-        folder: of the run's state.
-        model: whose weights are changed.
-        optimizer: of its parameters.
-        place: what of a whole tensor goes where a parameter lies.
-
-    Raises:
-        DataError: the state is missing, damaged or another model's.
-    """
+    """Put a saved state into model, optimizer and random-number generators."""
     counters = _counters_of(folder / _LAST)
     try:
         require_regular(folder / _LAST)
@@ -278,11 +243,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def average_checkpoints(paths: Sequence[Path]) -> dict[str, Tensor]:
-    """The mean of every tensor over several checkpoints, summed in float64.
-
-    Raises:
-        DataError: a checkpoint is missing or damaged.
-    """
+    """The mean of every tensor over several checkpoints, summed in float64."""
     total: dict[str, Tensor] = {}
     for path in paths:
         try:

@@ -11,11 +11,7 @@ T = TypeVar("T")
 
 @final
 class Throughput:
-    """Tokens and times of this process since the last line of metrics.
-
-    Args:
-        world: the processes that train together.
-    """
+    """Tokens and times of this process since the last line of metrics."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -39,13 +35,7 @@ class Throughput:
             yield item  # type: ignore[misc]
 
     def add(self, own_tokens: int, seconds: float, for_others: float) -> None:
-        """Count an update.
-
-        Args:
-            own_tokens: target tokens of this process's part.
-            seconds: that the update took.
-            for_others: seconds of those in which this process waited for others.
-        """
+        """Count an update."""
         self._tokens += own_tokens
         self._seconds += seconds
         self._for_others += for_others

@@ -56,19 +56,7 @@ class FoldValueBias(LayerRewrite):
 
 
 def drop_key_bias(weights: AttentionWeights) -> Rewritten:
-    """Leave out the bias of the keys: it adds `q · b_K`, the same for every key, to a row of scores.
-
-    Args:
-        weights: the layer. Keys that share maps with queries or values are given their own first,
-            unless the others can take up what they lose.
-
-    Returns:
-        A writing of the same function; the weights given if the keys have no bias.
-
-    Raises:
-        RewriteRefusedError: the softmax would see it (rotary positions, a soft cap, sinks, QK-norm, clipped
-            keys).
-    """
+    """Leave out the bias of the keys: it adds `q · b_K`, the same for every key, to a row of scores."""
     if not _biased(weights.k):
         return unchanged("drop_key_bias", weights, "the keys have no bias")
     if reason := why_key_bias_counts(weights.semantics):
@@ -101,17 +89,6 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
     The weights of a row sum to 1, so a head passes its value bias on unweighted. A bias of a group
     counts once for every query head that reads the group. A query that a mask lets see no key gets zeros
     from our layers before, and the bias after: there the function is another.
-
-    Args:
-        weights: the layer. Values that share maps with queries or keys are given their own first,
-            unless the others can take up what they lose.
-
-    Returns:
-        A writing of the same function; the weights given if the values have no bias.
-
-    Raises:
-        RewriteRefusedError: rows do not sum to 1 (attention dropout, sinks), heads are gated, values are
-            clipped, or the target has no output bias.
     """
     if not _biased(weights.v):
         return unchanged("fold_value_bias", weights, "the values have no bias")

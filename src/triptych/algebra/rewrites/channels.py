@@ -85,11 +85,6 @@ def joint_basis(
     """The channels that serve all heads of a group best.
 
     Through the thin QR of each own factor: [A_1; …] and [R_1 common_1ᵀ; …] have the same S and B.
-
-    Args:
-        own: the heads' own factors; those that have a common factor together, one below the other.
-        common: the factors that they have in common.
-        signs: in whose columns, all heads of a group together, the entry of largest magnitude is positive.
     """
     groups, members, _, r = own.shape
     R = torch.linalg.qr(own).R

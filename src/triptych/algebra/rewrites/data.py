@@ -56,26 +56,6 @@ def truncate_on_data(
 
     Chains of several maps stay so where they can, and biases go along.
 
-    Args:
-        weights: the layer, written as when the moments were gathered.
-        moments: of a text.
-        qk_rank: 1 ≤ rank ≤ width of the queries, or one for each key head; None to leave W_QK alone. Where
-            they differ, the channels that a head has less than others are zero.
-        ov_rank: 1 ≤ rank ≤ width of the values, or one for each value head; None to leave W_OV alone.
-        centred: whether the mean is taken off keys, as the softmax is blind to it, and off mixed values,
-            whose mean goes into the output's bias. It lets more be kept of what varies: better for the
-            logits, not always for the probabilities. Where it may be, if None.
-        prior: how much inputs without preferred direction, as large as those of the text, count beside it.
-            More than the default keeps directions that a short text happens not to use.
-
-    Returns:
-        Factors of that width. The record's `error` is the largest error of a form relative to its mean
-        square on the text; its bound is the move of a head's form in Frobenius norm, as everywhere.
-
-    Raises:
-        RewriteRefusedError: a rank out of range; channels that cannot be mixed; moments of another
-            writing; or a mean that cannot be taken off where `centred` is True, with the reason.
-
     Source: Eckart & Young 1936, doi 10.1007/BF02288367.
     """
     name = "truncate_on_data"
@@ -122,16 +102,6 @@ def measure_energies(
     Σ of those left out is what a rank loses: of Σ_i ‖W_QK,i‖² (‖W_OV,i‖²) without moments, of the mean
     square scores q kᵀ (outputs) on the text with them; but of outputs of heads that read one value head, as
     if they all mixed its values alike. What `allocate` shares channels out by.
-
-    Args:
-        weights: the layer.
-        form: which of the two.
-        moments: of a text; None to go by the maps alone, biases left out, as `truncate` does.
-        centred: as in `truncate_on_data`.
-        prior: as in `truncate_on_data`.
-
-    Raises:
-        RewriteRefusedError: as `truncate_on_data`.
     """
     name = "measure_energies"
     # Not for the rank: whatever forbids to truncate the form makes its spectrum mean nothing.
@@ -148,11 +118,7 @@ def measure_energies(
 
 
 def require_moments_of(name: str, weights: AttentionWeights, moments: Moments, forms: Sequence[Form]) -> None:
-    """Refuse moments of a layer with other heads or channels, where those of some forms are looked at.
-
-    Raises:
-        RewriteRefusedError: both sizes.
-    """
+    """Refuse moments of a layer with other heads or channels, where those of some forms are looked at."""
     q, k, v = (weights.multiplied(side) for side in ("q", "k", "v"))
     for form, what, found, wanted in (
         ("qk", "queries", moments.q, (weights.num_heads, q.d_out)),

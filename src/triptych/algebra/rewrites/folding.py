@@ -156,25 +156,6 @@ def fold(
     Not every product is cheaper than its factors: W₁ W₂ of inner width r has more numbers than both
     where r < d_in d_out / (d_in + d_out), and W_QK where d_k < d_model / 2. The record says for each
     side what was kept, with both numbers. Sides that share a map are decided together.
-
-    Args:
-        weights: the layer.
-        sides: whose chains to look at; "qk" only if named, and before "q" and "k".
-        keep: the cheaper of the two writings (the product if they cost the same), or the one named
-            whatever it costs.
-        by: what is to be cheap: the learned numbers; the FLOPs of self-attention over `tokens`
-            tokens, their pairs included; or the bytes of the numbers and of a cache of `tokens` tokens.
-        tokens: length of the sequence, for the last two.
-        number_bytes: size of a number where the weights are kept, for the last; that of their dtype if
-            None.
-
-    Returns:
-        A writing of the same function; the weights given, if every side stays as it is.
-
-    Raises:
-        RewriteRefusedError: something stands between the maps (a norm between
-            values and output) or, for "qk", between queries and keys.
-        ValueError: tokens < 1.
     """
     _require_choices(sides, keep, by)
     if tokens < 1:
@@ -210,11 +191,7 @@ def fold(
 
 
 def _require_choices(sides: Sequence[str], keep: str, by: str) -> None:
-    """Refuse what is not one of the choices.
-
-    Raises:
-        ValueError: one is not; the message has those there are.
-    """
+    """Refuse what is not one of the choices."""
     # A string is a sequence of sides, too: "qk" would be q and k.
     named = [("sides", side, get_args(FoldedSide)) for side in ([sides] if isinstance(sides, str) else sides)]
     for what, value, known in (*named, ("keep", keep, get_args(Keep)), ("by", by, get_args(FoldingCost))):
@@ -305,21 +282,6 @@ def factor(
 
     The query bias goes along: `[W; b] = [W_Q; b_Q] W_Kᵀ`, the rank of which is what has to fit d_k.
     W_Q and W_K share the singular values, √σ each, largest first. The scale of the scores stays.
-
-    Args:
-        weights: a layer whose keys are the input itself.
-        d_k: width of queries and keys; None for the largest rank of a head.
-        tolerance: singular values up to tolerance · σ₁ count as rounding, d_model times the dtype's
-            epsilon if None.
-        bounded: whether a d_k below the rank is allowed, for the nearest form of that rank.
-
-    Returns:
-        The factored writing; its tier is "bounded" if more than rounding was left out, and the bound
-        ‖Δ[W; b]‖_F, at least ‖ΔW_QK‖_F.
-
-    Raises:
-        RewriteRefusedError: the form is no matrix (rotary, QK-norm), is a product already, or has a
-            larger rank than d_k; the message names the head and both numbers.
     """
     _require_one_matrix(weights)
     whole = weights.multiplied("q")
@@ -386,15 +348,6 @@ def expand(weights: AttentionWeights) -> Rewritten:
     Tied chains become separate ones, and fixed slices learned maps, of the very same numbers. Where
     chains share only their first map (latent), or heads weigh one map's channels (collaborative),
     they are multiplied out: no writing has a copy of such a map for each reader.
-
-    Args:
-        weights: the layer.
-
-    Returns:
-        A writing of the same function, for more memory; the weights given if nothing is tied.
-
-    Raises:
-        RewriteRefusedError: a chain must be multiplied out, and something stands between its maps.
     """
     mixing = any(link.diagonal for side in ("q", "k") for link in weights.chain(side))
     chains: dict[Side, Chain] = {}

@@ -80,18 +80,6 @@ def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Re
     The widths stay. Channels beyond the rank are zero, but for those that a bias cannot do without.
     Chains of several maps stay so: the last map of queries, keys and values changes, and the first
     of the output.
-
-    Args:
-        weights: the layer.
-        forms: which of the two to fix.
-
-    Returns:
-        The same function; the same numbers for every gauge of it, if the singular values are distinct.
-
-    Raises:
-        RewriteRefusedError: a form has no gauge of its own, or something stands between its two maps;
-            the message names the form.
-        ValueError: a form there is not.
     """
     if unknown := sorted(set(forms) - set(FORMS)):
         raise ValueError(f"forms names {', '.join(unknown)}: the forms are qk and ov")

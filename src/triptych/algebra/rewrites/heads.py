@@ -92,21 +92,7 @@ class RepeatKVHeads(LayerRewrite):
 def permute_heads(
     weights: AttentionWeights, order: Sequence[int], *, distances_follow: bool = False
 ) -> Rewritten:
-    """Put the heads in another order; key-value heads move with the queries that read them.
-
-    Args:
-        weights: the layer.
-        order: head i of the result is head `order[i]` of the weights.
-        distances_follow: whether queries and keys of distances (disentangled positions) may be put in the
-            same order, as they may where they share the layer's maps.
-
-    Returns:
-        The same function: a sum of heads has no order.
-
-    Raises:
-        RewriteRefusedError: not a permutation; one that would tear heads from others that read the
-            same maps; or positions that add a bias of each head's own, which would stay behind.
-    """
+    """Put the heads in another order; key-value heads move with the queries that read them."""
     heads = weights.num_heads
     if sorted(order) != list(range(heads)):
         raise RewriteRefusedError(
@@ -149,20 +135,7 @@ def permute_heads(
 
 
 def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) -> Rewritten:
-    """Give fewer query heads, or each, a key and a value head of their own, copies of those that they read.
-
-    Args:
-        weights: the layer.
-        num_kv_heads: number of key-value heads of the result, a multiple of those there are that divides the
-            number of heads; one for every head if None.
-
-    Returns:
-        The same function, for more memory; the weights given if there are as many already.
-
-    Raises:
-        RewriteRefusedError: numbers that do not divide; queries must be multiplied out for it (heads that
-            weigh the channels of one key map), and something stands between their maps.
-    """
+    """Give query heads a key and a value head of their own: copies of those that they read."""
     heads = weights.num_heads if num_kv_heads is None else num_kv_heads
     both: tuple[Side, Side] = ("k", "v")
     sides = [
@@ -205,14 +178,7 @@ def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) 
 def with_heads(
     weights: AttentionWeights, kept: Sequence[int], change: Callable[[Link], Link]
 ) -> AttentionWeights:
-    """A layer with the maps of some heads, in some order, and with what these do besides.
-
-    Args:
-        weights: the layer.
-        kept: head i of the result is head `kept[i]` of the weights.
-        change: takes from a map, or from the numbers of a norm that each head has of its own, what these
-            heads read.
-    """
+    """A layer with the maps of some heads, in some order, and with what these do besides."""
 
     def of_norm(norm: HeadNorm | None, side: Side) -> HeadNorm | None:
         if norm is None or not norm.of_each_head:
@@ -239,16 +205,7 @@ def taken(link: Link, copies: Tensor) -> Link:
 
 
 def require_heads_without_numbers(name: str, weights: AttentionWeights, distances_follow: bool) -> None:
-    """Check that positions add nothing of each head's own, which would stay in its place.
-
-    Args:
-        name: of the rewrite.
-        weights: the layer.
-        distances_follow: whether the maps of distances move with the heads.
-
-    Raises:
-        RewriteRefusedError: they do.
-    """
+    """Check that positions add nothing of each head's own, which would stay in its place."""
     stays = ("alibi", "relative") if distances_follow else ("alibi", "relative", "disentangled")
     if weights.semantics.positions in stays:
         raise RewriteRefusedError(

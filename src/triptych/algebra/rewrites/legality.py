@@ -46,28 +46,13 @@ def why_key_bias_counts(semantics: Semantics) -> str:
 
 
 def require_whole_number(name: str, what: str, value: object) -> None:
-    """Refuse what is no whole number before it is compared with sizes.
-
-    Raises:
-        RewriteRefusedError: it is something else, named.
-    """
+    """Refuse what is no whole number before it is compared with sizes."""
     if type(value) is not int:
         raise RewriteRefusedError(name, f"{what} is {value!r}: it must be a whole number")
 
 
 def require_one_each(name: str, what: str, given: int | Sequence[int], heads: int, side: str) -> list[int]:
-    """A whole number for each key or value head, from one that serves all or a sequence.
-
-    Args:
-        name: of the rewrite.
-        what: the option.
-        given: its value.
-        heads: how many heads take a number.
-        side: "key" or "value".
-
-    Raises:
-        RewriteRefusedError: another count of numbers, or one that is no whole number.
-    """
+    """A whole number for each key or value head, from one that serves all or a sequence."""
     numbers = list(given) if isinstance(given, Sequence) else [given] * heads
     if len(numbers) != heads:
         plural = "s" if heads > 1 else ""
@@ -81,11 +66,7 @@ def require_one_each(name: str, what: str, given: int | Sequence[int], heads: in
 
 
 def require_finite(name: str, weights: AttentionWeights) -> None:
-    """Refuse maps, and what else is learned of a layer, that hold NaN or infinity.
-
-    Raises:
-        RewriteRefusedError: one does; the message says which, and how many.
-    """
+    """Refuse maps, and what else is learned of a layer, that hold NaN or infinity."""
     of_maps = (
         (f"a {what} of {side}", numbers)
         for side in SIDES
@@ -101,17 +82,7 @@ def require_finite(name: str, weights: AttentionWeights) -> None:
 
 
 def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "") -> None:
-    """Refuse to carry anything out of a chain through what stands after one of its maps.
-
-    Args:
-        name: of the rewrite.
-        side: whose chain it is.
-        chain: the maps that must have nothing after them.
-        advice: what to do instead.
-
-    Raises:
-        RewriteRefusedError: something does; the message names it and the map it follows.
-    """
+    """Refuse to carry anything out of a chain through what stands after one of its maps."""
     for place, link in enumerate(chain, start=1):
         if link.norm is not None:
             raise RewriteRefusedError(name, f"a norm stands after map {place} of {side}", advice)

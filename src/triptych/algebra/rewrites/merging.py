@@ -82,20 +82,6 @@ def merge_kv_heads(
 
     Biases: those of queries go along, as one more row of the form; those of keys are left out, where
     the softmax is blind to them; those of values become one a group, or go into that of the output.
-
-    Args:
-        weights: the layer.
-        num_kv_heads: number of key-value heads of the result.
-        bounded: whether heads that differ may be merged.
-        tolerance: how far a group may move, relative to its norm, and still count as equal.
-
-    Returns:
-        The grouped writing; its bound is the largest move of a head's form (its bias row included).
-
-    Raises:
-        RewriteRefusedError: heads differ, with the worst group, its move and its norm; numbers that do
-            not divide; channels that cannot be mixed (rotary positions, QK-norm); a bias that
-            can go nowhere.
     """
     return _merge("merge_kv_heads", weights, num_kv_heads, _KeysOfForms(), bounded, tolerance)
 
@@ -112,20 +98,6 @@ def merge_rotary_kv_heads(
     Each rotary pair of a group gets one complex key direction, the best for all its heads. The queries of
     each head take it up by a complex factor (see `merge_rotary_pairs`). Channels that are not turned, and
     values, are merged as by `merge_kv_heads`. Nothing moves if the heads of a group are equal up to gauge.
-
-    Args:
-        weights: the layer.
-        num_kv_heads: number of key-value heads of the result.
-        bounded: whether heads that differ may be merged.
-        tolerance: how far a group may move, relative to its norm, and still count as equal.
-
-    Returns:
-        The grouped writing. Its bound is the largest move of a head's form: of W_OV, or the root mean square
-        over distances m of that of W_Q R(m) W_Kᵀ (biases, those of keys too, are rows of it).
-
-    Raises:
-        RewriteRefusedError: heads differ, with the worst group, its move and its norm; numbers that do
-            not divide; no rotary positions, QK-norm; a value bias that can go nowhere.
     """
     name = "merge_rotary_kv_heads"
     require_rotary(name, weights)
@@ -321,11 +293,7 @@ def _can_drop(link: Link, groups: int) -> bool:
 
 
 def _with_norms_of_groups(name: str, plain: AttentionWeights, groups: int) -> AttentionWeights:
-    """The layer with one norm of the keys for each group, where key heads have norms of their own.
-
-    Raises:
-        RewriteRefusedError: those of a group differ.
-    """
+    """The layer with one norm of the keys for each group, where key heads have norms of their own."""
     norm = plain.semantics.k_norm
     if norm is None:
         return plain

@@ -61,19 +61,6 @@ def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> 
     those to queries only in cross-attention, where keys and values take the memory's norm. Where the
     input itself is the key (one matrix W a head), `W = diag(γ) W diag(γ)`, `b = (β W + b) ∘ γ`, and the
     `q · β` left over is the same for a whole row of scores.
-
-    Args:
-        weights: a layer with `norm`, or with `memory_norm` in cross-attention, or with both.
-        others: what else reads the norm and will take it up (`fold_norm_into_map`); None if that is to stay
-            as it is.
-
-    Returns:
-        A writing of the same function of the normalised input, with no gain or shift left: the norms
-        that were folded are None.
-
-    Raises:
-        RewriteRefusedError: there is no norm; it stands elsewhere (post-norm, sandwich), or something
-            else reads it; a map that reads it has no numbers of its own, or no bias slot for β.
     """
     cross = weights.semantics.kind == "cross"
     of_memory = weights.memory_norm if cross else weights.norm
@@ -136,16 +123,7 @@ def _folded_chains(weights: AttentionWeights, read: dict[Side, Norm | None]) -> 
 def require_readers_foldable(
     place: Literal["pre", "post", "sandwich"], norm: Norm | None, readers: dict[str, bool]
 ) -> tuple[str, ...]:
-    """What was looked at, if the maps outside the attention that read a norm can take it up.
-
-    Args:
-        place: of the norm.
-        norm: its gain and shift; None where its place is reason enough.
-        readers: all that reads it, by name: whether there is a bias slot.
-
-    Raises:
-        RewriteRefusedError: post-norm, sandwich, or a shift β that is not zero and no slot for it.
-    """
+    """What was looked at, if the maps outside the attention that read a norm can take it up."""
     _require_before(_NAME_OF_OTHERS, place)
     checked = ["pre-norm", "nothing else reads the norm", "every map that reads it is learned"]
     if norm is not None and _as_map(norm).bias is not None:
@@ -158,19 +136,7 @@ def require_readers_foldable(
 
 
 def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """One map that reads a norm, with its gain γ and shift β: `b += W β`, then `W = W diag(γ)`.
-
-    Args:
-        norm: gain and shift, `[d_in]`.
-        weight: `[…, d_out, d_in]`, as `torch.nn.Linear` has it.
-        bias: `[…, d_out]`; None without.
-
-    Returns:
-        The new weight and bias, the bias as it was where β is zero.
-
-    Raises:
-        RewriteRefusedError: β is not zero, and there is no bias to take it.
-    """
+    """One map that reads a norm, with its gain γ and shift β: `b += W β`, then `W = W diag(γ)`."""
     shift = None if norm.bias is None or not bool(norm.bias.any()) else norm.bias
     if shift is not None and bias is None:
         raise RewriteRefusedError(_NAME_OF_OTHERS, "there is no bias slot for the shift β")
@@ -179,11 +145,7 @@ def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple
 
 
 def _require_before(name: str, place: str) -> None:
-    """Refuse norms that stand elsewhere than before what reads them alone.
-
-    Raises:
-        RewriteRefusedError: this one does.
-    """
+    """Refuse norms that stand elsewhere than before what reads them alone."""
     if place == "post":
         raise RewriteRefusedError(name, "the norm is a post-norm: the residual carries its gain, too")
     if place == "sandwich":
@@ -193,11 +155,7 @@ def _require_before(name: str, place: str) -> None:
 def _require_foldable(
     weights: AttentionWeights, read: dict[Side, Norm | None], others: OtherReaders | None
 ) -> tuple[str, ...]:
-    """What was looked at, if every reader of the norms can take them up.
-
-    Raises:
-        RewriteRefusedError: one cannot, or is not here.
-    """
+    """What was looked at, if every reader of the norms can take them up."""
     _require_before(_NAME, weights.norm_place)
     if not any(read.values()):
         raise RewriteRefusedError(_NAME, "there is nothing to fold: no norm of this layer's input is known")

@@ -120,22 +120,6 @@ def prune_heads(
     would have different sizes, key-value heads are repeated for smaller ones of one size: the layer may
     then hold and cache more numbers than before. Where one norm reads the queries or keys of all heads, the
     heads stay, and their output maps become zero.
-
-    Args:
-        weights: the layer.
-        heads: numbers of the query heads to leave out.
-        bounded: whether heads that do something may go too.
-        does: what `measure_pruning` finds, if it is known: shapes of weights (on the "meta" device) are then
-            enough.
-        distances_follow: as in `permute_heads`.
-
-    Returns:
-        The same function if `W_V W_O` and `b_V W_O` of each head is exactly 0; else, if allowed, one
-        whose bound is the largest ‖W_OV‖ left out (the value bias counts as one more row).
-
-    Raises:
-        RewriteRefusedError: a head does something, with its ‖W_OV‖; a number out of range or given
-            twice; no head would be left; or positions add a bias of each head's own.
     """
     _require_prunable(weights, heads)
     if not heads:
@@ -206,13 +190,7 @@ def _does_something(heads: Sequence[int], lost: Move) -> RewriteRefusedError:
 def leave_heads(
     weights: AttentionWeights, kept: Sequence[int], served: Mapping[Side, int]
 ) -> AttentionWeights:
-    """Some heads of a part of a layer, as `prune_heads` of the whole layer has them.
-
-    Args:
-        weights: a few groups of heads, one map a side and nothing shared between sides.
-        kept: the heads of it that are left, in order, at least one.
-        served: how many heads read one map of each side in the whole layer afterwards.
-    """
+    """Some heads of a part of a layer, as `prune_heads` of the whole layer has them."""
 
     def select(side: Side, link: Link) -> Link:
         copies = torch.tensor(kept) // (weights.num_heads // link.copies)
@@ -231,19 +209,7 @@ def measure_pruning(weights: AttentionWeights) -> Move:
 def measure_importance(
     weights: AttentionWeights, moments: Moments | None = None
 ) -> Float[Tensor, " num_heads"]:
-    """How much each head does: the least is the first for `prune_heads` to leave out.
-
-    Args:
-        weights: the layer.
-        moments: of a text, of the layer as it is written.
-
-    Returns:
-        With moments √E‖z W_O‖², the root mean square length of what a head adds to the output on the text.
-        Without, ‖W_V W_O‖ with `b_V W_O` as one more row: the bound of leaving it out.
-
-    Raises:
-        RewriteRefusedError: the moments are of other heads or channels, with both sizes.
-    """
+    """How much each head does: the least is the first for `prune_heads` to leave out."""
     if moments is None:
         return measure_pruning(weights).whole
     require_moments_of("measure_importance", weights, moments, ["ov"])

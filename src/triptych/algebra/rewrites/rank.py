@@ -69,20 +69,6 @@ def truncate(
     Chains of several maps stay so where they can: the last map changes. The query bias goes along, in
     the channels that are left; what they cannot carry of the value bias goes into that of the output.
 
-    Args:
-        weights: the layer.
-        qk_rank: 1 ≤ rank ≤ width of the queries, or one for each key head; None to leave W_QK alone. Where
-            they differ, the channels that a head has less than others are zero.
-        ov_rank: 1 ≤ rank ≤ width of the values, or one for each value head; None to leave W_OV alone.
-
-    Returns:
-        Factors of that width. The bound is the largest move of a head's form (the bias counts as one
-        more row of it); the tier is exact if no form had a larger rank.
-
-    Raises:
-        RewriteRefusedError: a rank out of range, with both numbers; channels that cannot be mixed
-            (rotary positions, QK-norm); a key bias that the softmax would miss.
-
     Source: Eckart & Young 1936, doi 10.1007/BF02288367.
     """
     ranks = require_ranks("truncate", weights, qk_rank, ov_rank)
@@ -131,19 +117,6 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
 
     At full rank g (d_k + d_v), W^D is [W_K,1 … W_K,g | W_V,1 … W_V,g] and the U_i select. Below, W^D
     and the U_i are the nearest product of that rank, by SVD, the singular values shared out evenly.
-
-    Args:
-        weights: the layer. Keys and values with one map have it once in W^D.
-        rank: width r of the latent, at most d_model or the full rank; the full rank if None, or
-            d_model where that is smaller, which is as exact.
-
-    Returns:
-        The latent writing. Where r is below the rank of the maps side by side its bound is the largest
-        move of a head's form (the bias counts as one more row of it).
-
-    Raises:
-        RewriteRefusedError: rotary positions; no map for keys or values; a rank out of range, with the
-            numbers; something stands between two maps.
     """
     _require_latent(weights)
     chains = (weights.k, weights.v)
@@ -197,11 +170,7 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
 def require_ranks(
     name: str, weights: AttentionWeights, qk_rank: Ranks | None, ov_rank: Ranks | None
 ) -> dict[Form, list[int]]:
-    """The rank of every group of heads, for the forms that are to have a lower one.
-
-    Raises:
-        RewriteRefusedError: no rank is given, or one out of range; or the channels cannot be mixed.
-    """
+    """The rank of every group of heads, for the forms that are to have a lower one."""
     asked: dict[Form, Ranks | None] = {"qk": qk_rank, "ov": ov_rank}
     ranks = {
         form: _require_truncatable(name, weights, form, given)

@@ -110,13 +110,7 @@ class Rewritten(NamedTuple):
 def of_groups(
     records: Sequence[RewriteRecord], before: AttentionWeights, after: AttentionWeights
 ) -> RewriteRecord:
-    """What a rewrite did to a layer, from what it did to its groups of heads one after the other.
-
-    Args:
-        records: of the groups.
-        before: the whole layer before; its shapes (on the "meta" device) are enough.
-        after: the same after.
-    """
+    """What a rewrite did to a layer, from what it did to its groups of heads one after the other."""
     cuts = tuple(Cut.of_groups(cuts) for cuts in zip(*(record.cuts for record in records), strict=True))
     choices = map(str, cuts) if cuts else dict.fromkeys(record.choice for record in records)
     return replace(

@@ -58,12 +58,6 @@ def read_rewrite(given: object) -> Rewrite:
     """A rewrite as it is, from a call (`"truncate(rank=6)"`, `"expand"`), or from a table with its name.
 
     Calls are parsed, never run: options are literals, given by name.
-
-    Args:
-        given: a `Rewrite`, a string or a mapping; files and users may give anything.
-
-    Raises:
-        UsageError: none of these, or no call; a rewrite, an option or a value that there is not.
     """
     if isinstance(given, Rewrite):
         return given
@@ -90,11 +84,7 @@ def read_rewrite(given: object) -> Rewrite:
 
 
 def require_order(rewrites: Sequence[Rewrite]) -> None:
-    """Refuse rewrites that undo or spoil what comes before them.
-
-    Raises:
-        UsageError: two in the wrong order, with the reason.
-    """
+    """Refuse rewrites that undo or spoil what comes before them."""
     for before, after in pairwise(rewrites):
         if after.place < before.place:
             raise UsageError(f"{after.name} must come before {before.name}: {after.why_here}")

@@ -105,12 +105,7 @@ class Rewrite(BaseModel, ABC):
         return self
 
     def prepare(self, layers: Iterable[Layer], *, skip_refused: bool = False) -> "Rewrite":
-        """The rewrite with what only all layers together can tell.
-
-        Args:
-            layers: each whole, or in parts one after the other.
-            skip_refused: whether a layer that refuses the rewrite is left as it is.
-        """
+        """The rewrite with what only all layers together can tell."""
         return self
 
     def options(self) -> dict[str, Any]:
@@ -134,35 +129,19 @@ class LayerRewrite(Rewrite, ABC):
 
     @abstractmethod
     def apply(self, layer: Layer) -> Rewritten:
-        """Rewrite one layer.
-
-        Raises:
-            RewriteRefusedError: with the reason.
-        """
+        """Rewrite one layer."""
 
     def look(self, layer: Layer) -> tuple[Tensor, ...]:
         """What `select` has to know of some heads, one number for each."""
         return ()
 
     def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
-        """Leave heads out or sort them, where `selects`.
-
-        Args:
-            whole: the layer; its shapes (on the "meta" device) are enough.
-            seen: what `look` saw of all heads.
-
-        Raises:
-            RewriteRefusedError: with the reason.
-        """
+        """Leave heads out or sort them, where `selects`."""
         raise NotImplementedError(self.name)
 
 
 def still_tied(layer: Layer, done: Rewritten) -> Rewritten:
-    """The result, if maps that were one still are.
-
-    Raises:
-        RewriteRefusedError: they are not, and the layer would have become larger on the way.
-    """
+    """The result, if maps that were one still are."""
     if apart := newly_apart(layer.weights, done.weights):
         name = done.record.name
         raise RewriteRefusedError(name, f"it takes shared maps apart: {apart[0]}", "expand the layer first")

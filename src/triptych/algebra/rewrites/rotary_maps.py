@@ -48,25 +48,6 @@ def truncate_rotary_maps(
     makes the error of a group of heads larger. The first cut of the keys is the best there is; that of both
     need not be, so this is also done from the strongest rotary pairs, and the better end is taken. Pairs by
     themselves (`truncate_rotary_pairs`) save channels, and are a far narrower choice.
-
-    Args:
-        weights: the layer, written as when the moments were gathered; channels that are not turned are cut
-            with the others.
-        qk_rank: 1 ≤ rank ≤ width of the queries, or one for each key head. The key head and every query
-            head that reads it get it.
-        moments: of a text; for inputs without preferred direction and of mean square 1 if None.
-        longest: tokens of the text whose pairs count, L − m of them at distance m; None for texts long
-            against the beat of any two pairs.
-
-    Returns:
-        Maps of the same widths, written back into all channels. The record's `error` is the largest mean
-        square of what a head's scores lose, over distances, relative to that of all its scores. Its bound is
-        the largest root mean square, over long distances m, of the Frobenius norm by which W_Q R(m) W_Kᵀ
-        moves (biases are rows of it). On a text, a bias may move far to save what a text sees.
-
-    Raises:
-        RewriteRefusedError: the layer has no rotary positions, or norms between its maps and the rotation;
-            ranks out of range; moments of another writing.
     """
     name = "truncate_rotary_maps"
     rotation = require_rotary(name, weights).of_length(longest)

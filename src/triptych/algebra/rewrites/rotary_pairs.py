@@ -41,22 +41,6 @@ def truncate_rotary_pairs(
 
     The widths stay, as the format pairs channels by their place. Heads that read one key head keep the same
     pairs. Channels that are not turned are left alone.
-
-    Args:
-        weights: the layer, written as when the moments were gathered.
-        pairs: how many to keep, or how many for each key head.
-        moments: of a text; for inputs without preferred direction, as large as a norm makes them, if None.
-        longest: tokens of the text whose pairs count; None for texts long against the beat of any two
-            pairs. It tells pairs that hardly turn from those that do (see `pair_scores`).
-
-    Returns:
-        The same layer with zeros. The record's `error` is the largest mean square of what a head's scores
-        lose, over distances, relative to that of all its pairs. Its bound is the largest root mean square,
-        over distances m, of the Frobenius norm by which W_Q R(m) W_Kᵀ moves (biases are rows of it).
-
-    Raises:
-        RewriteRefusedError: the layer has no rotary positions, or norms between its maps and the rotation;
-            numbers of pairs out of range.
     """
     name = "truncate_rotary_pairs"
     rotation = require_rotary(name, weights).of_length(longest)
@@ -96,18 +80,7 @@ def rotary_scores_cut(
     *,
     on_text: bool,
 ) -> Rewritten:
-    """A layer whose rotary scores were cut, with its record: exact where no form moves beyond rounding.
-
-    Args:
-        name: of the rewrite.
-        weights: the layer before.
-        working: the same in float64.
-        result: after, in float64.
-        cut: what was left, and what the scores lose.
-        notes: of the rewrite.
-        on_text: whether the loss was measured on a text. Without one, it is the larger of this loss and
-            that over long distances, and is no error of the record.
-    """
+    """A layer whose rotary scores were cut, with its record: exact where no form moves beyond rounding."""
     moved, sizes = rotary_move(working, result), rotary_size(working)
     rounding = 100 * weights.d_model * torch.finfo(working.dtype).eps
     exact = bool((moved <= rounding * sizes).all())
@@ -142,17 +115,6 @@ def pair_scores(
     with φ(θ) the mean of e^{imθ} over pairs of tokens. In texts long against the beat of any two pairs it is
     0 but for θ = 0, which leaves the energies ½ E|q_f|² E|k_f|² on the diagonal. A pair that hardly turns
     within `longest` has φ near 1, and counts as channels that have no position.
-
-    Args:
-        weights: the layer.
-        rotation: what turns it.
-        moments: of a text; for inputs without preferred direction and of mean square 1 if None.
-        longest: tokens of a text, all pairs of which count, those behind if the layer is causal; None for no
-            end.
-
-    Returns:
-        Symmetric, its sum the mean square of the scores in all pairs; the energies are its diagonal. In
-        float64.
     """
     G_q, G_k = _channel_moments(weights, moments)
     P_q, N_q = _complex_moments(G_q, rotation)
@@ -184,13 +146,7 @@ def _energies(scores: Float[Tensor, "heads pairs pairs"], groups: int) -> Float[
 
 
 def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
-    """The rotary embedding of a layer, if its pairs are what meets in its scores.
-
-    Raises:
-        RewriteRefusedError: the layer has no rotary positions, or those of patches of a picture; a norm
-            stands before them, queries and keys are clipped, or the rotation turns more channels than there
-            are.
-    """
+    """The rotary embedding of a layer, if its pairs are what meets in its scores."""
     rotation = weights.semantics.rotary
     if rotation is None:
         raise RewriteRefusedError(
@@ -278,10 +234,6 @@ def merge_rotary_pairs(plain: AttentionWeights, groups: int) -> AttentionWeights
     [√w_1 v_1 … √w_n v_n], w_j = Σ ‖u_i‖² of the queries that read j: then v_j ≈ c_j v, and u_i → u_i c_j*. It
     is the least Σ ‖ΔZ‖² there is, and nothing if the v_j are complex multiples of one. Channels that are
     not turned get the basis that serves all heads best.
-
-    Args:
-        plain: one map a side; queries with one a head, keys with no more bias than the result can hold.
-        groups: number of key heads of the result, a divisor of that there is.
     """
     (q,), (k,), rotation = plain.q, plain.k, _rotary(plain)
     members = k.copies // groups

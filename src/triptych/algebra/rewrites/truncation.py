@@ -85,9 +85,6 @@ class Truncate(LayerRewrite):
 
         Scores and outputs have different units: what a channel carries counts as its share of what all forms
         of its kind carry.
-
-        Raises:
-            UsageError: a rank that no head has.
         """
         if self.rank is not None:
             self._require_rank(layers)
@@ -154,11 +151,7 @@ class Truncate(LayerRewrite):
         return results[0] if len(results) == 1 else _as_one("truncate", results)
 
     def _require_rank(self, layers: Iterable[Layer]) -> None:
-        """Some layer has heads as wide; those that are narrower stay as they are.
-
-        Raises:
-            UsageError: none has.
-        """
+        """Some layer has heads as wide; those that are narrower stay as they are."""
         assert self.rank is not None
         widest = 0
         for layer in layers:

@@ -117,13 +117,6 @@ def parameterisation_of(
 
     Maps that several heads share are repeated where that is what it takes. What no other can hold is held as
     it is written, by `AsWritten`.
-
-    Args:
-        weights: the writing.
-        named: whether only those of `PARAMETERISATIONS` will do.
-
-    Raises:
-        ValueError: there is none; the message says how each that comes near differs.
     """
     reasons: list[str] = []
     groups = math.lcm(weights.num_key_heads, weights.num_value_heads)

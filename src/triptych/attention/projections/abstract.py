@@ -139,11 +139,7 @@ class Projections(nn.Module):
     o_proj: nn.Linear | Beside
 
     def __init__(self, parameterisation: Parameterisation, d_model: int, num_heads: int) -> None:
-        """Make the maps and draw their numbers.
-
-        Raises:
-            ValueError: sizes that do not fit, with the numbers.
-        """
+        """Make the maps and draw their numbers."""
         super().__init__()
         at_least_one_head(num_heads)
         self.d_model = d_model
@@ -262,11 +258,7 @@ class Projections(nn.Module):
 
     @torch.no_grad()
     def load(self, weights: AttentionWeights) -> None:
-        """Copy the numbers of a writing of the same structure into the parameters.
-
-        Raises:
-            ValueError: the structures differ, or the scales do and no map can make up for it.
-        """
+        """Copy the numbers of a writing of the same structure into the parameters."""
         mine = self.weights()
         weights = weights.with_scale(mine.scale)
         difference = structural_difference(mine, weights)
@@ -288,9 +280,6 @@ class Projections(nn.Module):
 
         Nothing is copied where they lie in memory as ours do. For parameterisations whose maps are all
         learned, with one parameter for a map and one for its bias, such as `Factored` and `Grouped`.
-
-        Raises:
-            ValueError: the structures differ.
         """
         mine = self.weights()
         if difference := structural_difference(mine, weights):
@@ -367,11 +356,7 @@ def _same_but_rounded(fixed: Tensor, given: Tensor) -> bool:
 
 
 def head_width(width: int | None, name: str, d_model: int, num_heads: int) -> int:
-    """A width given, or d_model shared out among the heads.
-
-    Raises:
-        ValueError: num_heads does not divide d_model and no width is given, or one is not positive.
-    """
+    """A width given, or d_model shared out among the heads."""
     at_least_one_head(num_heads)
     if width is not None:
         return at_least_one(width, name)
@@ -381,11 +366,7 @@ def head_width(width: int | None, name: str, d_model: int, num_heads: int) -> in
 
 
 def slice_width(name: str, d_model: int, num_heads: int) -> int:
-    """The width of a head's slice of the stream.
-
-    Raises:
-        ValueError: num_heads does not divide d_model.
-    """
+    """The width of a head's slice of the stream."""
     if d_model % at_least_one_head(num_heads):
         raise ValueError(
             f"num_heads {num_heads} does not divide d_model {d_model}: {name} gives each head a slice of it"
@@ -394,22 +375,14 @@ def slice_width(name: str, d_model: int, num_heads: int) -> int:
 
 
 def at_least_one_head(num_heads: int) -> int:
-    """The number of heads, if it can be one.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """The number of heads, if it can be one."""
     if num_heads < 1:
         raise ValueError(f"num_heads is {num_heads}: at least one head is needed")
     return num_heads
 
 
 def at_least_one(value: int, name: str) -> int:
-    """The value, if it can be a size.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """The value, if it can be a size."""
     if value < 1:
         raise ValueError(f"{name} is {value}: it must be at least 1")
     return value

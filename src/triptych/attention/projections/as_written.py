@@ -45,11 +45,7 @@ class AsWritten(Parameterisation):
 
     @classmethod
     def of(cls, weights: AttentionWeights) -> "tuple[AttentionWeights, AsWritten]":
-        """The parameterisation that holds a writing, and the writing with a learned output map for each head.
-
-        Raises:
-            ValueError: the output has no map to end with.
-        """
+        """The parameterisation of a writing, and the writing with a learned output map for each head."""
         last = weights.o[-1] if weights.o else None
         if last is None or last.diagonal or last.norm is not None:
             raise ValueError("the heads' outputs need a map of their own at the end")

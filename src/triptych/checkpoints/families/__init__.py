@@ -12,11 +12,7 @@ HOOKS: Mapping[str, Hook] = {"deberta": DeBERTa(), "deepseek": DeepSeek(), "gpt2
 
 
 def hook_of(name: str) -> Hook | None:
-    """The hook that a family file names with `hook = "NAME"`; None for the empty name.
-
-    Raises:
-        UsageError: there is no hook of that name.
-    """
+    """The hook that a family file names with `hook = "NAME"`; None for the empty name."""
     if not name:
         return None
     if name not in HOOKS:

@@ -77,11 +77,7 @@ def _above_0(place: Place, expression: str) -> int | None:
 
 
 def _parts(place: Place) -> list[str]:
-    """What is added to the product of queries and keys.
-
-    Raises:
-        DataError: something besides the two products with distances, or one of them twice.
-    """
+    """What is added to the product of queries and keys."""
     found = place.value("pos_att_type")
     found = [part.strip() for part in found.lower().split("|")] if isinstance(found, str) else found or []
     if not isinstance(found, list) or sorted(map(str, found)) not in ([], ["c2p"], ["p2c"], ["c2p", "p2c"]):

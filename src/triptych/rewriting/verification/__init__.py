@@ -130,11 +130,7 @@ def _origin(certificate: Certificate, source: AttentionSource) -> Claim:
 
 
 def _require_calibration(certificate: Certificate, original: Path | None, calibration: Path) -> None:
-    """Check that a text is the calibration text of the certificate.
-
-    Raises:
-        UsageError: it is another text, or there is none; or there is no original.
-    """
+    """Check that a text is the calibration text of the certificate."""
     if original is None:
         raise UsageError("--calibrate needs the original: give it with --against")
     if certificate.calibration is None:
@@ -147,11 +143,7 @@ def _require_calibration(certificate: Certificate, original: Path | None, calibr
 
 
 def _require_text(certificate: Certificate, text: Path) -> None:
-    """Check that a text is the one that both models were compared on.
-
-    Raises:
-        UsageError: it is another text, or there is none.
-    """
+    """Check that a text is the one that both models were compared on."""
     found = certificate.end_to_end
     if found is None:
         raise UsageError(

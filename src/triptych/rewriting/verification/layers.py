@@ -38,14 +38,7 @@ _MOVE_FORMS = ("drop_key_bias", "fold_value_bias")
 
 
 class CheckpointPair:
-    """The layers of the original and of the rewritten checkpoint, by their modules.
-
-    Args:
-        certificate: of the rewrite.
-        original: the first.
-        written: the second.
-        folder: of the second.
-    """
+    """The layers of the original and of the rewritten checkpoint, by their modules."""
 
     def __init__(
         self, certificate: Certificate, original: AttentionSource, written: AttentionSource, folder: Path

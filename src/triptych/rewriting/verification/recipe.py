@@ -36,14 +36,7 @@ _SAME, _SAME_ON_TEXT = 1e-6, 1e-2
 def recipe_again(
     pair: CheckpointPair, folder: Path, calibration: Path | None, *, words: bool
 ) -> Iterator[Claim]:
-    """Check steps, costs, settings and bounded layers by repeating the recipe on the original.
-
-    Args:
-        pair: both checkpoints.
-        folder: of the original.
-        calibration: the text that steps looked at; None if it is not at hand.
-        words: whether sentences must be equal too, because this version wrote them.
-    """
+    """Check steps, costs, settings and bounded layers by repeating the recipe on the original."""
     certificate = pair.certificate
     try:
         steps = tuple(read_rewrite(step) for step in certificate.recipe)

@@ -19,11 +19,7 @@ _SHARE_FOR_STATE = 0.5
 
 
 def choose_parallel(config: OptimisationConfig, model: OwnModel, world: World) -> tuple[Kind | None, str]:
-    """The kind of parallelism, and why; None for one process.
-
-    Raises:
-        UsageError: the recipe asks for none, and there are several processes.
-    """
+    """The kind of parallelism, and why; None for one process."""
     if world.size == 1:
         return None, ""
     require_kind(config, world)
@@ -41,11 +37,7 @@ def choose_parallel(config: OptimisationConfig, model: OwnModel, world: World) -
 
 
 def require_kind(config: OptimisationConfig, world: World) -> None:
-    """Several processes can do what a recipe asks for.
-
-    Raises:
-        UsageError: they cannot: it asks for none, or for shards of what its optimizer needs whole.
-    """
+    """Several processes can do what a recipe asks for."""
     if config.parallel == "none":
         raise UsageError(
             f"training.parallel = 'none' is for one process, and {world.size} were started: use 'ddp' or "

@@ -67,17 +67,7 @@ class Computing(ABC):
 
     @abstractmethod
     def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
-        """Add the gradients of a batch to those of the parameters.
-
-        Args:
-            batch: this process's part.
-            step: number of the update.
-            tokens: that the update's loss is divided by, those of all processes.
-            last: whether it is the update's last batch; gradients are exchanged then.
-
-        Returns:
-            The loss of the part, summed over its tokens.
-        """
+        """Add the gradients of a batch to those of the parameters."""
 
     @abstractmethod
     def judge(self, batch: TrainingBatch) -> Loss:
@@ -112,10 +102,6 @@ class Computing(ABC):
         """A context with the whole model, in evaluation mode or training mode as it is set.
 
         Every process must enter it. The first one gets the model, the others None.
-
-        Args:
-            on_host: a model in shards is put together in the host's memory, to be written: a device holds no
-                more of it than its shards and one parameter.
         """
 
     @abstractmethod
@@ -127,11 +113,7 @@ class Computing(ABC):
         """What this process keeps of a whole tensor with the layout of a parameter."""
 
     def load(self, tensors: dict[str, Tensor], origin: str) -> None:
-        """Copy whole tensors into the parameters; every process has them all.
-
-        Raises:
-            DataError: names or shapes that differ; `origin` says where the tensors came from.
-        """
+        """Copy whole tensors into the parameters; every process has them all."""
         load_tensors(self.objective.model, tensors, origin, self.place)
 
 

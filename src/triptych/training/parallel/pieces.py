@@ -16,20 +16,7 @@ ResultT = TypeVar("ResultT")
 def do_each(
     items: Sequence[str], work: Callable[[str], ResultT], world: World, kind: type[ResultT]
 ) -> list[ResultT]:
-    """Do a piece of work for each item, each in one of the processes.
-
-    Args:
-        items: what the work is done for; the same in every process.
-        work: gives a dataclass of what JSON can hold.
-        world: the processes.
-        kind: the dataclass.
-
-    Returns:
-        The results, in the order of the items, in every process.
-
-    Raises:
-        TriptychError: of the work in one of the processes, in all of them; or their items or code differ.
-    """
+    """Do a piece of work for each item, each in one of the processes."""
     if world.size == 1:
         return [work(item) for item in items]
     said = hashlib.sha256(json.dumps(list(items)).encode()).hexdigest()

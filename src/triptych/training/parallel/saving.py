@@ -33,13 +33,7 @@ from triptych.training.state import Counters, complete_states, read_marker, shar
 
 @final
 class ShardedStates:
-    """Saves states while training goes on.
-
-    Args:
-        folder: of the run's states.
-        world: the processes that train.
-        keep: number of complete states to keep.
-    """
+    """Saves states while training goes on."""
 
     def __init__(self, folder: Path, world: World, keep: int) -> None:
         self._folder, self._world, self._keep = folder, world, keep
@@ -49,16 +43,7 @@ class ShardedStates:
         self._saving: tuple[Future[Any], Path, str, Callable[[], None]] | None = None
 
     def save(self, counters: Counters, tensors: dict[str, Tensor], saved: Callable[[], None]) -> None:
-        """Begin to save; the tensors are copied before this returns.
-
-        Args:
-            counters: where the run stands.
-            tensors: weights ("model.NAME") and the optimizer's, whole or in shards.
-            saved: called in the first process once the state is complete.
-
-        Raises:
-            TriptychError: the save before could not be finished.
-        """
+        """Begin to save; the tensors are copied before this returns."""
         self.finish()
         self._number += 1
         path = shards_folder(self._folder, self._number)
@@ -76,11 +61,7 @@ class ShardedStates:
             self._mark()
 
     def finish(self) -> None:
-        """Wait until the state is complete in all processes.
-
-        Raises:
-            TriptychError: one of them could not write it; states saved before are whole.
-        """
+        """Wait until the state is complete in all processes."""
         if self._saving is None:
             return
 
@@ -117,11 +98,7 @@ class ShardedStates:
 
 
 def read_shards(path: Path, model: OwnModel, optimizer: Optimizer, world: World) -> None:
-    """Put a state in shards into a model and its optimizer, whatever their layout.
-
-    Raises:
-        DataError: a shard is missing or damaged, or the state is another model's.
-    """
+    """Put a state in shards into a model and its optimizer, whatever their layout."""
     reader = HuggingFaceStorageReader(str(path))
     try:
         held = reader.read_metadata().state_dict_metadata

@@ -38,22 +38,7 @@ def spread(
     shard_size: int | None = None,
     unmade: Unmade | None = None,
 ) -> Computing:
-    """Lay a model on the processes.
-
-    Args:
-        objective: its model is whole and the same in every process, or not made yet; with "fsdp" and "hybrid"
-            its parameters become shards.
-        kind: "ddp": a copy for each process; "fsdp": a shard for each; "hybrid": a shard for each process of
-            a group, and each group has them all.
-        precision: "fp32", or "bf16" for blocks that compute in bfloat16 and sum gradients in float32.
-        world: the processes.
-        shard_size: processes of a group of "hybrid"; those of a machine if None.
-        unmade: the weights of a model that is not made yet, for "fsdp" and "hybrid": each process makes one
-            at a time and keeps its shard.
-
-    Raises:
-        UsageError: a kind that these processes cannot do.
-    """
+    """Lay a model on the processes."""
     device = next(objective.model.parameters()).device if unmade is None else unmade.device
     mesh = make_mesh(kind, precision, device.type, world, shard_size)
     computing = lay(objective, mesh, precision, world)
@@ -86,32 +71,12 @@ def lay(
     world: World,
     hook: Callable[..., Future[Tensor]] | None = None,
 ) -> Computing:
-    """Lay a model on the groups of `make_mesh`; other arguments as of `spread`.
-
-    Args:
-        objective: as in `spread`.
-        mesh: the groups.
-        precision: as in `spread`.
-        world: the processes.
-        hook: sums the gradients of copies in the place of DDP's own way, which then compares no weights
-            before training either. For processes that are simulated.
-    """
+    """Lay a model on the groups of `make_mesh`; other arguments as of `spread`."""
     return Copies(objective, world, hook) if mesh is None else Shards(objective, mesh, precision, world)
 
 
 def mesh_shape(kind: Kind, size: int, num_nodes: int, shard_size: int | None = None) -> tuple[int, int]:
-    """Copies of the model, and shards of each.
-
-    Args:
-        kind: as in `spread`.
-        size: number of processes.
-        num_nodes: number of machines.
-        shard_size: as in `spread`; on one machine, pairs of processes if None.
-
-    Raises:
-        UsageError: "hybrid" on processes that do not make two or more groups of one size, 2 processes or more
-            each.
-    """
+    """Copies of the model, and shards of each."""
     match kind:
         case "ddp":
             return size, 1

@@ -36,14 +36,6 @@ def rows_of_rank(
     """The rows of a batch that a process takes: every `size`-th one.
 
     The ranks' rows together are the batch, whatever the number of ranks.
-
-    Args:
-        indices: the rows of a batch, 1 or more.
-        rank: of the process, from 0.
-        size: number of processes.
-
-    Returns:
-        The rows, and whether they count. A process for which none is left gets the first row, not counted.
     """
     if size == 1:
         return indices, True

@@ -8,12 +8,7 @@ from typing import final
 
 @final
 class Turns:
-    """Numbers from 0, each of which one process takes: whoever is free takes the next.
-
-    Args:
-        add: adds to a count of this name that the processes share, and gives what it is now.
-        count: how many numbers there are.
-    """
+    """Numbers from 0, each of which one process takes: whoever is free takes the next."""
 
     def __init__(self, add: Callable[[str, int], int], count: int) -> None:
         self._add, self.count = add, count

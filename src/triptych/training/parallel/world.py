@@ -76,34 +76,15 @@ class World(ABC):
 
     @abstractmethod
     def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
-        """Act in the first process alone, and give its result (anything JSON can hold) to all.
-
-        Args:
-            action: what to do.
-            patiently: the others wait as long as it takes, not only as long as they wait for a step.
-
-        Raises:
-            TriptychError: the action raised it; every process does.
-        """
+        """Act in the first process alone, and give its result (anything JSON can hold) to all."""
 
     @abstractmethod
     def on_all(self, action: Callable[[], T]) -> T:
-        """Act in every process, and go on once all have; the result is the process's own.
-
-        Raises:
-            TriptychError: one of the processes raised it; every process does.
-        """
+        """Act in every process, and go on once all have; the result is the process's own."""
 
     @abstractmethod
     def require_same(self, what: Mapping[str, str]) -> None:
-        """All processes have the same texts, recipe and code.
-
-        Args:
-            what: digests, by the words that name what they are of.
-
-        Raises:
-            TriptychError: they differ; the message says in what, and which process.
-        """
+        """All processes have the same texts, recipe and code."""
 
 
 class AskingNone(World):
@@ -278,17 +259,7 @@ class Launched(World):
 
 @contextmanager
 def launched(device: str, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> Iterator[World]:
-    """The processes that `torchrun` started, joined inside the block; `Alone` without a launcher.
-
-    Args:
-        device: where the processes compute: "cpu", "cuda" or "auto".
-        timeout_minutes: how long a process waits for the others before it gives up; where they do pieces of
-            work by themselves, one may take hours longer than another.
-
-    Raises:
-        UsageError: more processes than GPUs, or a launcher that says too little.
-        TriptychError: the processes cannot be joined, or one of them has failed.
-    """
+    """The processes that `torchrun` started, joined inside the block; `Alone` without a launcher."""
     if num_launched() == 1:
         yield Alone()
         return
