@@ -24,22 +24,16 @@ from triptych.checkpoints.place import Place
 from triptych.checkpoints.positions import stored_angles
 from triptych.checkpoints.reading import LayerReader
 from triptych.checkpoints.source import Source, find_source
-from triptych.checkpoints.unknown import work_out_family
+from triptych.checkpoints.unknown import LOOKS_LIKE_ATTENTION, refuse_unknown
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.storage.quantised import dequantised
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import SAFETENSORS, Tensors
 from triptych.storage.untrusted import shown
 
-# A tensor with such a name, and in no layer that is known, may be attention that nobody told us of.
-_LOOKS_LIKE_ATTENTION = re.compile(
-    r"attn|attention|(^|[._])(q|k|v|qkv|kv)(_?(proj|lin|a_proj|b_proj))?\.(weight|bias)$|query|key_value|Wqkv",
-    re.I,
-)
 _BORROWS = "a layer whose keys and values are those of an earlier one, made of what that one reads"
 _LONGEST_SAID = 1 << 40
 _MOST_LAYERS = 10_000  # that a configuration may say before the tensors are asked
-_GUESSED = "names and shapes"
 _HALVES = ("encoder", "decoder")
 _LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"
 
@@ -62,7 +56,7 @@ class Checkpoint(AttentionSource):
         self.absent = ()
         self._borrowing: list[str] = []
         self._places = {place.site: place for place in self._find()}
-        self.warnings = () if known_by == _GUESSED else self._not_followed()
+        self.warnings = self._not_followed()
         self.sites = tuple(self._places)
         self.unread = {}
         self.num_tensors = len(tensors.infos)
@@ -227,7 +221,7 @@ class Checkpoint(AttentionSource):
 
     def _looks_like_attention(self, name: str) -> bool:
         """By its name, and by being more than a row: a norm beside attention is often named after it."""
-        return len(self.tensors.infos[name].shape) > 1 and bool(_LOOKS_LIKE_ATTENTION.search(name))
+        return len(self.tensors.infos[name].shape) > 1 and bool(LOOKS_LIKE_ATTENTION.search(name))
 
     def _account(self) -> tuple[str, ...]:
         """Every tensor is in a layer's module, or known, or looks like no attention."""
@@ -291,8 +285,8 @@ def _opened(source: Source, family: Family | None, mapped: bool) -> AttentionSou
     if family is None:
         model_type = settings.value("model_type")
         family, how_known = family_of(str(model_type)), f"model_type {model_type!r}"
-    if family is None:
-        family, how_known = work_out_family(settings, tensors, source.name), _GUESSED
+        if family is None:
+            refuse_unknown(settings, tensors, source.name)
     family = _with_half_alone(family, settings, tensors, source.name)
     return Checkpoint(source.name, family, settings, tensors, how_known)
 

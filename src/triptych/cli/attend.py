@@ -1,5 +1,6 @@
 """`triptych attend`."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,9 @@ from triptych.face import Model
 from triptych.files import write_bytes, write_text
 from triptych.reports import is_page, render_table
 from triptych.text import read_lines
+
+# Rows of the table of `--steps` in the terminal.
+_MOST_KEYS = 40
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
 Text = Annotated[str | None, typer.Argument(help="The text to read; - reads all of standard input.")]
@@ -85,6 +89,12 @@ SvgOption = Annotated[
     typer.Option("--svg", help="Draw one head, chosen with --kind, --layers and --heads, to this file."),
 ]
 PngOption = Annotated[Path | None, typer.Option("--png", help="Draw one head as PNG to this file.")]
+StepsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--steps", metavar="HEAD:TOKEN", help="The computation of one row step by step: 3.2:5, cross.3.2:5."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per text, with all weights.")]
 
 
@@ -184,6 +194,7 @@ def attend(
     force: ForceOption = False,
     device: DeviceOption = "auto",
     without: WithoutOption = None,
+    steps: StepsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show where every head of a model looks on a text.
@@ -199,6 +210,11 @@ def attend(
     read = [Path(source), *texts.read(), *([] if corpus is None else corpus.read())]
     is_own_csv = is_over_csv if is_of_heads else is_attention_csv
     require_free(files.outputs(is_own_csv), [path for path in read if path.exists()], force=force)
+    if steps is not None:
+        if corpus is not None or any(option is not None for option in chosen):
+            raise UsageError("--steps shows a row of one head: it goes with a text, --html and --json alone")
+        _show_steps(open_model(source, device, without), texts, steps, files, as_json=as_json)
+        return
     if corpus is not None and is_of_heads:
         if any(option not in (None, 0) for option in (*texts, *chosen, files.npz, files.svg, files.png)):
             raise UsageError("--over without a text goes with no options of one but --csv, --html and --json")
@@ -212,6 +228,30 @@ def attend(
     with progress_bar("{task.description}", "writing", of_bytes=False) as tell:
         files.write(saved, behaviour, tell)
     _print(saved, files.given(), as_json=as_json)
+
+
+def _show_steps(model: Model, texts: _Texts, wanted: str, files: _Files, *, as_json: bool) -> None:
+    """Print one row of a head step by step, or write its page."""
+    place, _, query = wanted.rpartition(":")
+    layer, _, head = place.rpartition(".")
+    if not layer or not head.isdigit() or not query.removeprefix("-").isdigit():
+        raise UsageError(f'--steps {wanted}: write a head and the number of a token, as in "3.2:5"')
+    attended = [*texts.attend(model)]
+    if len(attended) > 1 or any(path is not None for path in files._replace(html=None)):
+        raise UsageError("--steps shows a row of one text: it goes with a text, --html and --json alone")
+    found = attended[0].steps(layer, int(head), query=int(query))
+    if files.html is not None:
+        found.page(files.html)
+    if as_json:
+        write_output(json.dumps(found.record(), ensure_ascii=False) + "\n")
+        return
+    console = Terminal(soft_wrap=True)
+    for path in files.given():
+        console.print(f"written: {path}")
+    for table in () if files.given() else found.tables(_MOST_KEYS):
+        console.print(table.title)
+        console.print(render_table(table))
+        console.print(table.caption)
 
 
 def _page(saved: Sequence[Saved], behaviour: OverText | None, tell: Told) -> AttentionPage:
