@@ -18,6 +18,7 @@ from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel
+from triptych.checkpoints.source import Source, find_source
 from triptych.errors import DataError
 from triptych.files import file_hash, write_bytes, write_folder
 from triptych.models.storage import write_model
@@ -61,7 +62,7 @@ from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited
 
 
 def rewrite_checkpoint(
-    checkpoint: str,
+    checkpoint: Source | str,
     target: Path,
     recipe: RewriteRecipe,
     *,
@@ -71,14 +72,15 @@ def rewrite_checkpoint(
     progress: Progress | None = None,
 ) -> Certificate:
     """Rewrite a checkpoint's attention into a new folder, with a certificate."""
-    require_place(Path(checkpoint), target)  # before anything is fetched for it
-    folder = local_folder(checkpoint)
+    files = find_source(checkpoint)
+    require_place(Path(files.name), target)  # before anything is fetched for it
+    folder = local_folder(files)
     require_place(folder, target)
     if text is not None:
         read_whole_text(text)
     source = open_checkpoint(folder, family)
     prepared = prepare(source, folder, recipe)
-    request = _Request(checkpoint, folder, target, recipe, text, compare, progress or _tell_nobody)
+    request = _Request(files.name, folder, target, recipe, text, compare, progress or _tell_nobody)
     if isinstance(source, OwnModel):
         return _RunRewriting(source, prepared, request).write()
     assert isinstance(source, Checkpoint)
