@@ -22,6 +22,7 @@ from triptych.checkpoints.source import Source, find_source
 from triptych.errors import DataError
 from triptych.files import file_hash, write_bytes, write_folder
 from triptych.models.storage import write_model
+from triptych.opening import TextModel, Window, read_whole_text
 from triptych.printable import printable
 from triptych.progress import Progress
 from triptych.rewriting.certificate import (
@@ -53,7 +54,6 @@ from triptych.rewriting.planning import (
 )
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import coarsest_changed
-from triptych.rewriting.running import RunnableModel, Window, read_whole_text
 from triptych.storage.copying import CERTIFICATE, CONFIG, FolderCopy, require_own, require_place
 from triptych.storage.settings import Settings
 from triptych.storage.shards import tensor_hash
@@ -172,7 +172,7 @@ class _Rewriting(ABC):
             self._try_on_text(opened.model, opened.windows, written)
         return compare_models(opened, self.source, written, request.text, stored), ""
 
-    def _try_on_text(self, model: RunnableModel, windows: Sequence[Window], written: Path) -> None:
+    def _try_on_text(self, model: TextModel, windows: Sequence[Window], written: Path) -> None:
         """Measure changed layers on the original's inputs for the text, and store these inputs."""
         try:
             inputs = gather_inputs(model, self.source, windows)
