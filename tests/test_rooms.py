@@ -87,7 +87,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inspection": {"algebra", "checkpoints", "reports"},
     # what a model does on a text
     "attending": {
-        *("algebra", "attention", "checkpoints", "decoding", "inspection", "models", "opening", "reports"),
+        *("algebra", "attention", "checkpoints", "decoding", "models", "opening", "reports"),
         *("storage", "text"),
     },
     "costing": {"algebra", "attention", "reports"},
