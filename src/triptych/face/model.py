@@ -68,6 +68,7 @@ from triptych.rewriting.planning import Plan, plan_rewrite
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe, rewrite_recipe_of
 from triptych.storage.copying import CERTIFICATE
 from triptych.text import read_lines
+from triptych.user_code import use_code
 
 By = Literal["zero", "mean", "resample"]
 # A rewrite as a call or a record, a recipe of several, or the file of one.
@@ -85,6 +86,7 @@ def load(
     precision: Precision = "fp32",
     offline: bool = False,
     family: Family | None = None,
+    code: str | Path | None = None,
 ) -> "Model":
     """Open a model: `load("gpt2")[3, 2].W_Q`, `load("runs/demo").translate("Guten Tag.")`.
 
@@ -107,11 +109,15 @@ def load(
         offline: take what is on the Hub from its cache on this machine, and wait for no connection;
             HF_HUB_OFFLINE=1 asks for it too.
         family: how a checkpoint is written, where its configuration does not say; see `read_family`.
+        code: the file whose classes a run names, such as a parameterisation of your own. It is executed, and
+            must be the file that the run was trained with. Nothing that lies in a run is ever executed.
 
     Raises:
         DataError: nothing of that name.
         UsageError: something that is no model.
     """
+    if code is not None:
+        use_code(code)
     if engine != "triptych" and dtype is not None:
         raise UsageError(f"--engine {engine} rounds by --precision: leave out --dtype")
     if engine == "ctranslate2":
