@@ -11,7 +11,6 @@ import torch
 from pydantic import ValidationError
 
 from triptych.algebra.forms import are_finite
-from triptych.checkpoints import read_marian
 from triptych.checkpoints.models import load_encoder_decoder, load_language_model
 from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages, read_translator
@@ -315,24 +314,16 @@ def _others_translator(
     source: Source, device: torch.device, dtype: torch.dtype | None, languages: Languages | None
 ) -> OpenedModel:
     folder = source.folder
-    stops: dict[str, str] = {}
-    if source.record.get("model_type") == "marian" and languages is None:
-        marian = read_marian(folder)
-        model, tokenizers = marian.model.to(device, dtype), marian.tokenizers
-        num_beams, alpha = marian.num_beams, marian.length_penalty
-    else:
-        try:
-            found = read_translator(folder, device, languages)
-        except (DataError, UsageError) as error:
-            if languages is not None:
-                raise
-            return _unsearched(source, device, dtype, error)
-        model, tokenizers = found.model.to(dtype=dtype), found.tokenizers
-        num_beams, alpha = found.num_beams, found.length_penalty
-        stops = {"stop": "full"} if found.stops_when_full else {}
-    beams = {} if num_beams is None else {"beam_size": num_beams}
-    decoding = DecodingConfig.model_validate({**beams, **stops, "alpha": alpha})
-    return OpenedModel(source.name, folder, model, tokenizers, decoding=decoding)
+    try:
+        found = read_translator(folder, device, languages)
+    except (DataError, UsageError) as error:
+        if languages is not None or source.record.get("model_type") == "marian":
+            raise
+        return _unsearched(source, device, dtype, error)
+    beams = {} if found.num_beams is None else {"beam_size": found.num_beams}
+    stops = {"stop": "full"} if found.stops_when_full else {}
+    decoding = DecodingConfig.model_validate({**beams, **stops, "alpha": found.length_penalty})
+    return OpenedModel(source.name, folder, found.model.to(dtype=dtype), found.tokenizers, decoding=decoding)
 
 
 def _unsearched(
