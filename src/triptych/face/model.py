@@ -169,6 +169,11 @@ class Model:
         return tuple(found)
 
     @property
+    def why_not_run(self) -> str:
+        """Why the model can be read and not run; "" if it runs."""
+        return self._opened.why_not_run
+
+    @property
     def changes(self) -> tuple[str, ...]:
         """What was changed, in order: `ablate(3.2)`."""
         return tuple(change.words for change in self._changes)
@@ -196,8 +201,13 @@ class Model:
     def layers(self) -> Layers:
         """All attention layers, in order; their weights are read when they are asked for."""
         source = self._attention
+        names = dict(zip(source.sites, self._places.names, strict=True))
+        lenders = {site: source.lender(site) for site in source.sites}
         return Layers(
-            [Layer(name, source, site) for name, site in zip(self._places.names, source.sites, strict=True)]
+            [
+                Layer(name, source, site, None if (lender := lenders[site]) is None else names[lender])
+                for site, name in names.items()
+            ]
         )
 
     @property

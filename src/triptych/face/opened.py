@@ -139,6 +139,9 @@ class ChangedSource(AttentionSource):
     def outline(self, site: Site) -> AttentionLayer:
         return self.read(site) if self._is_changed(site) else self._source.outline(site)
 
+    def lender(self, site: Site) -> Site | None:
+        return self._source.lender(site)
+
     def read_map(self, site: Site, side: Side, head: int) -> Link | None:
         return None if self._is_changed(site) else self._source.read_map(site, side, head)
 
