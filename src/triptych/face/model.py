@@ -51,7 +51,7 @@ from triptych.face.changes import (
 )
 from triptych.face.composition import Composition, Into, compose
 from triptych.face.cost import ModelCost, cost_of
-from triptych.face.heads import Head, Layer, Layers, Stack, table_html
+from triptych.face.heads import Head, Layer, Layers, Stack
 from triptych.face.opened import ChangedSource, Opened, Options, open_source
 from triptych.face.places import Places, stack_of
 from triptych.face.run import Run, recorded_graph
@@ -61,6 +61,7 @@ from triptych.inspection import Inspection, inspect
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.sites import AttentionSite, attention_sites
 from triptych.opening import OpenedModel, Reader
+from triptych.printable import table_html
 from triptych.progress import Progress
 from triptych.rewriting.certificate import Certificate, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint

@@ -36,7 +36,7 @@ class SortHeads(LayerRewrite):
 
     def look(self, layer: Layer) -> tuple[Tensor, ...]:
         """The size of W_OV of every head."""
-        return (layer.weights.ov.frobenius_norm(),)
+        return (layer.weights.ov.norm(),)
 
     def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
         groups = max(1, min(whole.num_key_heads, whole.num_value_heads))
