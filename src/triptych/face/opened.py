@@ -101,11 +101,18 @@ class Opened:
         )
         return OpenedModel(self.name, folder, module, tokenizers)
 
+    @property
+    def ready(self) -> OpenedModel:
+        """The model, ready to read texts."""
+        if self.model.has_tokenizer:
+            return self.model
+        raise self.model.no_tokenizer
+
     @cached_property
     def why_not_run(self) -> str:
         """Why the model cannot be run; "" if it can."""
         try:
-            assert self.model
+            assert self.ready
         except TriptychError as error:
             return str(error)
         return ""
