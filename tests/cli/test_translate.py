@@ -172,7 +172,7 @@ def test_a_folder_that_is_no_run_is_refused(triptych: Command, tmp_path: Path) -
 def test_a_closed_pipe_ends_quietly(small_run: Path, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("Heute ist Montag.\n" * 2000)
     command = (
-        f"{sys.executable} -m triptych.cli translate {small_run} {tmp_path / 'in.txt'} --beam 1 | head -n 1"
+        f"{sys.executable} -m triptych translate {small_run} {tmp_path / 'in.txt'} --beam 1 | head -n 1"
     )
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout.count("\n") == 1
@@ -234,7 +234,7 @@ def test_a_tokenizer_that_is_missing_is_not_taken_for_a_joint_one(
 
 def test_a_line_typed_is_answered_before_the_next_one_comes(small_run: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "triptych.cli", "translate", str(small_run)],
+        [sys.executable, "-m", "triptych", "translate", str(small_run)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

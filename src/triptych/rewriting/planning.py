@@ -230,11 +230,6 @@ def local_folder(checkpoint: str) -> Path:
     raise DataError(f"{path}: there is no such folder, and it is not a name on the Hub (owner/name)")
 
 
-def resize_kv_heads(there: int, num_kv_heads: int) -> str:
-    """The name of the rewrite to a number of key-value heads: merging, or repeating if there are fewer."""
-    return "repeat_kv_heads" if num_kv_heads > there else "merge_kv_heads"
-
-
 def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
     """Compute what a rewrite would do, without writing anything."""
     folder = local_folder(checkpoint)
