@@ -101,7 +101,7 @@ def called_in(name: str) -> set[str]:
 
 
 def test_every_command_has_its_verb_on_the_face_of_the_package() -> None:
-    assert VERBS.keys() | METHODS.keys() == COMMANDS.keys()
+    assert VERBS.keys() | METHODS.keys() == set(COMMANDS)
     assert {verb for verbs in VERBS.values() for verb in verbs} <= set(triptych.__all__)
 
 

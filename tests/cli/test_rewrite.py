@@ -196,13 +196,14 @@ def test_key_value_heads_are_merged(triptych: Command, tmp_path: Path) -> None:
 
 def test_more_key_value_heads_than_there_are_are_copies(triptych: Command, tmp_path: Path) -> None:
     source, out = llama(tmp_path / "source"), tmp_path / "out"
-    answer = triptych("rewrite", source, "-o", out, "--kv-heads", "4", "--rank", "8", "--no-compare")
+    copies = ("--do", "repeat_kv_heads(num_kv_heads=4)")
+    answer = triptych("rewrite", source, "-o", out, *copies, "--rank", "8", "--no-compare")
     assert answer.code == 0, answer.err
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 4
     steps = json.loads((out / "certificate.json").read_text())["layers"][0]["steps"]
     assert [step["rewrite"] for step in steps] == ["truncate", "repeat_kv_heads"]
     assert triptych("verify", out, "--against", source).code == 0
-    refused = triptych("rewrite", source, "-o", tmp_path / "other", "--kv-heads", "3", "--no-compare")
+    refused = triptych("rewrite", source, "-o", tmp_path / "other", "--do", "repeat_kv_heads(num_kv_heads=3)")
     assert refused.code == 1
     assert "num_kv_heads 3 is no multiple of 2 that divides 4 heads" in refused.err
 
@@ -222,7 +223,16 @@ def test_heads_that_do_least_are_left_out(triptych: Command, tmp_path: Path) -> 
 def test_what_heads_do_may_be_measured_on_a_text(
     triptych: Command, model: Path, text: Path, tmp_path: Path
 ) -> None:
-    answer = triptych("rewrite", model, "-o", tmp_path / "out", "--do", "prune_heads(number=2, on_text=True)", "--calibrate", text)
+    answer = triptych(
+        "rewrite",
+        model,
+        "-o",
+        tmp_path / "out",
+        "--do",
+        "prune_heads(number=2, on_text=True)",
+        "--calibrate",
+        text,
+    )
     assert answer.code == 0, answer.err
     assert certified(tmp_path / "out").recipe[0]["on_text"] is True
 
@@ -242,7 +252,14 @@ def test_a_plan_is_printed_and_nothing_written(triptych: Command, tmp_path: Path
 
 def test_a_plan_is_json_on_request(triptych: Command, tmp_path: Path) -> None:
     plan = json.loads(
-        triptych("rewrite", llama(tmp_path / "source"), "--do", "merge_kv_heads(num_kv_heads=1)", "--plan", "--json").out
+        triptych(
+            "rewrite",
+            llama(tmp_path / "source"),
+            "--do",
+            "merge_kv_heads(num_kv_heads=1)",
+            "--plan",
+            "--json",
+        ).out
     )
     assert set(plan) == {
         *(
@@ -322,9 +339,15 @@ def test_what_a_layer_refuses_is_skipped_on_request(triptych: Command, tmp_path:
         (["--budget", "0"], "truncate.budget: Input should be greater than 0"),
         (["--do", "truncate(rank=3, forms=['qk', 'vo'])"], "truncate.forms.1: Input should be 'qk' or 'ov'"),
         (["--do", "truncate(rank=3, forms=['qk', 'qk'])"], "truncate: forms is qk,qk: give qk, ov or both"),
-        (["--do", "merge_kv_heads(num_kv_heads=0)"], "num_kv_heads: Input should be greater than or equal to 1"),
+        (
+            ["--do", "merge_kv_heads(num_kv_heads=0)"],
+            "num_kv_heads: Input should be greater than or equal to 1",
+        ),
         (["--do", "prune_heads(number=0)"], "prune_heads.number: Input should be greater than or equal to 1"),
-        (["--do", "truncate(rank=3, criterion='centred')"], "truncate needs a text: give one with --calibrate"),
+        (
+            ["--do", "truncate(rank=3, criterion='centred')"],
+            "truncate needs a text: give one with --calibrate",
+        ),
         (["--rank", "3", "--calibrate", "no.txt"], "no.txt: No such file"),
         (["--rank", "3", "--calibrate", "."], "Is a directory"),
         (["--rank", "3", "--calibrate", "BINARY"], "not UTF-8"),

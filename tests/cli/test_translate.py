@@ -171,9 +171,7 @@ def test_a_folder_that_is_no_run_is_refused(triptych: Command, tmp_path: Path) -
 
 def test_a_closed_pipe_ends_quietly(small_run: Path, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("Heute ist Montag.\n" * 2000)
-    command = (
-        f"{sys.executable} -m triptych translate {small_run} {tmp_path / 'in.txt'} --beam 1 | head -n 1"
-    )
+    command = f"{sys.executable} -m triptych translate {small_run} {tmp_path / 'in.txt'} --beam 1 | head -n 1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout.count("\n") == 1
     assert result.stderr == ""

@@ -14,11 +14,11 @@ from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.layer import Site
 from triptych.checkpoints.model_map import encoder_decoder_map, model_map
+from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.tensor_maps import Shape
 from triptych.errors import DataError, UsageError
 from triptych.models.encoder_decoder import EncoderDecoder
 from triptych.models.language_model import LanguageModel
-from triptych.storage.hub import download_checkpoint, is_hub_id
 from triptych.storage.tensors import Tensors
 
 
@@ -43,30 +43,28 @@ class LoadedModel:
 
 
 def load_language_model(
-    path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    path: Source | Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> LoadedModel:
     """The model of a checkpoint, computing what `transformers` computes of it.
 
     Weights are mapped from safetensors files, not copied, where dtype and layout allow: the files must stay
     as they are while the model is in use.
     """
-    name = str(path)
-    checkpoint, path = _opened(path, dtype)
+    checkpoint, folder = _opened(path, dtype)
     model = read_model(checkpoint, dtype).to(device)
-    folder = path if path.is_dir() else path.parent
-    return LoadedModel(model, name, checkpoint.family.name, checkpoint.settings.record, folder)
+    return LoadedModel(model, checkpoint.name, checkpoint.family.name, checkpoint.settings.record, folder)
 
 
-def _opened(path: Path | str, dtype: torch.dtype | None) -> tuple[Checkpoint, Path]:
+def _opened(path: Source | Path | str, dtype: torch.dtype | None) -> tuple[Checkpoint, Path]:
     """A checkpoint whose tensors are mapped, and where its files lie."""
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {dtype} cannot be run in: give float32, bfloat16 or float16")
-    name, on_hub = str(path), not Path(path).exists() and is_hub_id(str(path))
-    path = download_checkpoint(name) if on_hub else Path(path)
-    checkpoint = open_checkpoint(path, mapped=True)
+    source = find_source(path)
+    folder = source.settings_folder  # what is on the Hub is fetched whole: all of it is read
+    checkpoint = open_checkpoint(source, mapped=True)
     if not isinstance(checkpoint, Checkpoint):
-        raise UsageError(f"{name} is a run of triptych, and no checkpoint of another library")
-    return checkpoint, path
+        raise UsageError(f"{source.name} is a run of triptych, and no checkpoint of another library")
+    return checkpoint, folder
 
 
 def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LanguageModel:
@@ -85,7 +83,7 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Lang
 
 
 def load_encoder_decoder(
-    path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    path: Source | Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> EncoderDecoder:
     """The encoder and the decoder of a checkpoint, computing what `transformers` computes of them.
 

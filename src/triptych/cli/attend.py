@@ -1,10 +1,12 @@
 """`triptych attend`."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+from triptych.attending import Attention
 from triptych.attending.looks import strongest_looks, written_tokens
 from triptych.attending.over import OverText
 from triptych.attending.over_page import head_notes, notes_origin
@@ -32,6 +34,9 @@ from triptych.files import write_bytes, write_text
 from triptych.reports import is_page, render_table
 from triptych.text import read_lines
 
+# Rows of the table of `--steps` in the terminal.
+_MOST_KEYS = 40
+
 
 def attend(
     model: str,
@@ -45,6 +50,7 @@ def attend(
     heads: str | None = None,
     top: int | None = None,
     writes: int | None = None,
+    steps: str | None = None,
     over: Path | None = None,
     documents: Documents = "file",
     measured: Annotated[
@@ -56,7 +62,7 @@ def attend(
     svg: Path | None = None,
     png: Path | None = None,
     force: bool = False,
-    opening: Annotated[Options, "Model", load, "device dtype languages"],
+    opening: Annotated[Options, "Model", load, "device dtype languages offline"],
     without: str | None = None,
     as_json: bool = False,
 ) -> None:
@@ -74,6 +80,7 @@ def attend(
         heads: Heads: 0,3 or 0-5. Default: all.
         top: Keep the K largest weights of each token, and the sum of the others.
         writes: Show what each head writes for each token (W_OV): the K nearest tokens of the output table.
+        steps: The computation of one row step by step, as HEAD:TOKEN: 3.2:5, cross.3.2:5.
 
     Files:
         npz: Write NumPy arrays to this file.
@@ -110,6 +117,14 @@ def attend(
     )
     wanted = [Output(path, own) for path, own in zip(outputs, is_own, strict=True)]
     require_free(wanted, [path for path in read if path.exists()], force=force)
+    if steps is not None:
+        excluded = corpus, *kind, layers, heads, top, writes, file, npz, csv, svg, png
+        if any(other is not None for other in excluded):
+            raise UsageError("--steps shows a row of one head: it goes with a text, --html and --json alone")
+        opened = open_model(model, without, opening)
+        (attended,) = opened.attend(_texts(text, file), None if target is None else [target], **reading)
+        _show_steps(attended, steps, html, as_json=as_json)
+        return
     if corpus is not None and is_of_heads:
         others = target, *reading.values(), kind, layers, heads, top, writes, npz, svg, png
         if any(others):
@@ -129,6 +144,28 @@ def attend(
     with progress_bar("{task.description}", "writing", of_bytes=False) as tell:
         _write(saved, outputs, behaviour, tell)
     _print(saved, [path for path in outputs if path is not None], as_json=as_json)
+
+
+def _show_steps(attended: Attention, wanted: str, html: Path | None, *, as_json: bool) -> None:
+    """Print one row of a head step by step, or write its page."""
+    place, _, query = wanted.rpartition(":")
+    layer, _, head = place.rpartition(".")
+    if not layer or not head.isdigit() or not query.removeprefix("-").isdigit():
+        raise UsageError(f'--steps {wanted}: write a head and the number of a token, as in "3.2:5"')
+    found = attended.steps(layer, int(head), query=int(query))
+    if html is not None:
+        found.page(html)
+    if as_json:
+        write_output(json.dumps(found.record(), ensure_ascii=False, allow_nan=False) + "\n")
+        return
+    console = Terminal(soft_wrap=True)
+    if html is not None:
+        console.print(f"written: {html}")
+        return
+    for table in found.tables(_MOST_KEYS):
+        console.print(table.title)
+        console.print(render_table(table))
+        console.print(table.caption)
 
 
 def _texts(text: str | None, file: Path | None) -> list[str]:

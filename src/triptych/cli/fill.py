@@ -14,7 +14,7 @@ def fill(
     text: str,
     *,
     filling: Annotated[Options, "Filling", Model.fill, "count max_tokens"],
-    opening: Annotated[Options, "Model", load, "device dtype"],
+    opening: Annotated[Options, "Model", load, "device dtype offline"],
     without: str | None = None,
     as_json: bool = False,
 ) -> None:

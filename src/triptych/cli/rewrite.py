@@ -45,7 +45,7 @@ def rewrite(
     list: bool = False,
     plan: bool = False,
     rewriting: Annotated[Options, "Options", Model.rewrite, "calibration text compare skip_refused"],
-    opening: Annotated[Options, "Options", load, "family"],
+    opening: Annotated[Options, "Options", load, "family offline"],
     as_json: bool = False,
 ) -> None:
     """Rewrite the attention of a checkpoint, with a certificate.
@@ -118,11 +118,12 @@ def rewrite(
 
 
 def _steps(exact: bool, do: Sequence[str], cut: dict[str, Any], rewriting: Options) -> Sequence[Rewrite]:
-    """What is named with --do, in that order, then the truncation; --exact sorts all into the right order."""
+    """What is named with --do, in that order, and the truncation; --exact sorts all into the right order."""
     steps = [*map(read_rewrite, do)]
     if cut:
         criterion = "free" if rewriting["calibration"] is None else "centred"
-        steps.append(read_rewrite({"rewrite": "truncate", "criterion": criterion, **cut}))
+        own = read_rewrite({"rewrite": "truncate", "criterion": criterion, **cut})
+        steps.insert(sum(step.place <= own.place for step in steps), own)
     if not exact:
         return steps
     names = [step.name for step in EXACT]

@@ -17,6 +17,7 @@ from triptych.attending.over import OverText, read_texts
 from triptych.attention import ACTIVATIONS, Activation
 from triptych.checkpoints.family import Family, read_family
 from triptych.checkpoints.layer import AttentionSource
+from triptych.checkpoints.source import find_source
 from triptych.checkpoints.translators import Languages
 from triptych.converting.checks import Quantization
 from triptych.converting.conversion import Conversion, TargetFormat, convert
@@ -51,7 +52,7 @@ from triptych.face.changes import (
 from triptych.face.composition import Composition, Into, compose
 from triptych.face.cost import ModelCost, cost_of
 from triptych.face.heads import Head, Layer, Layers, Stack, table_html
-from triptych.face.opened import ChangedSource, Opened, Options, open_anything
+from triptych.face.opened import ChangedSource, Opened, Options, open_source
 from triptych.face.places import Places, stack_of
 from triptych.face.run import Run, recorded_graph
 from triptych.face.saving import save_changed, save_unchanged
@@ -83,6 +84,7 @@ def load(
     languages: tuple[str, str] | None = None,
     engine: EngineName = "triptych",
     precision: Precision = "fp32",
+    offline: bool = False,
     family: Family | str | Path | None = None,
 ) -> "Model":
     """Open a model: `load("gpt2")[3, 2].W_Q`, `load("runs/demo").translate("Guten Tag.")`.
@@ -104,6 +106,8 @@ def load(
             needs the extra of that name).
         precision: type of the maps when text is translated or generated: fp32, or bf16 and int8 (CPU only),
             which are faster and change some texts.
+        offline: take what is on the Hub from its cache on this machine, and wait for no connection;
+            HF_HUB_OFFLINE=1 asks for it too.
         family: a family file that describes the checkpoint, where its configuration does not say enough.
 
     Raises:
@@ -123,7 +127,7 @@ def load(
         precision,
         read_family(Path(family)) if isinstance(family, str | Path) else family,
     )
-    return Model(open_anything(source, options))
+    return Model(open_source(source, options, offline=offline))
 
 
 @final
@@ -179,8 +183,8 @@ class Model:
         """What is claimed of a rewritten model; None for others."""
         if self._opened.module is not None or self._changes:
             return None
-        path = Path(self._opened.place) / CERTIFICATE
-        return read_certificate(path) if path.is_file() else None
+        path = self._opened.files.file(CERTIFICATE)
+        return None if path is None else read_certificate(path)
 
     # Reading.
 
@@ -189,10 +193,7 @@ class Model:
         """All attention layers, in order; their weights are read when they are asked for."""
         source = self._attention
         return Layers(
-            [
-                Layer(name, self.name, site.kind, partial(source.read, site))
-                for name, site in zip(self._places.names, source.sites, strict=True)
-            ]
+            [Layer(name, source, site) for name, site in zip(self._places.names, source.sites, strict=True)]
         )
 
     @property
@@ -885,7 +886,6 @@ class Model:
         temporary = Path(mkdtemp(prefix="triptych-")) if out is None else None
         name = str(out) if temporary is None else f"{self.name}, rewritten"
         target = Path(name) if temporary is None else temporary / "rewritten"
-        opened = Opened(name, target, self._opened.options, temporary=temporary)
         rewrite_checkpoint(
             str(self._files()),
             target,
@@ -895,7 +895,7 @@ class Model:
             compare=compare,
             progress=progress,
         )
-        return Model(opened)
+        return Model(Opened(name, find_source(target), self._opened.options, temporary=temporary))
 
     # Keeping.
 
@@ -1049,9 +1049,7 @@ class Model:
             raise UsageError(
                 f"{self.name} was changed ({', '.join(self.changes)}): save it, and rewrite what was saved"
             )
-        if self._opened.module is not None:
-            raise UsageError(f"{self.name} has no files: save it, and rewrite what was saved")
-        return self._opened.place
+        return self._opened.files.path
 
     def __repr__(self) -> str:
         source = self._opened.attention
@@ -1072,9 +1070,9 @@ class Model:
                 name = stack if len(self._places.stacks) > 1 else ""
                 parts.append(f"{name} {len(layers)} layers × {layers[0].num_heads} heads".strip())
         first = self.layers[0]
-        dtype = str(next(first.weights.tensors()).dtype).removeprefix("torch.")
+        dtype = str(next(first.outline.tensors()).dtype).removeprefix("torch.")
         kind = "" if len(stacks) > 1 else f" {next(iter(stacks))}"
-        d_k = first.weights.multiplied("q").d_out
+        d_k = first.outline.multiplied("q").d_out
         millions = self.num_parameters / 1e6
         size = f"{millions:,.1f} M" if millions >= 0.1 else f"{self.num_parameters:,}"
         return (
@@ -1083,7 +1081,7 @@ class Model:
         )
 
     def _repr_html_(self) -> str:
-        rows = [("model", self._summary(self._opened.attention)), ("found at", str(self._opened.place))]
+        rows = [("model", self._summary(self._opened.attention)), ("found at", self._opened.where)]
         rows += [("changed", ", ".join(self.changes))] if self._changes else []
         return table_html(self.name, rows)
 

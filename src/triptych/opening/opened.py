@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from triptych.algebra.forms import are_finite
 from triptych.checkpoints import read_marian
 from triptych.checkpoints.models import load_encoder_decoder, load_language_model
+from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages, read_translator
 from triptych.decoding import Precision, SearchOptions, Stop, TextGenerator, Translator
 from triptych.decoding.text_generator import check_vocabulary
@@ -21,10 +22,8 @@ from triptych.files import write_text
 from triptych.models import EncoderDecoder, LanguageModel, write_model
 from triptych.models.device import find_device
 from triptych.models.storage import read_own_model
-from triptych.opening.source import Source, find_source
 from triptych.runs.folder import DECODING, RECIPE, check_tokenizers
 from triptych.runs.language import TOKENIZER
-from triptych.storage.tensors import open_tensors
 from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited, shown
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
 from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
@@ -191,7 +190,7 @@ def open_model(
     languages: Languages | None = None,
 ) -> OpenedModel:
     """The model of a run, of a converted one, of a checkpoint of another library, or of the Hub."""
-    found = source if isinstance(source, Source) else find_source(source)
+    found = find_source(source)
     opened = _opened(found, find_device(device), dtype, languages)
     _require_finite(found, opened.model)
     return opened
@@ -210,7 +209,7 @@ def _opened(
         return _others_translator(found, where, dtype, languages)
     if languages is not None:
         raise UsageError(f"{found.name} does not translate: leave out --languages")
-    loaded = load_language_model(found.path, where, dtype)
+    loaded = load_language_model(found, where, dtype)
     tokenizer = load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
     return OpenedModel(
         found.name,
@@ -226,7 +225,7 @@ def _require_finite(source: Source, model: LanguageModel | EncoderDecoder) -> No
     broken = next((name for name, part in model.named_parameters() if not are_finite(part)), None)
     if broken is None:
         return
-    tensors = open_tensors(source.path, mapped=True)
+    tensors = source.tensors(mapped=True)
     for name, info in tensors.infos.items():
         if info.dtype.is_floating_point and not are_finite(tensor := tensors.read(name)):
             count = int((~tensor.isfinite()).sum())
@@ -332,9 +331,10 @@ def _unsearched(
     start_id = source.record.get("decoder_start_token_id")
     if not isinstance(start_id, int):
         raise why
-    model = load_encoder_decoder(source.folder, device, dtype)
-    tokenizer = load_tokenizer(source.folder, vocab_size=model.src_vocab_size)
-    return OpenedModel(source.name, source.folder, model, tokenizer, start_id=start_id, unsearched=why)
+    model = load_encoder_decoder(source, device, dtype)
+    folder = source.settings_folder
+    tokenizer = load_tokenizer(folder, vocab_size=model.src_vocab_size)
+    return OpenedModel(source.name, folder, model, tokenizer, start_id=start_id, unsearched=why)
 
 
 def _read_decoding(path: Path) -> DecodingConfig:

@@ -16,7 +16,7 @@ from torch import Tensor
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import Family
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site, SourceVisitor
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel
 from triptych.errors import DataError
 from triptych.files import file_hash, write_bytes, write_folder
@@ -79,7 +79,10 @@ def rewrite_checkpoint(
     source = open_checkpoint(folder, family)
     prepared = prepare(source, folder, recipe)
     request = _Request(checkpoint, folder, target, recipe, text, compare, progress or _tell_nobody)
-    return source.accept(_RewritingOf(prepared, request)).write()
+    if isinstance(source, OwnModel):
+        return _RunRewriting(source, prepared, request).write()
+    assert isinstance(source, Checkpoint)
+    return _FolderRewriting(source, prepared, request).write()
 
 
 @final
@@ -363,19 +366,6 @@ class _FolderRewriting(_Rewriting):
                     self.checkpoint.read(site), written.read(sites[site.module]), bounded=done.bounded
                 )
             self.layers[site.name] = LayerRecord(module=site.module, steps=done.records, measured=measured)
-
-
-@final
-@dataclass(frozen=True)
-class _RewritingOf(SourceVisitor[_Rewriting]):
-    prepared: Prepared
-    request: _Request
-
-    def visit_checkpoint(self, source: Checkpoint) -> _Rewriting:
-        return _FolderRewriting(source, self.prepared, self.request)
-
-    def visit_own(self, source: OwnModel) -> _Rewriting:
-        return _RunRewriting(source, self.prepared, self.request)
 
 
 def _owners(source: Checkpoint) -> dict[str, Site]:

@@ -5,11 +5,12 @@ from pathlib import Path
 import torch
 
 from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.checkpoints.source import Source, find_source
 from triptych.errors import DataError, UsageError
 from triptych.extras import is_installed
 from triptych.models import LanguageModel
 from triptych.models.storage import read_own_model
-from triptych.opening import Source, find_source, open_model
+from triptych.opening import open_model
 from triptych.rewriting.own_models import OwnRunnable
 from triptych.rewriting.running import RunnableModel
 from triptych.rewriting.transformers_models import TransformersModel
@@ -63,7 +64,7 @@ def _own(source: Source) -> OwnRunnable:
 
 def _longest_text(source: Source) -> int:
     """Tokens of a text that a model of one stack is made for."""
-    checkpoint = open_checkpoint(source.path, mapped=True)
+    checkpoint = open_checkpoint(source, mapped=True)
     return checkpoint.longest_text(checkpoint.sites[0])
 
 

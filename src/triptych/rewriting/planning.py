@@ -15,8 +15,9 @@ from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.checkpoints.source import find_source
 from triptych.checkpoints.writing import WrittenLayer
-from triptych.errors import DataError, UsageError
+from triptych.errors import UsageError
 from triptych.rewriting.calibration import gather_moments
 from triptych.rewriting.certificate import (
     Cost,
@@ -30,7 +31,6 @@ from triptych.rewriting.layers import RewrittenLayer, rewrite_layer, rewritten_p
 from triptych.rewriting.other_norms import OtherNorms
 from triptych.rewriting.parts import shape_of
 from triptych.rewriting.recipe import RewriteRecipe, require_calibration
-from triptych.storage.hub import download_checkpoint, is_hub_id
 
 
 @final
@@ -219,15 +219,11 @@ def total_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def local_folder(checkpoint: str) -> Path:
-    """The folder of a checkpoint; one of the Hub (`owner/name`, `gpt2`) is fetched into its cache first."""
-    path = Path(checkpoint)
-    if path.is_dir():
-        return path
+    """The folder of a checkpoint; one of the Hub is fetched into its cache first."""
+    path = find_source(checkpoint).path
     if path.is_file():
         raise UsageError(f"{path} is one file of a checkpoint: give its folder")
-    if is_hub_id(checkpoint):
-        return download_checkpoint(checkpoint)
-    raise DataError(f"{path}: there is no such folder, and it is not a name on the Hub (owner/name)")
+    return path
 
 
 def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
