@@ -11,7 +11,7 @@ from triptych.attending.looks import strongest_looks, written_tokens
 from triptych.attending.over import OverText
 from triptych.attending.over_page import head_notes, notes_origin
 from triptych.attending.page import AttentionPage, ViewedKind, join_pages
-from triptych.attending.picture import head_png, head_svg, is_picture
+from triptych.attending.picture import head_svg, is_picture
 from triptych.attending.saving import (
     Saved,
     is_attention_csv,
@@ -30,7 +30,7 @@ from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, progress_bar, read_text, write_output
 from triptych.errors import UsageError
 from triptych.face import Model, load
-from triptych.files import write_bytes, write_text
+from triptych.files import write_text
 from triptych.reports import is_page, render_table
 from triptych.text import read_lines
 
@@ -60,7 +60,6 @@ def attend(
     csv: Path | None = None,
     html: Path | None = None,
     svg: Path | None = None,
-    png: Path | None = None,
     force: bool = False,
     opening: Annotated[Options, "Model", load, "device dtype languages offline"],
     without: str | None = None,
@@ -87,7 +86,6 @@ def attend(
         csv: Write a row for every weight above 0 to this file.
         html: Write a page with every chosen head, which works offline.
         svg: Draw one head, chosen with --kind, --layers and --heads, to this file.
-        png: Draw one head as PNG to this file.
         force: Replace existing files, even if triptych did not write them.
 
     Over a text:
@@ -105,7 +103,7 @@ def attend(
         triptych attend runs/mine --over test.de --worth mean
     """
     corpus = over_text(over, documents, measured)
-    outputs = npz, csv, html, svg, png
+    outputs = npz, csv, html, svg
     is_of_heads = corpus is not None and text is None and file is None
     read = [Path(model), *([] if file is None else [file]), *([] if corpus is None else corpus.read())]
     is_own = (
@@ -118,7 +116,7 @@ def attend(
     wanted = [Output(path, own) for path, own in zip(outputs, is_own, strict=True)]
     require_free(wanted, [path for path in read if path.exists()], force=force)
     if steps is not None:
-        excluded = corpus, *kind, layers, heads, top, writes, file, npz, csv, svg, png
+        excluded = corpus, *kind, layers, heads, top, writes, file, npz, csv, svg
         if any(other is not None for other in excluded):
             raise UsageError("--steps shows a row of one head: it goes with a text, --html and --json alone")
         opened = open_model(model, without, opening)
@@ -126,7 +124,7 @@ def attend(
         _show_steps(attended, steps, html, as_json=as_json)
         return
     if corpus is not None and is_of_heads:
-        others = target, *reading.values(), kind, layers, heads, top, writes, npz, svg, png
+        others = target, *reading.values(), kind, layers, heads, top, writes, npz, svg
         if any(others):
             raise UsageError("--over without a text goes with no options of one but --csv, --html and --json")
         show_over(corpus.measure(open_model(model, without, opening)), csv, html, as_json=as_json)
@@ -179,8 +177,8 @@ def _write(
     saved: Sequence[Saved], outputs: Sequence[Path | None], behaviour: OverText | None, tell: Told
 ) -> None:
     """Write the files that are wanted; the page says of heads what they do, where that was measured."""
-    npz, csv, html, svg, png = outputs
-    picture = None if svg is None and png is None else _one_head(saved)
+    npz, csv, html, svg = outputs
+    picture = None if svg is None else _one_head(saved)
     if npz is not None:
         write_npz(saved, npz)
     if csv is not None:
@@ -189,8 +187,6 @@ def _write(
         write_attention_page(_page(saved, behaviour, tell), html, tell)
     if svg is not None and picture is not None:
         write_text(svg, head_svg(*picture))
-    if png is not None and picture is not None:
-        write_bytes(png, head_png(*picture))
 
 
 def _page(saved: Sequence[Saved], behaviour: OverText | None, tell: Told) -> AttentionPage:

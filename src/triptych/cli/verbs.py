@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from inspect import Parameter as Given
 from inspect import Signature
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from triptych.cli.signatures import REQUIRED, Parameter, Written, is_list, read_function
+from triptych.user_code import use_code
 
 # Options that are not spelled as their parameters are.
 _SPELLED = {
@@ -28,6 +30,7 @@ _SPELLED = {
 }
 # What every command that has one of these says of it, unless its own docstring does.
 _ABOUT = {
+    "code": "Python file with the attention class that the run or recipe names. It is executed.",
     "as_json": "Print the result as JSON.",
     "force": "Replace existing files, even if triptych did not write them.",
     "model": "A run folder, a folder or file in Hugging Face's format, or a name on the Hub.",
@@ -65,10 +68,12 @@ def add_verb(app: typer.Typer, name: str) -> None:
     """Give a command to an application; its module is imported when it runs."""
     verb = read_verb(name)
     examples = "".join(f"  {line}\n" for line in verb.examples)
-    own = (*verb.parameters, Parameter("verbose", bool, False))
+    own = (*verb.parameters, Parameter("code", list[Path], ()), Parameter("verbose", bool, False))
 
     def called(**given: Any) -> None:
         del given["verbose"]  # looked at when an error is printed
+        for path in given.pop("code") or ():
+            use_code(path)
         import_module(f"triptych.cli.{name}").__dict__[name](**_grouped(verb, given))
 
     called.__signature__ = Signature([_parameter(one) for one in own])  # type: ignore[attr-defined]
