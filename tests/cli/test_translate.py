@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from command import Command
+from command import MISSING, Command
 from triptych import load
 
 SENTENCES = ["Das Buch kostet drei Euro.", "", "Es ist halb vier.", "Heute ist Montag.", "Vier."]
@@ -156,7 +156,7 @@ def test_a_missing_run_or_file_is_a_usage_error(triptych: Command, small_run: Pa
     no_run = triptych("translate", tmp_path / "nowhere", stdin=b"Vier.\n")
     assert (no_run.code, no_run.err) == (
         2,
-        f"triptych: the run folder {tmp_path / 'nowhere'} does not exist\n",
+        f"triptych: {tmp_path / 'nowhere'}: {MISSING}\n",
     )
     no_file = triptych("translate", small_run, tmp_path / "nothing.txt")
     assert no_file.code == 2

@@ -111,7 +111,6 @@ def attend(
         is_over_csv if is_of_heads else is_attention_csv,
         is_page,
         is_picture,
-        is_picture,
     )
     wanted = [Output(path, own) for path, own in zip(outputs, is_own, strict=True)]
     require_free(wanted, [path for path in read if path.exists()], force=force)

@@ -115,8 +115,7 @@ def load(
             must be the file that the run was trained with. Nothing that lies in a run is ever executed.
 
     Raises:
-        DataError: nothing of that name.
-        UsageError: something that is no model.
+        UsageError: nothing of that name, or something that is no model.
     """
     if code is not None:
         use_code(code)
