@@ -36,7 +36,6 @@ class OpenedModel:
         name: the path or the name on the Hub that was given.
         folder: where its files lie.
         model: in evaluation mode.
-        tokenizer: of what the model reads and predicts; of an encoder-decoder the target's.
         recipe: of a run that translates; None for others.
         end_ids: tokens that end a text, as the checkpoint's configuration has them.
         start_id: the token that an encoder-decoder's decoder reads first.
@@ -48,7 +47,7 @@ class OpenedModel:
         name: str,
         folder: Path,
         model: LanguageModel | EncoderDecoder,
-        tokenizers: Tokenizer | TokenizerPair,
+        tokenizers: Tokenizer | TokenizerPair | None,
         *,
         recipe: Recipe | None = None,
         decoding: DecodingConfig | None = None,
@@ -59,12 +58,21 @@ class OpenedModel:
         self.name, self.folder, self.model, self._tokenizers = name, folder, model, tokenizers
         self.unsearched = unsearched
         self.recipe, self._decoding, self.end_ids = recipe, decoding, end_ids
-        if isinstance(tokenizers, TokenizerPair):
-            self.tokenizer: Tokenizer = tokenizers.target
-            start_id = tokenizers.target.rules.start[0] if start_id is None else start_id
-        else:
-            self.tokenizer = tokenizers
+        if isinstance(tokenizers, TokenizerPair) and start_id is None:
+            start_id = tokenizers.target.rules.start[0]
         self.start_id = start_id
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model can read a text, and not only token ids."""
+        return self._tokenizers is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of what the model reads and predicts; of an encoder-decoder the target's."""
+        if self._tokenizers is None:
+            raise DataError(f"a text cannot be read: the folder of {self.name} has no {TOKENIZER}")
+        return self._tokenizers.target if isinstance(self._tokenizers, TokenizerPair) else self._tokenizers
 
     @property
     def translates(self) -> bool:
@@ -288,8 +296,11 @@ def _own_translator(source: Source) -> OpenedModel:
 
 
 def _own_language_model(source: Source) -> OpenedModel:
-    model, tokenizer = read_own_model(source.folder), read_tokenizer(source.folder / TOKENIZER)
+    model = read_own_model(source.folder)
     assert isinstance(model, LanguageModel), "its configuration says so"
+    if not (source.folder / TOKENIZER).exists():
+        return OpenedModel(source.name, source.folder, model, None)
+    tokenizer = read_tokenizer(source.folder / TOKENIZER)
     if tokenizer.vocab_size != model.vocab_size:
         raise DataError(
             f"{source.folder}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model "
