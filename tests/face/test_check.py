@@ -1,6 +1,7 @@
 """`model.check()`: the numbers of `transformers`, or how far from them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from checkpoints.test_families import made
 from small_checkpoints import gpt2_that_runs
 from triptych import UsageError, load
-from triptych.models import LanguageModel
+from triptych.opening import OpenedModel, open_model
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -50,12 +51,14 @@ def test_trained_models_agree_on_a_text(name: str, text: str, target: str | None
 def test_a_wrong_number_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(gpt2_that_runs(tmp_path / "gpt2"))
     assert model.check().logits < 1e-4
-    forward = LanguageModel.hidden
 
-    def shifted(self: LanguageModel, ids: torch.Tensor, **options: object) -> torch.Tensor:
-        return forward(self, ids, **options) + 0.01  # type: ignore[arg-type]
+    def shifted(*arguments: Any) -> OpenedModel:
+        opened = open_model(*arguments)
+        with torch.no_grad():
+            next(opened.model.parameters()).add_(torch.randn(32) / 100)
+        return opened
 
-    monkeypatch.setattr(LanguageModel, "hidden", shifted)
+    monkeypatch.setattr("triptych.face.checking.open_model", shifted)
     assert model.check().logits > 1e-3
     with pytest.raises(UsageError, match=r"was changed \(ablate\(1.1\)\): save it"):
         model.ablate("1.1").check()

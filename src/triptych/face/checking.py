@@ -79,7 +79,7 @@ def check_against_transformers(source: Source, text: str | None, target: str | N
     require_extra("run", "transformers", what="check")
     ours = Reader(open_model(source, "cpu", torch.float32))
     theirs = TransformersModel(source.folder)
-    windows, same = list(theirs.random_windows(_SEED)), None
+    windows, same = list(ours.random_windows(_SEED)), None
     if text is not None:
         windows, same = _windows_of(ours, theirs, text, target)
     logits = largest = 0.0
