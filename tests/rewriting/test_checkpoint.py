@@ -777,3 +777,53 @@ def test_a_certificate_that_leads_out_of_its_folder_or_to_other_probes_is_notice
     (copy / CERTIFICATE).write_bytes(easier.as_json())
     with pytest.raises(DataError, match="layers are tried on"):
         verify(copy)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "number"),
+    [
+        ("transformer.h.1.ln_1.weight", torch.nan),
+        ("transformer.h.1.ln_2.weight", torch.inf),
+        ("transformer.h.0.mlp.c_fc.weight", torch.nan),
+        ("transformer.h.0.attn.c_attn.weight", -torch.inf),
+        ("transformer.h.0.attn.c_proj.bias", torch.nan),
+    ],
+)
+@pytest.mark.parametrize("step", ["--exact", "truncate"])
+def test_a_tensor_that_is_not_finite_is_named_and_nothing_is_written(
+    tensor: str, number: float, step: str, tmp_path: Path
+) -> None:
+    source = small_gpt2(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors[tensor].view(-1)[3] = number
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    done = EXACT_RECIPE if step == "--exact" else recipe(Truncate(rank=2))
+    with pytest.raises(DataError, match=rf"tensor {tensor} has 1 .*not finite"):
+        rewrite_checkpoint(str(source), tmp_path / "out", done)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_maps_of_eight_bits_are_left_as_they_are_with_a_reason(tmp_path: Path) -> None:
+    source = small_llama(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        scale = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors[name.replace("weight", "weight_scale_inv")] = scale.view(1, 1)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RewriteRefusedError, match="is stored as 8-bit numbers with scales"):
+        rewrite_checkpoint(str(source), tmp_path / "out", recipe(Truncate(rank=2)))
+    certificate = rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE)
+    assert all("8-bit" in step.refused for layer in certificate.layers for step in layer.steps)
+    assert all(claim.held is not False for claim in verify(tmp_path / "out", source))
+
+
+def test_a_folder_that_is_no_rewrite_is_not_verified(tmp_path: Path) -> None:
+    source = small_gpt2(tmp_path / "source")
+    with pytest.raises(UsageError, match="it is no rewritten checkpoint"):
+        verify(source)
+    with pytest.raises(UsageError, match="is no certificate"):
+        verify(source / "config.json")

@@ -5,7 +5,14 @@ texts into token ids, runs the model, and records what its layers were given (`R
 rewrites that look at a text, and the activations of `Model.run` all read that one record.
 """
 
-from triptych.opening.opened import OpenedModel, open_language_model, open_model, open_translator
+from triptych.opening.opened import (
+    NotFiniteError,
+    OpenedModel,
+    open_language_model,
+    open_model,
+    open_translator,
+    require_finite_tensors,
+)
 from triptych.opening.reader import (
     AttentionKind,
     LayerCall,
@@ -20,6 +27,7 @@ from triptych.opening.source import Source, find_source, is_on_hub
 __all__ = [
     "AttentionKind",
     "LayerCall",
+    "NotFiniteError",
     "OpenedModel",
     "Reader",
     "Recording",
@@ -31,5 +39,6 @@ __all__ = [
     "open_model",
     "open_translator",
     "record_calls",
+    "require_finite_tensors",
     "require_text",
 ]

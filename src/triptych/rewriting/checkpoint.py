@@ -54,6 +54,7 @@ from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import coarsest_changed
 from triptych.rewriting.running import RunnableModel, Window, read_whole_text
 from triptych.storage.copying import CERTIFICATE, CONFIG, FolderCopy, require_own, require_place
+from triptych.storage.quantised import dequantised
 from triptych.storage.settings import Settings
 from triptych.storage.shards import tensor_hash
 from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors
@@ -340,12 +341,9 @@ class _FolderRewriting(_Rewriting):
         give_back_memory()
 
     def _reopened(self, written: Path) -> Checkpoint:
-        return Checkpoint(
-            str(written),
-            self.checkpoint.family,
-            Settings(read_json(written / CONFIG), CONFIG),
-            open_tensors(written),
-        )
+        settings = Settings(read_json(written / CONFIG), CONFIG)
+        tensors = dequantised(open_tensors(written), settings)
+        return Checkpoint(str(written), self.checkpoint.family, settings, tensors)
 
     def _measure(self, folder: Path) -> None:
         if self._ready:

@@ -23,7 +23,6 @@ from triptych.algebra.rewrites import (
     RewriteRecord,
     RewriteRefusedError,
 )
-from triptych.algebra.rewrites.legality import require_finite
 from triptych.algebra.slices import groups_of, heads_of, separable
 from triptych.algebra.weights import SIDES, AttentionWeights, Side
 from triptych.checkpoints.layer import AttentionLayer
@@ -107,10 +106,6 @@ def rewritten_parts(
 
 def _steps_of(read: AttentionLayer, steps: Sequence[Rewrite]) -> list[tuple[int, LayerRewrite]]:
     """The rewrites that apply to a layer, with their numbers."""
-    try:
-        require_finite("rewrite", read.weights)
-    except RewriteRefusedError as refused:
-        raise refused.at(read.site.name) from None
     return [
         (number, step)
         for number, step in enumerate(steps)

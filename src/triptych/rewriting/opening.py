@@ -9,7 +9,7 @@ from triptych.errors import DataError, UsageError
 from triptych.extras import is_installed
 from triptych.models import LanguageModel
 from triptych.models.storage import read_own_model
-from triptych.opening import Source, find_source, open_model
+from triptych.opening import NotFiniteError, Source, find_source, open_model
 from triptych.rewriting.own_models import OwnRunnable
 from triptych.rewriting.running import RunnableModel
 from triptych.rewriting.transformers_models import TransformersModel
@@ -25,6 +25,8 @@ def open_runnable(path: Path) -> RunnableModel:
         return _own(source)
     try:
         return _own(source)
+    except NotFiniteError:
+        raise
     except (DataError, UsageError) as error:
         if not is_installed("transformers"):
             raise UsageError(f"{error}; {_NO_TRANSFORMERS}") from None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from triptych.algebra.cost import writing_cost
+from triptych.algebra.forms import are_finite
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites import Layer, LayerRewrite, Rewrite, RewriteRefusedError, Truncate
 from triptych.algebra.weights import AttentionWeights
@@ -31,6 +32,7 @@ from triptych.rewriting.other_norms import OtherNorms
 from triptych.rewriting.parts import shape_of
 from triptych.rewriting.recipe import RewriteRecipe, require_calibration
 from triptych.storage.hub import download_checkpoint, is_hub_id
+from triptych.storage.untrusted import shown
 
 
 @final
@@ -54,6 +56,7 @@ class Prepared:
         self, source: AttentionSource, read: AttentionLayer, upto: int | None = None
     ) -> RewrittenLayer:
         """Apply all steps, or the first `upto`, to a layer."""
+        _require_finite(source, read)
         return rewrite_layer(
             read,
             self.steps[:upto],
@@ -65,6 +68,7 @@ class Prepared:
 
     def parts(self, source: AttentionSource, read: AttentionLayer, upto: int) -> Iterator[Layer]:
         """Yield a layer after the first steps in float64; a large one a few groups of heads at a time."""
+        _require_finite(source, read)
         return rewritten_parts(
             read,
             self.steps[:upto],
@@ -73,6 +77,21 @@ class Prepared:
             moments=self.moments.get(read.site.name),
             others=self.norms.others(read.site),
         )
+
+
+def _require_finite(source: AttentionSource, read: AttentionLayer) -> None:
+    """Refuse a layer whose maps, or the norms before it, hold NaN or infinity, naming the tensor."""
+    norms = [norm for norm in (read.inputs.x, read.inputs.memory) if norm is not None]
+    of_norms = [part for norm in norms for part in (norm.weight, norm.bias) if part is not None]
+    learned = read.weights.semantics.learned().values()
+    if all(map(are_finite, (*read.weights.tensors(), *learned, *of_norms))):
+        return
+    for name, count in source.broken(read).items():
+        raise DataError(
+            f"{source.name}: tensor {shown(name)} has {count:,} numbers that are not finite (NaN or "
+            "infinite): repair the checkpoint first"
+        )
+    raise DataError(f"{source.name}: the norm before {read.site.name} has numbers that are not finite")
 
 
 def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Prepared:
