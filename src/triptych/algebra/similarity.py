@@ -95,12 +95,12 @@ def chance_of_as_much(
 ) -> Float[Tensor, " heads"]:
     """Probability that random subspaces of `p` and `q` dimensions out of `d` share as much as `shared`.
 
-    tr(P Q), the sum of the squared cosines, is the Pillai trace of a multivariate analysis of variance. Its law
+    tr(P Q), the sum of the squared cosines, is Pillai's trace of a multivariate analysis of variance. Its law
     is replaced by the beta law of the same mean and variance, which is exact where one subspace is a line.
     """
     found = torch.ones_like(shared)
     for one, other in {*zip(p.tolist(), q.tolist(), strict=True)}:
-        # Subspaces too large to avoid each other share p + q − d dimensions, and as much as their complements.
+        # Subspaces too large to avoid each other share p + q − d dimensions and what their complements do.
         common = max(one + other - d, 0)
         few, many = sorted((d - one, d - other) if common else (one, other))
         if few:
