@@ -1,5 +1,6 @@
 """`triptych attend`."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from triptych.attending.looks import strongest_looks, written_tokens
 from triptych.attending.over import OverText
 from triptych.attending.over_page import head_notes, notes_origin
 from triptych.attending.page import AttentionPage, ViewedKind, join_pages
-from triptych.attending.picture import head_png, head_svg, is_picture
+from triptych.attending.picture import head_svg, is_picture
 from triptych.attending.saving import (
     Saved,
     is_attention_csv,
@@ -33,9 +34,12 @@ from triptych.cli.terminal import Terminal, read_text, write_output
 from triptych.decoding.hypotheses import MOST_TOKENS
 from triptych.errors import UsageError
 from triptych.face import Model
-from triptych.files import write_bytes, write_text
+from triptych.files import write_text
 from triptych.reports import is_page, render_table
 from triptych.text import read_lines
+
+# Rows of the table of `--steps` in the terminal.
+_MOST_KEYS = 40
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
 Text = Annotated[str | None, typer.Argument(help="The text to read; - reads all of standard input.")]
@@ -84,7 +88,12 @@ SvgOption = Annotated[
     Path | None,
     typer.Option("--svg", help="Draw one head, chosen with --kind, --layers and --heads, to this file."),
 ]
-PngOption = Annotated[Path | None, typer.Option("--png", help="Draw one head as PNG to this file.")]
+StepsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--steps", metavar="HEAD:TOKEN", help="The computation of one row step by step: 3.2:5, cross.3.2:5."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per text, with all weights.")]
 
 
@@ -146,11 +155,10 @@ class _Files(NamedTuple):
     csv: CsvOption = None
     html: HtmlOption = None
     svg: SvgOption = None
-    png: PngOption = None
 
     def outputs(self, is_own_csv: Callable[[Path], bool]) -> tuple[Output, ...]:
         """The files, and which there may be written anew."""
-        is_own = is_attention_npz, is_own_csv, is_page, is_picture, is_picture
+        is_own = is_attention_npz, is_own_csv, is_page, is_picture
         return tuple(map(Output, self, is_own))
 
     def given(self) -> list[Path]:
@@ -159,7 +167,7 @@ class _Files(NamedTuple):
 
     def write(self, saved: Sequence[Saved], behaviour: OverText | None, tell: Told) -> None:
         """Write those that are wanted; the page says of heads what they do, where that was measured."""
-        picture = None if self.svg is None and self.png is None else _one_head(saved)
+        picture = None if self.svg is None else _one_head(saved)
         if self.npz is not None:
             write_npz(saved, self.npz)
         if self.csv is not None:
@@ -168,8 +176,6 @@ class _Files(NamedTuple):
             write_attention_page(_page(saved, behaviour, tell), self.html, tell)
         if self.svg is not None and picture is not None:
             write_text(self.svg, head_svg(*picture))
-        if self.png is not None and picture is not None:
-            write_bytes(self.png, head_png(*picture))
 
 
 @grouped
@@ -184,6 +190,7 @@ def attend(
     force: ForceOption = False,
     device: DeviceOption = "auto",
     without: WithoutOption = None,
+    steps: StepsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show where every head of a model looks on a text.
@@ -199,8 +206,13 @@ def attend(
     read = [Path(source), *texts.read(), *([] if corpus is None else corpus.read())]
     is_own_csv = is_over_csv if is_of_heads else is_attention_csv
     require_free(files.outputs(is_own_csv), [path for path in read if path.exists()], force=force)
+    if steps is not None:
+        if corpus is not None or any(option is not None for option in chosen):
+            raise UsageError("--steps shows a row of one head: it goes with a text, --html and --json alone")
+        _show_steps(open_model(source, device, without), texts, steps, files, as_json=as_json)
+        return
     if corpus is not None and is_of_heads:
-        if any(option not in (None, 0) for option in (*texts, *chosen, files.npz, files.svg, files.png)):
+        if any(option not in (None, 0) for option in (*texts, *chosen, files.npz, files.svg)):
             raise UsageError("--over without a text goes with no options of one but --csv, --html and --json")
         show_over(corpus.measure(open_model(source, device, without)), files.csv, files.html, as_json=as_json)
         return
@@ -212,6 +224,30 @@ def attend(
     with progress_bar("{task.description}", "writing", of_bytes=False) as tell:
         files.write(saved, behaviour, tell)
     _print(saved, files.given(), as_json=as_json)
+
+
+def _show_steps(model: Model, texts: _Texts, wanted: str, files: _Files, *, as_json: bool) -> None:
+    """Print one row of a head step by step, or write its page."""
+    place, _, query = wanted.rpartition(":")
+    layer, _, head = place.rpartition(".")
+    if not layer or not head.isdigit() or not query.removeprefix("-").isdigit():
+        raise UsageError(f'--steps {wanted}: write a head and the number of a token, as in "3.2:5"')
+    attended = [*texts.attend(model)]
+    if len(attended) > 1 or any(path is not None for path in files._replace(html=None)):
+        raise UsageError("--steps shows a row of one text: it goes with a text, --html and --json alone")
+    found = attended[0].steps(layer, int(head), query=int(query))
+    if files.html is not None:
+        found.page(files.html)
+    if as_json:
+        write_output(json.dumps(found.record(), ensure_ascii=False) + "\n")
+        return
+    console = Terminal(soft_wrap=True)
+    for path in files.given():
+        console.print(f"written: {path}")
+    for table in () if files.given() else found.tables(_MOST_KEYS):
+        console.print(table.title)
+        console.print(render_table(table))
+        console.print(table.caption)
 
 
 def _page(saved: Sequence[Saved], behaviour: OverText | None, tell: Told) -> AttentionPage:

@@ -11,7 +11,7 @@ from triptych.engines import EngineName
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.launch import num_on_machine
-from triptych.opening import is_on_hub
+from triptych.storage.hub import is_hub_id
 from triptych.threads import num_cores
 
 # What every command that takes a model says of it.
@@ -101,7 +101,7 @@ def open_model(
 
 def open_run(source: str | Path, *arguments: Any, **options: Any) -> Model:
     """As `open_model`, for commands that take a run first of all."""
-    if not Path(source).exists() and not is_on_hub(source):
+    if not Path(source).exists() and not is_hub_id(str(source)):
         raise UsageError(f"the run folder {source} does not exist")
     return open_model(source, *arguments, **options)
 

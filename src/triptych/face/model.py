@@ -17,6 +17,7 @@ from triptych.attending.over import OverText, read_texts
 from triptych.attention import ACTIVATIONS, Activation
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionSource
+from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages
 from triptych.converting.checks import Quantization
 from triptych.converting.conversion import Conversion, TargetFormat, convert
@@ -51,7 +52,7 @@ from triptych.face.changes import (
 from triptych.face.composition import Composition, Into, compose
 from triptych.face.cost import ModelCost, cost_of
 from triptych.face.heads import Head, Layer, Layers, Stack, table_html
-from triptych.face.opened import ChangedSource, Opened, Options, open_anything
+from triptych.face.opened import ChangedSource, Opened, Options, open_source
 from triptych.face.places import Places, stack_of
 from triptych.face.run import Run, recorded_graph
 from triptych.face.saving import save_changed, save_unchanged
@@ -67,6 +68,7 @@ from triptych.rewriting.planning import Plan, plan_rewrite
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe, rewrite_recipe_of
 from triptych.storage.copying import CERTIFICATE
 from triptych.text import read_lines
+from triptych.user_code import use_code
 
 By = Literal["zero", "mean", "resample"]
 # A rewrite as a call or a record, a recipe of several, or the file of one.
@@ -82,7 +84,9 @@ def load(
     languages: tuple[str, str] | None = None,
     engine: EngineName = "triptych",
     precision: Precision = "fp32",
+    offline: bool = False,
     family: Family | None = None,
+    code: str | Path | None = None,
 ) -> "Model":
     """Open a model: `load("gpt2")[3, 2].W_Q`, `load("runs/demo").translate("Guten Tag.")`.
 
@@ -102,12 +106,18 @@ def load(
         engine: what translates and generates: "triptych", or "ctranslate2" for models that `convert` can
             write for it.
         precision: of the maps when text is translated or generated: "fp32" as they are, "bf16" or "int8".
+        offline: take what is on the Hub from its cache on this machine, and wait for no connection;
+            HF_HUB_OFFLINE=1 asks for it too.
         family: how a checkpoint is written, where its configuration does not say; see `read_family`.
+        code: the file whose classes a run names, such as a parameterisation of your own. It is executed, and
+            must be the file that the run was trained with. Nothing that lies in a run is ever executed.
 
     Raises:
         DataError: nothing of that name.
         UsageError: something that is no model.
     """
+    if code is not None:
+        use_code(code)
     if engine != "triptych" and dtype is not None:
         raise UsageError(f"--engine {engine} rounds by --precision: leave out --dtype")
     if engine == "ctranslate2":
@@ -121,7 +131,7 @@ def load(
         precision,
         family,
     )
-    return Model(open_anything(source, options))
+    return Model(open_source(source, options, offline=offline))
 
 
 @final
@@ -177,8 +187,8 @@ class Model:
         """What is claimed of a rewritten model; None for others."""
         if self._opened.module is not None or self._changes:
             return None
-        path = Path(self._opened.place) / CERTIFICATE
-        return read_certificate(path) if path.is_file() else None
+        path = self._opened.files.file(CERTIFICATE)
+        return None if path is None else read_certificate(path)
 
     # Reading.
 
@@ -187,10 +197,7 @@ class Model:
         """All attention layers, in order; their weights are read when they are asked for."""
         source = self._attention
         return Layers(
-            [
-                Layer(name, self.name, site.kind, partial(source.read, site))
-                for name, site in zip(self._places.names, source.sites, strict=True)
-            ]
+            [Layer(name, source, site) for name, site in zip(self._places.names, source.sites, strict=True)]
         )
 
     @property
@@ -842,7 +849,7 @@ class Model:
     def plan(self, *steps: Step, calibration: str | Path | None = None, skip_refused: bool = False) -> Plan:
         """What a rewrite would do, without doing it; arguments and errors as those of `rewrite`."""
         recipe = _recipe(steps, calibration, skip_refused)
-        return plan_rewrite(str(self._files()), recipe, family=self._opened.options.family)
+        return plan_rewrite(self._files(), recipe, family=self._opened.options.family)
 
     def rewrite(
         self,
@@ -874,9 +881,8 @@ class Model:
         temporary = Path(mkdtemp(prefix="triptych-")) if out is None else None
         name = str(out) if temporary is None else f"{self.name}, rewritten"
         target = Path(name) if temporary is None else temporary / "rewritten"
-        opened = Opened(name, target, self._opened.options, temporary=temporary)
         rewrite_checkpoint(
-            str(self._files()),
+            self._files(),
             target,
             _recipe(steps, calibration, skip_refused),
             family=self._opened.options.family,
@@ -884,7 +890,7 @@ class Model:
             compare=compare,
             progress=progress,
         )
-        return Model(opened)
+        return Model(Opened(name, find_source(target), self._opened.options, temporary=temporary))
 
     # Keeping.
 
@@ -1032,15 +1038,13 @@ class Model:
             )
         return [found[place] for place in range(len(prompts))]
 
-    def _files(self) -> str | Path:
-        """Where the model's files lie: what a rewrite reads."""
+    def _files(self) -> Source:
+        """The files that a rewrite reads."""
         if self._changes:
             raise UsageError(
                 f"{self.name} was changed ({', '.join(self.changes)}): save it, and rewrite what was saved"
             )
-        if self._opened.module is not None:
-            raise UsageError(f"{self.name} has no files: save it, and rewrite what was saved")
-        return self._opened.place
+        return self._opened.files
 
     def __repr__(self) -> str:
         source = self._opened.attention
@@ -1061,9 +1065,9 @@ class Model:
                 name = stack if len(self._places.stacks) > 1 else ""
                 parts.append(f"{name} {len(layers)} layers × {layers[0].num_heads} heads".strip())
         first = self.layers[0]
-        dtype = str(next(first.weights.tensors()).dtype).removeprefix("torch.")
+        dtype = str(next(first.outline.tensors()).dtype).removeprefix("torch.")
         kind = "" if len(stacks) > 1 else f" {next(iter(stacks))}"
-        d_k = first.weights.multiplied("q").d_out
+        d_k = first.outline.multiplied("q").d_out
         millions = self.num_parameters / 1e6
         size = f"{millions:,.1f} M" if millions >= 0.1 else f"{self.num_parameters:,}"
         return (
@@ -1072,7 +1076,7 @@ class Model:
         )
 
     def _repr_html_(self) -> str:
-        rows = [("model", self._summary(self._opened.attention)), ("found at", str(self._opened.place))]
+        rows = [("model", self._summary(self._opened.attention)), ("found at", self._opened.where)]
         rows += [("changed", ", ".join(self.changes))] if self._changes else []
         return table_html(self.name, rows)
 

@@ -8,7 +8,7 @@ converted has no recipe: `decoding.toml` says how it is searched.
 from pathlib import Path
 from typing import Any
 
-from triptych.checkpoints.own import is_own
+from triptych.checkpoints.source import is_own
 from triptych.errors import DataError, UsageError
 from triptych.storage.untrusted import read_json
 from triptych.text import TokenizerPair
