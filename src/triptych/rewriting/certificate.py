@@ -317,10 +317,10 @@ def _hash_of(record: dict[str, Any]) -> str:
 def read_certificate(path: Path) -> Certificate:
     """Read a certificate from its file or its folder."""
     folder, path = path, path / CERTIFICATE if path.is_dir() else path
-    if not path.is_file():
+    if not path.exists():
         raise UsageError(f"{folder}: it is no rewritten checkpoint: there is no {CERTIFICATE}")
     record = read_json(path)
-    if "format" not in record or "recipe" not in record:
+    if "format" not in record:
         raise UsageError(f"{path} is no certificate: give a rewritten checkpoint or its {CERTIFICATE}")
     if record["format"] != FORMAT:
         raise DataError(f"{path}: format {record['format']!r}, and this triptych reads {FORMAT}")

@@ -37,11 +37,9 @@ from triptych.rewriting.certificate import (
 from triptych.rewriting.comparing import compare_models, open_original, why_not_by_itself
 from triptych.rewriting.formats import FolderFormat
 from triptych.rewriting.inputs import INPUTS, gather_inputs, write_inputs
-from triptych.rewriting.layers import RewrittenLayer
+from triptych.rewriting.layers import RewrittenLayer, give_back_memory, shape_of
 from triptych.rewriting.measuring import PROBES, measure_change, measure_change_on
-from triptych.rewriting.memory import give_back_memory
 from triptych.rewriting.models import with_rewritten
-from triptych.rewriting.parts import shape_of
 from triptych.rewriting.planning import (
     Costs,
     Prepared,

@@ -23,8 +23,8 @@ from triptych.checkpoints.norm_readers import NormReader, NormSite
 from triptych.errors import DataError
 from triptych.rewriting.certificate import NormRecord, StepRecord
 from triptych.rewriting.formats import Format
+from triptych.rewriting.layers import give_back_memory
 from triptych.rewriting.measuring import MapErrors, blocks, measure_map, total_errors
-from triptych.rewriting.memory import give_back_memory
 from triptych.storage.tensors import Tensors
 
 _NAME = "fold_other_norms"
