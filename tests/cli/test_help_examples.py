@@ -70,11 +70,7 @@ def prepare(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         recipe = resolve(
             {
                 "task": "masked-language-model",
-                "data": {
-                    "train": {"files": ["test.txt"]},
-                    "valid": {"files": ["test.txt"]},
-                    "cache": "cache",
-                },
+                "data": {"train": text, "valid": text, "cache": "cache"},
                 "tokenizer": {"vocab_size": 300},
                 "model": {"num_layers": 1, "d_model": 16, "num_heads": 2, "context": 64},
                 "training": {"max_steps": 1, "batch_size": 2},
