@@ -102,7 +102,7 @@ class OpenedModel:
     def language_model(self) -> LanguageModel:
         """The model, which has one stack."""
         if not isinstance(self.model, LanguageModel):
-            raise DataError(f"{self.name} translates: it has no language model; see triptych translate")
+            raise UsageError(f"{self.name} translates: it has no language model; see triptych translate")
         return self.model
 
     @property
@@ -261,7 +261,7 @@ def open_language_model(
     """As `open_model`; the model must have one stack."""
     found = find_source(source)
     if found.translates:
-        raise DataError(f"{found.name} translates: it has no language model; see triptych translate")
+        raise UsageError(f"{found.name} translates: it has no language model; see triptych translate")
     opened = open_model(found, device, dtype)
     check_vocabulary(opened.language_model, opened.tokenizer)
     return opened
