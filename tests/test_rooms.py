@@ -36,7 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": {"storage"},
     "storage": set(),  # the files of a checkpoint: every room reads them through it
     "checkpoints": {"algebra", "attention", "models", "storage", "text"},  # others' files become our models
-    "training": {"attention", "models", "storage", "text"},  # attention: learned positions are tables
+    # attention: learned positions are tables; algebra: what a plan counts
+    "training": {"algebra", "attention", "models", "storage", "text"},
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
     "runs": {"checkpoints", "decoding", "models", "storage", "text", "training"},
     # what a source is, its model with tokenizers, and what reads texts with it
@@ -90,7 +91,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("storage", "text"),
     },
     "costing": {"algebra", "attention", "reports"},
-    "planning": {"algebra", "models", "reports", "text", "training"},  # a run on devices that are not here
     "recipes": set(),
     "studies": {
         *(

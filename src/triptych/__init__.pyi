@@ -30,8 +30,6 @@ from triptych.inspection import Inspection as Inspection
 from triptych.models import PRESETS as PRESETS
 from triptych.models import EncoderDecoder as EncoderDecoder
 from triptych.models import ModelConfig as ModelConfig
-from triptych.planning import Cluster as Cluster
-from triptych.planning import plan as plan
 from triptych.rewriting import rewrite as rewrite
 from triptych.rewriting.certificate import Certificate as Certificate
 from triptych.rewriting.planning import Plan as Plan
@@ -42,3 +40,5 @@ from triptych.studies import compare_study as compare_study
 from triptych.studies import read_study as read_study
 from triptych.training import Recipe as Recipe
 from triptych.training import read_recipe as read_recipe
+from triptych.training.planning import Cluster as Cluster
+from triptych.training.planning import plan as plan

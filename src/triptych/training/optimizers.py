@@ -97,7 +97,7 @@ def _torch_optimizers(config: OptimisationConfig, model: nn.Module) -> Iterator[
     if config.optimizer == "adam":
         yield torch.optim.Adam(model.parameters(), lr=0.0, betas=betas, eps=epsilon, fused=True)
         return
-    decayed = {*_matrices(model)}
+    decayed = {*matrices(model)}
     in_muon = {weight for weight in decayed if config.optimizer == "muon" and weight.ndim == 2}
     if in_muon:
         yield torch.optim.Muon(
@@ -117,7 +117,7 @@ def _torch_optimizers(config: OptimisationConfig, model: nn.Module) -> Iterator[
     )
 
 
-def _matrices(model: nn.Module) -> Iterable[nn.Parameter]:
+def matrices(model: nn.Module) -> Iterable[nn.Parameter]:
     """The parameters that map one vector to another: no biases, norms, tables of embeddings or positions."""
     tables = {
         id(weight)

@@ -1,10 +1,11 @@
 """How long a run will take, measured before it begins."""
 
 from triptych.training.loop import Trainer
+from triptych.training.progress import duration
 
 # Of the batch that is timed on a CPU: enough for its usual rate, and over in seconds with any model.
 _TIMED_TOKENS = 1024
-_MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
+_DAY = 86400.0
 
 
 def describe_plan(trainer: Trainer) -> str:
@@ -25,17 +26,10 @@ def describe_plan(trainer: Trainer) -> str:
     batch = text.collate(indices)
     tokens = batch.num_target_tokens * trainer.world.size
     seconds = passes * text.num_target_tokens * trainer.measure_seconds(batch) / tokens
-    told = f"plan: {steps:,} steps, {passes:.1f} passes over the text, about {_duration(seconds)}"
+    told = f"plan: {steps:,} steps, {passes:.1f} passes over the text, about {duration(seconds)}"
     if seconds <= _DAY:
         return told
     return (
         f"{told} on this machine: longer than a day. Fewer training.max_steps, a smaller model.preset, "
         "training.precision = 'bf16' or a GPU make it shorter (Ctrl-C stops, --resume goes on)"
     )
-
-
-def _duration(seconds: float) -> str:
-    for unit, name in ((_DAY, "days"), (_HOUR, "hours"), (_MINUTE, "minutes")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:,.0f} {name}"
-    return f"{seconds:.0f} seconds"

@@ -191,3 +191,11 @@ def _figures(moment: Moment) -> str:
 def display_for(console: Console) -> Display:
     """A bar on a terminal, lines elsewhere."""
     return BarDisplay(console) if console.is_terminal else LineDisplay()
+
+
+def duration(seconds: float) -> str:
+    """A time in the largest unit of which there are two."""
+    for unit, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:,.0f} {name}"
+    return f"{seconds:.0f} seconds"

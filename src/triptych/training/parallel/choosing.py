@@ -22,7 +22,7 @@ def choose_parallel(config: OptimisationConfig, model: OwnModel, world: World) -
     """The kind of parallelism, and why; None for one process."""
     if world.size == 1:
         return None, ""
-    require_kind(config, world)
+    require_kind(config, world.size)
     if config.parallel is not None and config.parallel != "none":
         return config.parallel, f"{world.size} processes, {config.parallel}"
     device = find_device(config.device)
@@ -36,11 +36,11 @@ def choose_parallel(config: OptimisationConfig, model: OwnModel, world: World) -
     )
 
 
-def require_kind(config: OptimisationConfig, world: World) -> None:
+def require_kind(config: OptimisationConfig, num_processes: int) -> None:
     """Several processes can do what a recipe asks for."""
     if config.parallel == "none":
         raise UsageError(
-            f"training.parallel = 'none' is for one process, and {world.size} were started: use 'ddp' or "
+            f"training.parallel = 'none' is for one process, and {num_processes} were started: use 'ddp' or "
             "'fsdp'"
         )
     if config.optimizer == "muon" and config.parallel != "ddp":
