@@ -413,7 +413,7 @@ class Step:
                 passes = 2 if recipe.training.rdrop else 1
                 size = recipe.tokenizer.vocab_size
                 model: OwnModel = EncoderDecoder.of(recipe.model, size, size)
-                blocks, times = [*model.encoder.children(), *model.decoder.children()], 1
+                blocks, times = list(model.encoder) + list(model.decoder), 1
             else:
                 assert isinstance(recipe, LanguageRecipe), "filled() refuses others"
                 self.length, self.num_rows = recipe.model.context, recipe.training.batch_size
