@@ -412,8 +412,9 @@ class Step:
                 self.num_rows, self.targets_of_row = max(of_batch // self.length, 1), self.length
                 passes = 2 if recipe.training.rdrop else 1
                 size = recipe.tokenizer.vocab_size
-                model: OwnModel = EncoderDecoder.of(recipe.model, size, size)
-                blocks, times = list(model.encoder) + list(model.decoder), 1
+                translator = EncoderDecoder.of(recipe.model, size, size)
+                model: OwnModel = translator
+                blocks, times = list(translator.encoder) + list(translator.decoder), 1
             else:
                 assert isinstance(recipe, LanguageRecipe), "filled() refuses others"
                 self.length, self.num_rows = recipe.model.context, recipe.training.batch_size
