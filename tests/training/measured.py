@@ -14,8 +14,7 @@ from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import recompute_activations
 from triptych.text import EncodedCorpus, LanguageBatch, TokenBatches, TokenSequences
 from triptych.training import AnyRecipe, Recipe, resolve
-from triptych.training.language import TokensOfText
-from triptych.training.objectives import Objective, Translation
+from triptych.training.objectives import Objective, TokensOfText, Translation
 from triptych.training.optimizers import Optimizer
 from triptych.training.parallel import Computing, OneProcess, World, launched, rows_of_rank
 from triptych.training.planning import filled

@@ -20,9 +20,9 @@ from triptych.models.language_model import LanguageModelHead
 from triptych.opening import open_language_model
 from triptych.text import PackedBatches, TokenShards, read_tokenizer, write_shards
 from triptych.training import LanguageRecipe, resolve
-from triptych.training.language import TokensOfText
 from triptych.training.losses import head_loss
 from triptych.training.metrics import read_metrics
+from triptych.training.objectives import TokensOfText
 from triptych.training.precision import NarrowTwin
 from triptych.training.progress import LineDisplay
 from triptych.training.state import read_counters

@@ -162,7 +162,7 @@ def _score_text(
             )
             return found
 
-    found = do_each(models, score, world, Likelihood)
+    found = do_each(models, score, world)
 
     def show() -> None:
         if as_json:
@@ -209,7 +209,7 @@ def _score_translators(
             )
             return found
 
-    found = do_each(runs, score, world, Evaluation)
+    found = do_each(runs, score, world)
 
     def show() -> None:
         if out is not None:

@@ -153,7 +153,7 @@ def inspect(
 
     with launched("cpu" if text is None else "auto") as world:
         world.on_first(lambda: files.require_free(read, force=force))
-        found = do_each(names, measure, world, _Found)
+        found = do_each(names, measure, world)
         world.on_first(lambda: _show(found, files, as_json=as_json))
 
 

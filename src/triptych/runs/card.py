@@ -8,7 +8,7 @@ from triptych.models import LanguageModelConfig
 from triptych.printable import printable
 from triptych.storage.untrusted import LONGEST_TEXT, read_limited
 from triptych.training import AnyRecipe, Recipe, TextRecipe, TrainingResult
-from triptych.training.judging import LEAST_BLEU
+from triptych.training.objectives import LEAST_BLEU
 from triptych.training.progress import Display
 from triptych.training.sections import ContinuedModelConfig
 

@@ -5,15 +5,20 @@ the two sides have one each), `recipe.toml`, `metrics.jsonl`, `README.md` and `s
 converted has no recipe: `decoding.toml` says how it is searched.
 """
 
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from triptych.checkpoints.own import is_own
 from triptych.errors import DataError, UsageError
+from triptych.models.storage import OwnModel
 from triptych.storage.untrusted import read_json
 from triptych.text import TokenizerPair
-from triptych.training import Recipe
-from triptych.training.state import RUN_FILES, own_files
+from triptych.training import AnyRecipe, Recipe
+from triptych.training.objectives import Objective
+from triptych.training.state import RUN_FILES, Publish, own_files, publish_weights
 
 RECIPE, DECODING, SUMMARY = "recipe.toml", "decoding.toml", "summary.json"
 
@@ -69,3 +74,28 @@ def check_tokenizers(tokenizers: TokenizerPair, recipe: Recipe, folder: Path) ->
             f"{folder}/tokenizer.target.json is {state}: the recipe says tokenizer.joint = "
             f"{str(recipe.tokenizer.joint).lower()}"
         )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose input has been read, before anything is written.
+
+    Attributes:
+        recipe: every choice made.
+        objective: makes the objective, and draws the initial weights; those that are read may still be mapped
+            from their file.
+        begin: writes into a folder what lies there from the start of the run: configuration and tokenizers.
+        fingerprints: hashes of what must not change before a run is resumed, by the words that name it.
+        publish: writes `model.safetensors`.
+    """
+
+    recipe: AnyRecipe
+    objective: Callable[[], Objective[Any, Any]]
+    begin: Callable[[OwnModel, Path], None]
+    fingerprints: Callable[[], dict[str, str]]
+    publish: Publish = publish_weights
+
+
+def digests(parts: Mapping[str, Sequence[bytes]]) -> dict[str, str]:
+    """A hash of each part."""
+    return {name: hashlib.sha256(b"\0".join(part)).hexdigest() for name, part in parts.items()}

@@ -1,13 +1,12 @@
 """Runs of a study side by side, each in a process of its own."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
@@ -17,15 +16,14 @@ from triptych.errors import TriptychError, UsageError
 from triptych.files import write_text
 from triptych.launch import environment_alone, num_on_machine, place_on_machine
 from triptych.studies.job import Job, Result, read_result
-from triptych.training.interruption import StopRequest
+from triptych.training.machine import StopRequest
 from triptych.training.metrics import read_metrics
-from triptych.training.parallel import Alone, World
-from triptych.training.parallel.turns import Turns
+from triptych.training.parallel import SingleProcess, Turns, World
 
 # The process that does a job; it gets the job's file.
 _COMMAND = (sys.executable, "-m", "triptych.cli.job")
 _LOOK_EVERY = 0.2  # seconds
-ALONE = Alone()
+ALONE = SingleProcess()
 
 
 @final
@@ -88,7 +86,7 @@ def run_all(
 ) -> tuple[dict[str, Result], dict[str, str]]:
     """Make all runs that have no result yet."""
     places, turns = own_places(workers), world.turns(len(planned))
-    if not any(map(int, world.gathered_texts(str(len(places))))):
+    if not any(world.gathered(len(places))):
         raise UsageError(
             "no process would make a run: the launcher has to say how many processes this machine has "
             "(LOCAL_WORLD_SIZE) and the number of each (LOCAL_RANK), as torchrun does"
@@ -100,11 +98,8 @@ def run_all(
 
     found, failed = world.on_all(make_own)
     results = dict[str, Result]()
-    for text in world.gathered_texts(
-        json.dumps([{name: asdict(one) for name, one in found.items()}, failed])
-    ):
-        records, complaints = json.loads(text)
-        results |= {name: Result(**record) for name, record in records.items()}
+    for records, complaints in world.gathered((found, failed)):
+        results |= records
         failed |= complaints
     return results, failed
 

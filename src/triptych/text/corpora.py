@@ -1,14 +1,14 @@
 """Parallel corpora: what a recipe says of one, and its sentence pairs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from triptych.errors import DataError, UsageError
-from triptych.text.alignment import locate_slip
 from triptych.text.generated import generate_pairs
 from triptych.text.lines import read_lines
 from triptych.text.records import NumberedTexts, read_hub, read_jsonl, read_parquet, read_tsv
@@ -256,3 +256,31 @@ def record_ending(path: Path) -> str | None:
     """The ending of a file of records, compression left out; None for any other file."""
     name = path.name.lower().removesuffix(".gz").removesuffix(".zst")
     return next((ending for ending in _RECORD_ENDINGS if name.endswith(ending)), None)
+
+
+# Between the mean gap of lines that are translations of each other and that of unrelated lines: on the way
+# from the first to the second, measured as a share of the second.
+_UNRELATED_SHARE = 0.6
+
+
+def locate_slip(source: Sequence[str], target: Sequence[str]) -> int:
+    """Guess the first line at which the sides are no longer translations of each other.
+
+    Translations have lengths of about one ratio (Gale & Church), so the gap
+    g_i = |log s_i/t_i - median| is small up to the slip and, after it, as large as between unrelated lines.
+    The slip is where Σ_{j<i} (g_j - threshold) is least: it falls while the lines agree and rises after.
+
+    Source: Gale & Church 1993, aclanthology.org/J93-1004.
+    """
+    num_lines = min(len(source), len(target))
+    if num_lines == 0:
+        return 1
+    log_source = np.log([1 + len(line) for line in source[:num_lines]])
+    log_target = np.log([1 + len(line) for line in target[:num_lines]])
+    ratio = np.median(log_source) - np.median(log_target)
+    gaps = np.abs(log_source - log_target - ratio)
+    unrelated = np.abs(log_source - np.roll(log_target, num_lines // 2) - ratio).mean()
+    drift = np.concatenate([[0.0], np.cumsum(gaps - _UNRELATED_SHARE * unrelated)])
+    # Among equals the last: where lengths say nothing, the slip is the first line without a partner.
+    least = np.flatnonzero(drift == drift.min())[-1]
+    return int(least) + 1

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from triptych.files import write_atomically
 from triptych.text.corpora import ParallelCorpus
-from triptych.text.tokenizer_pair import TokenizerPair
+from triptych.text.sentence_tokenizers import TokenizerPair
 from triptych.text.tokenizers import Tokenizer
 
 _FORMAT = b"triptych token cache 1"

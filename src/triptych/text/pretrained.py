@@ -12,12 +12,11 @@ from tokenizers import AddedToken
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
-from triptych.text.byte_level import BYTE_OF
 from triptych.text.chat import render_chat
+from triptych.text.sentence_tokenizers import BYTE_OF, read_sentence_tokenizer
 from triptych.text.sentencepiece import SPACE_MARK
 from triptych.text.tokenizer_classes import class_of
 from triptych.text.tokenizer_making import add_tokens, content_of
-from triptych.text.tokenizer_pair import read_sentence_tokenizer
 from triptych.text.tokenizers import (
     Tokenizer,
     by_library,

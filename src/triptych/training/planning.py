@@ -41,7 +41,7 @@ from triptych.training.fitting import (
     fit_training,
 )
 from triptych.training.optimizers import matrices
-from triptych.training.parallel.choosing import require_kind
+from triptych.training.parallel.computing import require_kind
 from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe
 
 # Of a device's memory; the rest is for what an allocator cannot use, and for the libraries' own buffers.
