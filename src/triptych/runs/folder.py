@@ -78,22 +78,17 @@ def check_tokenizers(tokenizers: TokenizerPair, recipe: Recipe, folder: Path) ->
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run whose input has been read, before anything is written.
+    """A run whose input has been read, before anything is written."""
 
-    Attributes:
-        recipe: every choice made.
-        objective: makes the objective, and draws the initial weights; those that are read may still be mapped
-            from their file.
-        begin: writes into a folder what lies there from the start of the run: configuration and tokenizers.
-        fingerprints: hashes of what must not change before a run is resumed, by the words that name it.
-        publish: writes `model.safetensors`.
-    """
-
-    recipe: AnyRecipe
+    recipe: AnyRecipe  # every choice made
+    # Makes the objective, and draws the initial weights; those that are read may still be mapped from their
+    # file.
     objective: Callable[[], Objective[Any, Any]]
+    # Writes into a folder what lies there from the start of the run: configuration and tokenizers.
     begin: Callable[[OwnModel, Path], None]
+    # Hashes of what must not change before a run is resumed, by the words that name it.
     fingerprints: Callable[[], dict[str, str]]
-    publish: Publish = publish_weights
+    publish: Publish = publish_weights  # writes `model.safetensors`
 
 
 def digests(parts: Mapping[str, Sequence[bytes]]) -> dict[str, str]:

@@ -60,19 +60,12 @@ _MAY_CHANGE = {
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished or interrupted run.
+    """A finished or interrupted run."""
 
-    Attributes:
-        outcome: how it ended.
-        num_parameters: of the model.
-        padding_waste: share of padding in the training batches.
-        task: what was learned, as the recipe has it.
-    """
-
-    outcome: TrainingResult
-    num_parameters: int
-    padding_waste: float
-    task: str = "translation"
+    outcome: TrainingResult  # how it ended
+    num_parameters: int  # of the model
+    padding_waste: float  # share of padding in the training batches
+    task: str = "translation"  # what was learned, as the recipe has it
 
     def figures(self) -> dict[str, Any]:
         counters = self.outcome.counters

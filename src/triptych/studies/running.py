@@ -29,43 +29,28 @@ ALONE = SingleProcess()
 @final
 @dataclass(frozen=True)
 class Planned:
-    """A run that is to be made.
+    """A run that is to be made."""
 
-    Attributes:
-        name: of the run: variant and seed, for people; also the name of its files.
-        variant: whose run it is.
-        job: what its process is told.
-        steps: updates that it makes.
-        threads: CPU threads that it gets.
-    """
-
-    name: str
-    variant: str
-    job: Job
-    steps: int
-    threads: int
+    name: str  # of the run: variant and seed, for people; also the name of its files
+    variant: str  # whose run it is
+    job: Job  # what its process is told
+    steps: int  # updates that it makes
+    threads: int  # CPU threads that it gets
 
 
 @final
 @dataclass
 class StudyProgress:
-    """How far the runs of a study are.
+    """How far the runs of a study are."""
 
-    Attributes:
-        variants: by the name of a run, the variant; of all runs.
-        done: by name, the results, those of an earlier call too.
-        earlier: names of those.
-        failed: by name, what went wrong.
-        running: by name, the share of its steps that a run has made.
-        seconds_left: an estimate; None before the first steps.
-    """
-
-    variants: dict[str, str]
+    variants: dict[str, str]  # by the name of a run, the variant; of all runs
+    # By name, the results, those of an earlier call too.
     done: dict[str, Result] = field(default_factory=dict)
-    earlier: frozenset[str] = frozenset()
-    failed: dict[str, str] = field(default_factory=dict)
+    earlier: frozenset[str] = frozenset()  # names of those
+    failed: dict[str, str] = field(default_factory=dict)  # by name, what went wrong
+    # By name, the share of its steps that a run has made.
     running: dict[str, float] = field(default_factory=dict)
-    seconds_left: float | None = None
+    seconds_left: float | None = None  # an estimate; None before the first steps
 
 
 @final

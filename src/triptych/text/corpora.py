@@ -127,19 +127,12 @@ class CorpusSpec(BaseModel):
 @final
 @dataclass(frozen=True)
 class CorpusCounts:
-    """How many pairs were read and dropped.
+    """How many pairs were read and dropped."""
 
-    Attributes:
-        lines_read: pairs found.
-        empty_dropped: pairs with nothing but white space on a side.
-        too_long_dropped: pairs with a side past `max_line_chars`.
-        max_line_chars: the limit, in characters.
-    """
-
-    lines_read: int
-    empty_dropped: int
-    too_long_dropped: int
-    max_line_chars: int
+    lines_read: int  # pairs found
+    empty_dropped: int  # pairs with nothing but white space on a side
+    too_long_dropped: int  # pairs with a side past `max_line_chars`
+    max_line_chars: int  # the limit, in characters
 
     def describe(self) -> str:
         """Say it in one line, such as "29,000 pairs (12 with an empty side dropped)"."""
@@ -156,21 +149,13 @@ class CorpusCounts:
 @final
 @dataclass(frozen=True)
 class ParallelCorpus:
-    """Sentence pairs, stripped of white space at both ends, none of them empty.
+    """Sentence pairs, stripped of white space at both ends, none of them empty."""
 
-    Attributes:
-        source: source sentences.
-        target: their translations; `target[i]` belongs to `source[i]`.
-        line_numbers: 1-based line or row of every pair where it was read.
-        name: what messages call the corpus.
-        counts: what was read and dropped.
-    """
-
-    source: list[str]
-    target: list[str]
-    line_numbers: list[int]
-    name: str
-    counts: CorpusCounts
+    source: list[str]  # source sentences
+    target: list[str]  # their translations; `target[i]` belongs to `source[i]`
+    line_numbers: list[int]  # 1-based line or row of every pair where it was read
+    name: str  # what messages call the corpus
+    counts: CorpusCounts  # what was read and dropped
 
     def __len__(self) -> int:
         return len(self.source)

@@ -163,30 +163,21 @@ FILE_START = '{"format":"triptych sentencepiece'
 
 @final
 class SentencePieceRecord(BaseModel):
-    """All that a `SentencePieceTokenizer` is made of, as its file has it.
-
-    Attributes:
-        format: what tells the file from others; it stands first.
-        pad_id: fills rows up.
-        bos_id: begins every output.
-        eos_id: ends source and output.
-        unk_id: stands for every piece that is not in the vocabulary.
-        joins_punctuation: after decoding, the space before punctuation and English contractions is
-            taken out (`clean_up_tokenization_spaces` in Hugging Face's files).
-        vocab: the pieces by id, which need not be those of the model.
-        model: the content of the SentencePiece model file, which cuts text into pieces.
-    """
+    """All that a `SentencePieceTokenizer` is made of, as its file has it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
 
+    # What tells the file from others; it stands first.
     format: Literal["triptych sentencepiece 2"] = "triptych sentencepiece 2"
-    pad_id: int = Field(ge=0)
-    bos_id: int = Field(ge=0)
-    eos_id: int = Field(ge=0)
-    unk_id: int = Field(ge=0)
+    pad_id: int = Field(ge=0)  # fills rows up
+    bos_id: int = Field(ge=0)  # begins every output
+    eos_id: int = Field(ge=0)  # ends source and output
+    unk_id: int = Field(ge=0)  # stands for every piece that is not in the vocabulary
+    # After decoding, the space before punctuation and English contractions is taken out
+    # (`clean_up_tokenization_spaces` in Hugging Face's files).
     joins_punctuation: bool = False
-    vocab: tuple[str, ...]
-    model: bytes
+    vocab: tuple[str, ...]  # the pieces by id, which need not be those of the model
+    model: bytes  # the content of the SentencePiece model file, which cuts text into pieces
 
     @model_validator(mode="after")
     def _ids_are_of_the_vocabulary(self) -> "SentencePieceRecord":

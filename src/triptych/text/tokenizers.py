@@ -95,21 +95,13 @@ class Tokenizer(ABC):
 @final
 @dataclass(frozen=True)
 class OutputRules:
-    """What every output of a translator obeys, however it is searched for.
+    """What every output of a translator obeys, however it is searched for."""
 
-    Attributes:
-        start: tokens that the decoder reads first, at least one; they are no part of an output.
-        end: the token that ends an output.
-        never: tokens that no output has.
-        min_length: fewest tokens before the end, those of `start` counted.
-        no_repeat: so many tokens in a row, those of `start` counted, do not come a second time; 0 for no
-            such rule.
-    """
-
-    start: tuple[int, ...]
-    end: int
-    never: tuple[int, ...] = ()
-    min_length: int = 0
+    start: tuple[int, ...]  # tokens that the decoder reads first, at least one; they are no part of an output
+    end: int  # the token that ends an output
+    never: tuple[int, ...] = ()  # tokens that no output has
+    min_length: int = 0  # fewest tokens before the end, those of `start` counted
+    # So many tokens in a row, those of `start` counted, do not come a second time; 0 for no such rule.
     no_repeat: int = 0
 
 

@@ -62,19 +62,12 @@ _SPREADING, _SAVING = "triptych.training.parallel.spreading", "triptych.training
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        signal_number: of the signal that interrupted it; None if it came to its end.
-        counters: where it stands.
-        chosen: which weights `model.safetensors` holds: "best" (of the validations) or "average".
-        scores: validation figures of both.
-    """
-
-    signal_number: int | None
-    counters: Counters
-    chosen: str = ""
-    scores: dict[str, float] | None = None
+    signal_number: int | None  # of the signal that interrupted it; None if it came to its end
+    counters: Counters  # where it stands
+    chosen: str = ""  # which weights `model.safetensors` holds: "best" (of the validations) or "average"
+    scores: dict[str, float] | None = None  # validation figures of both
 
 
 @final

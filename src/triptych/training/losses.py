@@ -27,15 +27,10 @@ from triptych.thresholds import CHUNK_LOGITS, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
 
 class Loss(NamedTuple):
-    """Sums over tokens, in nats.
+    """Sums over tokens, in nats."""
 
-    Attributes:
-        smoothed: what training minimises.
-        likelihood: −Σ log p(y), the cross-entropy without smoothing; it carries no gradient.
-    """
-
-    smoothed: Float[Tensor, ""]
-    likelihood: Float[Tensor, ""]
+    smoothed: Float[Tensor, ""]  # what training minimises
+    likelihood: Float[Tensor, ""]  # −Σ log p(y), the cross-entropy without smoothing; it carries no gradient
 
 
 def output_loss(

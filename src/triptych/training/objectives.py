@@ -28,27 +28,17 @@ LEAST_BLEU = 5.0
 
 
 class Bleu(NamedTuple):
-    """BLEU of the validation text, 0 to 100.
+    """BLEU of the validation text, 0 to 100."""
 
-    Attributes:
-        value: of the whole text.
-        low: lower end of its 95 % bootstrap interval.
-    """
-
-    value: float
-    low: float
+    value: float  # of the whole text
+    low: float  # lower end of its 95 % bootstrap interval
 
 
 class Score(NamedTuple):
-    """How good a validation is. A later one must be greater to be better.
+    """How good a validation is. A later one must be greater to be better."""
 
-    Attributes:
-        by: what decides; "bleu" is above "loss".
-        score: BLEU, or minus the loss.
-    """
-
-    by: Literal["bleu", "loss"]
-    score: float
+    by: Literal["bleu", "loss"]  # what decides; "bleu" is above "loss"
+    score: float  # BLEU, or minus the loss
 
     def better_than(self, other: "Score") -> bool:
         return (self.by == "bleu", self.score) > (other.by == "bleu", other.score)

@@ -105,17 +105,11 @@ class Cluster:
 
 
 class LayoutSettings(NamedTuple):
-    """What a recipe says of how a model lies on devices.
+    """What a recipe says of how a model lies on devices."""
 
-    Attributes:
-        kind: as `training.parallel`.
-        shards: processes that share one copy of the model.
-        checkpointing: as `training.activation_checkpointing`.
-    """
-
-    kind: Literal["none", "ddp", "fsdp", "hybrid"]
-    shards: int
-    checkpointing: bool
+    kind: Literal["none", "ddp", "fsdp", "hybrid"]  # as `training.parallel`
+    shards: int  # processes that share one copy of the model
+    checkpointing: bool  # as `training.activation_checkpointing`
 
     @property
     def settings(self) -> dict[str, str | int | bool]:
@@ -131,21 +125,13 @@ class LayoutSettings(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Collectives of one kind within one group of processes, in a step.
+    """Collectives of one kind within one group of processes, in a step."""
 
-    Attributes:
-        kind: "allgather", "reducescatter" or "allreduce".
-        group_size: processes that take part.
-        num_nodes: machines that they are on.
-        sent_bytes: by each process, as in a ring.
-        calls: how many.
-    """
-
-    kind: str
-    group_size: int
-    num_nodes: int
-    sent_bytes: int
-    calls: int
+    kind: str  # "allgather", "reducescatter" or "allreduce"
+    group_size: int  # processes that take part
+    num_nodes: int  # machines that they are on
+    sent_bytes: int  # by each process, as in a ring
+    calls: int  # how many
 
     def seconds(self, cluster: Cluster) -> float:
         """Of rings, of which each leaves a machine by another device's link."""
@@ -160,38 +146,23 @@ class Exchange(NamedTuple):
 @final
 @dataclass(frozen=True)
 class PlannedLayout:
-    """What a layout needs of each process in a step; bytes unless said.
+    """What a layout needs of each process in a step; bytes unless said."""
 
-    Attributes:
-        layout: which.
-        parameters: what is trained, as it lies between steps, and copies of it in bfloat16.
-        gradients: at the end of the step.
-        optimizer: its moments.
-        activations: what a batch's forward pass leaves for the backward pass, with what is gathered then.
-        peaks: most bytes held in each part of the step.
-        moved: read and written by operations that are no matrix products.
-        exchanges: between the processes.
-        flops: of the matrix products.
-        compute_seconds: products at the devices' rate, and everything else at that of their memory.
-        exchange_seconds: collectives, if nothing is computed meanwhile.
-        validating: what the first device holds while it validates, without activations: what is there after a
-            step, and of a translator in shards the whole model, if the validation text is translated.
-        fits: whether the peak and `validating` are within the share `USABLE` of a device's memory.
-    """
-
-    layout: LayoutSettings
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    peaks: dict[str, int]
-    moved: int
-    exchanges: tuple[Exchange, ...]
-    flops: int
-    compute_seconds: float
-    exchange_seconds: float
+    layout: LayoutSettings  # which
+    parameters: int  # what is trained, as it lies between steps, and copies of it in bfloat16
+    gradients: int  # at the end of the step
+    optimizer: int  # its moments
+    activations: int  # what a batch's forward pass leaves for the backward pass, with what is gathered then
+    peaks: dict[str, int]  # most bytes held in each part of the step
+    moved: int  # read and written by operations that are no matrix products
+    exchanges: tuple[Exchange, ...]  # between the processes
+    flops: int  # of the matrix products
+    compute_seconds: float  # products at the devices' rate, and everything else at that of their memory
+    exchange_seconds: float  # collectives, if nothing is computed meanwhile
+    # What the first device holds while it validates, without activations: what is there after a step, and of
+    # a translator in shards the whole model, if the validation text is translated.
     validating: int
-    fits: bool
+    fits: bool  # whether the peak and `validating` are within the share `USABLE` of a device's memory
 
     @property
     def peak(self) -> int:
@@ -375,25 +346,15 @@ def _shard_sizes(cluster: Cluster) -> list[int]:
 
 
 class _Layer(NamedTuple):
-    """A block on the tokens of one device.
+    """A block on the tokens of one device."""
 
-    Attributes:
-        parameters: how many.
-        kept: bytes kept for its gradients.
-        at_work: bytes of its largest gradients, while they are computed.
-        flops: forwards.
-        again_flops: when it is recomputed, which ends before its last map.
-        backward_flops: backwards.
-        cached: numbers cached of one text while the model writes.
-    """
-
-    parameters: int
-    kept: int
-    at_work: int
-    flops: int
-    again_flops: int
-    backward_flops: int
-    cached: int
+    parameters: int  # how many
+    kept: int  # bytes kept for its gradients
+    at_work: int  # bytes of its largest gradients, while they are computed
+    flops: int  # forwards
+    again_flops: int  # when it is recomputed, which ends before its last map
+    backward_flops: int  # backwards
+    cached: int  # numbers cached of one text while the model writes
 
 
 @final

@@ -18,12 +18,7 @@ from triptych.printable import printable
 
 @dataclass(frozen=True)
 class Moment:
-    """Where training stands. The loss is in nats per target token; the rate in target tokens per second.
-
-    Attributes:
-        peak_share: of the operations a second that the machine reaches in matrix products alone; None if not
-            measured.
-    """
+    """Where training stands. The loss is in nats per target token; the rate in target tokens per second."""
 
     step: int
     max_steps: int
@@ -31,6 +26,7 @@ class Moment:
     loss: float
     learning_rate: float
     tokens_per_second: float
+    # Of the operations a second that the machine reaches in matrix products alone; None if not measured.
     peak_share: float | None = None
 
 

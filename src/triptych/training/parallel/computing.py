@@ -31,29 +31,18 @@ _SHARE_FOR_STATE = 0.5
 
 
 class LazyParameters(NamedTuple):
-    """What is to become the weights of a model whose parameters are on the "meta" device.
+    """What is to become the weights of a model whose parameters are on the "meta" device."""
 
-    Attributes:
-        device: where they are to be.
-        values: name and whole value of each, made one after the other.
-    """
-
-    device: torch.device
-    values: Iterable[tuple[str, Tensor]]
+    device: torch.device  # where they are to be
+    values: Iterable[tuple[str, Tensor]]  # name and whole value of each, made one after the other
 
 
 class Layout(NamedTuple):
-    """The processes of a run, and how its model lies on them.
+    """The processes of a run, and how its model lies on them."""
 
-    Attributes:
-        world: the processes.
-        kind: None for one process.
-        parameters: the weights of a model that has none yet; None if it has.
-    """
-
-    world: World = SingleProcess()
-    kind: Kind | None = None
-    parameters: LazyParameters | None = None
+    world: World = SingleProcess()  # the processes
+    kind: Kind | None = None  # None for one process
+    parameters: LazyParameters | None = None  # the weights of a model that has none yet; None if it has
 
 
 ONE_PROCESS = Layout()
@@ -212,14 +201,10 @@ class NotCounted:
     """A batch whose loss counts as zero.
 
     A process that has no row of a batch computes one all the same, because the others wait for it.
-
-    Attributes:
-        batch: what is computed.
-        num_target_tokens: always 0.
     """
 
-    batch: TrainingBatch
-    num_target_tokens: int = 0
+    batch: TrainingBatch  # what is computed
+    num_target_tokens: int = 0  # always 0
 
     def pinned(self) -> "NotCounted":
         """A copy in page-locked memory."""
