@@ -12,14 +12,13 @@ from torch.nn import functional as F
 
 import triptych
 from interrupting import KillAt, KillError, SignalAt, assert_same_run
-from triptych import runs
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.models import LanguageModel, LanguageModelConfig, read_model
 from triptych.models.architecture import HeadConfig
 from triptych.models.language_model import LanguageModelHead
 from triptych.opening import open_language_model
 from triptych.text import PackedBatches, TokenShards, read_tokenizer, write_shards
-from triptych.training import LanguageRecipe, resolve
+from triptych.training import LanguageRecipe, resolve, runs
 from triptych.training.losses import head_loss
 from triptych.training.metrics import read_metrics
 from triptych.training.objectives import TokensOfText

@@ -22,12 +22,12 @@ from triptych.models import EncoderDecoder, LanguageModel, write_model
 from triptych.models.device import find_device
 from triptych.models.storage import read_own_model
 from triptych.opening.source import Source, find_source
-from triptych.runs.folder import DECODING, RECIPE, check_tokenizers
-from triptych.runs.language import TOKENIZER
 from triptych.storage.tensors import open_tensors
 from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited, shown
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
 from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
+from triptych.training.folder import DECODING, RECIPE, check_tokenizers
+from triptych.training.language import TOKENIZER
 
 
 @final

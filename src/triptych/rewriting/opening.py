@@ -13,7 +13,7 @@ from triptych.opening import Source, find_source, open_model
 from triptych.rewriting.own_models import OwnRunnable
 from triptych.rewriting.running import RunnableModel
 from triptych.rewriting.transformers_models import TransformersModel
-from triptych.runs.language import TOKENIZER
+from triptych.training.language import TOKENIZER
 
 _NO_TRANSFORMERS = "transformers, which would run it, is not installed: pip install 'triptych[run]'"
 

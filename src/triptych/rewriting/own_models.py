@@ -22,7 +22,7 @@ from triptych.rewriting.running import (
     up_to,
     windows_of_text,
 )
-from triptych.runs.language import TOKENIZER
+from triptych.training.language import TOKENIZER
 
 _RANDOM_PAIR = 24  # tokens on each side
 

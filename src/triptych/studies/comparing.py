@@ -15,7 +15,6 @@ from triptych.errors import TriptychError, UsageError
 from triptych.extras import require_extra
 from triptych.files import hold_folder, write_text
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.runs.training import prepare
 from triptych.studies.budget import Solved, Vocabulary, amount, solve, training_flops
 from triptych.studies.job import Job, Result, TrainedRun
 from triptych.studies.running import ALONE, Planned, StudyProgress, run_all
@@ -27,6 +26,7 @@ from triptych.training.metrics import read_metrics
 from triptych.training.parallel import World, code_digests
 from triptych.training.progress import SilentDisplay
 from triptych.training.recipe import AnyRecipe, Recipe, with_values
+from triptych.training.runs import prepare
 
 # The baseline once more, with other initial values and dropout, on the same text in the same order.
 NOISE = "(baseline again)"

@@ -23,11 +23,11 @@ from triptych.models.storage import read_own_model
 from triptych.opening import open_translator
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import read_rewrite_recipe
-from triptych.runs.training import resume, train, validate
 from triptych.studies.budget import cache_bytes
 from triptych.text import CorpusSpec, read_parallel
 from triptych.training.metrics import read_metrics
 from triptych.training.recipe import read_recipe
+from triptych.training.runs import resume, train, validate
 
 
 @final

@@ -10,7 +10,6 @@ from triptych.errors import DataError
 from triptych.models import EncoderDecoder
 from triptych.models.device import find_device, to_device
 from triptych.models.storage import OwnModel, write_config
-from triptych.runs.folder import Prepared, check_tokenizers, digests
 from triptych.text import (
     ByteLevelTokenizer,
     EncodedCorpus,
@@ -24,6 +23,7 @@ from triptych.text import (
 )
 from triptych.training import Recipe
 from triptych.training.fitting import choices, fit_tokenizer, fit_training
+from triptych.training.folder import Prepared, check_tokenizers, digests
 from triptych.training.objectives import Bleu, Scorer, Translation
 from triptych.training.progress import Display
 

@@ -16,11 +16,6 @@ from triptych.launch import num_restarts
 from triptych.models.device import find_device, to_device
 from triptych.models.initial import Draws, Later
 from triptych.models.storage import OwnModel, read_own_model
-from triptych.runs.card import write_card
-from triptych.runs.continuing import prepare_continued, take_up_continued
-from triptych.runs.folder import RECIPE, SUMMARY, Prepared, holds_run, require_place
-from triptych.runs.language import prepare_language, take_up_language
-from triptych.runs.translation import prepare_translation, take_up_translation
 from triptych.storage.copying import CERTIFICATE
 from triptych.threads import torch_threads
 from triptych.training import (
@@ -32,6 +27,10 @@ from triptych.training import (
     TrainingResult,
     read_recipe,
 )
+from triptych.training.card import write_card
+from triptych.training.continuing import prepare_continued, take_up_continued
+from triptych.training.folder import RECIPE, SUMMARY, Prepared, holds_run, require_place
+from triptych.training.language import prepare_language, take_up_language
 from triptych.training.objectives import Objective
 from triptych.training.parallel import (
     ONE_PROCESS,
@@ -45,6 +44,7 @@ from triptych.training.parallel import (
 )
 from triptych.training.progress import Display, LineDisplay, LoggedDisplay, SilentDisplay
 from triptych.training.state import Counters, find_state, own_files, read_counters
+from triptych.training.translation import prepare_translation, take_up_translation
 
 # Of a resumed run: where it ends, how processes share the work, and what they keep of it.
 _MAY_CHANGE = {

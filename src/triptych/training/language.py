@@ -13,7 +13,6 @@ from triptych.models import LanguageModel
 from triptych.models.device import find_device, to_device
 from triptych.models.storage import OwnModel, write_config
 from triptych.printable import printable
-from triptych.runs.folder import Prepared, digests
 from triptych.text import (
     LanguageBatch,
     LanguageCorpusSpec,
@@ -34,6 +33,7 @@ from triptych.text import (
 from triptych.text.documents import fingerprint, require_text
 from triptych.training import LanguageRecipe, TextRecipe
 from triptych.training.fitting import choices, fit_language_tokenizer, fit_language_training
+from triptych.training.folder import Prepared, digests
 from triptych.training.objectives import Batches, TokensOfText
 from triptych.training.progress import Display
 
