@@ -161,7 +161,7 @@ class Study(_Section):
         if len(self.variants) < 2:
             raise ValueError("a study compares two variants or more")
         for name in self.variants:
-            if not _is_name(name):
+            if not (name[:1].isalnum() and all(c.isascii() and (c.isalnum() or c in "._-") for c in name)):
                 raise ValueError(f"variants.{name}: a variant names a folder: letters, digits, . _ - only")
         _check_rewritten(self.trained, self.rewritten)
         if self.baseline_name not in self.trained:
@@ -202,10 +202,6 @@ class Study(_Section):
     @property
     def baseline_name(self) -> str:
         return self.baseline or next(iter(self.variants))
-
-
-def _is_name(text: str) -> bool:
-    return text[:1].isalnum() and all(c.isascii() and (c.isalnum() or c in "._-") for c in text)
 
 
 def _is_rewritten(keys: Mapping[str, Any]) -> bool:
@@ -262,7 +258,9 @@ def _study_tree(path: Path, before: tuple[str, ...]) -> dict[str, Any]:
 
 def recipes_of(study: Study, folder: Path) -> tuple[AnyRecipe, dict[str, AnyRecipe]]:
     """The base, and every variant that is trained, before budget, seeds and learning rate are known."""
-    base = _base_tree(study, folder)
+    near = folder / study.base
+    path = near if near.is_file() else recipes.find(study.base)
+    base = merge(read_toml(path, "recipe"), study.set)
     made = {
         name: resolve(merge(base, changes), origin=f"variant {name}")
         for name, changes in study.trained.items()
@@ -288,12 +286,6 @@ def rewrites_of(study: Study, folder: Path) -> dict[str, RewriteRecipe]:
         except UsageError as error:
             raise UsageError(f"{origin}: {error}") from None
     return found
-
-
-def _base_tree(study: Study, folder: Path) -> dict[str, Any]:
-    near = folder / study.base
-    path = near if near.is_file() else recipes.find(study.base)
-    return merge(read_toml(path, "recipe"), study.set)
 
 
 def _check_task(study: Study, made: Mapping[str, AnyRecipe]) -> None:

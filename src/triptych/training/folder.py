@@ -48,14 +48,11 @@ def require_place(folder: Path, *, force: bool) -> None:
             "the run among them, and replaces those with the name of a run's file"
         )
     for name in RUN_FILES:
-        if name != "." and (folder / name).exists() and not _is_empty(folder / name):
-            raise UsageError(f"{folder / name} is in the way: give another folder (--out)")
+        place = folder / name
+        if name != "." and place.exists() and not (place.is_dir() and not any(place.iterdir())):
+            raise UsageError(f"{place} is in the way: give another folder (--out)")
     if taken := [path for path in own_files(folder) if path.is_dir()]:
         raise UsageError(f"{taken[0]} is a folder, where a run needs a file: give another folder (--out)")
-
-
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
 
 
 def settings(folder: Path) -> dict[str, Any]:

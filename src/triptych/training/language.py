@@ -186,7 +186,8 @@ def _batches(
     recipe: TextRecipe, tokenizer: Tokenizer, shards: TokenShards, *, shuffle: bool
 ) -> Batches[LanguageBatch]:
     context, within = recipe.model.context, recipe.data.within_documents
-    rows = recipe.training.batch_size if shuffle else _rows_of_validation(recipe)
+    # A validation has batches of about 8,192 tokens. Larger ones are no faster.
+    rows = recipe.training.batch_size if shuffle else max(8192 // context, 1)
     if recipe.task == "language-model":
         return PackedBatches(
             shards,
@@ -221,11 +222,6 @@ def fingerprints_of(recipe: TextRecipe, text: TextOfRun, tokenizer: Tokenizer, m
             "how it is validated (validation, masking)": judged,
         }
     )
-
-
-def _rows_of_validation(recipe: TextRecipe) -> int:
-    """Rows of a batch of about 8,192 tokens. Larger batches are no faster."""
-    return max(8192 // recipe.model.context, 1)
 
 
 def _sampler(recipe: TextRecipe, tokenizer: Tokenizer) -> Callable[[LanguageModel], str] | None:

@@ -234,7 +234,8 @@ class Trainer:
         counters, config = self.counters, self.config
         with closing(ahead(self._batches_from(counters.epoch, counters.batch))) as made:
             for epoch, used, batches in self.throughput.taken(made):
-                if counters.step >= config.max_steps or self._stops_early():
+                stops_early = 0 < config.early_stopping <= counters.validations_since_best
+                if counters.step >= config.max_steps or stops_early:
                     return
                 # Of what is used, not of what is made: a resumed run goes on from here.
                 counters.epoch, counters.batch = epoch, used
@@ -324,9 +325,6 @@ class Trainer:
         if self.config.max_epochs is None:
             return self.config.max_steps
         return min(self.config.max_steps, self.config.max_epochs * self.steps_per_epoch)
-
-    def _stops_early(self) -> bool:
-        return 0 < self.config.early_stopping <= self.counters.validations_since_best
 
     def _validate(self, display: Display) -> None:
         counters = self.counters
