@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "threads": set(),
     "thresholds": set(),
     "toml": {"errors", "storage"},
+    "user_code": {"errors"},  # files of a user's own classes
     "algebra": set(),
     "attention": {"algebra"},  # a layer hands out its forms
     "models": {"attention", "algebra", "storage"},  # algebra: the weights of its layers
@@ -70,6 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "models",
             "opening",
             "rewriting",
+            "storage",  # a checkpoint to fill
             "text",
             "training",
         ),
@@ -94,7 +96,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inspection": {"algebra", "checkpoints", "reports"},
     # what a model does on a text
     "attending": {
-        *("algebra", "attention", "checkpoints", "decoding", "inspection", "models", "opening", "reports"),
+        *("algebra", "attention", "checkpoints", "decoding", "models", "opening", "reports"),
         *("storage", "text"),
     },
     "costing": {"algebra", "attention", "reports"},
@@ -119,7 +121,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("text", "training"),
     },
 }
-FOUNDATION = {"errors", "extras", "files", "launch", "printable", "progress", "threads", "thresholds", "toml"}
+FOUNDATION = {
+    *("errors", "extras", "files", "launch", "printable", "progress", "threads", "thresholds", "toml"),
+    "user_code",
+}
 ABOVE_ALL = {"__main__", "cli", "triptych"}  # the command and the face of the package
 OPTIONAL = {
     "ctranslate2",

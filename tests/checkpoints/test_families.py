@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints.tiny_models import TINY
+from triptych.algebra.cost import writing_cost
 from triptych.algebra.function import attend
+from triptych.algebra.weights import SIDES
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import families
 from triptych.checkpoints.layer import Site
@@ -207,6 +209,37 @@ def test_what_is_read_of_a_layer_is_written_as_it_was_to_the_bit(
         for of, tensor in written.items():
             assert tensor.dtype == checkpoint.tensors.infos[of].dtype
             assert torch.equal(tensor, checkpoint.tensors.read(of)), of
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_map_of_one_head_is_that_of_its_layer_and_an_outline_has_its_shapes(
+    name: str, folder_of: Callable[[str], Path]
+) -> None:
+    if not any(folder_of(name).iterdir()):
+        made(name, folder_of(name))
+    checkpoint = open_checkpoint(folder_of(name), mapped=True)
+    assert isinstance(checkpoint, Checkpoint)
+    for site in checkpoint.sites:
+        layer, outline = checkpoint.read(site), checkpoint.outline(site)
+        weights = layer.weights
+        assert (outline.uses, outline.cache_bytes) == (layer.uses, layer.cache_bytes)
+        assert writing_cost(outline.weights) == writing_cost(weights)
+        assert outline.weights.semantics.beyond(()) == weights.semantics.beyond(())
+        for side in SIDES:
+            whole, shape = weights.multiplied(side), outline.weights.multiplied(side)
+            assert (shape.weight.shape, shape.weight.dtype) == (whole.weight.shape, whole.weight.dtype)
+            alone = checkpoint.place(site).spec.latent is None and not (
+                side == "v" and checkpoint.place(site).spec.value_norm
+            )
+            for head in range(weights.num_heads):
+                found = checkpoint.read_map(site, side, head)
+                assert (found is not None) == alone
+                if found is not None:
+                    copy = head * whole.copies // weights.num_heads
+                    assert torch.equal(found.weight[0], whole.weight[copy])
+                    assert (found.bias is None) == (whole.bias is None)
+                    if found.bias is not None and whole.bias is not None:
+                        assert torch.equal(found.bias[0], whole.bias[copy])
 
 
 def test_every_family_has_a_tiny_model() -> None:

@@ -48,6 +48,26 @@ def test_what_heads_write_for_each_token_is_printed_and_in_json(triptych: Comman
     assert ["cross", "0", "1", record["source_tokens"][0], *cross[0]] in printed
 
 
+def test_one_row_is_shown_step_by_step(triptych: Command, small_run: Path, tmp_path: Path) -> None:
+    call = ("attend", small_run, "Vier.", "--target", "four", "--steps", "cross.1.1:0")
+    steps = load(small_run).attend("Vier.", "four").steps("cross.1", 1, query=0)
+    printed = triptych(*call)
+    assert printed.code == 0, printed.err
+    assert "Direct effect on the next token" in printed.out
+    assert f"{float(steps.weights[0]):.3f}" in printed.out
+    record = json.loads(triptych(*call, "--json").out)
+    assert record["weights"] == pytest.approx(steps.weights.tolist())
+    assert triptych(*call, "--html", tmp_path / "page.html").code == 0
+    assert "Direct effect" in (tmp_path / "page.html").read_text()
+    for wrong, message in (
+        (("--steps", "3"), 'as in "3.2:5"'),
+        (("--steps", "cross.1.1:0", "--heads", "1"), "--steps shows a row of one head"),
+    ):
+        answer = triptych("attend", small_run, "Vier.", *wrong)
+        assert answer.code == 2
+        assert message in answer.err
+
+
 def test_arrays_and_rows_are_written_and_written_again(
     triptych: Command, small_run: Path, tmp_path: Path
 ) -> None:
@@ -64,7 +84,7 @@ def test_a_page_and_pictures_are_written_and_written_again(
     triptych: Command, small_run: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("vl_convert")
-    names = [tmp_path / f"a.{form}" for form in ("html", "svg", "png")]
+    names = [tmp_path / f"a.{form}" for form in ("html", "svg")]
     files = [word for path in names for word in (f"--{path.suffix[1:]}", path)]
     one = ("--kind", "cross", "--layers", "1", "--heads", "0")
     for _ in range(2):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from hub_server import Hub, served, settled
 from triptych.errors import DataError
-from triptych.storage.hub import HubBytes, download_checkpoint, is_hub_id, open_hub
+from triptych.storage.hub import HubBytes, is_hub_id, open_hub
 
 LARGE = torch.randn(400, 1000)
 SMALL = torch.randn(3, 4)
@@ -29,9 +29,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def test_only_the_header_and_what_is_read_are_fetched(hub: Hub) -> None:
-    config, where, tensors = open_hub("someone/model", endpoint=hub.url)
-    assert config == {"model_type": "gpt2"}
-    assert where == "someone/model/config.json"
+    repository = open_hub("someone/model", endpoint=hub.url)
+    assert repository.record == {"model_type": "gpt2"}
+    tensors = repository.tensors()
     assert set(tensors.infos) == {"large", "small"}
     after_header = settled(hub)
     assert after_header < LARGE.nbytes / 2
@@ -47,14 +47,14 @@ def test_shards_of_an_index_are_opened_at_the_same_commit(hub: Hub) -> None:
     save_file({"b": SMALL}, hub.folder / "two.safetensors")
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (hub.folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    _, _, tensors = open_hub("someone/model@main", endpoint=hub.url)
+    tensors = open_hub("someone/model@main", endpoint=hub.url).tensors()
     assert torch.equal(tensors.read("a"), LARGE)
     assert torch.equal(tensors.read("b"), SMALL)
 
 
 def failure(hub: Hub, hub_id: str = "someone/model") -> str:
     with pytest.raises(DataError) as error:
-        open_hub(hub_id, endpoint=hub.url)
+        open_hub(hub_id, endpoint=hub.url).tensors()
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -88,7 +88,7 @@ def test_a_server_without_ranges_is_not_read_whole(hub: Hub) -> None:
 
 
 def test_an_answer_cut_short_is_no_tensor(hub: Hub) -> None:
-    _, _, tensors = open_hub("someone/model", endpoint=hub.url)
+    tensors = open_hub("someone/model", endpoint=hub.url).tensors()
     hub.cut_short = True
     with pytest.raises(DataError, match="came: try again"):
         tensors.read("large")
@@ -97,7 +97,7 @@ def test_an_answer_cut_short_is_no_tensor(hub: Hub) -> None:
 def test_a_hub_that_does_not_answer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(DataError, match="the Hub could not be reached"):
-        open_hub("someone/model", endpoint="http://127.0.0.1:9")
+        open_hub("someone/model", endpoint="http://127.0.0.1:9").tensors()
 
 
 def test_reading_past_the_end_is_refused_here() -> None:
@@ -109,8 +109,8 @@ def refusal(hub: Hub) -> str:
     """Of opening a repository, or else of downloading it."""
 
     def use() -> None:
-        open_hub("someone/model", endpoint=hub.url)
-        download_checkpoint("someone/model", endpoint=hub.url)
+        open_hub("someone/model", endpoint=hub.url).tensors()
+        open_hub("someone/model", endpoint=hub.url).fetch().tensors()
 
     with pytest.raises(DataError) as error:
         use()
@@ -133,14 +133,14 @@ def test_a_hash_or_commit_that_is_a_path_names_no_file(
 
 @pytest.mark.parametrize("said", ["bytes 1-400000/1600208", "bytes 0-9/10", "all of it"])
 def test_an_answer_of_another_range_is_no_tensor(hub: Hub, said: str) -> None:
-    _, _, tensors = open_hub("someone/model", endpoint=hub.url)
+    tensors = open_hub("someone/model", endpoint=hub.url).tensors()
     hub.lies = {"Content-Range": said}
     with pytest.raises(DataError, match=f"asked for bytes .*, the answer is of {said}"):
         tensors.read("large")
 
 
 def test_a_broken_connection_is_taken_up_where_it_broke(hub: Hub) -> None:
-    _, _, tensors = open_hub("someone/model", endpoint=hub.url)
+    tensors = open_hub("someone/model", endpoint=hub.url).tensors()
     hub.breaks = 1
     assert torch.equal(tensors.read("large"), LARGE)
     assert hub.breaks == 0
@@ -161,7 +161,7 @@ def test_an_answer_without_end_is_cut(hub: Hub) -> None:
     hub.instead = zeros_without_end
     assert "and more came" in refusal(hub)
     hub.instead = None
-    _, _, tensors = open_hub("someone/model", endpoint=hub.url)
+    tensors = open_hub("someone/model", endpoint=hub.url).tensors()
     before = settled(hub)
     hub.instead = zeros_without_end
     with pytest.raises(DataError, match="and more came"):
@@ -181,7 +181,7 @@ def test_a_file_without_the_hash_that_the_hub_gives_is_refused_and_not_kept(
     hub: Hub, tmp_path: Path, file: str
 ) -> None:
     if file == "model.safetensors":
-        open_hub("someone/model", endpoint=hub.url)
+        open_hub("someone/model", endpoint=hub.url).tensors()
 
     def flipped(content: bytes) -> Iterable[bytes]:
         yield content[:-1]
@@ -190,10 +190,10 @@ def test_a_file_without_the_hash_that_the_hub_gives_is_refused_and_not_kept(
     hub.instead = flipped
     assert f"{file}: what came has the hash " in refusal(hub)
     sound = [path.read_bytes() for path in hub.folder.iterdir()]
-    kept = [path for path in tmp_path.rglob("cache/**/*") if path.is_file()]
+    kept = [path for path in tmp_path.rglob("cache/**/*") if path.is_file() and "refs" not in path.parts]
     assert all(path.read_bytes() in sound for path in kept)
     hub.instead = None
-    assert (download_checkpoint("someone/model", endpoint=hub.url) / file).is_file()
+    assert (open_hub("someone/model", endpoint=hub.url).fetch() / file).is_file()
 
 
 def test_a_small_file_of_weights_is_compared_with_its_hash(hub: Hub) -> None:
@@ -209,13 +209,13 @@ def test_a_listed_name_that_leads_out_of_the_folder_is_refused(hub: Hub, name: o
     listed = json.dumps({"siblings": [{"rfilename": name}]}).encode()
     hub.instead = lambda content: [listed if content.startswith(b'{"siblings') else content]
     with pytest.raises(DataError, match="is not the name of a file"):
-        download_checkpoint("someone/model", endpoint=hub.url)
+        open_hub("someone/model", endpoint=hub.url).fetch().tensors()
 
 
 def test_a_file_larger_than_the_disk_is_not_begun(hub: Hub) -> None:
     hub.lies, hub.true_answers = {"X-Linked-Size": str(1 << 60)}, 5
     with pytest.raises(DataError, match="GB free: make room"):
-        download_checkpoint("someone/model", endpoint=hub.url)
+        open_hub("someone/model", endpoint=hub.url).fetch().tensors()
 
 
 @pytest.mark.parametrize(

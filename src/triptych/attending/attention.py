@@ -9,8 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from triptych.attending.alignment import align_words, words_of
 from triptych.attending.maps import DenseMap, HeadMap, RowKeeper
 from triptych.attending.page import AttentionPage, ViewedHead, ViewedKind, ViewedLayer, ViewedText, join_pages
+from triptych.attending.steps import HeadSteps
 from triptych.attending.viewing import notebook_html
 from triptych.attention import QueriesAndKeys, WeightBlock
 from triptych.errors import UsageError
@@ -159,6 +161,7 @@ class Attention:
         stacks: of an encoder-decoder "encoder", "decoder" and "cross".
         source_ids: the tokens that the encoder of an encoder-decoder read; None for other models.
         source_tokens: the same, readable.
+        reader: what ran the model.
     """
 
     model: str
@@ -166,29 +169,75 @@ class Attention:
     tokens: tuple[str, ...]
     num_generated: int
     stacks: tuple[Stack, ...]
-    source_ids: tuple[int, ...] | None = None
-    source_tokens: tuple[str, ...] | None = None
+    source_ids: tuple[int, ...] | None
+    source_tokens: tuple[str, ...] | None
+    reader: Reader
 
     def __getitem__(self, place: int | str | tuple[int | str, int]) -> Tensor:
         """The weights of a layer, `[heads, queries, keys]`, or of a head, `[queries, keys]`.
 
-        `attention[3]` and `attention[3, 2]`; of an encoder-decoder `attention["cross.3", 2]`.
+        `attention[3]` and `attention[3, 2]` or `attention["3.2"]`; of an encoder-decoder
+        `attention["cross.3", 2]` or `attention["cross.3.2"]`.
         """
-        layer, head = place if isinstance(place, tuple) else (place, None)
-        found = self._layer(layer)
-        if head is None:
-            return found.weights()
-        found.require_heads([head])
-        return found.weights(heads=[head])[0]
+        _, layer, head = self._place(place)
+        return layer.weights() if head is None else layer.weights(heads=[head])[0]
 
-    def _layer(self, place: int | str) -> LayerAttention:
-        kind, _, number = str(place).rpartition(".")
+    def steps(self, layer: int | str, head: int, query: int = -1) -> HeadSteps:
+        """One row of a head's attention step by step: `attention.steps(3, 2, query=5)`.
+
+        Args:
+            layer: its number; of an encoder-decoder as in `"cross.3"`.
+            head: its number.
+            query: number of the token that looks; the last one if -1.
+
+        Raises:
+            UsageError: no such layer, head or token.
+        """
+        stack, found, _ = self._place((layer, head))
+        text = TextIds(self.ids, self.source_ids, self.num_generated)
+        name = str(found.number) if len(self.stacks) == 1 else f"{stack.kind}.{found.number}"
+        tokens = stack.queries, stack.keys
+        return HeadSteps(self.reader, text, found.call, found.number, head, query, tokens, name)
+
+    def align(self, layer: int | str, head: int) -> list[tuple[str, str]]:
+        """Each word of the translation with the source word that a head of cross-attention looks at most.
+
+        Args:
+            layer: of cross-attention, as in `"cross.3"`.
+            head: its number.
+
+        Raises:
+            UsageError: no such layer or head, or no cross-attention.
+        """
+        stack, found, _ = self._place((layer, head))
+        if stack.kind != "cross" or self.source_ids is None:
+            raise UsageError(f"{self.model}: layer {layer} is no cross-attention, which aligns words")
+        source, target = (
+            words_of(pieces, [token in tokenizer.special_ids for token in ids])
+            for pieces, ids, tokenizer in (
+                (stack.keys, self.source_ids, self.reader.source_tokenizer),
+                (stack.queries, self.ids, self.reader.tokenizer),
+            )
+        )
+        links = align_words(found.weights(heads=[head])[0], source, target) if source else []
+        return [(word.text, source[i].text) for word, i in zip(target, links, strict=False)]
+
+    def _place(self, place: int | str | tuple[int | str, int]) -> tuple[Stack, LayerAttention, int | None]:
+        """A layer with its stack, and a head of it; None for all."""
+        layer, head = place if isinstance(place, tuple) else (place, None)
+        parts = str(layer).split(".")
+        kind = "" if parts[0].lstrip("-").isdigit() else parts.pop(0)
+        if head is None and len(parts) == 2 and parts[1].isdigit():
+            head = int(parts.pop())
+        if len(parts) != 1 or not parts[0].lstrip("-").isdigit():
+            raise UsageError(f'"{layer}" is no place: write a layer as 3 or cross.3, a head as 3.2')
         if not kind and len(self.stacks) > 1:
-            names = ", ".join(f"{stack.kind}.{place}" for stack in self.stacks)
-            raise UsageError(f"layer {place} could be {names}: give one of these")
-        if not number.lstrip("-").isdigit():
-            raise UsageError(f'"{place}" is no layer: write 3, or cross.3')
-        return (self.of(kind) if kind else self.stacks[0]).layer(int(number))
+            names = ", ".join(f"{stack.kind}.{layer}" for stack in self.stacks)
+            raise UsageError(f"{layer} could be {names}: give one of these")
+        stack = self.of(kind) if kind else self.stacks[0]
+        found = stack.layer(int(parts[0]))
+        found.require_heads(None if head is None else [head])
+        return stack, found, head
 
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
@@ -455,4 +504,5 @@ def _of_row(reader: Reader, text: TextIds, calls: Sequence[LayerCall], row: int)
         tuple(stacks),
         text.source,
         None if text.source is None else tuple(reader.source_tokenizer.pieces(text.source)),
+        reader,
     )

@@ -14,31 +14,26 @@ from typing import final
 
 from torch import Tensor
 
+from triptych.algebra.weights import Link, Side
 from triptych.checkpoints.attention_spec import AttentionSpec
 from triptych.checkpoints.family import Family, family_of, half_of
 from triptych.checkpoints.fields import not_followed, require_known_kinds, sees_both_ways
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site, SourceVisitor, T
-from triptych.checkpoints.own import OwnModel, is_own
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.checkpoints.own import OwnModel
 from triptych.checkpoints.place import Place
 from triptych.checkpoints.positions import stored_angles
 from triptych.checkpoints.reading import LayerReader
-from triptych.checkpoints.unknown import work_out_family
+from triptych.checkpoints.source import Source, find_source
+from triptych.checkpoints.unknown import LOOKS_LIKE_ATTENTION, refuse_unknown
 from triptych.errors import ConfigurationWarning, DataError, UsageError
-from triptych.storage.hub import download_model, is_hub_id, open_hub
 from triptych.storage.quantised import dequantised
 from triptych.storage.settings import Settings
-from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors
-from triptych.storage.untrusted import read_json, shown
+from triptych.storage.tensors import SAFETENSORS, Tensors
+from triptych.storage.untrusted import shown
 
-# A tensor with such a name, and in no layer that is known, may be attention that nobody told us of.
-_LOOKS_LIKE_ATTENTION = re.compile(
-    r"attn|attention|(^|[._])(q|k|v|qkv|kv)(_?(proj|lin|a_proj|b_proj))?\.(weight|bias)$|query|key_value|Wqkv",
-    re.I,
-)
 _BORROWS = "a layer whose keys and values are those of an earlier one, made of what that one reads"
 _LONGEST_SAID = 1 << 40
 _MOST_LAYERS = 10_000  # that a configuration may say before the tensors are asked
-_GUESSED = "names and shapes"
 _HALVES = ("encoder", "decoder")
 _LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"
 
@@ -61,17 +56,20 @@ class Checkpoint(AttentionSource):
         self.absent = ()
         self._borrowing: list[str] = []
         self._places = {place.site: place for place in self._find()}
-        self.warnings = () if known_by == _GUESSED else self._not_followed()
+        self.warnings = self._not_followed()
         self.sites = tuple(self._places)
         self.unread = {}
         self.num_tensors = len(tensors.infos)
         self.left_over = self._account()
 
-    def accept(self, visitor: SourceVisitor[T]) -> T:
-        return visitor.visit_checkpoint(self)
-
     def read(self, site: Site) -> AttentionLayer:
         return LayerReader(self._places[site], self.tensors).read()
+
+    def outline(self, site: Site) -> AttentionLayer:
+        return LayerReader(self._places[site], self.tensors, outline=True).read()
+
+    def read_map(self, site: Site, side: Side, head: int) -> Link | None:
+        return LayerReader(self._places[site], self.tensors).read_map(side, head)
 
     def holding(self, tensors: Mapping[str, Tensor]) -> "Checkpoint":
         """The same checkpoint with some of its tensors in memory, or others in their place."""
@@ -223,7 +221,7 @@ class Checkpoint(AttentionSource):
 
     def _looks_like_attention(self, name: str) -> bool:
         """By its name, and by being more than a row: a norm beside attention is often named after it."""
-        return len(self.tensors.infos[name].shape) > 1 and bool(_LOOKS_LIKE_ATTENTION.search(name))
+        return len(self.tensors.infos[name].shape) > 1 and bool(LOOKS_LIKE_ATTENTION.search(name))
 
     def _account(self) -> tuple[str, ...]:
         """Every tensor is in a layer's module, or known, or looks like no attention."""
@@ -261,48 +259,36 @@ class Checkpoint(AttentionSource):
 
 
 def open_checkpoint(
-    path: Path | str, family: Family | None = None, *, mapped: bool = False
+    source: Source | Path | str, family: Family | None = None, *, mapped: bool = False
 ) -> AttentionSource:
-    """Open a checkpoint: a folder, a tensor file beside its `config.json`, a run of ours, or one of the Hub.
+    """The attention layers of a source.
 
     A `ConfigurationWarning` says which fields of the configuration are set and not followed.
     """
-    opened = _opened(path, family, mapped)
+    opened = _opened(find_source(source), family, mapped)
     for said in opened.warnings:
         warnings.warn(said, ConfigurationWarning, stacklevel=2)
     return opened
 
 
-def _opened(path: Path | str, family: Family | None, mapped: bool) -> AttentionSource:
-    if not Path(path).exists() and is_hub_id(str(path)):
-        record, where, tensors = open_hub(str(path))
-        if is_own(record):
-            _require_no_family(path, family)
-            return OwnModel.read_folder(download_model(str(path)), str(path))
-    else:
-        path = Path(path)
-        config = (path if path.is_dir() else path.parent) / "config.json"
-        if path.exists() and not config.exists():
-            raise DataError(
-                f"{path}: config.json is missing: the tensors alone do not tell the number of heads"
-            )
-        tensors = open_tensors(path, mapped=mapped)
-        record, where = read_json(config), str(config)
-        if is_own(record):
-            _require_no_family(path, family)
-            if path.is_file() and path.name != SAFETENSORS:
-                raise UsageError(f"{path}: the weights of a run are in {SAFETENSORS}: give its folder")
-            return OwnModel.read_folder(path if path.is_dir() else path.parent)
-    settings = Settings(record, where)
+def _opened(source: Source, family: Family | None, mapped: bool) -> AttentionSource:
+    if source.is_own:
+        if family is not None:
+            raise UsageError(f"{source.name} is a run: leave out --family")
+        if source.path.is_file() and source.path.name != SAFETENSORS:
+            raise UsageError(f"{source.name}: the weights of a run are in {SAFETENSORS}: give its folder")
+        return OwnModel.read_folder(source.folder, source.name)
+    tensors = source.tensors(mapped=mapped)
+    settings = Settings(dict(source.record), source.where)
     tensors = dequantised(tensors, settings)
     how_known = "as told"
     if family is None:
         model_type = settings.value("model_type")
         family, how_known = family_of(str(model_type)), f"model_type {model_type!r}"
-    if family is None:
-        family, how_known = work_out_family(settings, tensors, str(path)), _GUESSED
-    family = _with_half_alone(family, settings, tensors, str(path))
-    return Checkpoint(str(path), family, settings, tensors, how_known)
+        if family is None:
+            refuse_unknown(settings, tensors, source.name)
+    family = _with_half_alone(family, settings, tensors, source.name)
+    return Checkpoint(source.name, family, settings, tensors, how_known)
 
 
 def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name: str) -> Family:
@@ -328,9 +314,3 @@ def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name:
             f"and architectures says {shown(named)}"
         )
     return half_of(family, fitting[0])
-
-
-def _require_no_family(path: Path | str, family: Family | None) -> None:
-    """Of a run of ours."""
-    if family is not None:
-        raise UsageError(f"{path} is a run: leave out --family")

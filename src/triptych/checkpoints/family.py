@@ -108,6 +108,8 @@ def read_family(path: Path) -> Family:
         family = Family.model_validate(_expanded(record, path.stem))
         for spec in family.attention:
             _try_names(spec)
+            if any("?" in said for said in (spec.at, spec.q, spec.k, spec.v, spec.o, *spec.expressions())):
+                raise DataError(f'{path}: complete each "?" first')
         return family
     except ValidationError as error:
         first = error.errors()[0]

@@ -2,9 +2,6 @@
 
 Of a family in a file `transformers` is followed. What its class of the model reads, the family reads, or says
 that it does not (`ignored`); what is not among its fields changes nothing there, and nothing here.
-
-Of a checkpoint that no family file knows, every field counts: it is one of those listed here, or the
-checkpoint is refused.
 """
 
 import re
@@ -93,7 +90,7 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
             f"{settings.where}: {listed(strange)} {are} of {family.name} in transformers: "
             "not followed, here or there"
         )
-    elif strange := [path for path in strange if path not in _NAMES["understood"]]:
+    elif strange := [path for path in strange if path not in _NAMES["sizes"]]:
         yield f"{settings.where}: {family.name} does not say what {listed(strange)} does: not followed"
 
 
@@ -154,22 +151,6 @@ def is_turned_round(spec: AttentionSpec, settings: Settings) -> bool:
     """Whether `is_causal` makes a causal layer one that sees both sides."""
     heeded = spec.kind == "causal" and all(ignored.field != "is_causal" for ignored in spec.ignored)
     return heeded and settings.value("is_causal") is False
-
-
-def not_understood(record: Mapping[str, Any], path: str = "") -> list[str]:
-    """The fields of a configuration of which it is not known that they leave attention alone, as paths."""
-    found = []
-    for name, value in record.items():
-        if value is None or _is_harmless(name) or name in _NAMES["understood"]:
-            continue
-        if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
-            found += [f"{path}{name}.{own}" for own in value if own not in _NAMES["rope"]]
-            continue
-        if name == "layer_types" and isinstance(value, list) and {*map(str, value)} <= {"full_attention"}:
-            continue
-        if name not in _AS_USUAL or value not in _AS_USUAL[name]:
-            found.append(path + name)
-    return found
 
 
 def _is_harmless(name: str) -> bool:

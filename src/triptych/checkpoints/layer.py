@@ -3,11 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, final
+from typing import Literal, final
 
-from triptych.algebra.weights import AttentionWeights, Norm
-
-T = TypeVar("T")
+from triptych.algebra.weights import AttentionWeights, Link, Norm, Side
 
 
 @final
@@ -79,18 +77,6 @@ class AttentionLayer:
         return self.weights.dtype.itemsize if cached else 0
 
 
-class SourceVisitor(ABC, Generic[T]):
-    """An operation that differs between the kinds of sources; `AttentionSource.accept` calls one method."""
-
-    @abstractmethod
-    def visit_checkpoint(self, source: Any) -> T:
-        """The operation on a `Checkpoint`, in another library's format."""
-
-    @abstractmethod
-    def visit_own(self, source: Any) -> T:
-        """The operation on an `OwnModel`, in our own format."""
-
-
 class AttentionSource(ABC):
     """Something with attention layers, of which one is read at a time.
 
@@ -117,12 +103,16 @@ class AttentionSource(ABC):
     warnings: tuple[str, ...] = ()
 
     @abstractmethod
-    def accept(self, visitor: SourceVisitor[T]) -> T:
-        """Call the visitor's method for this kind of source, and return its result."""
-
-    @abstractmethod
     def read(self, site: Site) -> AttentionLayer:
         """Read one attention layer."""
+
+    def outline(self, site: Site) -> AttentionLayer:
+        """What `read` gives, with weights without numbers where these would have to be fetched."""
+        return self.read(site)
+
+    def read_map(self, site: Site, side: Side, head: int) -> Link | None:
+        """The map of one head; None where all of the layer has to be read for it."""
+        return None
 
     @abstractmethod
     def bytes_of(self, site: Site) -> int:

@@ -14,11 +14,11 @@ from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.layer import Site
 from triptych.checkpoints.model_map import encoder_decoder_map, model_map
+from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.tensor_maps import Shape
 from triptych.errors import DataError, UsageError
 from triptych.models.encoder_decoder import EncoderDecoder
 from triptych.models.language_model import LanguageModel
-from triptych.storage.hub import download_checkpoint, is_hub_id
 from triptych.storage.tensors import Tensors
 
 
@@ -43,30 +43,28 @@ class LoadedModel:
 
 
 def load_language_model(
-    path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    path: Source | Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> LoadedModel:
     """The model of a checkpoint, computing what `transformers` computes of it.
 
     Weights are mapped from safetensors files, not copied, where dtype and layout allow: the files must stay
     as they are while the model is in use.
     """
-    name = str(path)
-    checkpoint, path = _opened(path, dtype)
+    checkpoint, folder = _opened(path, dtype)
     model = read_model(checkpoint, dtype).to(device)
-    folder = path if path.is_dir() else path.parent
-    return LoadedModel(model, name, checkpoint.family.name, checkpoint.settings.record, folder)
+    return LoadedModel(model, checkpoint.name, checkpoint.family.name, checkpoint.settings.record, folder)
 
 
-def _opened(path: Path | str, dtype: torch.dtype | None) -> tuple[Checkpoint, Path]:
+def _opened(path: Source | Path | str, dtype: torch.dtype | None) -> tuple[Checkpoint, Path]:
     """A checkpoint whose tensors are mapped, and where its files lie."""
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {dtype} cannot be run in: give float32, bfloat16 or float16")
-    name, on_hub = str(path), not Path(path).exists() and is_hub_id(str(path))
-    path = download_checkpoint(name) if on_hub else Path(path)
-    checkpoint = open_checkpoint(path, mapped=True)
+    source = find_source(path)
+    folder = source.settings_folder  # what is on the Hub is fetched whole: all of it is read
+    checkpoint = open_checkpoint(source, mapped=True)
     if not isinstance(checkpoint, Checkpoint):
-        raise UsageError(f"{name} is a run of triptych, and no checkpoint of another library")
-    return checkpoint, path
+        raise UsageError(f"{source.name} is a run of triptych, and no checkpoint of another library")
+    return checkpoint, folder
 
 
 def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LanguageModel:
@@ -74,18 +72,18 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Lang
     found = model_map(checkpoint)
     dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
     attention = [read_attention(checkpoint, site, dtype) for site in found.sites]
-    with torch.device("meta"), _Undrawn():
+    with torch.device("meta"), Undrawn():
         model = LanguageModel(found.architecture, attention)
     for name, tensor in found.tensors.read(_taking(checkpoint.tensors, dtype)).items():
         _hold(model, name, tensor)
     head = model.head
     if head is not None and head.config.tied:
         head.output.weight = model.embeddings.table.weight
-    return _off_meta(model).eval()
+    return off_meta(model).eval()
 
 
 def load_encoder_decoder(
-    path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    path: Source | Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> EncoderDecoder:
     """The encoder and the decoder of a checkpoint, computing what `transformers` computes of them.
 
@@ -103,13 +101,13 @@ def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = Non
         [read_attention(checkpoint, site, dtype) for site in sites]
         for sites in (found.encoder, found.decoder, found.cross)
     )
-    with torch.device("meta"), _Undrawn():
+    with torch.device("meta"), Undrawn():
         model = EncoderDecoder(found.architecture, encoder, zip(decoder, cross, strict=True), found.pad_id)
     for name, tensor in found.tensors.read(_taking(checkpoint.tensors, dtype)).items():
         _hold(model, name, tensor)
     if found.architecture.tied:
         model.output.weight = model.tgt_embedding.weight
-    return _off_meta(model).eval()
+    return off_meta(model).eval()
 
 
 def read_attention(checkpoint: Checkpoint, site: Site, dtype: torch.dtype) -> MultiHeadAttention:
@@ -122,7 +120,7 @@ def read_attention(checkpoint: Checkpoint, site: Site, dtype: torch.dtype) -> Mu
 
 
 @final
-class _Undrawn(TorchFunctionMode):
+class Undrawn(TorchFunctionMode):
     """Draws no initial numbers: on the "meta" device that would import 800 modules of torch, 70 MB."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,7 +149,7 @@ def _hold(model: nn.Module, name: str, tensor: Tensor) -> None:
 _Model = TypeVar("_Model", LanguageModel, EncoderDecoder)
 
 
-def _off_meta(model: _Model) -> _Model:
+def off_meta(model: _Model) -> _Model:
     """The model, with buffers that begin empty, as tables of sines that grow, where tensors have memory."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

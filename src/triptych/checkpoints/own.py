@@ -1,24 +1,19 @@
 """A model of ours as a checkpoint to look into."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, InputNorms, Site, SourceVisitor, T
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, InputNorms, Site
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.architecture import EmbeddingsConfig, LanguageModelArchitecture
 from triptych.models.sites import attention_sites, attention_weights, input_norms
 from triptych.models.storage import read_own_model
 
 _LONGEST = 2048  # tokens, where a model says nothing
-
-
-def is_own(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is one that we write."""
-    return "format" in config and isinstance(config.get("model"), dict)
 
 
 @final
@@ -59,9 +54,6 @@ class OwnModel(AttentionSource):
     def read_folder(cls, folder: Path, name: str | None = None) -> "OwnModel":
         """The model in a folder of ours, read whole: they are not large."""
         return cls(read_own_model(folder), name or str(folder))
-
-    def accept(self, visitor: SourceVisitor[T]) -> T:
-        return visitor.visit_own(self)
 
     def read(self, site: Site) -> AttentionLayer:
         weights = self._weights[self._names[site]]

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
-from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm
+from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
 from triptych.checkpoints.families import hook_of
 from triptych.checkpoints.fields import is_turned_round
+from triptych.checkpoints.hook import Hook
 from triptych.checkpoints.layer import AttentionLayer, InputNorms
 from triptych.checkpoints.layer_map import LayerMap, layer_map, norm_tensors, tensor_names
 from triptych.checkpoints.place import Place
 from triptych.checkpoints.positions import read_bias, read_rotary, stored_angles, table_names
 from triptych.checkpoints.specs import Choice, NormSpec
-from triptych.checkpoints.tensor_maps import Shape
+from triptych.checkpoints.tensor_maps import Parts, Shape
 from triptych.errors import DataError
 from triptych.storage.tensors import Tensors
 
@@ -29,8 +30,12 @@ from triptych.storage.tensors import Tensors
 class LayerReader:
     """Reads one layer of a family."""
 
-    def __init__(self, place: Place, tensors: Tensors) -> None:
+    def __init__(self, place: Place, tensors: Tensors, *, outline: bool = False) -> None:
+        """With `outline`, maps and norms are made on the "meta" device, and no byte of them is read."""
         self.place, self.tensors = place, tensors
+        hook = hook_of(place.spec.hook)
+        # Positions that are made of the maps need their numbers.
+        self._outline = outline and (hook is None or type(hook).bias is Hook.bias)
         self._read_names: list[str] = []
         self._dtype = self._common_dtype()
 
@@ -67,10 +72,36 @@ class LayerReader:
             weights,
             tuple(self._read_names),
             max(1, int(place.number(spec.uses))),
-            self._inputs(q, k, norm),
+            InputNorms() if self._outline else self._inputs(q, k, norm),
             embedded_positions=kind if kind in ("sinusoidal", "learned") else "none",
             fixed=spec.unwritten,
         )
+
+    def read_map(self, side: Side, head: int) -> Link | None:
+        """The map of one head and its bytes alone; None where it is made of more than a part of a tensor."""
+        spec, infos = self.place.spec, self.tensors.infos
+        if spec.latent or (side == "v" and spec.value_norm):
+            return None
+        parts, stored = next((entry for entry in self.map.entries.items() if side in entry[0]), ((), None))
+        if stored is None or len(stored.names) != 1 or stored.names[0] not in infos:
+            return None
+        (name,) = stored.names
+        shape = infos[name].shape
+        if stored.shape is not None:
+            require_shape(self._of(name), [*shape], [*stored.shape])
+        # The steps between stored tensors and ours move rows, or columns: they move their numbers alike.
+        dim = int(spec.transposed != (side == "o"))
+        numbers = torch.arange(shape[dim])
+        found: Parts = [numbers[None] if dim else numbers[:, None]]
+        for step in stored.steps:
+            found = step.read(found)
+        copies = found[parts.index(side)]
+        place = head * len(copies) // self.place.sizes.heads
+        part = self._checked(name, self.tensors.read_part(name, dim, copies[place].flatten().tolist()))
+        biases = (entry for entry in self.map.entries.items() if f"{side}.bias" in entry[0])
+        bias = next((own.read(self.take)[names.index(f"{side}.bias")] for names, own in biases), None)
+        bias = None if bias is None or side == "o" else bias[place, None]
+        return Link((part if spec.transposed else part.mT)[None], bias)
 
     @cached_property
     def map(self) -> LayerMap:
@@ -98,16 +129,19 @@ class LayerReader:
         first = replace(link("kv_down"), norm=HeadNorm(eps, channels=rank))
         up = link("kv_up", parts["kv_gain"]).weight
         plain = width - turned
-        k_up = torch.zeros(heads, rank + turned, width, dtype=up.dtype)
+        k_up = up.new_zeros(heads, rank + turned, width)
         k_up[:, :rank, :plain] = up[..., :plain]
-        k_up[:, rank:, plain:] = torch.eye(turned, dtype=up.dtype).expand(heads, turned, turned)
+        k_up[:, rank:, plain:] = torch.eye(turned, dtype=up.dtype, device=up.device).expand(
+            heads, turned, turned
+        )
         v_up = torch.cat([up[..., plain:], up.new_zeros(heads, turned, value)], dim=1)
         return q, (first, Link(k_up)), (first, Link(v_up)), (Link(parts["o"]),)
 
     def _normalised_values(self, v: Chain) -> Chain:
         """Values that are normalised head by head: a norm between their map and one that changes nothing."""
         (link,) = v
-        eye = torch.eye(link.d_out, dtype=link.weight.dtype).expand(link.copies, -1, -1)
+        eye = torch.eye(link.d_out, dtype=link.weight.dtype, device=link.weight.device)
+        eye = eye.expand(link.copies, -1, -1)
         norm = HeadNorm(self.place.number(self.place.spec.value_norm))
         return replace(link, norm=norm), Link(eye, learned=False)
 
@@ -291,13 +325,20 @@ class LayerReader:
         """A tensor in the dtype of all of the layer."""
         if name not in self.tensors.infos:
             raise DataError(f"{self.tensors.name}: there is no tensor {name}")
-        tensor = self.tensors.read(name)
+        tensor = self._on_meta(name) if self._outline and name in self.map.names else self.tensors.read(name)
         if shape is not None:
             require_shape(self._of(name), [*tensor.shape], [*shape])
+        self._read_names.append(name)
+        return self._checked(name, tensor)
+
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             raise DataError(f"{self._of(name)}: its dtype {tensor.dtype} is an unknown quantisation")
-        self._read_names.append(name)
         return tensor if self._dtype is None else tensor.to(self._dtype)
+
+    def _on_meta(self, name: str) -> Tensor:
+        info = self.tensors.infos[name]
+        return torch.empty(info.shape, dtype=info.dtype, device="meta")
 
     def _common_dtype(self) -> torch.dtype | None:
         """The narrowest that holds all floating numbers of the layer: maps and norms may differ."""

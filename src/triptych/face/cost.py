@@ -63,8 +63,8 @@ def cost_of(name: str, layers: Sequence[Layer], source: AttentionSource) -> Mode
     """Count what each layer costs; layers that run several times count for each."""
     found = []
     for layer, site in zip(layers, source.sites, strict=True):
-        read = source.read(site)
-        cost = writing_cost(layer.weights)
+        read = source.outline(site)
+        cost = writing_cost(layer.outline)
         found.append(
             LayerCost(
                 layer.name,

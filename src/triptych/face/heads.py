@@ -1,6 +1,6 @@
 """Layers and heads of a model, as a person holds them: matrices, the two forms, and what stands between."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
@@ -15,7 +15,7 @@ from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import fold_norm
 from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
-from triptych.checkpoints.layer import AttentionLayer
+from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.errors import UsageError
 
 
@@ -113,6 +113,11 @@ class Head:
         """The head as a layer of one head, with the norm that the layer reads; its tensors are views."""
         return _one_head(self.layer.weights, self.number) if self._own is None else self._own
 
+    @cached_property
+    def _outline(self) -> AttentionWeights:
+        """As `weights`, for what the shapes tell."""
+        return _one_head(self.layer.outline, self.number) if self._own is None else self._own
+
     @property
     def W_Q(self) -> Float[Tensor, "d_model d_k"]:
         """To the query: `[d_model, d_k]`."""
@@ -149,12 +154,12 @@ class Head:
     @property
     def d_k(self) -> int:
         """Width of queries and keys."""
-        return self.W_Q.shape[1]
+        return self._outline.multiplied("q").d_out
 
     @property
     def d_v(self) -> int:
         """Width of values."""
-        return self.W_V.shape[1]
+        return self._outline.multiplied("v").d_out
 
     @property
     def qk(self) -> BilinearForm | RotaryForm:
@@ -170,7 +175,7 @@ class Head:
                 f"head {self.name}: {found[0]} stands between the maps and the scores, so W_QK is no one "
                 "form: W_Q and W_K are the maps themselves"
             )
-        rotary = self.weights.semantics.rotary
+        rotary = self._outline.semantics.rotary
         return BilinearForm(self.W_Q, self.W_K) if rotary is None else RotaryForm(self.W_Q, self.W_K, rotary)
 
     @property
@@ -190,9 +195,9 @@ class Head:
     @property
     def between(self) -> list[str]:
         """What decides the output besides the maps: rotary positions, QK-norm, a soft cap, and the like."""
-        found = self.weights.semantics.beyond(("scale", "kind", "dropout"))
+        found = self._outline.semantics.beyond(("scale", "kind", "dropout"))
         for sides, word in (("qk", _NORM_WITHIN_QK), ("v", _NORM_WITHIN_V)):
-            links = [link for side in sides for link in self.weights.chain(side)]  # type: ignore[arg-type]
+            links = [link for side in sides for link in self._outline.chain(side)]  # type: ignore[arg-type]
             if any(link.norm is not None for link in links):
                 found.append(word)
         return found
@@ -200,7 +205,7 @@ class Head:
     @property
     def group(self) -> tuple[int, ...]:
         """The heads of the layer that share keys and values with this one, itself among them."""
-        weights = self.layer.weights
+        weights = self.layer.outline
         size = weights.num_heads // max(weights.num_key_heads, weights.num_value_heads)
         first = self.number // size * size
         return tuple(range(first, first + size))
@@ -221,7 +226,8 @@ class Head:
         return Head(self.layer, self.number, fold_norm(slots.to(torch.float64)).weights.to(slots.dtype))
 
     def _map(self, side: Side) -> Link:
-        return self.weights.multiplied(side)
+        found = None if self._own is not None else self.layer.read_map(side, self.number)
+        return self.weights.multiplied(side) if found is None else found
 
     def _bias(self, side: Side) -> Tensor | None:
         bias = self._map(side).bias
@@ -230,24 +236,25 @@ class Head:
     def __repr__(self) -> str:
         group = "" if len(self.group) == 1 else f", keys and values shared with heads {_range(self.group)}"
         between = f"\n  between: {', '.join(self.between)}" if self.between else ""
-        biases = [f"b_{side.upper()}" for side in ("q", "k", "v") if self._bias(side) is not None]
+        shapes, first = self._shapes(), next(self._outline.tensors())
+        biases = [f"b_{side.upper()}" for side in _SIDES if self._outline.multiplied(side).bias is not None]
         return (
             f"Head {self.name} of {self.layer.model}{group}\n"
-            f"  {'  '.join(f'{name} {_shape(getattr(self, name))}' for name in _MAPS)}"
+            f"  {'  '.join(f'{name} {shape}' for name, shape in shapes)}"
             + (f"  with {', '.join(biases)}" if biases else "")
-            + f" ({_dtype(self.W_Q)}){between}"
+            + f" ({_dtype(first)}){between}"
         )
 
     def _repr_html_(self) -> str:
-        rows = [
-            (name, _shape(part))
-            for name, part in zip(_MAPS, (self.W_Q, self.W_K, self.W_V, self.W_O), strict=True)
-        ]
-        rows += [("between", ", ".join(self.between) or "nothing")]
+        rows = [*self._shapes(), ("between", ", ".join(self.between) or "nothing")]
         return table_html(f"Head {self.name}", rows)
 
+    def _shapes(self) -> list[tuple[str, str]]:
+        maps = ((side, self._outline.multiplied(side).weight[0]) for side in SIDES)
+        return [(f"W_{side.upper()}", _shape(part)) for side, part in maps]
 
-_MAPS = "W_Q", "W_K", "W_V", "W_O"
+
+_SIDES: tuple[Side, ...] = ("q", "k", "v")
 _NORM_WITHIN_QK, _NORM_WITHIN_V = (
     "a norm within the map of queries or keys",
     "a norm within the map of values",
@@ -270,31 +277,37 @@ class Layer:
 
     borrows: str | None = None
 
-    def __init__(self, name: str, model: str, kind: str, read: Callable[[], AttentionLayer]) -> None:
-        self.name, self.model, self.kind, self._read = name, model, kind, read
+    def __init__(self, name: str, source: AttentionSource, site: Site) -> None:
+        self.name, self.model, self.kind = name, source.name, site.kind
+        self._source, self._site = source, site
 
     @cached_property
-    def _layer(self) -> AttentionLayer:
-        return self._read()
-
-    @property
     def weights(self) -> AttentionWeights:
         """All maps as chains of factors, what is shared and what is not, and what stands between."""
-        return self._layer.weights
+        return self._source.read(self._site).weights
+
+    @cached_property
+    def outline(self) -> AttentionWeights:
+        """The same without numbers, for what the shapes tell."""
+        return self.__dict__.get("weights") or self._source.outline(self._site).weights
+
+    def read_map(self, side: Side, head: int) -> Link | None:
+        """The map of one head by itself; None where all of the layer is read, or has to be."""
+        return None if "weights" in self.__dict__ else self._source.read_map(self._site, side, head)
 
     @property
     def num_heads(self) -> int:
-        return self.weights.num_heads
+        return self.outline.num_heads
 
     @property
     def num_kv_heads(self) -> int:
         """Number of different key or value maps."""
-        return max(self.weights.num_key_heads, self.weights.num_value_heads)
+        return max(self.outline.num_key_heads, self.outline.num_value_heads)
 
     @property
     def d_model(self) -> int:
         """Width of the residual stream."""
-        return self.weights.d_model
+        return self.outline.d_model
 
     @property
     def heads(self) -> tuple[Head, ...]:
@@ -359,7 +372,7 @@ class Layer:
         return Head(self, number % self.num_heads)
 
     def __repr__(self) -> str:
-        weights = self.weights
+        weights = self.outline
         groups = f" ({self.num_kv_heads} of keys and values)" if self.num_kv_heads != self.num_heads else ""
         between = f"\n  between: {', '.join(self.between)}" if self.between else ""
         d_k, d_v = weights.multiplied("q").d_out, weights.multiplied("v").d_out
@@ -373,7 +386,7 @@ class Layer:
         rows = [
             (
                 f"head {head.number}",
-                "  ".join(_shape(part) for part in (head.W_Q, head.W_K, head.W_V, head.W_O)),
+                "  ".join(shape for _, shape in head._shapes()),
             )
             for head in self.heads
         ]

@@ -6,24 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, final
 
 import torch
-from torch import nn
 
+from triptych.algebra.weights import Link, Side
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site, SourceVisitor, T
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel
+from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages
 from triptych.decoding import Precision
 from triptych.engines import EngineName
-from triptych.errors import DataError, TriptychError, UsageError
+from triptych.errors import TriptychError, UsageError
 from triptych.face.changes import Change
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.device import find_device
-from triptych.opening import OpenedModel, Source, find_source, is_on_hub, open_model
+from triptych.opening import OpenedModel, open_model
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer
 
 
@@ -34,7 +34,7 @@ class Options:
 
     device: str = "auto"
     dtype: torch.dtype | None = None
-    tokenizer: str | Path | None = None
+    tokenizer: Any = None
     languages: Languages | None = None
     engine: EngineName = "triptych"
     precision: Precision = "fp32"
@@ -48,14 +48,14 @@ class Opened:
 
     Attributes:
         name: as it was given, or what a module is called.
-        place: a path, or a name on the Hub.
+        source: its files; None for a module of ours.
         options: how it is run.
         module: a model of ours in memory, in the place of files.
-        temporary: the folder that goes with it: the files of a model that was in memory, or rewritten.
+        temporary: the folder of a rewritten model that goes with it.
     """
 
     name: str
-    place: str | Path
+    source: Source | None
     options: Options
     module: LanguageModel | EncoderDecoder | None = None
     temporary: Path | None = None
@@ -69,14 +69,19 @@ class Opened:
         """The attention layers; weights are read when a layer is asked for."""
         if self.module is not None:
             return OwnModel(self.module, self.name)
-        return open_checkpoint(self.place, self.options.family, mapped=True)
+        return open_checkpoint(self.files, self.options.family, mapped=True)
 
-    @cached_property
-    def source(self) -> Source:
-        """The files, on this machine."""
-        if self.module is not None:
-            raise UsageError(f"{self.name} is a module in memory and has no files")
-        return find_source(self.place)
+    @property
+    def files(self) -> Source:
+        """The files."""
+        if self.source is None:
+            raise UsageError(f"{self.name} is a module in memory and has no files: save it first")
+        return self.source
+
+    @property
+    def where(self) -> str:
+        """Where it was found."""
+        return "memory" if self.source is None else self.source.where.removesuffix("/config.json")
 
     @cached_property
     def model(self) -> OpenedModel:
@@ -84,7 +89,7 @@ class Opened:
         options = self.options
         if self.module is None:
             device = "cpu" if options.engine != "triptych" else options.device
-            return open_model(self.source, device, options.dtype, options.languages)
+            return open_model(self.files, device, options.dtype, options.languages)
         if options.tokenizer is None:
             raise UsageError(f"{self.name} has no tokenizer: load(module, tokenizer=FOLDER) reads texts")
         folder = Path(options.tokenizer)
@@ -96,11 +101,6 @@ class Opened:
         )
         return OpenedModel(self.name, folder, module, tokenizers)
 
-    @property
-    def folder(self) -> Path:
-        """The folder of the files; of the Hub, fetched."""
-        return self.source.folder
-
     @cached_property
     def why_not_run(self) -> str:
         """Why the model cannot be run; "" if it can."""
@@ -111,36 +111,12 @@ class Opened:
         return ""
 
 
-def open_anything(source: object, options: Options) -> Opened:
-    """Find what a source is, without reading weights."""
-    if isinstance(source, str | Path):
-        if not Path(source).exists() and not is_on_hub(source):
-            raise DataError(
-                f"{source}: there is no such file or folder, and it is no name on the Hub (owner/name)"
-            )
-        return Opened(str(source), source if isinstance(source, Path) else str(source), options)
+def open_source(source: object, options: Options, *, offline: bool = False) -> Opened:
+    """What a source is, without its weights."""
     if isinstance(source, LanguageModel | EncoderDecoder):
-        return Opened(f"a module ({type(source).__name__})", "", options, module=source)
-    if isinstance(source, nn.Module) and hasattr(source, "save_pretrained"):
-        return _of_transformers(source, options)
-    raise UsageError(
-        f"a {type(source).__name__} is no model: give a folder, a name on the Hub, a transformers model, or "
-        "a model of triptych"
-    )
-
-
-def _of_transformers(module: Any, options: Options) -> Opened:
-    """A model of `transformers`: written to a temporary folder in its own format, which is then opened."""
-    folder = Path(mkdtemp(prefix="triptych-"))
-    name = str(getattr(module, "name_or_path", "") or type(module).__name__)
-    opened = Opened(name, folder, options, temporary=folder)
-    try:
-        module.save_pretrained(folder)
-        if options.tokenizer is not None and hasattr(options.tokenizer, "save_pretrained"):
-            options.tokenizer.save_pretrained(folder)
-    except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
-        raise DataError(f"{type(module).__name__}: transformers cannot write it: {error}") from error
-    return opened
+        return Opened(f"a module ({type(source).__name__})", None, options, module=source)
+    found = find_source(source, tokenizer=options.tokenizer, offline=offline)
+    return Opened(found.name, found, options)
 
 
 @final
@@ -153,15 +129,21 @@ class ChangedSource(AttentionSource):
         self.sites, self.num_tensors, self.left_over = source.sites, source.num_tensors, source.left_over
         self.unread, self.absent, self.warnings = source.unread, source.absent, source.warnings
 
-    def accept(self, visitor: SourceVisitor[T]) -> T:
-        return self._source.accept(visitor)
-
     def read(self, site: Site) -> AttentionLayer:
         layer, number = self._source.read(site), self.sites.index(site)
         for change in self._changes:
             if change.changes_layer(number):
                 layer = replace(layer, weights=change.of_weights(number, layer.weights))
         return layer
+
+    def outline(self, site: Site) -> AttentionLayer:
+        return self.read(site) if self._is_changed(site) else self._source.outline(site)
+
+    def read_map(self, site: Site, side: Side, head: int) -> Link | None:
+        return None if self._is_changed(site) else self._source.read_map(site, side, head)
+
+    def _is_changed(self, site: Site) -> bool:
+        return any(change.changes_layer(self.sites.index(site)) for change in self._changes)
 
     def bytes_of(self, site: Site) -> int:
         return self._source.bytes_of(site)

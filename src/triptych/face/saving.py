@@ -32,7 +32,7 @@ def save_unchanged(opened: Opened, target: Path) -> None:
             )
         write_folder(_free(target), lambda folder: write_model(opened.module, folder))  # type: ignore[arg-type]
         return
-    source = opened.source
+    source = opened.files
     require_place(source.folder, target)
     if source.is_own or (source.folder / CERTIFICATE).is_file():
         write_folder(target, lambda folder: _copy(source.folder, folder))
@@ -56,7 +56,7 @@ def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Cha
         if any(change.changes_layer(number) for change in changes)
     ]
     steering = [change for change in changes if isinstance(change, Steering)]
-    require_place(opened.folder, target)
+    require_place(opened.files.folder, target)
     if isinstance(source, OwnModel):
         new = with_attention(
             source.model, {site.module: changed.read(site).weights.without_norms() for _, site in touched}
@@ -66,7 +66,7 @@ def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Cha
             change.into_weights(new)
 
         def fill(folder: Path) -> None:
-            copy_run(opened.folder, folder)
+            copy_run(opened.files.folder, folder)
             write_model(new, folder)
 
         write_folder(target, fill)
@@ -85,7 +85,7 @@ def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Cha
         for change in steering:
             change.into_weights(steered)
         tensors |= dict(changed_tensors(steered, source))
-    with torch.no_grad(), FolderCopy(opened.source.path, target) as copy:
+    with torch.no_grad(), FolderCopy(opened.files.path, target) as copy:
         copy.write_shards(tensors.get)
         copy.write_beside(settings)
         copy.finish()

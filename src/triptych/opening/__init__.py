@@ -1,6 +1,6 @@
 """Opening a model: what a source is, its model with tokenizers, and one reader that runs it on texts.
 
-`find_source` decides what a path or a name is. `open_model` makes an `OpenedModel` of it. A `Reader` turns
+`open_model` makes an `OpenedModel` of a source. A `Reader` turns
 texts into token ids, runs the model, and records what its layers were given (`Recording`): attention pages,
 rewrites that look at a text, and the activations of `Model.run` all read that one record.
 """
@@ -15,7 +15,8 @@ from triptych.opening.reader import (
     record_calls,
     require_text,
 )
-from triptych.opening.source import Source, find_source, is_on_hub
+from triptych.opening.text_model import Seen, TextModel, Window, first_line, read_pairs, read_whole_text
+from triptych.opening.transformers_models import TransformersModel, open_text_model, why_not_run
 
 __all__ = [
     "AttentionKind",
@@ -23,13 +24,19 @@ __all__ = [
     "OpenedModel",
     "Reader",
     "Recording",
-    "Source",
+    "Seen",
     "TextIds",
-    "find_source",
-    "is_on_hub",
+    "TextModel",
+    "TransformersModel",
+    "Window",
+    "first_line",
     "open_language_model",
     "open_model",
+    "open_text_model",
     "open_translator",
+    "read_pairs",
+    "read_whole_text",
     "record_calls",
     "require_text",
+    "why_not_run",
 ]

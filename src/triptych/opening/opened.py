@@ -11,8 +11,8 @@ import torch
 from pydantic import ValidationError
 
 from triptych.algebra.forms import are_finite
-from triptych.checkpoints import read_marian
 from triptych.checkpoints.models import load_encoder_decoder, load_language_model
+from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages, read_translator
 from triptych.decoding import Precision, SearchOptions, Stop, TextGenerator, Translator
 from triptych.decoding.text_generator import check_vocabulary
@@ -21,8 +21,6 @@ from triptych.files import write_text
 from triptych.models import EncoderDecoder, LanguageModel, write_model
 from triptych.models.device import find_device
 from triptych.models.storage import read_own_model
-from triptych.opening.source import Source, find_source
-from triptych.storage.tensors import open_tensors
 from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited, shown
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
 from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
@@ -38,7 +36,6 @@ class OpenedModel:
         name: the path or the name on the Hub that was given.
         folder: where its files lie.
         model: in evaluation mode.
-        tokenizer: of what the model reads and predicts; of an encoder-decoder the target's.
         recipe: of a run that translates; None for others.
         end_ids: tokens that end a text, as the checkpoint's configuration has them.
         start_id: the token that an encoder-decoder's decoder reads first.
@@ -50,7 +47,7 @@ class OpenedModel:
         name: str,
         folder: Path,
         model: LanguageModel | EncoderDecoder,
-        tokenizers: Tokenizer | TokenizerPair,
+        tokenizers: Tokenizer | TokenizerPair | None,
         *,
         recipe: Recipe | None = None,
         decoding: DecodingConfig | None = None,
@@ -61,12 +58,21 @@ class OpenedModel:
         self.name, self.folder, self.model, self._tokenizers = name, folder, model, tokenizers
         self.unsearched = unsearched
         self.recipe, self._decoding, self.end_ids = recipe, decoding, end_ids
-        if isinstance(tokenizers, TokenizerPair):
-            self.tokenizer: Tokenizer = tokenizers.target
-            start_id = tokenizers.target.rules.start[0] if start_id is None else start_id
-        else:
-            self.tokenizer = tokenizers
+        if isinstance(tokenizers, TokenizerPair) and start_id is None:
+            start_id = tokenizers.target.rules.start[0]
         self.start_id = start_id
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model can read a text, and not only token ids."""
+        return self._tokenizers is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of what the model reads and predicts; of an encoder-decoder the target's."""
+        if self._tokenizers is None:
+            raise DataError(f"a text cannot be read: the folder of {self.name} has no {TOKENIZER}")
+        return self._tokenizers.target if isinstance(self._tokenizers, TokenizerPair) else self._tokenizers
 
     @property
     def translates(self) -> bool:
@@ -191,7 +197,7 @@ def open_model(
     languages: Languages | None = None,
 ) -> OpenedModel:
     """The model of a run, of a converted one, of a checkpoint of another library, or of the Hub."""
-    found = source if isinstance(source, Source) else find_source(source)
+    found = find_source(source)
     opened = _opened(found, find_device(device), dtype, languages)
     _require_finite(found, opened.model)
     return opened
@@ -210,7 +216,7 @@ def _opened(
         return _others_translator(found, where, dtype, languages)
     if languages is not None:
         raise UsageError(f"{found.name} does not translate: leave out --languages")
-    loaded = load_language_model(found.path, where, dtype)
+    loaded = load_language_model(found, where, dtype)
     tokenizer = load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
     return OpenedModel(
         found.name,
@@ -226,7 +232,7 @@ def _require_finite(source: Source, model: LanguageModel | EncoderDecoder) -> No
     broken = next((name for name, part in model.named_parameters() if not are_finite(part)), None)
     if broken is None:
         return
-    tensors = open_tensors(source.path, mapped=True)
+    tensors = source.tensors(mapped=True)
     for name, info in tensors.infos.items():
         if info.dtype.is_floating_point and not are_finite(tensor := tensors.read(name)):
             count = int((~tensor.isfinite()).sum())
@@ -290,8 +296,11 @@ def _own_translator(source: Source) -> OpenedModel:
 
 
 def _own_language_model(source: Source) -> OpenedModel:
-    model, tokenizer = read_own_model(source.folder), read_tokenizer(source.folder / TOKENIZER)
+    model = read_own_model(source.folder)
     assert isinstance(model, LanguageModel), "its configuration says so"
+    if not (source.folder / TOKENIZER).exists():
+        return OpenedModel(source.name, source.folder, model, None)
+    tokenizer = read_tokenizer(source.folder / TOKENIZER)
     if tokenizer.vocab_size != model.vocab_size:
         raise DataError(
             f"{source.folder}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model "
@@ -305,24 +314,16 @@ def _others_translator(
     source: Source, device: torch.device, dtype: torch.dtype | None, languages: Languages | None
 ) -> OpenedModel:
     folder = source.folder
-    stops: dict[str, str] = {}
-    if source.record.get("model_type") == "marian" and languages is None:
-        marian = read_marian(folder)
-        model, tokenizers = marian.model.to(device, dtype), marian.tokenizers
-        num_beams, alpha = marian.num_beams, marian.length_penalty
-    else:
-        try:
-            found = read_translator(folder, device, languages)
-        except (DataError, UsageError) as error:
-            if languages is not None:
-                raise
-            return _unsearched(source, device, dtype, error)
-        model, tokenizers = found.model.to(dtype=dtype), found.tokenizers
-        num_beams, alpha = found.num_beams, found.length_penalty
-        stops = {"stop": "full"} if found.stops_when_full else {}
-    beams = {} if num_beams is None else {"beam_size": num_beams}
-    decoding = DecodingConfig.model_validate({**beams, **stops, "alpha": alpha})
-    return OpenedModel(source.name, folder, model, tokenizers, decoding=decoding)
+    try:
+        found = read_translator(folder, device, languages)
+    except (DataError, UsageError) as error:
+        if languages is not None or source.record.get("model_type") == "marian":
+            raise
+        return _unsearched(source, device, dtype, error)
+    beams = {} if found.num_beams is None else {"beam_size": found.num_beams}
+    stops = {"stop": "full"} if found.stops_when_full else {}
+    decoding = DecodingConfig.model_validate({**beams, **stops, "alpha": found.length_penalty})
+    return OpenedModel(source.name, folder, found.model.to(dtype=dtype), found.tokenizers, decoding=decoding)
 
 
 def _unsearched(
@@ -332,9 +333,10 @@ def _unsearched(
     start_id = source.record.get("decoder_start_token_id")
     if not isinstance(start_id, int):
         raise why
-    model = load_encoder_decoder(source.folder, device, dtype)
-    tokenizer = load_tokenizer(source.folder, vocab_size=model.src_vocab_size)
-    return OpenedModel(source.name, source.folder, model, tokenizer, start_id=start_id, unsearched=why)
+    model = load_encoder_decoder(source, device, dtype)
+    folder = source.settings_folder
+    tokenizer = load_tokenizer(folder, vocab_size=model.src_vocab_size)
+    return OpenedModel(source.name, folder, model, tokenizer, start_id=start_id, unsearched=why)
 
 
 def _read_decoding(path: Path) -> DecodingConfig:

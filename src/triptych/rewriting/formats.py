@@ -12,7 +12,7 @@ import torch
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site, SourceVisitor
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.norm_readers import NormSite, norm_sites
 from triptych.checkpoints.own import OwnModel
 from triptych.checkpoints.place import MapSizes
@@ -157,8 +157,10 @@ class FolderFormat(Format):
         one_group = here._replace(heads=half, groups=1 if grouped else half)
         narrower = here._replace(width=max(1, here.width // 2), value_width=max(1, here.value_width // 2))
         ways = {
-            "fewer heads (--prune N, with --kv-heads 1)" if grouped else "fewer heads (--prune N)": one_group,
-            "fewer key-value heads (--kv-heads N)": here._replace(groups=1),
+            "fewer heads (prune_heads, with merge_kv_heads)"
+            if grouped
+            else "fewer heads (prune_heads)": one_group,
+            "fewer key-value heads (merge_kv_heads)": here._replace(groups=1),
             "narrower heads, all of one width (--rank N)": narrower,
         }
         free = [
@@ -258,18 +260,12 @@ class RunFormat(Format):
         yield from _other_left_out(certificate, left_out)
 
 
-@final
-class _FormatOf(SourceVisitor[Format]):
-    def visit_checkpoint(self, source: Checkpoint) -> Format:
-        return FolderFormat(source)
-
-    def visit_own(self, source: OwnModel) -> Format:
-        return RunFormat(source)
-
-
 def format_of(source: AttentionSource) -> Format:
     """The storage format of an opened checkpoint."""
-    return source.accept(_FormatOf())
+    if isinstance(source, OwnModel):
+        return RunFormat(source)
+    assert isinstance(source, Checkpoint)
+    return FolderFormat(source)
 
 
 def _was_changed(certificate: Certificate, name: str) -> bool:

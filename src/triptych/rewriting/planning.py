@@ -15,8 +15,9 @@ from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.writing import WrittenLayer
-from triptych.errors import DataError, UsageError
+from triptych.errors import UsageError
 from triptych.rewriting.calibration import gather_moments
 from triptych.rewriting.certificate import (
     Cost,
@@ -30,7 +31,6 @@ from triptych.rewriting.layers import RewrittenLayer, rewrite_layer, rewritten_p
 from triptych.rewriting.other_norms import OtherNorms
 from triptych.rewriting.parts import shape_of
 from triptych.rewriting.recipe import RewriteRecipe, require_calibration
-from triptych.storage.hub import download_checkpoint, is_hub_id
 
 
 @final
@@ -218,26 +218,18 @@ def total_costs(costs: Sequence[Costs]) -> Costs:
     return Costs(*(total(of_one) for of_one in zip(*costs, strict=True)))
 
 
-def local_folder(checkpoint: str) -> Path:
-    """The folder of a checkpoint; one of the Hub (`owner/name`, `gpt2`) is fetched into its cache first."""
-    path = Path(checkpoint)
-    if path.is_dir():
-        return path
+def local_folder(checkpoint: Source | str) -> Path:
+    """The folder of a checkpoint; one of the Hub is fetched into its cache first."""
+    path = find_source(checkpoint).path
     if path.is_file():
         raise UsageError(f"{path} is one file of a checkpoint: give its folder")
-    if is_hub_id(checkpoint):
-        return download_checkpoint(checkpoint)
-    raise DataError(f"{path}: there is no such folder, and it is not a name on the Hub (owner/name)")
+    return path
 
 
-def resize_kv_heads(there: int, num_kv_heads: int) -> str:
-    """The name of the rewrite to a number of key-value heads: merging, or repeating if there are fewer."""
-    return "repeat_kv_heads" if num_kv_heads > there else "merge_kv_heads"
-
-
-def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
+def plan_rewrite(checkpoint: Source | str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
     """Compute what a rewrite would do, without writing anything."""
-    folder = local_folder(checkpoint)
+    files = find_source(checkpoint)
+    folder = local_folder(files)
     source = open_checkpoint(folder, family)
     prepared = prepare(source, folder, recipe)
     layers, all_costs, folded = [], [], set[Site]()
@@ -264,7 +256,7 @@ def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | Non
     if turned or padded:
         notes |= dict.fromkeys(form.note_on_padding())
     return Plan(
-        source=checkpoint,
+        source=files.name,
         family=source.written_as,
         layers=tuple(layers),
         norms=prepared.norms.records(folded.__contains__),

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -33,13 +33,15 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 )
 
 from triptych.errors import DataError
-from triptych.files import write_atomically
+from triptych.files import write_atomically, write_bytes
 from triptych.launch import speaks
 from triptych.storage.tensors import SAFETENSORS, SAFETENSORS_INDEX, Safetensors, Tensors, from_index, of_one
 from triptych.storage.untrusted import (
     LONGEST_JSON,
     LONGEST_TOKENIZER,
     Bytes,
+    LocalBytes,
+    MappedBytes,
     parsed_json,
     read_json,
     shown,
@@ -75,79 +77,69 @@ def is_hub_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
-def open_hub(hub_id: str, endpoint: str | None = None) -> tuple[dict[str, Any], str, Tensors]:
-    """Open a repository on the Hub: its configuration, where it came from, and its tensors.
+def open_hub(hub_id: str, endpoint: str | None = None, *, offline: bool = False) -> "Repository":
+    """Open one commit of a repository on the Hub.
 
-    Everything is read from one commit. Private and gated repositories need the token of `hf auth login` or
-    HF_TOKEN.
+    Private and gated repositories need the token of `hf auth login` or HF_TOKEN. Offline, and with
+    HF_HUB_OFFLINE, everything comes from the cache of `huggingface_hub`.
     """
-    repo = _repository(hub_id, endpoint)
-    config = repo.download("config.json")
-    assert config is not None  # asked for before
-    settings = read_json(config)
-    index = repo.download(SAFETENSORS_INDEX)
-    if index is None:
-        tensors = of_one(Safetensors(repo.open(SAFETENSORS)))
-    else:
-        where = f"{hub_id}/{SAFETENSORS_INDEX}"
-        tensors = from_index(read_json(index), where, hub_id, lambda shard: Safetensors(repo.open(shard)))
-    return settings, f"{hub_id}/config.json", tensors
-
-
-def download_model(hub_id: str, endpoint: str | None = None) -> Path:
-    """Download the configuration and the weights of one commit of a repository; returns the folder."""
-    repo = _repository(hub_id, endpoint)
-    found = [repo.download(file) for file in ("config.json", SAFETENSORS)]
-    if found[0] is None or found[1] is None:
-        raise DataError(f"{hub_id}: it has no {SAFETENSORS}, which a run of ours has its weights in")
-    return found[0].parent
-
-
-def download_checkpoint(hub_id: str, endpoint: str | None = None) -> Path:
-    """Download the configuration, tokenizer and safetensors of one commit; returns the folder.
-
-    Weights in other formats (such as pickled ones) and code are not downloaded.
-    """
-    repo = _repository(hub_id, endpoint)
-    if repo.download(SAFETENSORS_INDEX) is None:
-        repo.open(SAFETENSORS)  # an error, before anything large is fetched
-    others = [f"{folder}/*" for folder in _OTHER_FORMATS]
-    for file in filter_repo_objects(repo.files(), allow_patterns=[*_WHOLE], ignore_patterns=others):
-        if repo.download(file) is None:
-            raise DataError(f"{hub_id}: the Hub lists {shown(file)}, and does not have it: try again")
-    return repo.folder
-
-
-def _repository(hub_id: str, endpoint: str | None) -> "_Repository":
     match = _ID.fullmatch(hub_id)
     if match is None:
         raise DataError(f"{hub_id} is neither a path nor a name on the Hub (owner/name)")
-    return _Repository(match["repo"], match["revision"], endpoint)
+    return Repository(match["repo"], match["revision"], endpoint, offline or constants.HF_HUB_OFFLINE)
 
 
 @final
-class _Repository:
+class Repository:
     """One commit of a repository.
 
     Attributes:
         folder: where its files are put: a snapshot in the cache of `huggingface_hub`.
+        record: its configuration.
     """
 
-    def __init__(self, name: str, revision: str | None, endpoint: str | None) -> None:
-        self.name, self.endpoint = name, endpoint
-        found = self._look("config.json", revision)
-        if found is None:
-            raise DataError(f"{name}: there is no config.json, which has the number of heads")
-        _, self.revision = found
+    def __init__(self, name: str, revision: str | None, endpoint: str | None, offline: bool) -> None:
+        self.name, self.endpoint, self.offline = name, endpoint, offline
         self._cache = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
+        self.revision = self._kept_commit(revision) if offline else self._commit(revision)
         self.folder = self._cache / "snapshots" / self.revision
+        config = self.download("config.json")
+        if config is None:
+            raise DataError(f"{name}: there is no config.json, which has the number of heads")
+        self.record = read_json(config)
+
+    def tensors(self, *, mapped: bool = False) -> Tensors:
+        """Its tensors: of files that were fetched before from the disk, of others by their bytes' range."""
+
+        def opened(file: str) -> Safetensors:
+            return Safetensors(self.open(file, mapped=mapped))
+
+        index = self.download(SAFETENSORS_INDEX)
+        if index is None:
+            return of_one(opened(SAFETENSORS))
+        return from_index(read_json(index), f"{self.name}/{SAFETENSORS_INDEX}", self.name, opened)
+
+    def fetch(self) -> Path:
+        """Download configuration, tokenizer and safetensors; returns the folder.
+
+        Weights in other formats (such as pickled ones) and code are not downloaded.
+        """
+        if self.download(SAFETENSORS_INDEX) is None:
+            self.open(SAFETENSORS)  # an error, before anything large is fetched
+        if self.offline:
+            return self.folder
+        others = [f"{folder}/*" for folder in _OTHER_FORMATS]
+        for file in filter_repo_objects(self.files(), allow_patterns=[*_WHOLE], ignore_patterns=others):
+            if self.download(file) is None:
+                raise DataError(f"{self.name}: the Hub lists {shown(file)}, and does not have it: try again")
+        return self.folder
 
     def download(self, file: str) -> Path | None:
         """Download a file or take it from the cache; None if the repository does not have it."""
         place = self.folder / file
         if place.is_file():
             return place
-        if (found := self._look(file, self.revision)) is None:
+        if self.offline or (found := self._look(file, self.revision)) is None:
             return None
         there, _ = found
         with _explained(self.name):
@@ -165,8 +157,12 @@ class _Repository:
                 shutil.copyfile(blob, place)
         return place
 
-    def open(self, file: str) -> "HubBytes":
+    def open(self, file: str, *, mapped: bool = False) -> Bytes:
         """Open a large file. Only its size is fetched."""
+        if (place := self.folder / file).is_file():
+            return MappedBytes(place) if mapped else LocalBytes(place)
+        if self.offline:
+            raise DataError(f"{self.name}: {file} is not in {self._cache}, and no connection is asked for")
         if (found := self._look(file, self.revision)) is None:
             raise DataError(f"{self.name} has no {file}: only safetensors are read from the Hub")
         return found[0]
@@ -185,6 +181,31 @@ class _Repository:
                 raise DataError(f"{where}: {shown(name)} is not the name of a file")
             names.append(name)
         return names
+
+    def _commit(self, revision: str | None) -> str:
+        """The commit that a revision stands for, which is remembered for a time without a connection."""
+        found = self._look("config.json", revision)
+        if found is None:
+            raise DataError(f"{self.name}: there is no config.json, which has the number of heads")
+        (_, commit), wanted = found, revision or constants.DEFAULT_REVISION
+        kept = self._cache / "refs" / wanted
+        if wanted != commit and stays_in_folder(wanted):
+            with suppress(OSError):
+                if not kept.is_file() or kept.read_text() != commit:
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    write_bytes(kept, commit.encode())
+        return commit
+
+    def _kept_commit(self, revision: str | None) -> str:
+        wanted = revision or constants.DEFAULT_REVISION
+        kept = self._cache / "refs" / wanted
+        commit = kept.read_text().strip() if stays_in_folder(wanted) and kept.is_file() else wanted
+        if _COMMIT.fullmatch(commit) is None or not (self._cache / "snapshots" / commit).is_dir():
+            raise DataError(
+                f"{self.name}: no such path, and it is not in {constants.HF_HUB_CACHE}: load it once with a "
+                "connection (offline=False, no HF_HUB_OFFLINE)"
+            )
+        return commit
 
     def _look(self, file: str, revision: str | None) -> tuple["HubBytes", str] | None:
         """A file and its commit, by what the Hub says of them; None if it does not have the file."""

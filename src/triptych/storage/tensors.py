@@ -12,7 +12,7 @@ import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, takewhile
 from math import prod
@@ -96,6 +96,10 @@ class TensorFile(ABC):
     def read(self, name: str) -> Tensor:
         """Read a tensor as it is stored."""
 
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read some rows of a tensor."""
+        return self.read(name)[start:stop]
+
     def packed_as(self, name: str) -> str:
         """The quantisation format of a tensor; "" for plain tensors."""
         return ""
@@ -125,11 +129,21 @@ class Safetensors(TensorFile):
         self._refuse_overlaps()
 
     def read(self, name: str) -> Tensor:
-        info, start = self.infos[name], self._places[name]
-        if info.num_bytes == 0:
-            return torch.empty(info.shape, dtype=info.dtype)
-        found = self._source.read(self.data_start + start, info.num_bytes)
-        return torch.frombuffer(found, dtype=info.dtype).reshape(info.shape)
+        info = self.infos[name]
+        return self._numbers(name, 0, info.num_bytes).reshape(info.shape)
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        rows, *rest = self.infos[name].shape
+        stop = min(stop, rows)
+        width = self.infos[name].num_bytes // max(rows, 1)
+        return self._numbers(name, start * width, (stop - start) * width).reshape(stop - start, *rest)
+
+    def _numbers(self, name: str, first: int, num_bytes: int) -> Tensor:
+        dtype = self.infos[name].dtype
+        if num_bytes == 0:
+            return torch.empty(0, dtype=dtype)
+        found = self._source.read(self.start(name) + first, num_bytes)
+        return torch.frombuffer(found, dtype=dtype)
 
     def start(self, name: str) -> int:
         """The offset of a tensor's bytes in the file."""
@@ -273,6 +287,19 @@ class Tensors:
     def read(self, name: str) -> Tensor:
         """Read a tensor as it is stored."""
         return self._files[name].read(name)
+
+    def read_part(self, name: str, dim: int, places: Sequence[int]) -> Tensor:
+        """Read some rows (`dim` 0) or columns (1) of a matrix: of rows nothing else is fetched."""
+        if dim:
+            return self.read(name)[:, list(places)]
+        file, runs = self._files[name], list[tuple[int, int]]()
+        for place in places:
+            if runs and runs[-1][1] == place:
+                runs[-1] = runs[-1][0], place + 1
+            else:
+                runs.append((place, place + 1))
+        parts = [file.read_rows(name, start, stop) for start, stop in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def packed_as(self, name: str) -> str:
         """The quantisation format of a tensor; "" if it is stored as plain numbers."""

@@ -14,6 +14,7 @@ from typing import Any, final
 
 from pydantic import BaseModel, ConfigDict
 
+from triptych import user_code
 from triptych.decoding import evaluate_translations
 from triptych.errors import DataError
 from triptych.files import write_text
@@ -53,6 +54,7 @@ class Job(BaseModel):
     test: CorpusSpec | None = None  # pairs whose source is translated; None for nothing
     test_sentences: int | None = None  # how many of them, from the start; all if None
     heads: bool = True  # whether the heads of the trained model are measured
+    code: tuple[Path, ...] = ()  # files of classes that recipes name
 
 
 @final
@@ -80,6 +82,8 @@ def read_result(path: Path) -> Result | None:
 
 def work(job: Job) -> int:
     """Train or rewrite, and measure."""
+    for path in job.code:
+        user_code.use_code(path)
     return _train(job) if job.rewrite_of is None else _rewrite(job, job.rewrite_of)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triptych.checkpoints.own import is_own
+from triptych.checkpoints.source import is_own
 from triptych.errors import DataError, UsageError
 from triptych.models.storage import OwnModel
 from triptych.storage.untrusted import read_json
