@@ -56,7 +56,7 @@ def test_another_purpose_and_changed_code_train_anew(tmp_path: Path, monkeypatch
     training(SPEC, TEXTS, purpose="another")
     assert training.times == 2
     code = tmp_path / "training.py"
-    monkeypatch.setattr(training, "_CODE", (code,))
+    monkeypatch.setattr("triptych.text.training._CODE", (code,))
     for times, text in ((3, "as it was"), (3, "as it was"), (4, "changed")):
         code.write_text(text)
         training(SPEC, TEXTS)
