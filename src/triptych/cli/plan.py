@@ -1,6 +1,5 @@
 """`triptych plan`."""
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from typing import Annotated, Any
 import triptych
 from triptych import recipes
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, print_whole
+from triptych.cli.terminal import Terminal, print_json, print_whole
 from triptych.errors import UsageError
 from triptych.reports import Table
 from triptych.training import read_recipe
@@ -63,7 +62,7 @@ def plan(
     cluster = Cluster(device_memory=memory, **devices, **given)
     planned = triptych.plan(read_recipe(recipes.find(recipe), overrides), cluster)
     if as_json:
-        print(json.dumps(planned.figures(), allow_nan=False))
+        print_json(planned.figures())
         return
     console = Terminal()
     for line in _setting(planned):
