@@ -1,5 +1,6 @@
 """The operation, its masks and positions, the cache, and the ways to write a head."""
 
+from triptych.algebra.semantics import Scores
 from triptych.attention.cache import AttentionCache, DecoderCache, LayerCache
 from triptych.attention.checks import check_qk_norm, check_sizes
 from triptych.attention.four_way import four_way_attention
@@ -41,6 +42,8 @@ from triptych.attention.projections import (
     Parameterisation,
     PerHead,
     Projections,
+    ScaledOutside,
+    ScalePlace,
     Shared,
     Slices,
     Stacked,
@@ -51,6 +54,7 @@ from triptych.attention.projections import (
     parameterisation_of,
 )
 from triptych.attention.queries_keys import QueriesAndKeys, WeightBlock
+from triptych.attention.scores import scores_class, scores_name
 from triptych.attention.steps import ACTIVATIONS, Activation, LayerSteps, Tap
 
 __all__ = [
@@ -95,6 +99,9 @@ __all__ = [
     "Projections",
     "QueriesAndKeys",
     "RotaryPositions",
+    "ScalePlace",
+    "ScaledOutside",
+    "Scores",
     "Shared",
     "SinusoidalPositions",
     "Slices",
@@ -113,5 +120,7 @@ __all__ = [
     "parameterisation",
     "parameterisation_class",
     "parameterisation_of",
+    "scores_class",
+    "scores_name",
     "sinusoidal",
 ]

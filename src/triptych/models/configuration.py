@@ -3,9 +3,18 @@
 import dataclasses
 import difflib
 import math
+from collections.abc import Callable
 from typing import Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from triptych import user_code
@@ -15,10 +24,14 @@ from triptych.attention import (
     MultiHeadAttention,
     Parameterisation,
     RotaryPositions,
+    ScaledOutside,
+    ScalePlace,
     check_qk_norm,
     check_sizes,
     parameterisation,
     parameterisation_class,
+    scores_class,
+    scores_name,
 )
 from triptych.models.architecture import (
     BlockConfig,
@@ -45,6 +58,10 @@ class AttentionConfig(BaseModel):
         projections: how the heads are written, one of `PARAMETERISATIONS`, or `FILE.py:CLASS` for a class of
             your own (docs/own-attention.md); its options (`d_k`, `num_kv_heads`, `q_bias` …: the fields of
             its class) are keys of this table too.
+        scores: how queries and keys are compared: "dot", their product over √d_k; "cosine", their cosine
+            times √d_k and a learned number of each head; "additive", `v · tanh(q + k)` with a learned vector
+            of each head; or `FILE.py:CLASS` for scores of your own (docs/own-attention.md).
+        scale: where 1/√d_k stands: "inside" the softmax, or "outside", `softmax(QKᵀ)·V/√d_k`; for "dot".
         num_heads: number of query heads.
         dropout: probability that an attention weight is dropped while training.
         qk_norm: whether queries and keys are normalised before they meet; of language models only.
@@ -55,6 +72,8 @@ class AttentionConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     projections: str = "factored"
+    scores: str = "dot"
+    scale: ScalePlace = "inside"
     num_heads: int | None = Field(None, ge=1, le=_WIDEST, strict=True)
     dropout: float = Field(0.0, ge=0, lt=1)
     qk_norm: bool = False
@@ -79,13 +98,41 @@ class AttentionConfig(BaseModel):
                 raise ValueError(f"{name}: {error.errors()[0]['msg']}, not {value!r}") from None
         return self
 
+    @model_validator(mode="after")
+    def _scores_fit(self) -> "AttentionConfig":
+        if self.scores not in ("dot", "cosine"):
+            scores_class(self.scores)
+        if self.scale == "outside" and self.scores != "dot":
+            raise ValueError(
+                f"scale is 'outside', but scores = {self.scores!r} are no products: leave it out"
+            )
+        if self.scores == "cosine" and self.qk_norm:
+            raise ValueError("qk_norm is true, but cosine scores normalise queries and keys: leave it out")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """Without options that no older run has: what a run is resumed by must stay the same."""
+        found = handler(self)
+        for name, usual in (("scores", "dot"), ("scale", "inside")):
+            if found.get(name) == usual:
+                del found[name]
+        return found
+
     @classmethod
     def of(cls, layer: MultiHeadAttention) -> "AttentionConfig":
         """The configuration that gives such a layer."""
         chosen, semantics = layer.parameterisation, layer.semantics
         if user_code.is_own(chosen.name) and parameterisation_class(chosen.name) is not type(chosen):
             raise ValueError(f"{chosen.name} has changed since the layer was made: open the model again")
-        beside = {"qk_norm": semantics.qk_norm, "output_gate": semantics.gate is not None}
+        scores = scores_name(semantics)
+        beside: dict[str, Any] = {
+            "scores": scores,
+            "qk_norm": semantics.qk_norm and scores != "cosine",
+            "output_gate": semantics.gate is not None,
+        }
+        if isinstance(chosen, ScaledOutside):
+            chosen, beside["scale"] = chosen.inner, "outside"
         options = {
             field.name: getattr(chosen, field.name)
             for field in dataclasses.fields(chosen)
@@ -122,7 +169,16 @@ class AttentionConfig(BaseModel):
             positions=positions,
             qk_norm=self.qk_norm,
             output_gate=self.output_gate,
+            scores=self.scores,
+            scale=self.scale,
         )
+
+    def check(self, d_model: int, num_heads: int, positions: AttentionPositions | None) -> None:
+        """Check that such a layer could be built."""
+        chosen = self.parameterisation()
+        check_sizes(d_model, self.num_heads or num_heads, chosen, positions, self.scores)
+        if self.qk_norm or self.scores == "cosine":
+            check_qk_norm(chosen)
 
 
 def _options(projections: str) -> dict[str, Any]:
@@ -280,7 +336,7 @@ class ModelConfig(BaseModel):
             (self.cross_sites(), None),
         ):
             for site in stack:
-                check_sizes(self.d_model, site.num_heads or self.num_heads, site.parameterisation(), places)
+                site.check(self.d_model, self.num_heads, places)
                 for name in ("qk_norm", "output_gate"):
                     if getattr(site, name):
                         reason = "and encoder-decoder models have none: leave it out"
@@ -391,14 +447,7 @@ class LanguageModelConfig(BaseModel):
     def _sites_fit(self) -> "LanguageModelConfig":
         _check_layers("attention_in_layer", self.attention_in_layer, self.num_layers)
         for site in self.sites():
-            check_sizes(
-                self.d_model,
-                site.num_heads or self.num_heads,
-                site.parameterisation(),
-                self.positions.in_attention(),
-            )
-            if site.qk_norm:
-                check_qk_norm(site.parameterisation())
+            site.check(self.d_model, self.num_heads, self.positions.in_attention())
         if self.positions.scheme == "learned" and self.positions.max_tokens < self.context:
             raise ValueError(
                 f"positions.max_tokens is {self.positions.max_tokens}: a context of {self.context} "

@@ -170,6 +170,8 @@ def _require_no_more(name: str, given: Semantics, own: Semantics) -> None:
         and given.gate.tensors().keys() == own.gate.tensors().keys()
     ):
         held.add("gate")
+    if type(given.scores) is type(own.scores):
+        held.add("scores")
     found = given.beyond(held)
     if found:
         raise ValueError(

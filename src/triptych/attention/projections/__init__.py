@@ -6,10 +6,11 @@ The contract suite tests whatever `PARAMETERISATIONS` names.
 import dataclasses
 import difflib
 import math
+from dataclasses import replace
 
 from triptych import user_code
 from triptych.algebra.cost import Route
-from triptych.algebra.weights import SIDES, AttentionWeights
+from triptych.algebra.weights import SIDES, AttentionWeights, standard_scale
 from triptych.attention.four_way import FOUR_WAY_IS_NO_LAYER
 from triptych.attention.projections.abstract import (
     LayerSizes,
@@ -33,6 +34,8 @@ from triptych.attention.projections.table import (
     IdentityValue,
     KeyValue,
     Latent,
+    ScaledOutside,
+    ScalePlace,
     Shared,
     Stacked,
     Symmetric,
@@ -88,6 +91,8 @@ __all__ = [
     "PerHead",
     "Projections",
     "Route",
+    "ScalePlace",
+    "ScaledOutside",
     "Shared",
     "Slices",
     "Stacked",
@@ -143,6 +148,10 @@ def parameterisation_of(
     Maps that several heads share are repeated where that is what it takes. What no other can hold is held as
     it is written, by `AsWritten`.
     """
+    if _is_scaled_outside(weights):
+        inner = replace(weights, o=weights.o[1:])
+        fitted, found = parameterisation_of(inner, named=named)
+        return replace(fitted, o=(weights.o[0], *fitted.o)), ScaledOutside(found)
     reasons: list[str] = []
     groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
     for writing in (weights, weights.evened(groups), weights.evened(weights.num_heads)):
@@ -168,3 +177,11 @@ def parameterisation_of(
     raise ValueError(
         f"no parameterisation writes these weights, with so many maps in a row: {lengths}" + "".join(reasons)
     )
+
+
+def _is_scaled_outside(weights: AttentionWeights) -> bool:
+    """Whether what the heads give out is divided by √d_k first, as `ScaledOutside` does."""
+    if len(weights.o) < 2 or weights.o[0].learned or not weights.o[0].diagonal:
+        return False
+    factor, d_k = weights.o[0].weight, weights.multiplied("k").d_out if weights.k else weights.d_model
+    return factor.shape[0] == 1 and bool((factor - standard_scale(d_k)).abs().max() < 1e-6)

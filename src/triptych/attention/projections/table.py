@@ -9,7 +9,7 @@ same in all: `d_k` and `d_v` are the widths of queries and keys, and of values, 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, Literal, final
 
 import torch
 
@@ -24,6 +24,8 @@ from triptych.attention.projections.maps import (
     Slices,
     ToHeads,
 )
+
+ScalePlace = Literal["inside", "outside"]
 
 
 @final
@@ -479,6 +481,29 @@ class IdentityOV(Parameterisation):
     def fitting(cls, weights: AttentionWeights) -> Parameterisation | None:
         sliced = _is_sliced(weights, "v") and _is_sliced(weights, "o")
         return super().fitting(weights) if sliced else None
+
+
+@final
+@dataclass(frozen=True)
+class ScaledOutside(Parameterisation):
+    """`softmax(Q Kᵀ) V / √d_k`: another parameterisation with its scale after the softmax, on the values."""
+
+    o = ("o_scale", "o_proj")
+
+    inner: Parameterisation
+
+    def __post_init__(self) -> None:
+        for name in ("name", "no_rotary", "no_qk_norm"):
+            object.__setattr__(self, name, getattr(self.inner, name))
+
+    def chain(self, side: Side) -> tuple[str, ...]:
+        return self.inner.chain(side) if side != "o" else ("o_scale", *self.inner.chain("o"))
+
+    def sizes(self, d_model: int, num_heads: int) -> tuple[int, Maps]:
+        d_k, maps = self.inner.sizes(d_model, num_heads)
+        v = self.inner.skeleton(d_model, num_heads).v
+        factor = ConstantFactor(standard_scale(d_k), v[-1].d_out if v else d_model)
+        return 1, {"o_scale": factor, **maps}
 
 
 def _tied_variance(s: LayerSizes) -> float:
