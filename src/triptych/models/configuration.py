@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable
-from typing import Any, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -51,7 +51,24 @@ _MOST_LAYERS, _WIDEST, _LONGEST = 10_000, 1 << 24, 10**9
 Option = int | bool | None
 
 
-class AttentionConfig(BaseModel):
+class _Config(BaseModel):
+    """A table that is stored without the options that older runs do not have, where they are not used.
+
+    What a run is resumed by must stay the same.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    newer: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_newer(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        usual = {name: type(self).model_fields[name].default for name in self.newer}
+        unused = {name for name, value in usual.items() if getattr(self, name) == value}
+        return {name: value for name, value in handler(self).items() if name not in unused}
+
+
+class AttentionConfig(_Config):
     """One attention site. Sizes left out are those of the whole model.
 
     Attributes:
@@ -71,6 +88,7 @@ class AttentionConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
+    newer = ("scores", "scale")
     projections: str = "factored"
     scores: str = "dot"
     scale: ScalePlace = "inside"
@@ -109,15 +127,6 @@ class AttentionConfig(BaseModel):
         if self.scores == "cosine" and self.qk_norm:
             raise ValueError("qk_norm is true, but cosine scores normalise queries and keys: leave it out")
         return self
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Without options that no older run has: what a run is resumed by must stay the same."""
-        found = handler(self)
-        for name, usual in (("scores", "dot"), ("scale", "inside")):
-            if found.get(name) == usual:
-                del found[name]
-        return found
 
     @classmethod
     def of(cls, layer: MultiHeadAttention) -> "AttentionConfig":
@@ -243,6 +252,34 @@ class PositionsConfig(BaseModel):
         )
 
 
+class VectorsConfig(BaseModel):
+    """What the table of embeddings begins with, and whether it is trained.
+
+    Attributes:
+        vectors: a file of word vectors: text with a word and its numbers in each line (word2vec, GloVe), or
+            safetensors with one tensor, a row for each token. A token takes the vector of its text without
+            the space before it, or else of its text in lower case; the others keep the values drawn. The
+            vectors are multiplied by one number, which makes them as large as the drawn values. Of a
+            translator whose target has a table of its own, those of the source.
+        frozen: whether training leaves the tables as they are, the output table with them where it is tied.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    vectors: str = ""
+    frozen: bool = False
+
+
+class TranslatorVectorsConfig(VectorsConfig):
+    """What the tables of embeddings begin with, and whether they are trained.
+
+    Attributes:
+        target_vectors: the same for the target, where it has a table of its own.
+    """
+
+    target_vectors: str = ""
+
+
 class EncoderConfig(BaseModel):
     """The encoder's stack.
 
@@ -279,7 +316,7 @@ class DecoderConfig(BaseModel):
     cross_attention_in_layer: dict[int, AttentionConfig] = {}
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(_Config):
     """An encoder-decoder Transformer; the defaults are the paper's base model.
 
     Attributes:
@@ -300,9 +337,10 @@ class ModelConfig(BaseModel):
         max_source_tokens: longest source sentence the model is meant for; longer ones are
             translated in pieces.
         positions: how positions are told apart.
+        embeddings: pretrained or frozen embeddings.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    newer = ("embeddings",)
 
     d_model: int = Field(512, ge=2, le=_WIDEST)
     d_ff: int = Field(2048, ge=1, le=_WIDEST)
@@ -319,6 +357,15 @@ class ModelConfig(BaseModel):
     positions: PositionsConfig = PositionsConfig()
     encoder: EncoderConfig = EncoderConfig()
     decoder: DecoderConfig = DecoderConfig()
+    embeddings: TranslatorVectorsConfig = TranslatorVectorsConfig()
+
+    @model_validator(mode="after")
+    def _target_has_a_table(self) -> "ModelConfig":
+        if self.embeddings.target_vectors and self.tie_embeddings == "all":
+            raise ValueError(
+                "embeddings.target_vectors is given, but tie_embeddings = 'all' has one table: give vectors"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sites_fit(self) -> "ModelConfig":
@@ -393,7 +440,7 @@ class ModelConfig(BaseModel):
         return BlockConfig(frame, feed_forward, frame, frame if cross else None)
 
 
-class LanguageModelConfig(BaseModel):
+class LanguageModelConfig(_Config):
     """A decoder-only model that predicts the next token, or an encoder-only one that predicts masked tokens.
 
     Attributes:
@@ -419,9 +466,10 @@ class LanguageModelConfig(BaseModel):
         positions: how positions are told apart.
         attention: every layer not named in `attention_in_layer`.
         attention_in_layer: layers (from 0) that differ.
+        embeddings: pretrained or frozen embeddings.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    newer = ("embeddings",)
 
     num_layers: int = Field(6, ge=1, le=_MOST_LAYERS)
     d_model: int = Field(384, ge=2, le=_WIDEST)
@@ -442,6 +490,7 @@ class LanguageModelConfig(BaseModel):
     positions: PositionsConfig = PositionsConfig(scheme="rotary")
     attention: AttentionConfig = AttentionConfig()
     attention_in_layer: dict[int, AttentionConfig] = {}
+    embeddings: VectorsConfig = VectorsConfig()
 
     @model_validator(mode="after")
     def _sites_fit(self) -> "LanguageModelConfig":

@@ -102,7 +102,10 @@ class EncoderDecoder(nn.Module):
             (site.layer(d_model, heads, own), cross.layer(d_model, heads))
             for site, cross in zip(config.decoder_sites(), config.cross_sites(), strict=True)
         )
-        return cls(config.architecture(src_vocab_size, tgt_vocab_size), encoder, decoder, pad_id, config)
+        model = cls(config.architecture(src_vocab_size, tgt_vocab_size), encoder, decoder, pad_id, config)
+        for table in (model.src_embedding, model.tgt_embedding):
+            table.requires_grad_(not config.embeddings.frozen)
+        return model
 
     @property
     def config(self) -> ModelConfig:

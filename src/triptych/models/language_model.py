@@ -155,7 +155,9 @@ class LanguageModel(nn.Module):
         """A model of a recipe, with fresh weights."""
         positions = config.positions.in_attention()
         layers = [site.layer(config.d_model, config.num_heads, positions) for site in config.sites()]
-        return cls(config.architecture(kind, vocab_size), layers, config)
+        model = cls(config.architecture(kind, vocab_size), layers, config)
+        model.embeddings.table.requires_grad_(not config.embeddings.frozen)
+        return model
 
     @property
     def vocab_size(self) -> int:

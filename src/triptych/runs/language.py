@@ -13,7 +13,7 @@ from triptych.models import LanguageModel
 from triptych.models.device import find_device, to_device
 from triptych.models.storage import OwnModel, write_config
 from triptych.printable import printable
-from triptych.runs.preparing import Prepared, digests
+from triptych.runs.preparing import Prepared, digests, word_vectors
 from triptych.text import (
     LanguageBatch,
     LanguageCorpusSpec,
@@ -54,13 +54,13 @@ def prepare_language(recipe: LanguageRecipe, base: Path, display: Display) -> Pr
     recipe = fit_language_training(recipe, train.num_tokens, device)
     if chosen := ", ".join(choices(given, recipe)):
         display.say(f"left out of the recipe, chosen for {train.num_tokens:,} tokens on {device}: {chosen}")
-    return _prepared(recipe, text, tokenizer, train, valid)
+    return _prepared(recipe, text, tokenizer, train, valid, base)
 
 
 def take_up_language(recipe: LanguageRecipe, folder: Path, base: Path, display: Display) -> Prepared:
     """Prepare to go on with the run in a folder; other arguments as those of `prepare_language`."""
     text, tokenizer = TextOfRun(recipe, base), read_tokenizer(folder / TOKENIZER)
-    return _prepared(recipe, text, tokenizer, *text.shards(tokenizer, display))
+    return _prepared(recipe, text, tokenizer, *text.shards(tokenizer, display), base)
 
 
 class TextOfRun:
@@ -156,7 +156,12 @@ def _after(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
 
 
 def _prepared(
-    recipe: LanguageRecipe, text: TextOfRun, tokenizer: Tokenizer, train: TokenShards, valid: TokenShards
+    recipe: LanguageRecipe,
+    text: TextOfRun,
+    tokenizer: Tokenizer,
+    train: TokenShards,
+    valid: TokenShards,
+    base: Path,
 ) -> Prepared:
     def objective() -> TokensOfText:
         model = LanguageModel.of(recipe.model, recipe.kind, tokenizer.vocab_size)
@@ -169,7 +174,10 @@ def _prepared(
     def fingerprints() -> dict[str, str]:
         return fingerprints_of(recipe, text, tokenizer, recipe.model.model_dump_json())
 
-    return Prepared(recipe, objective, begin, fingerprints)
+    path, width = recipe.model.embeddings.vectors, recipe.model.d_model
+    table = "embeddings.table.weight"
+    vectors = {table: word_vectors(base, path, tokenizer, width)} if path else {}
+    return Prepared(recipe, objective, begin, fingerprints, vectors=vectors)
 
 
 def tokens_of_text(

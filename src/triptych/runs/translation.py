@@ -11,7 +11,7 @@ from triptych.models import EncoderDecoder
 from triptych.models.device import find_device, to_device
 from triptych.models.storage import OwnModel, write_config
 from triptych.runs.folder import check_tokenizers
-from triptych.runs.preparing import Prepared, digests
+from triptych.runs.preparing import Prepared, digests, word_vectors
 from triptych.text import (
     ByteLevelTokenizer,
     EncodedCorpus,
@@ -42,7 +42,7 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display) -> Prepare
     recipe = fit_training(recipe, num_tokens, device, lambda r: _steps_per_epoch(r, texts.train, tokenizers))
     if chosen := ", ".join(choices(given, recipe)):
         display.say(f"left out of the recipe, chosen for {num_tokens:,} target tokens on {device}: {chosen}")
-    return _prepared(recipe, tokenizers, texts)
+    return _prepared(recipe, tokenizers, texts, base)
 
 
 def take_up_translation(recipe: Recipe, folder: Path, base: Path, display: Display) -> Prepared:
@@ -50,10 +50,11 @@ def take_up_translation(recipe: Recipe, folder: Path, base: Path, display: Displ
     tokenizers = TokenizerPair.load(folder)
     check_tokenizers(tokenizers, recipe, folder)
     train_text, valid_text = _read_texts(recipe, base, display)
-    return _prepared(recipe, tokenizers, _encode(recipe, base, tokenizers, train_text, valid_text, display))
+    texts = _encode(recipe, base, tokenizers, train_text, valid_text, display)
+    return _prepared(recipe, tokenizers, texts, base)
 
 
-def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts") -> Prepared:
+def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts", base: Path) -> Prepared:
     def objective() -> Translation:
         sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
         model = EncoderDecoder.of(recipe.model, *sizes, tokenizers.target.pad_id)
@@ -71,7 +72,18 @@ def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts") -> Pre
         tokenizers.save(folder)
         write_config(model, folder)
 
-    return Prepared(recipe, objective, begin, lambda: _fingerprints(recipe, texts, tokenizers))
+    given, shared = recipe.model.embeddings, recipe.model.tie_embeddings == "all"
+    vectors = {
+        f"{side}_embedding.weight": word_vectors(base, path, tokenizer, recipe.model.d_model)
+        for side, path, tokenizer in (
+            ("tgt" if shared else "src", given.vectors, tokenizers.source),
+            ("tgt", given.target_vectors, tokenizers.target),
+        )
+        if path
+    }
+    return Prepared(
+        recipe, objective, begin, lambda: _fingerprints(recipe, texts, tokenizers), vectors=vectors
+    )
 
 
 def _read_texts(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelCorpus, ParallelCorpus]:
