@@ -178,7 +178,7 @@ class WholeRun:
             mask = self._batch.mask_of(model)
             mask = None if mask is None else self._repeated(mask, times)
             for number in order[order.index(site.block) :]:
-                x = model.blocks[number](x, mask, causal=model.causal).x
+                x = model.blocks[number](x, mask, causal=model.causal)
             return self._losses(model.final_norm(x))
         assert self._batch.src is not None
         assert self._memory is not None
@@ -186,14 +186,14 @@ class WholeRun:
         if site.stack == "encoder":
             x = self._repeated(self._streams[id(model.encoder[site.block])], times)
             for block in model.encoder[site.block :]:
-                x = block(x, mask).x
+                x = block(x, mask)
             read = self._repeated(self._batch.read, times)
             return self._losses(model.decode(read, model.encoder_norm(x), mask))
         x, memory = (
             self._repeated(t, times) for t in (self._streams[id(model.decoder[site.block])], self._memory)
         )
         for block in model.decoder[site.block :]:
-            x = block(x, causal=True, memory=memory, memory_mask=mask).x
+            x = block(x, causal=True, memory=memory, memory_mask=mask)
         return self._losses(model.decoder_norm(x))
 
     @staticmethod

@@ -3,7 +3,7 @@
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention.positions import AttentionPositions
-from triptych.attention.projections import Parameterisation
+from triptych.attention.projections.abstract import Parameterisation
 from triptych.attention.scores import scores_class
 
 # The parts of a layer's meaning that `MultiHeadAttention` computes.

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from triptych.algebra.cost import Route
 from triptych.algebra.function import of_heads
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadGate, HeadNorm, Kind, Semantics
@@ -23,16 +24,10 @@ from triptych.attention.masks import causal_mask
 from triptych.attention.operation import Explanation, attend, explain
 from triptych.attention.planning import Inputs, Path
 from triptych.attention.positions import AttentionPositions, Places, PositionIds
-from triptych.attention.projections import (
-    AsWritten,
-    Factored,
-    Grouped,
-    Parameterisation,
-    Route,
-    ScaledOutside,
-    ScalePlace,
-    parameterisation_of,
-)
+from triptych.attention.projections import parameterisation_of
+from triptych.attention.projections.abstract import Parameterisation
+from triptych.attention.projections.as_written import AsWritten
+from triptych.attention.projections.table import Factored, Grouped, ScaledOutside, ScalePlace
 from triptych.attention.queries_keys import QueriesAndKeys
 from triptych.attention.scores import scores_class
 from triptych.attention.steps import LayerSteps, Tap

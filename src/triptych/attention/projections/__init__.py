@@ -9,99 +9,37 @@ import math
 from dataclasses import replace
 
 from triptych import user_code
-from triptych.algebra.cost import Route
 from triptych.algebra.weights import SIDES, AttentionWeights, standard_scale
 from triptych.attention.four_way import FOUR_WAY_IS_NO_LAYER
-from triptych.attention.projections.abstract import (
-    LayerSizes,
-    Maps,
-    Parameterisation,
-    Projections,
-    structural_difference,
-)
+from triptych.attention.projections import table
+from triptych.attention.projections.abstract import Parameterisation, structural_difference
 from triptych.attention.projections.as_written import AsWritten
-from triptych.attention.projections.maps import FromHeads, HeadMap, Joined, Mixing, PerHead, Slices, ToHeads
-from triptych.attention.projections.table import (
-    Bilinear,
-    Collaborative,
-    Direct,
-    Factored,
-    FourMatrix,
-    Grouped,
-    IdentityOutput,
-    IdentityOV,
-    IdentityQuery,
-    IdentityValue,
-    KeyValue,
-    Latent,
-    ScaledOutside,
-    ScalePlace,
-    Shared,
-    Stacked,
-    Symmetric,
-)
+from triptych.attention.projections.table import ScaledOutside
 
 # Where several could hold the same weights, the first named does: `factored` before `grouped`.
 PARAMETERISATIONS: dict[str, type[Parameterisation]] = {
     cls.name: cls
     for cls in (
-        Factored,
-        Bilinear,
-        Stacked,
-        Symmetric,
-        Shared,
-        KeyValue,
-        FourMatrix,
-        Direct,
-        Grouped,
-        Latent,
-        Collaborative,
-        IdentityQuery,
-        IdentityValue,
-        IdentityOutput,
-        IdentityOV,
+        table.Factored,
+        table.Bilinear,
+        table.Stacked,
+        table.Symmetric,
+        table.Shared,
+        table.KeyValue,
+        table.FourMatrix,
+        table.Direct,
+        table.Grouped,
+        table.Latent,
+        table.Collaborative,
+        table.IdentityQuery,
+        table.IdentityValue,
+        table.IdentityOutput,
+        table.IdentityOV,
     )
 }
 
 # What could be asked for by name but is no way to write a layer, and why.
 REFUSED: dict[str, str] = {"four_way": FOUR_WAY_IS_NO_LAYER}
-
-__all__ = [
-    "PARAMETERISATIONS",
-    "AsWritten",
-    "Bilinear",
-    "Collaborative",
-    "Direct",
-    "Factored",
-    "FourMatrix",
-    "FromHeads",
-    "Grouped",
-    "HeadMap",
-    "IdentityOV",
-    "IdentityOutput",
-    "IdentityQuery",
-    "IdentityValue",
-    "Joined",
-    "KeyValue",
-    "Latent",
-    "LayerSizes",
-    "Maps",
-    "Mixing",
-    "Parameterisation",
-    "PerHead",
-    "Projections",
-    "Route",
-    "ScalePlace",
-    "ScaledOutside",
-    "Shared",
-    "Slices",
-    "Stacked",
-    "Symmetric",
-    "ToHeads",
-    "parameterisation",
-    "parameterisation_class",
-    "parameterisation_of",
-]
 
 
 def parameterisation_class(name: str) -> type[Parameterisation]:
