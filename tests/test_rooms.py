@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "opening",
             "rewriting",
             "runs",
+            "storage",  # a checkpoint to fill
             "text",
         ),
     },

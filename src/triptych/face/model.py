@@ -17,7 +17,7 @@ from triptych.attending.over import OverText, read_texts
 from triptych.attention import ACTIVATIONS, Activation
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionSource
-from triptych.checkpoints.source import find_source
+from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages
 from triptych.converting.checks import Quantization
 from triptych.converting.conversion import Conversion, TargetFormat, convert
@@ -849,7 +849,7 @@ class Model:
     def plan(self, *steps: Step, calibration: str | Path | None = None, skip_refused: bool = False) -> Plan:
         """What a rewrite would do, without doing it; arguments and errors as those of `rewrite`."""
         recipe = _recipe(steps, calibration, skip_refused)
-        return plan_rewrite(str(self._files()), recipe, family=self._opened.options.family)
+        return plan_rewrite(self._files(), recipe, family=self._opened.options.family)
 
     def rewrite(
         self,
@@ -882,7 +882,7 @@ class Model:
         name = str(out) if temporary is None else f"{self.name}, rewritten"
         target = Path(name) if temporary is None else temporary / "rewritten"
         rewrite_checkpoint(
-            str(self._files()),
+            self._files(),
             target,
             _recipe(steps, calibration, skip_refused),
             family=self._opened.options.family,
@@ -1038,13 +1038,13 @@ class Model:
             )
         return [found[place] for place in range(len(prompts))]
 
-    def _files(self) -> str | Path:
-        """Where the model's files lie: what a rewrite reads."""
+    def _files(self) -> Source:
+        """The files that a rewrite reads."""
         if self._changes:
             raise UsageError(
                 f"{self.name} was changed ({', '.join(self.changes)}): save it, and rewrite what was saved"
             )
-        return self._opened.files.path
+        return self._opened.files
 
     def __repr__(self) -> str:
         source = self._opened.attention
