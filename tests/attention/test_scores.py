@@ -89,7 +89,7 @@ ALL = [*KINDS, {"scores": "mine.py:Distance"}]
 @pytest.mark.parametrize("kind", ALL, ids=str)
 @pytest.mark.parametrize("groups", [H, 2])
 def test_outputs_and_gradients_are_those_of_the_formula(kind: dict[str, str], groups: int) -> None:
-    layer = layer_of(kind, Factored() if groups == H else Grouped(groups))
+    layer = layer_of(kind, Factored() if groups == H else Grouped(num_kv_heads=groups))
     x = torch.randn(1, N, D, dtype=torch.double, requires_grad=True)
     found, wanted = layer(x, causal=True).output, by_hand(layer, kind, x, groups)
     torch.testing.assert_close(found, wanted)

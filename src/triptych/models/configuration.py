@@ -398,18 +398,23 @@ class ModelConfig(_Config):
 
     def encoder_sites(self) -> list[AttentionConfig]:
         """Self-attention of every encoder layer, sizes filled in."""
-        own = self.encoder.attention_in_layer
-        return [self.site(own.get(i, self.encoder.attention)) for i in range(self.encoder.num_layers)]
+        own = self.encoder
+        return self._sites(own.num_layers, own.attention, own.attention_in_layer)
 
     def decoder_sites(self) -> list[AttentionConfig]:
         """Self-attention of every decoder layer, sizes filled in."""
-        own = self.decoder.attention_in_layer
-        return [self.site(own.get(i, self.decoder.attention)) for i in range(self.decoder.num_layers)]
+        own = self.decoder
+        return self._sites(own.num_layers, own.attention, own.attention_in_layer)
 
     def cross_sites(self) -> list[AttentionConfig]:
         """Attention of every decoder layer to the memory, sizes filled in."""
-        own = self.decoder.cross_attention_in_layer
-        return [self.site(own.get(i, self.decoder.cross_attention)) for i in range(self.decoder.num_layers)]
+        own = self.decoder
+        return self._sites(own.num_layers, own.cross_attention, own.cross_attention_in_layer)
+
+    def _sites(
+        self, count: int, usual: AttentionConfig, unusual: dict[int, AttentionConfig]
+    ) -> list[AttentionConfig]:
+        return [self.site(unusual.get(i, usual)) for i in range(count)]
 
     def site(self, attention: AttentionConfig) -> AttentionConfig:
         """An attention site with the sizes it left out filled in, as far as it has such sizes."""
