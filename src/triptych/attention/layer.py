@@ -118,6 +118,7 @@ class MultiHeadAttention(nn.Module):
         dropout: float | None = None,
         *,
         named: bool = False,
+        own: Parameterisation | None = None,
         adopted: bool = False,
     ) -> "MultiHeadAttention":
         """A layer that holds these weights, in the parameterisation that their structure calls for.
@@ -130,6 +131,7 @@ class MultiHeadAttention(nn.Module):
                 parameterisation; otherwise the scale stays what it is.
             dropout: while training; that of the weights if None.
             named: whether only a layer will do that the recipe of a model can ask for.
+            own: a parameterisation to be tried first, such as a class in a user's file.
             adopted: whether the layer may hold the tensors of the weights themselves, as they are, and not
                 copies. Their scale then stays what it is.
 
@@ -140,7 +142,7 @@ class MultiHeadAttention(nn.Module):
         check_can_be_held(weights)
         semantics = weights.semantics
         dropout = semantics.dropout if dropout is None else dropout
-        weights, parameterisation = parameterisation_of(weights, named=named)
+        weights, parameterisation = parameterisation_of(weights, named=named, own=own)
         if adopted and isinstance(parameterisation, Factored | Grouped):
             with torch.device("meta"):
                 layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)

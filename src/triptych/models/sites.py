@@ -8,9 +8,11 @@ from typing import Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import nn
 
+from triptych import user_code
 from triptych.algebra.semantics import Semantics, alike
 from triptych.algebra.weights import AttentionWeights, Norm
 from triptych.attention import MultiHeadAttention
+from triptych.errors import UsageError
 from triptych.models.blocks import Block, OffsetNorm, Residual
 from triptych.models.configuration import AttentionConfig, LanguageModelConfig, ModelConfig
 from triptych.models.encoder_decoder import EncoderDecoder
@@ -144,13 +146,7 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
             raise ValueError(f"the weights for {name} read {read} channels, the model has {has}")
         _require_no_more(name, weights.semantics, sites[name].layer.semantics)
     layers = {
-        name: MultiHeadAttention.from_weights(
-            changed[name].without_norms(),  # the model has them
-            site.layer.dropout,
-            named=True,
-        )
-        if name in changed
-        else site.layer
+        name: _rewritten_layer(site, changed[name]) if name in changed else site.layer
         for name, site in sites.items()
     }
     configs = {name: AttentionConfig.of(layer) for name, layer in layers.items()}
@@ -159,6 +155,18 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
         if site.name in changed:
             _require_positions(site, changed[site.name].semantics)
     return new
+
+
+def _rewritten_layer(site: AttentionSite, weights: AttentionWeights) -> MultiHeadAttention:
+    """A layer of other weights, whose norms the model has."""
+    before, weights = site.layer.parameterisation, weights.without_norms()
+    own = before if user_code.is_own(before.name) else None
+    try:
+        return MultiHeadAttention.from_weights(weights, site.layer.dropout, named=True, own=own)
+    except ValueError as error:
+        if own is None:
+            raise
+        raise UsageError(f"{site.name}: {own.name} does not write what was made of it, and {error}") from None
 
 
 def _require_no_more(name: str, given: Semantics, own: Semantics) -> None:

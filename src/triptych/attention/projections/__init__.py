@@ -79,13 +79,17 @@ def parameterisation(name: str, **options: int | bool | None) -> Parameterisatio
 
 
 def parameterisation_of(
-    weights: AttentionWeights, *, named: bool = False
+    weights: AttentionWeights, *, named: bool = False, own: Parameterisation | None = None
 ) -> tuple[AttentionWeights, Parameterisation]:
     """The parameterisation whose structure a writing has, and the writing in just that structure.
 
     Maps that several heads share are repeated where that is what it takes. What no other can hold is held as
     it is written, by `AsWritten`.
     """
+    if own is not None and not structural_difference(
+        own.skeleton(weights.d_model, weights.num_heads), weights
+    ):
+        return weights, own
     if _is_scaled_outside(weights):
         inner = replace(weights, o=weights.o[1:])
         fitted, found = parameterisation_of(inner, named=named)
