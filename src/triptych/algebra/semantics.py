@@ -160,11 +160,6 @@ class HeadGate:
         """That of some heads, in some order."""
         return replace(self, **{name: part[list(order)] for name, part in self.tensors().items()})
 
-    def joined(self, others: Sequence["HeadGate"]) -> "HeadGate":
-        """Of these heads, and after them those of others; all have a bias, or none."""
-        parts = [gate.tensors() for gate in (self, *others)]
-        return replace(self, **{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-
 
 @final
 @dataclass(frozen=True)
@@ -225,11 +220,6 @@ class Scores(ABC):
     def of_heads(self, order: Sequence[int]) -> "Scores":
         """Those of some heads, in some order."""
         return replace(self, **{name: part[list(order)] for name, part in self.tensors().items()})
-
-    def joined(self, others: Sequence["Scores"]) -> "Scores":
-        """Of these heads, and after them those of others."""
-        parts = [scores.tensors() for scores in (self, *others)]
-        return replace(self, **{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
 
 @final
@@ -366,16 +356,6 @@ class Semantics:
         if self.sinks is None and not parts:
             return self
         return replace(self, sinks=None if self.sinks is None else self.sinks[order], **parts)
-
-    def joined(self, others: Sequence["Semantics"]) -> "Semantics":
-        """Of the heads of this one, and after them those of others that differ in their heads alone."""
-        sinks = [part.sinks for part in (self, *others) if part.sinks is not None]
-        parts = {
-            name: part.joined([theirs for other in others if (theirs := getattr(other, name)) is not None])
-            for name in _OF_HEADS
-            if (part := getattr(self, name)) is not None
-        }
-        return replace(self, sinks=torch.cat(sinks) if sinks else None, **parts)
 
     def tensors(self) -> Iterator[Tensor]:
         """The numbers of norms, biases, sinks and gates."""
