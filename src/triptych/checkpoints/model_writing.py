@@ -20,7 +20,7 @@ from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import family_of
 from triptych.checkpoints.layer import Site
 from triptych.checkpoints.layer_map import LayerMap, layer_map
-from triptych.checkpoints.model_map import encoder_decoder_map, model_map
+from triptych.checkpoints.model_map import ModelMap, encoder_decoder_map, model_map
 from triptych.checkpoints.models import read_attention
 from triptych.checkpoints.place import Place
 from triptych.checkpoints.positions import table_names
@@ -143,17 +143,13 @@ class _Parts:
     @classmethod
     def of(cls, model: ReadModel, checkpoint: Checkpoint) -> "_Parts":
         if isinstance(model, LanguageModel):
-            single = model_map(checkpoint)
-            own = [block.self_attention for block in _blocks(model.blocks)]
-            return cls(model, single.tensors, single.copies, [*zip(single.sites, own, strict=True)])
-        both = encoder_decoder_map(checkpoint)
-        encoder, decoder = _blocks(model.encoder), _blocks(model.decoder)
-        layers = [
-            *zip(both.encoder, (block.self_attention for block in encoder), strict=True),
-            *zip(both.decoder, (block.self_attention for block in decoder), strict=True),
-            *zip(both.cross, (block.cross_attention for block in decoder), strict=True),
-        ]
-        return cls(model, both.tensors, both.copies, layers)
+            found: ModelMap[Any] = model_map(checkpoint)
+            layers = [block.self_attention for block in _blocks(model.blocks)]
+        else:
+            found, decoder = encoder_decoder_map(checkpoint), _blocks(model.decoder)
+            layers = [block.self_attention for block in (*_blocks(model.encoder), *decoder)]
+            layers += [block.cross_attention for block in decoder]
+        return cls(model, found.tensors, found.copies, [*zip(found.sites, layers, strict=True)])
 
     def changed(self, checkpoint: Checkpoint) -> _Stored:
         """The stored tensors whose numbers are others now; one that layers share may come several times."""

@@ -36,7 +36,6 @@ from triptych.models.storage import write_weights
 from triptych.opening import OpenedModel
 from triptych.runs import copy_checkpoint, goes_on
 from triptych.text import PretrainedTokenizer, SentencePieceTokenizer, SentenceTokenizer
-from triptych.training import DecodingConfig
 
 _LOGITS = "logits of the folder, read by {}, and of the model"
 _IDS = "token ids of AutoTokenizer and ours"
@@ -56,7 +55,7 @@ def write_translator(run: OpenedModel, folder: Path) -> Written:
     made = formats.translator(plain, run.tokenizers, run.decoding.max_extra_tokens)
     architecture = str(made.settings["model_type"])
     _write(folder, made.settings, made.tensors)
-    _write_json(folder / "generation_config.json", _generation(made.settings, run.decoding))
+    _write_json(folder / "generation_config.json", _generation(made.settings, run))
     write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
     write_text(folder / "README.md", _readme(run, architecture))
     checks = [_check_read_again(run, folder)] if architecture == "marian" else []
@@ -97,8 +96,9 @@ def _write_json(path: Path, record: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
-def _generation(settings: Mapping[str, Any], decoding: DecodingConfig) -> dict[str, Any]:
+def _generation(settings: Mapping[str, Any], run: OpenedModel) -> dict[str, Any]:
     """How the checkpoint wants to be searched."""
+    decoding = run.decoding
     names = ("bos", "decoder_start", "eos", "forced_eos", "pad")
     record: dict[str, Any] = {f"{name}_token_id": settings[f"{name}_token_id"] for name in names}
     record |= {
