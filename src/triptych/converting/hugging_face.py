@@ -34,8 +34,8 @@ from triptych.files import write_text
 from triptych.models import LanguageModel
 from triptych.models.storage import write_weights
 from triptych.opening import OpenedModel
-from triptych.runs import copy_checkpoint, goes_on
 from triptych.text import PretrainedTokenizer, SentencePieceTokenizer, SentenceTokenizer
+from triptych.training.continuing import copy_checkpoint, goes_on
 
 _LOGITS = "logits of the folder, read by {}, and of the model"
 _IDS = "token ids of AutoTokenizer and ours"
