@@ -11,12 +11,10 @@ from functools import cached_property
 from typing import Generic, Never, TypeVar, final
 
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.entries import Entries, above
-from triptych.checkpoints.feed_forward_map import FeedForwardMap
 from triptych.checkpoints.fields import listed, not_understood_of_model
-from triptych.checkpoints.head_map import HeadMap
 from triptych.checkpoints.layer import Site
 from triptych.checkpoints.layer_map import LayerMap
+from triptych.checkpoints.model_parts import Entries, FeedForwardMap, HeadMap, above
 from triptych.checkpoints.model_spec import EmbeddedPositionsSpec, ModelSpec
 from triptych.checkpoints.place import Place
 from triptych.checkpoints.positions import stored_angles
