@@ -9,11 +9,10 @@ from typing import Annotated, NamedTuple
 import typer
 
 from triptych.attending import AttentionBatch
-from triptych.attending.looks import strongest_looks, written_tokens
+from triptych.attending.looks import looks_table, written_table
 from triptych.attending.over import OverText
-from triptych.attending.over_page import head_notes, notes_origin
-from triptych.attending.page import AttentionPage, ViewedKind, join_pages
-from triptych.attending.picture import head_svg, is_picture
+from triptych.attending.page import AttentionPage, join_pages, write_attention_page
+from triptych.attending.picture import is_picture
 from triptych.attending.saving import (
     Saved,
     is_attention_csv,
@@ -22,7 +21,6 @@ from triptych.attending.saving import (
     write_csv,
     write_npz,
 )
-from triptych.attending.viewing import Told, write_attention_page
 from triptych.attending.writing import TokenWriter
 from triptych.cli.groups import grouped
 from triptych.cli.options import MODEL, DeviceOption, MaxTokensOption, WithoutOption, open_model
@@ -35,6 +33,7 @@ from triptych.decoding.hypotheses import MOST_TOKENS
 from triptych.errors import UsageError
 from triptych.face import Model
 from triptych.files import write_text
+from triptych.progress import Progress
 from triptych.reports import is_page, render_table
 from triptych.text import read_lines
 
@@ -145,7 +144,10 @@ class _Heads(NamedTuple):
         layers = None if self.layers is None else numbers(self.layers, "--layers")
         heads = None if self.heads is None else numbers(self.heads, "--heads")
         writer = None if self.writes is None else TokenWriter(model.reader, self.writes)
-        return [Saved(one, one.parts(self.kind, layers, heads), self.top, writer) for one in attention]
+        return [
+            one.saved(one.parts(self.kind, layers, heads), self.top)._replace(writer=writer)
+            for one in attention
+        ]
 
 
 class _Files(NamedTuple):
@@ -165,17 +167,23 @@ class _Files(NamedTuple):
         """Those that are wanted."""
         return [path for path in self if path is not None]
 
-    def write(self, saved: Sequence[Saved], behaviour: OverText | None, tell: Told) -> None:
+    def write(
+        self, attended: AttentionBatch, saved: Sequence[Saved], behaviour: OverText | None, tell: Progress
+    ) -> None:
         """Write those that are wanted; the page says of heads what they do, where that was measured."""
-        picture = None if self.svg is None else _one_head(saved)
+        picture = ""
+        if self.svg is not None:
+            if len(saved) > 1:
+                raise UsageError(f"--svg draws one head on one text, and there are {len(saved)} texts")
+            picture = attended[0].picture(saved[0].parts)
         if self.npz is not None:
             write_npz(saved, self.npz)
         if self.csv is not None:
             write_csv(saved, self.csv)
         if self.html is not None:
-            write_attention_page(_page(saved, behaviour, tell), self.html, tell)
-        if self.svg is not None and picture is not None:
-            write_text(self.svg, head_svg(*picture))
+            write_attention_page(_page(attended, saved, behaviour, tell), self.html, tell)
+        if self.svg is not None:
+            write_text(self.svg, picture)
 
 
 @grouped
@@ -219,10 +227,11 @@ def attend(
     if corpus is not None and files.html is None:
         raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
     model = open_model(source, device, without)
-    saved = chosen.of(texts.attend(model), model)
+    attended = texts.attend(model)
+    saved = chosen.of(attended, model)
     behaviour = None if corpus is None else corpus.measure(model)
     with progress_bar("{task.description}", "writing", of_bytes=False) as tell:
-        files.write(saved, behaviour, tell)
+        files.write(attended, saved, behaviour, tell)
     _print(saved, files.given(), as_json=as_json)
 
 
@@ -250,23 +259,17 @@ def _show_steps(model: Model, texts: _Texts, wanted: str, files: _Files, *, as_j
         console.print(table.caption)
 
 
-def _page(saved: Sequence[Saved], behaviour: OverText | None, tell: Told) -> AttentionPage:
-    notes = {} if behaviour is None else head_notes(behaviour)
-    page = join_pages([one.page(notes, tell) for one in saved])
-    return page if behaviour is None else replace(page, notes=(notes_origin(behaviour.behaviour),))
-
-
-def _one_head(saved: Sequence[Saved]) -> tuple[ViewedKind, int, int, str]:
-    """The head of a picture: its kind of attention, its place there, and a title."""
-    heads = [(part, head) for one in saved for part in one.parts for head in part.heads]
-    if len(heads) != 1:
-        raise UsageError(
-            f"a picture shows one head, and {len(heads)} are chosen: give one of each with --kind, --layers "
-            "and --heads, and one text"
-        )
-    ((part, head),) = heads
-    (kind,) = saved[0].page().texts[0].kinds
-    return kind, 0, 0, f"{saved[0].attention.model}, {part.stack.kind} layer {part.layer.number}, head {head}"
+def _page(
+    attended: AttentionBatch, saved: Sequence[Saved], behaviour: OverText | None, tell: Progress
+) -> AttentionPage:
+    notes = {} if behaviour is None else behaviour.notes()
+    page = join_pages(
+        [
+            text.viewed(parts=one.parts, keep=one.top, notes=notes, progress=tell)
+            for text, one in zip(attended, saved, strict=True)
+        ]
+    )
+    return page if behaviour is None else replace(page, notes=(behaviour.notes_origin(),))
 
 
 def _print(saved: Sequence[Saved], written: Sequence[Path], *, as_json: bool) -> None:
@@ -282,6 +285,6 @@ def _print(saved: Sequence[Saved], written: Sequence[Path], *, as_json: bool) ->
         console.print(f"written: {path}")
     for one in saved:
         if one.writer is not None:
-            console.print(render_table(written_tokens(one.parts, one.writer)))
+            console.print(render_table(written_table(one.parts, one.writer)))
         elif not written:
-            console.print(render_table(strongest_looks(one.parts)))
+            console.print(render_table(looks_table(one.parts)))

@@ -11,13 +11,12 @@ import typer
 from rich.console import Console
 
 from triptych.attending.over import OverText, read_texts
-from triptych.attending.over_page import over_report
 from triptych.cli.progress import progress_bar
 from triptych.cli.terminal import Terminal
 from triptych.errors import UsageError
 from triptych.face import Model
 from triptych.files import write_text
-from triptych.reports import Table, render_table, write_report
+from triptych.reports import Table, render_table
 
 OverOption = Annotated[
     Path | None,
@@ -140,7 +139,7 @@ def show_over(found: OverText, csv_file: Path | None, html: Path | None, *, as_j
     if csv_file is not None:
         write_rows(csv_file, found.rows())
     if html is not None:
-        write_report(over_report(found), html)
+        found.page(html)
     if as_json:
         print(json.dumps(found.record(), allow_nan=False))
         return

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from triptych.algebra.rewrites import Rewrite
 from triptych.attending import Attention, AttentionBatch, attend, attend_over
-from triptych.attending.leaving_out import Instead
 from triptych.attending.over import OverText, read_texts
+from triptych.attending.worth import Instead
 from triptych.attention import ACTIVATIONS, Activation
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionSource
@@ -587,13 +587,10 @@ class Model:
         Raises:
             UsageError: something does not fit the model.
         """
-        documents = [text] if isinstance(text, str) else text
-        if isinstance(documents, Path):
-            documents = read_texts(self.reader, documents)
         return attend_over(
             self.reader,
-            documents,
-            read_lines(targets) if isinstance(targets, Path) else targets,
+            text,
+            targets,
             worth=worth,
             explain=explain,
             context=context,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from triptych.attending.over_text import cut_windows
+from triptych.attending.windows import cut_windows
 from triptych.attending.worth import MOST_TOKENS, measure_worth
 from triptych.checkpoints.layer import Site
 from triptych.opening import Reader, open_model
@@ -21,7 +21,7 @@ def measure_head_losses(folder: Path, sites: Sequence[Site], text: Path) -> dict
         windows = cut_windows(reader, [one for one, _ in pairs], [other for _, other in pairs])
     else:
         windows = cut_windows(reader, [read_whole_text(text)])
-    worth = measure_worth(reader, windows.within(MOST_TOKENS), "zero")
+    worth = measure_worth(reader, windows.within(MOST_TOKENS), "zero", lambda done, total: None)
     return {
         site.name: worth.of("cross" if site.kind == "cross" else site.stack, site.layer) for site in sites
     }
