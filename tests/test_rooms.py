@@ -126,6 +126,7 @@ OPTIONAL = {
     "num2words",
     "onnx",
     "onnxruntime",
+    "pandas",
     "pyarrow",
     "scipy",
     "sentencepiece",

@@ -1,14 +1,13 @@
 """`triptych inspect`."""
 
 import json
-import math
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -17,24 +16,22 @@ from triptych.checkpoints.family import read_family
 from triptych.cli.groups import grouped
 from triptych.cli.options import MODEL, open_model
 from triptych.cli.outputs import ForceOption, Output, require_free
-from triptych.cli.over import write_rows
 from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
 from triptych.cli.terminal import Terminal
 from triptych.cli.verbose import VerboseOption
 from triptych.files import write_text
 from triptych.inspection import MEASURES, Inspection
-from triptych.inspection.heads_page import heads_page
-from triptych.inspection.pages import (
-    average_lines,
+from triptych.inspection.record import (
     averages,
+    heads_page,
     near_copies,
     outliers,
     shaded_map,
     side_by_side,
     summary,
 )
-from triptych.reports import is_page, is_parquet, render_table, write_parquet
+from triptych.reports import is_page, is_parquet, render_table, write_csv, write_parquet
 from triptych.training.parallel import do_each, launched
 
 _CSV_START = b"checkpoint,stack,layer,kind,head,module,"
@@ -106,7 +103,7 @@ class _Files(NamedTuple):
         if self.html is not None:
             write_text(self.html, heads_page(found, shlex.join(["triptych", *sys.argv[1:]])))
         if self.csv is not None:
-            write_rows(self.csv, _rows(found))
+            write_csv(_rows(found), self.csv)
         if self.parquet is not None:
             write_parquet(_rows(found), self.parquet, [measure.name for measure in MEASURES])
 
@@ -140,7 +137,7 @@ def _show(all_found: Sequence[Inspection], files: _Files, *, as_json: bool) -> N
     found = _numbered(all_found)
     files.write(found)
     if as_json:
-        records = [_record(inspection) for inspection in found]
+        records = [inspection.record() for inspection in found]
         print(json.dumps(records[0] if len(records) == 1 else records, allow_nan=False))
         return
     console = Terminal(soft_wrap=True)
@@ -175,22 +172,6 @@ def _read(names: Sequence[str]) -> list[Path]:
 
 def _rows(found: Sequence[Inspection]) -> list[dict[str, object]]:
     return [{"checkpoint": inspection.name, **row} for inspection in found for row in inspection.rows()]
-
-
-def _record(inspection: Inspection) -> dict[str, object]:
-    record = asdict(inspection)
-    for layer in record["layers"]:
-        layer["figures"] = {name: [*map(_plain, values)] for name, values in layer["figures"].items()}
-    return {
-        **record,
-        "summary": (*summary(inspection), *average_lines(inspection)),
-        "measures": {measure.name: measure.meaning for measure in MEASURES},
-    }
-
-
-def _plain(figure: Any) -> Any:
-    """JSON has no number for what is infinite."""
-    return "Infinity" if figure == math.inf else figure
 
 
 def _print(inspection: Inspection, console: Console) -> None:

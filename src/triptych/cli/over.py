@@ -1,11 +1,8 @@
 """What `attend --over` and `inspect --over` share: a text, and what is measured of heads over it."""
 
-import csv
-import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 from rich.console import Console
@@ -15,8 +12,7 @@ from triptych.cli.progress import progress_bar
 from triptych.cli.terminal import Terminal
 from triptych.errors import UsageError
 from triptych.face import Model
-from triptych.files import write_text
-from triptych.reports import Table, render_table
+from triptych.reports import Table, render_table, write_csv
 
 OverOption = Annotated[
     Path | None,
@@ -137,7 +133,7 @@ class OverChoice(NamedTuple):
 def show_over(found: OverText, csv_file: Path | None, html: Path | None, *, as_json: bool) -> None:
     """Print or write what the heads of a model do over a text."""
     if csv_file is not None:
-        write_rows(csv_file, found.rows())
+        write_csv(found.rows(), csv_file)
     if html is not None:
         found.page(html)
     if as_json:
@@ -162,12 +158,3 @@ def print_table(table: Table, console: Console) -> None:
     console.print(table.title)
     console.print(render_table(table))
     console.print(f"{table.caption}\n")
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write a CSV file with a row per head."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())

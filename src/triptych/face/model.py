@@ -61,7 +61,7 @@ from triptych.inspection import Inspection, inspect
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.sites import AttentionSite, attention_sites
 from triptych.opening import OpenedModel, Reader
-from triptych.progress import Progress
+from triptych.progress import Progress, untold
 from triptych.rewriting.certificate import Certificate, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import Plan, plan_rewrite
@@ -260,7 +260,7 @@ class Model:
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
         ignore_rotary: bool = False,
-        progress: Progress | None = None,
+        progress: Progress = untold,
     ) -> Inspection:
         """Measure every head from its weights: spectra, ranks, similarities beside chance, symmetry, copying.
 
