@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 
 import torch
 
-from triptych.checkpoints.own import is_own
+from triptych.checkpoints.source import is_own
 from triptych.converting.checks import ConversionCheck, Quantization, Written
 from triptych.converting.ctranslate2 import write_ctranslate2
 from triptych.converting.generators import write_text_generator
