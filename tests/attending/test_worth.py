@@ -1,6 +1,7 @@
 """The loss without a head, against a model whose weights were changed by hand."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +15,15 @@ from triptych.attending.worth import batches_of, head_outputs
 from triptych.attending.worth import measure_worth as measure
 from triptych.errors import UsageError
 from triptych.models.sites import attention_sites
-from triptych.opening import record_calls
+from triptych.opening import OpenedModel, Reader, record_calls
 
 
 def masked_reader() -> Any:
     """An encoder whose tokenizer has a mask."""
     reader = language_reader(kind="encoder")
-    reader.opened.tokenizer = copy.copy(reader.tokenizer)
-    reader.tokenizer.mask_id = 5
-    return reader
+    tokenizer = copy.copy(reader.tokenizer)
+    tokenizer.mask_id = 5
+    return Reader(OpenedModel("tiny", Path("tiny"), reader.model, tokenizer))
 
 
 def loss(reader: Any, windows: Any) -> float:

@@ -118,7 +118,9 @@ class Batch(NamedTuple):
         return self.src_tokens if site.stack == "encoder" and self.src_tokens is not None else self.tokens
 
 
-def measure_worth(reader: Reader, windows: Windows, instead: Instead, progress: Told) -> Worth:
+def measure_worth(
+    reader: Reader, windows: Windows, instead: Instead, progress: Told = lambda done, total: None
+) -> Worth:
     """Leave every head of a model out in turn, and measure the loss on a text."""
     require_loss(reader)
     model = reader.model

@@ -1,6 +1,5 @@
 """`attend --over`: a text, and what is measured of heads over it."""
 
-import json
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -8,7 +7,7 @@ from rich.console import Console
 
 from triptych.attending.over import OverText, read_texts
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, progress_bar
+from triptych.cli.terminal import Terminal, print_json, progress_bar
 from triptych.errors import UsageError
 from triptych.face import Model
 from triptych.reports import Table, render_table, write_csv
@@ -62,7 +61,7 @@ def show_over(found: OverText, csv_file: Path | None, html: Path | None, *, as_j
     if html is not None:
         found.page(html)
     if as_json:
-        print(json.dumps(found.record(), allow_nan=False))
+        print_json(found.record())
         return
     console = Terminal(soft_wrap=True)
     for table in found.tables():
