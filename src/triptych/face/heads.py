@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from html import escape
 from typing import NoReturn, final, overload
 
 import torch
@@ -17,6 +16,7 @@ from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.errors import UsageError
+from triptych.printable import table_html
 
 
 @final
@@ -489,9 +489,3 @@ def _dtype(tensor: Tensor) -> str:
 
 def _range(numbers: Sequence[int]) -> str:
     return f"{numbers[0]} to {numbers[-1]}"
-
-
-def table_html(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """A small table with a heading, for a notebook."""
-    body = "".join(f"<tr><th scope='row'>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in rows)
-    return f"<table><caption>{escape(title)}</caption>{body}</table>"
