@@ -373,10 +373,7 @@ def _again(pair: CheckpointPair, prepared: Prepared, words: bool, same: float) -
         for name in ("before", "after", "unpadded")
         if getattr(certificate, name) != getattr(costs, name)
     ]
-    number, parameters = (
-        len(certificate.layers),
-        (certificate.before.parameters, certificate.after.parameters),
-    )
+    number = len(certificate.layers)
     yield listed(_CLAIM, steps, f"{len(certificate.recipe)} steps of {number} layers")
     parameters = f"{certificate.before.parameters:,} → {certificate.after.parameters:,}"
     yield listed("costs", wrong, parameters)
