@@ -69,7 +69,6 @@ from triptych.rewriting.certificate import Certificate, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import Plan, plan_rewrite
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe, rewrite_recipe_of
-from triptych.runs.language import TOKENIZER
 from triptych.storage.copying import CERTIFICATE
 from triptych.text import read_lines
 from triptych.user_code import use_code
@@ -1054,7 +1053,7 @@ class Model:
             source = find_source(self.save(Path(place, "model")))
             tokenizers = self._opened.options.tokenizer
             if self._opened.module is not None and isinstance(tokenizers, str | Path):
-                shutil.copyfile(Path(tokenizers, TOKENIZER), source.folder / TOKENIZER)
+                shutil.copy(Path(tokenizers, "tokenizer.json"), source.folder)
             source.name = ", ".join((self.name, *self.changes))
             yield source
 

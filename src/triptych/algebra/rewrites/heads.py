@@ -42,7 +42,7 @@ class SortHeads(LayerRewrite):
         inside = sizes.argsort(dim=-1, descending=True, stable=True).tolist()
         order = tuple(group * served + head for group in by_group for head in inside[group])
         # Distances follow where they share the maps of queries and keys; the format refuses the others.
-        return permute_heads(weights, order, distances_follow=True)._replace(kept=order)
+        return permute_heads(weights, order, distances_follow=True).with_kept(order)
 
 
 @final
@@ -58,7 +58,7 @@ class PermuteHeads(LayerRewrite):
     order: tuple[int, ...] = Field(description="head i of the result is head `order[i]`")
 
     def apply(self, layer: Layer) -> Rewritten:
-        return permute_heads(layer.weights, self.order, distances_follow=True)._replace(kept=self.order)
+        return permute_heads(layer.weights, self.order, distances_follow=True).with_kept(self.order)
 
 
 @final

@@ -82,7 +82,7 @@ class PruneHeads(LayerRewrite):
         done = prune_heads(weights, gone, bounded=bounded, does=does, distances_follow=True)
         stay = done.weights.num_heads == weights.num_heads
         kept = tuple(head for head in range(weights.num_heads) if stay or head not in gone)
-        return done._replace(kept=kept)
+        return done.with_kept(kept)
 
     def _losses_of(self, layer: Layer) -> tuple[float, ...]:
         found = self.losses.get(layer.name, ())
