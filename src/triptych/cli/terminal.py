@@ -1,16 +1,22 @@
 """Standard input, standard output, and what a person reads on a terminal."""
 
+import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from io import BufferedIOBase
-from typing import cast, final
+from typing import Any, cast, final
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 
-from triptych.errors import UsageError
+from triptych.errors import DataError, UsageError
+from triptych.launch import speaks
 from triptych.printable import printable
+from triptych.reports import Table, render_table
+from triptych.storage.untrusted import LONGEST_TEXT
 
 
 @final
@@ -28,17 +34,27 @@ class Terminal(Console):
             yield Segment(printable(segment.text, lines=True), segment.style) if is_text else segment
 
 
-def say(message: str) -> None:
-    """Print a message to standard error."""
-    print(printable(message, lines=True), file=sys.stderr)
-
-
 def write_output(text: str) -> None:
     """Write text to standard output at once, in UTF-8. On a terminal, control characters become escapes."""
     if sys.stdout.isatty():
         text = printable(text, lines=True)
     sys.stdout.buffer.write(text.encode(errors="backslashreplace"))
     sys.stdout.buffer.flush()
+
+
+def print_json(record: Any, *, indent: int | None = None) -> None:
+    """Print a record as JSON."""
+    write_output(json_text(record, indent=indent) + "\n")
+
+
+def json_text(record: Any, *, indent: int | None = None) -> str:
+    """A record as JSON, which has no number for what is infinite or not a number."""
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=indent)
+    except ValueError:
+        raise DataError(
+            "a figure of the result is infinite or not a number, which JSON cannot hold: leave out --json"
+        ) from None
 
 
 def standard_input() -> BufferedIOBase:
@@ -60,6 +76,37 @@ def read_text(given: str, what: str) -> str:
     try:
         if given != "-":
             return given.encode().decode()  # bytes that are not UTF-8 came as surrogates
-        return standard_input().read().decode().removesuffix("\n").removesuffix("\r")
+        content = standard_input().read(LONGEST_TEXT + 1)
+        if len(content) > LONGEST_TEXT:
+            raise UsageError(f"the {what} has more than {LONGEST_TEXT:,} bytes: give a part of it")
+        return content.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeError:
         raise UsageError(f"the {what} is not UTF-8: convert it first (iconv -t UTF-8)") from None
+
+
+@contextmanager
+def progress_bar(text: str, first: str = "", *, of_bytes: bool = True) -> Iterator[Callable[..., None]]:
+    """Show a bar inside the block; call what it gives with what is done now, how far, and of how much.
+
+    It is on standard error, where that is a terminal; of several processes the first has one.
+    """
+    middle = [DownloadColumn()] if of_bytes else []
+    columns = TextColumn(text, markup=False), BarColumn(), *middle, TimeRemainingColumn()
+    shown = sys.stderr.isatty() and speaks()
+    with Progress(*columns, console=Terminal(stderr=True), disable=not shown, transient=True) as bar:
+        task = bar.add_task(first, total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def print_whole(table: Table, console: Console) -> None:
+    """Print a table, no number cut off: a narrow terminal gets the columns in parts, a file has the room."""
+    rendered = render_table(table)
+    width = console.measure(rendered, options=console.options.update(max_width=1000)).maximum
+    if not console.is_terminal:
+        console.width = max(console.width, width)
+    if width <= console.width or len(table.columns) <= 2:
+        console.print(rendered)
+        return
+    middle = (len(table.columns) + 1) // 2
+    for part in (range(1, middle), range(middle, len(table.columns))):
+        print_whole(table.part((0, *part)), console)
