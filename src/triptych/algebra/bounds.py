@@ -34,7 +34,7 @@ def score_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Tens
     q = _extended(before, after, "q")
     k = _extended(before, after, "k", biased=bool(KEY_BIAS_BLIND.why_not(before)))
     one, other = (BilinearForm(*maps) for maps in zip(q.maps, k.maps, strict=True))
-    return q.reach * k.reach * one.minus(other).spectral_norm()
+    return q.reach * k.reach * (one - other).spectral_norm()
 
 
 def output_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Tensor, " num_heads"]:
@@ -49,7 +49,7 @@ def output_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Ten
         BilinearForm(maps, weights.W_O.mT.double())
         for maps, weights in zip(v.maps, (before, after), strict=True)
     )
-    return v.reach * one.minus(other).spectral_norm()
+    return v.reach * (one - other).spectral_norm()
 
 
 def _rotary_score_bound(
@@ -57,9 +57,9 @@ def _rotary_score_bound(
 ) -> Float[Tensor, " num_heads"]:
     q, k = _extended(before, after, "q"), _extended(before, after, "k")
     one, other = (rotary_pair_forms(*maps, rotation) for maps in zip(q.maps, k.maps, strict=True))
-    moved = one.pairs.minus(other.pairs).spectral_norm().sum(dim=-1)
+    moved = (one.pairs - other.pairs).spectral_norm().sum(dim=-1)
     if one.fixed is not None and other.fixed is not None:
-        moved = moved + one.fixed.minus(other.fixed).spectral_norm()
+        moved = moved + (one.fixed - other.fixed).spectral_norm()
     return q.reach * k.reach * moved
 
 

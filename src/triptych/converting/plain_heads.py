@@ -85,7 +85,7 @@ def _plain_site(
     width = weights.d_model // num_heads
     wide = weights.to(torch.float64)
     # What is no more than the rounding of the numbers as they are stored is none.
-    size = max(float(form.frobenius_norm().max()) for form in (wide.qk, wide.ov))
+    size = max(float(form.norm().max()) for form in (wide.qk, wide.ov))
     rounding = _ROUNDING * torch.finfo(weights.dtype).eps * size
     site = _Site(wide)
     try:

@@ -51,6 +51,7 @@ from triptych.face.changes import (
     with_map,
     without_heads,
 )
+from triptych.face.checking import Check, check_against_transformers
 from triptych.face.composition import Composition, Into, compose
 from triptych.face.cost import ModelCost, cost_of
 from triptych.face.heads import Head, Layer, Layers, Stack
@@ -173,6 +174,11 @@ class Model:
         return tuple(found)
 
     @property
+    def why_not_run(self) -> str:
+        """Why the model can be read and not run; "" if it runs."""
+        return self._opened.why_not_run
+
+    @property
     def changes(self) -> tuple[str, ...]:
         """What was changed, in order: `ablate(3.2)`."""
         return tuple(change.words for change in self._changes)
@@ -200,8 +206,13 @@ class Model:
     def layers(self) -> Layers:
         """All attention layers, in order; their weights are read when they are asked for."""
         source = self._attention
+        names = dict(zip(source.sites, self._places.names, strict=True))
+        lenders = {site: source.lender(site) for site in source.sites}
         return Layers(
-            [Layer(name, source, site) for name, site in zip(self._places.names, source.sites, strict=True)]
+            [
+                Layer(name, source, site, None if (lender := lenders[site]) is None else names[lender])
+                for site, name in names.items()
+            ]
         )
 
     @property
@@ -281,6 +292,19 @@ class Model:
         return inspect(
             self._attention, layers=layers, heads=heads, ignore_rotary=ignore_rotary, progress=progress
         )
+
+    def check(self, text: str | None = None, target: str | None = None) -> Check:
+        """Compare logits, losses and attention weights with `transformers`, which has to be installed.
+
+        Args:
+            text: what both read; random tokens if None.
+            target: of an encoder-decoder, what its decoder produces; its own translation if None.
+
+        Raises:
+            UsageError: the model was changed, is a run of triptych, or `transformers` is not installed.
+            DataError: one of the two does not run it.
+        """
+        return check_against_transformers(self._files(), text, target)
 
     def cost(self) -> ModelCost:
         """Parameters, FLOPs per token and cache bytes of the attention, layer by layer."""
@@ -960,7 +984,7 @@ class Model:
             TriptychError: the model cannot be run; the message says why.
         """
         try:
-            opened = self._opened.model
+            opened = self._opened.ready
         except DataError as error:
             if self._has_heads():
                 raise DataError(f"{error}; triptych inspect can read its heads") from None

@@ -210,7 +210,7 @@ def move(before: AttentionWeights, after: AttentionWeights, form: Form) -> Move:
 def size(weights: AttentionWeights, form: Form) -> Move:
     """The norms of a form of every head and of its bias row: how far it is from nothing."""
     whole = weights.qk if form == "qk" else weights.ov
-    return Move(whole.frobenius_norm(), bias_row(weights, form).norm(dim=-1))
+    return Move(whole.norm(), bias_row(weights, form).norm(dim=-1))
 
 
 def bias_row(weights: AttentionWeights, form: Form) -> Float[Tensor, "num_heads d"]:

@@ -37,7 +37,7 @@ class SortHeads(LayerRewrite):
         weights = layer.weights
         groups = max(1, min(weights.num_key_heads, weights.num_value_heads))
         served = weights.num_heads // groups
-        sizes = weights.ov.frobenius_norm().view(groups, served)
+        sizes = weights.ov.norm().view(groups, served)
         by_group = sizes.norm(dim=-1).argsort(descending=True, stable=True).tolist()
         inside = sizes.argsort(dim=-1, descending=True, stable=True).tolist()
         order = tuple(group * served + head for group in by_group for head in inside[group])

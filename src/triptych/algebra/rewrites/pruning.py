@@ -226,7 +226,7 @@ def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
         of_bias = of_outputs.new_zeros(()) if bias is None else bias[heads].abs()
         return Move((W_V.norm(dim=-2) * of_outputs).sum(dim=-1), (of_bias * of_outputs).sum(dim=-1))
     used = (W_V.ne(0).any(dim=-2) & read)[:, None, :]
-    form = BilinearForm(W_V * used, W_O.mT * used).frobenius_norm()
+    form = BilinearForm(W_V * used, W_O.mT * used).norm()
     if bias is None:
         return Move(form, torch.zeros_like(form))
     return Move(form, (bias[heads][:, None, :] @ W_O)[:, 0].norm(dim=-1))

@@ -220,9 +220,9 @@ def rotary_move(before: AttentionWeights, after: AttentionWeights) -> Float[Tens
 def rotary_size(weights: AttentionWeights) -> Float[Tensor, " num_heads"]:
     """The same of the forms themselves: how far they are from nothing."""
     forms = _forms_with_biases(weights)
-    total = forms.pairs.frobenius_norm().square().sum(dim=-1) / 4
+    total = forms.pairs.norm().square().sum(dim=-1) / 4
     if forms.fixed is not None:
-        total = total + forms.fixed.frobenius_norm().square()
+        total = total + forms.fixed.norm().square()
     return total.sqrt()
 
 
