@@ -1,9 +1,11 @@
 """`load(x)` is a model: its layers have heads, it reads texts, and a change gives a new one."""
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Literal, final, overload
 
 import torch
@@ -880,7 +882,8 @@ class Model:
     def plan(self, *steps: Step, calibration: str | Path | None = None, skip_refused: bool = False) -> Plan:
         """What a rewrite would do, without doing it; arguments and errors as those of `rewrite`."""
         recipe = _recipe(steps, calibration, skip_refused)
-        return plan_rewrite(self._files(), recipe, family=self._opened.options.family)
+        with self._files() as source:
+            return plan_rewrite(source, recipe, family=self._opened.options.family)
 
     def rewrite(
         self,
@@ -913,15 +916,16 @@ class Model:
         temporary = Path(mkdtemp(prefix="triptych-")) if out is None else None
         name = str(out) if temporary is None else f"{self.name}, rewritten"
         target = Path(name) if temporary is None else temporary / "rewritten"
-        rewrite_checkpoint(
-            self._files(),
-            target,
-            _recipe(steps, calibration, skip_refused),
-            family=self._opened.options.family,
-            text=None if text is None else Path(text),
-            compare=compare,
-            progress=progress,
-        )
+        with self._files() as source:
+            rewrite_checkpoint(
+                source,
+                target,
+                _recipe(steps, calibration, skip_refused),
+                family=self._opened.options.family,
+                text=None if text is None else Path(text),
+                compare=compare,
+                progress=progress,
+            )
         return Model(Opened(name, find_source(target), self._opened.options, temporary=temporary))
 
     # Keeping.
@@ -1070,13 +1074,19 @@ class Model:
             )
         return [found[place] for place in range(len(prompts))]
 
-    def _files(self) -> Source:
-        """The files that a rewrite reads."""
-        if self._changes:
-            raise UsageError(
-                f"{self.name} was changed ({', '.join(self.changes)}): save it, and rewrite what was saved"
-            )
-        return self._opened.files
+    @contextmanager
+    def _files(self) -> Iterator[Source]:
+        """The files that a rewrite reads; a changed model, and a module in memory, are saved to be read."""
+        if not self._changes and self._opened.module is None:
+            yield self._opened.files
+            return
+        with TemporaryDirectory(prefix="triptych-") as place:
+            source = find_source(self.save(Path(place, "model")))
+            tokenizers = self._opened.options.tokenizer
+            if self._opened.module is not None and isinstance(tokenizers, str | Path):
+                shutil.copy(Path(tokenizers, "tokenizer.json"), source.folder)
+            source.name = ", ".join((self.name, *self.changes))
+            yield source
 
     def __repr__(self) -> str:
         source = self._opened.attention
