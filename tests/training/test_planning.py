@@ -68,16 +68,17 @@ def test_the_peak_of_a_plan_is_that_of_real_processes_within_a_tenth(
 
 # Seen by torch's own counter and memory tracker in a simulated step (docs/log.md).
 @pytest.mark.parametrize(
-    ("overrides", "kind", "flops", "sent"),
+    ("overrides", "size", "kind", "flops", "sent"),
     [
-        ([], "fsdp", 33671872512, {"allgather": 18833920, "reducescatter": 10441216}),
-        ([RECOMPUTING], "ddp", 40651194368, {"allreduce": 20882432}),
+        ([], 1, "none", 67343745024, {}),
+        ([], 2, "fsdp", 33671872512, {"allgather": 18833920, "reducescatter": 10441216}),
+        ([RECOMPUTING], 2, "ddp", 40651194368, {"allreduce": 20882432}),
     ],
 )
 def test_operations_and_exchanges_are_those_that_were_counted_in_a_step(
-    overrides: list[str], kind: str, flops: int, sent: dict[str, int]
+    overrides: list[str], size: int, kind: str, flops: int, sent: dict[str, int]
 ) -> None:
-    found = planned("language model", overrides, 2, kind)
+    found = planned("language model", overrides, size, kind)
     assert found.flops == flops
     assert {one.kind: one.sent_bytes for one in found.exchanges} == pytest.approx(sent, rel=0.001)
 

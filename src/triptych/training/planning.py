@@ -557,7 +557,7 @@ class Step:
             exchanges=exchanges,
             flops=flops,
             compute_seconds=flops / cluster.device_flops + moved / cluster.device_bandwidth,
-            exchange_seconds=sum(one.seconds(cluster) for one in exchanges),
+            exchange_seconds=sum((one.seconds(cluster) for one in exchanges), 0.0),
             validating=validating,
             fits=max(*peaks.values(), validating) <= USABLE * cluster.device_memory,
         )
