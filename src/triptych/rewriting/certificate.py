@@ -7,6 +7,7 @@ measured on the saved weights. Its last entry is a hash of all other entries.
 import hashlib
 import json
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -22,7 +23,7 @@ from pydantic import (
 from triptych.algebra.cost import WritingCost
 from triptych.algebra.rewrites.record import TIERS, RewriteRecord, Tier
 from triptych.errors import DataError
-from triptych.printable import printable
+from triptych.printable import printable, table_html
 from triptych.storage.copying import CERTIFICATE
 from triptych.storage.untrusted import read_json
 
@@ -303,9 +304,48 @@ class Certificate(_Record):
         """The hash of all entries except `sha256`."""
         return _hash_of(self.model_dump(mode="json", exclude={"sha256"}))
 
+    def rows(self) -> list[tuple[str, str]]:
+        """What was done and what it changed, each in a few words."""
+        changed = [layer for layer in self.layers if layer.measured is not None]
+        found = [("steps", steps_in_words(self.layers)), *cost_rows(self.before, self.after)]
+        worst = max((layer.measured.relative for layer in changed if layer.measured), default=0.0)
+        found.append(
+            ("layers", f"{len(changed)} of {len(self.layers)} changed, outputs by {worst:.1e} at most")
+        )
+        if self.end_to_end is None:
+            return [*found, ("whole model", f"not compared: {self.not_compared}")]
+        whole = self.end_to_end
+        return [*found, ("whole model", f"logits differ by up to {whole.worst_logit:.1e} on {whole.text}")]
+
+    def __repr__(self) -> str:
+        rows = "".join(f"\n  {what:12}{said}" for what, said in self.rows())
+        return f"Certificate of {self.source}: {self.tier}{rows}"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        return table_html(f"Certificate of {self.source}: {self.tier}", self.rows())
+
     def as_json(self) -> bytes:
         """The bytes of the file."""
         return (self.model_dump_json(indent=1) + "\n").encode()
+
+
+def steps_in_words(layers: Sequence[LayerRecord]) -> str:
+    """Each step, and in how many layers it was refused."""
+    steps = dict.fromkeys(step.rewrite for layer in layers for step in layer.steps)
+    refused = Counter(step.rewrite for layer in layers for step in layer.steps if step.refused)
+    return ", ".join(f"{name} (refused in {refused[name]})" if refused[name] else name for name in steps)
+
+
+def cost_rows(before: Cost, after: Cost) -> list[tuple[str, str]]:
+    """The cost of the attention before and after."""
+    names = (
+        ("parameters", "parameters"),
+        ("FLOPs", "flops_per_token"),
+        ("cache bytes", "kv_bytes_per_token"),
+    )
+    return [(said, f"{getattr(before, name):,} → {getattr(after, name):,}") for said, name in names]
 
 
 def _hash_of(record: dict[str, Any]) -> str:

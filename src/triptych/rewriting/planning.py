@@ -18,12 +18,15 @@ from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.writing import WrittenLayer
 from triptych.errors import UsageError
+from triptych.printable import table_html
 from triptych.rewriting.calibration import gather_moments
 from triptych.rewriting.certificate import (
     Cost,
     LayerRecord,
     NormRecord,
     StepRecord,
+    cost_rows,
+    steps_in_words,
 )
 from triptych.rewriting.formats import Format, format_of
 from triptych.rewriting.head_losses import measure_head_losses
@@ -150,7 +153,7 @@ def _require_layers(source: AttentionSource, steps: Sequence[Rewrite]) -> None:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What a rewrite would do.
 
@@ -177,6 +180,23 @@ class Plan:
     bytes_before: int
     bytes_after: int
     notes: tuple[str, ...]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What would be done and what it would change, each in a few words."""
+        stored = f"{self.bytes_before:,} → {self.bytes_after:,}"
+        rows = [
+            ("steps", steps_in_words(self.layers)),
+            *cost_rows(self.before, self.after),
+            ("bytes", stored),
+        ]
+        return [*rows, *(("note", note) for note in self.notes[:1])]
+
+    def __repr__(self) -> str:
+        rows = "".join(f"\n  {what:12}{said}" for what, said in self.rows())
+        return f"Plan for {self.source} ({self.family}), {len(self.layers)} layers{rows}"
+
+    def _repr_html_(self) -> str:
+        return table_html(f"Plan for {self.source}", self.rows())
 
 
 def total(costs: Sequence[Cost]) -> Cost:
