@@ -1,6 +1,5 @@
 """`triptych evaluate`."""
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from triptych.cli.options import number_of_workers, open_model, plain
 from triptych.cli.outputs import Output, require_free, unmarked
 from triptych.cli.over import Documents
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, print_whole, progress_bar
+from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
 from triptych.decoding import Evaluation, Likelihood
 from triptych.errors import DataError, UsageError
 from triptych.face import Model, load
@@ -106,7 +105,7 @@ def _show(models: Sequence[str], found: Sequence[Any], out: Path | None, *, as_j
     if as_json:
         key = "run" if translates else "model"
         records = [{key: name, **plain(own.figures())} for name, own in zip(models, found, strict=True)]
-        print(json.dumps(records[0] if len(records) == 1 else records, allow_nan=False))
+        print_json(records[0] if len(records) == 1 else records)
     elif len(found) > 1:
         _print_table(_scores(models, found) if translates else _likelihoods(models, found))
     elif translates:

@@ -1,6 +1,5 @@
 """`triptych plan`."""
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ from rich.text import Text
 import triptych
 from triptych import recipes
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, print_whole
+from triptych.cli.terminal import Terminal, print_json, print_whole
 from triptych.planning import Cluster, advice, plan_table, read_quantity, setting
 from triptych.training import read_recipe
 
@@ -65,7 +64,7 @@ def plan(
     with Status("", console=errors) as status:
         planned = triptych.plan(read, cluster, tell=lambda name: status.update(Text(f"simulating {name}")))
     if as_json:
-        print(json.dumps(planned.figures(), allow_nan=False))
+        print_json(planned.figures())
         return
     console = Terminal()
     for line in setting(planned):

@@ -98,7 +98,7 @@ def _why(plan: Plan, best: PlannedLayout) -> str:
     return f"{'; '.join(reasons)[0].upper()}{'; '.join(reasons)[1:]}."
 
 
-def num_bytes(size: float) -> str:
+def num_bytes(size: int | float) -> str:
     """A number of bytes with three digits and a unit."""
     for unit, name in _UNITS:
         if size >= unit:
