@@ -106,7 +106,7 @@ def inspect(
 
     with launched("cpu") as world:
         world.on_first(lambda: require_free(outputs, _read(names), force=force))
-        found = do_each(names, measure, world, Inspection)
+        found = do_each(names, measure, world)
         world.on_first(lambda: show(found))
 
 

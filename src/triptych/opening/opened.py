@@ -21,11 +21,11 @@ from triptych.files import write_text
 from triptych.models import EncoderDecoder, LanguageModel, write_model
 from triptych.models.device import find_device
 from triptych.models.storage import read_own_model
-from triptych.runs.folder import DECODING, RECIPE, check_tokenizers
-from triptych.runs.language import TOKENIZER
 from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited, shown
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
 from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
+from triptych.training.folder import DECODING, RECIPE, check_tokenizers
+from triptych.training.language import TOKENIZER
 
 
 @final
