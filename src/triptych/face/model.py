@@ -1,9 +1,11 @@
 """`load(x)` is a model: its layers have heads, it reads texts, and a change gives a new one."""
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Literal, final, overload
 
 import torch
@@ -12,8 +14,8 @@ from torch import Tensor
 
 from triptych.algebra.rewrites import Rewrite
 from triptych.attending import Attention, AttentionBatch, attend, attend_over
-from triptych.attending.leaving_out import Instead
 from triptych.attending.over import OverText, read_texts
+from triptych.attending.worth import Instead
 from triptych.attention import ACTIVATIONS, Activation
 from triptych.checkpoints.family import Family, read_family
 from triptych.checkpoints.layer import AttentionSource
@@ -63,7 +65,7 @@ from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.sites import AttentionSite, attention_sites
 from triptych.opening import OpenedModel, Reader
 from triptych.printable import table_html
-from triptych.progress import Progress
+from triptych.progress import Progress, untold
 from triptych.rewriting.certificate import Certificate, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import Plan, plan_rewrite
@@ -273,7 +275,7 @@ class Model:
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
         ignore_rotary: bool = False,
-        progress: Progress | None = None,
+        progress: Progress = untold,
     ) -> Inspection:
         """Measure every head from its weights: spectra, ranks, similarities beside chance, symmetry, copying.
 
@@ -627,13 +629,10 @@ class Model:
         Raises:
             UsageError: something does not fit the model.
         """
-        documents = [text] if isinstance(text, str) else text
-        if isinstance(documents, Path):
-            documents = read_texts(self.reader, documents)
         return attend_over(
             self.reader,
-            documents,
-            read_lines(targets) if isinstance(targets, Path) else targets,
+            text,
+            targets,
             worth=worth,
             explain=explain,
             context=context,
@@ -883,7 +882,8 @@ class Model:
     def plan(self, *steps: Step, calibration: str | Path | None = None, skip_refused: bool = False) -> Plan:
         """What a rewrite would do, without doing it; arguments and errors as those of `rewrite`."""
         recipe = _recipe(steps, calibration, skip_refused)
-        return plan_rewrite(self._files(), recipe, family=self._opened.options.family)
+        with self._files() as source:
+            return plan_rewrite(source, recipe, family=self._opened.options.family)
 
     def rewrite(
         self,
@@ -916,15 +916,16 @@ class Model:
         temporary = Path(mkdtemp(prefix="triptych-")) if out is None else None
         name = str(out) if temporary is None else f"{self.name}, rewritten"
         target = Path(name) if temporary is None else temporary / "rewritten"
-        rewrite_checkpoint(
-            self._files(),
-            target,
-            _recipe(steps, calibration, skip_refused),
-            family=self._opened.options.family,
-            text=None if text is None else Path(text),
-            compare=compare,
-            progress=progress,
-        )
+        with self._files() as source:
+            rewrite_checkpoint(
+                source,
+                target,
+                _recipe(steps, calibration, skip_refused),
+                family=self._opened.options.family,
+                text=None if text is None else Path(text),
+                compare=compare,
+                progress=progress,
+            )
         return Model(Opened(name, find_source(target), self._opened.options, temporary=temporary))
 
     # Keeping.
@@ -1073,13 +1074,19 @@ class Model:
             )
         return [found[place] for place in range(len(prompts))]
 
-    def _files(self) -> Source:
-        """The files that a rewrite reads."""
-        if self._changes:
-            raise UsageError(
-                f"{self.name} was changed ({', '.join(self.changes)}): save it, and rewrite what was saved"
-            )
-        return self._opened.files
+    @contextmanager
+    def _files(self) -> Iterator[Source]:
+        """The files that a rewrite reads; a changed model, and a module in memory, are saved to be read."""
+        if not self._changes and self._opened.module is None:
+            yield self._opened.files
+            return
+        with TemporaryDirectory(prefix="triptych-") as place:
+            source = find_source(self.save(Path(place, "model")))
+            tokenizers = self._opened.options.tokenizer
+            if self._opened.module is not None and isinstance(tokenizers, str | Path):
+                shutil.copy(Path(tokenizers, "tokenizer.json"), source.folder)
+            source.name = ", ".join((self.name, *self.changes))
+            yield source
 
     def __repr__(self) -> str:
         source = self._opened.attention

@@ -7,9 +7,9 @@ measured on the saved weights. Its last entry is a hash of all other entries.
 import hashlib
 import json
 import shlex
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, final
 
 from pydantic import (
@@ -297,6 +297,18 @@ class Certificate(_Record):
                 record.pop(name, None)
         return record
 
+    def __repr__(self) -> str:
+        return in_lines(*self._shown())
+
+    def _repr_html_(self) -> str:
+        return table_html(*self._shown())
+
+    def _shown(self) -> tuple[str, list[tuple[str, str]]]:
+        rows = shown_rewrite((*self.layers, *self.norms), self.before, self.after)
+        if (found := self.end_to_end) is not None:
+            rows.append(("whole models", f"logits within {found.worst_logit:.3g} on {found.tokens:,} tokens"))
+        return f"Certificate {self.source}: {self.family}, {self.tier}", rows
+
     def sealed(self) -> "Certificate":
         return self.model_copy(update={"sha256": self.own_hash()})
 
@@ -304,48 +316,31 @@ class Certificate(_Record):
         """The hash of all entries except `sha256`."""
         return _hash_of(self.model_dump(mode="json", exclude={"sha256"}))
 
-    def rows(self) -> list[tuple[str, str]]:
-        """What was done and what it changed, each in a few words."""
-        changed = [layer for layer in self.layers if layer.measured is not None]
-        found = [("steps", steps_in_words(self.layers)), *cost_rows(self.before, self.after)]
-        worst = max((layer.measured.relative for layer in changed if layer.measured), default=0.0)
-        found.append(
-            ("layers", f"{len(changed)} of {len(self.layers)} changed, outputs by {worst:.1e} at most")
-        )
-        if self.end_to_end is None:
-            return [*found, ("whole model", f"not compared: {self.not_compared}")]
-        whole = self.end_to_end
-        return [*found, ("whole model", f"logits differ by up to {whole.worst_logit:.1e} on {whole.text}")]
-
-    def __repr__(self) -> str:
-        rows = "".join(f"\n  {what:12}{said}" for what, said in self.rows())
-        return f"Certificate of {self.source}: {self.tier}{rows}"
-
-    __str__ = __repr__
-
-    def _repr_html_(self) -> str:
-        return table_html(f"Certificate of {self.source}: {self.tier}", self.rows())
-
     def as_json(self) -> bytes:
         """The bytes of the file."""
         return (self.model_dump_json(indent=1) + "\n").encode()
 
 
-def steps_in_words(layers: Sequence[LayerRecord]) -> str:
-    """Each step, and in how many layers it was refused."""
-    steps = dict.fromkeys(step.rewrite for layer in layers for step in layer.steps)
-    refused = Counter(step.rewrite for layer in layers for step in layer.steps if step.refused)
-    return ", ".join(f"{name} (refused in {refused[name]})" if refused[name] else name for name in steps)
+def in_lines(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """A title and a line for each row, none of them longer than a terminal is wide."""
+    return "\n".join(shorten(line, 100, placeholder=" …") for line in (title, *map(": ".join, rows)))
 
 
-def cost_rows(before: Cost, after: Cost) -> list[tuple[str, str]]:
-    """The cost of the attention before and after."""
-    names = (
-        ("parameters", "parameters"),
-        ("FLOPs", "flops_per_token"),
-        ("cache bytes", "kv_bytes_per_token"),
-    )
-    return [(said, f"{getattr(before, name):,} → {getattr(after, name):,}") for said, name in names]
+def shown_rewrite(
+    parts: Sequence[LayerRecord | NormRecord], before: Cost, after: Cost
+) -> list[tuple[str, str]]:
+    """What a rewrite did, in at most six rows: its steps, and the cost before and after."""
+    names = list(dict.fromkeys(step.rewrite for part in parts for step in part.steps))
+    rows = []
+    for name in names[:4]:
+        found = [step for part in parts for step in part.steps if step.rewrite == name]
+        done = [step for step in found if not step.refused]
+        bound = max((step.bound for step in done), default=0.0)
+        said = f"{len(done)} of {len(found)}, {_weakest(done)}" if done else "refused"
+        rows.append((name, said + (f", forms move by at most {bound:.3g}" if bound else "")))
+    if len(names) > 4:
+        rows.append(("…", ", ".join(names[4:])))
+    return [*rows, ("attention", _said_costs("", before, after).strip())]
 
 
 def _hash_of(record: dict[str, Any]) -> str:

@@ -24,8 +24,8 @@ from triptych.rewriting.certificate import (
     LayerRecord,
     NormRecord,
     StepRecord,
-    cost_rows,
-    steps_in_words,
+    in_lines,
+    shown_rewrite,
 )
 from triptych.rewriting.formats import Format, format_of
 from triptych.rewriting.layers import RewrittenLayer, applies_to, rewrite_layer, shape_of
@@ -147,7 +147,7 @@ def _require_layers(source: AttentionSource, steps: Sequence[Rewrite]) -> None:
 
 
 @final
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Plan:
     """What a rewrite would do.
 
@@ -175,22 +175,16 @@ class Plan:
     bytes_after: int
     notes: tuple[str, ...]
 
-    def rows(self) -> list[tuple[str, str]]:
-        """What would be done and what it would change, each in a few words."""
-        stored = f"{self.bytes_before:,} → {self.bytes_after:,}"
-        rows = [
-            ("steps", steps_in_words(self.layers)),
-            *cost_rows(self.before, self.after),
-            ("bytes", stored),
-        ]
-        return [*rows, *(("note", note) for note in self.notes[:1])]
-
     def __repr__(self) -> str:
-        rows = "".join(f"\n  {what:12}{said}" for what, said in self.rows())
-        return f"Plan for {self.source} ({self.family}), {len(self.layers)} layers{rows}"
+        return in_lines(*self._shown())
 
     def _repr_html_(self) -> str:
-        return table_html(f"Plan for {self.source}", self.rows())
+        return table_html(*self._shown())
+
+    def _shown(self) -> tuple[str, list[tuple[str, str]]]:
+        rows = shown_rewrite((*self.layers, *self.norms), self.before, self.after)
+        rows.append(("bytes of attention in the file", f"{self.bytes_before:,} → {self.bytes_after:,}"))
+        return f"Plan {self.source}: {self.family}, {len(self.layers)} attention layers", rows
 
 
 def total(costs: Sequence[Cost]) -> Cost:

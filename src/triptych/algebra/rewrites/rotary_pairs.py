@@ -20,9 +20,9 @@ from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.channels import joint_basis, newly_apart, times
 from triptych.algebra.rewrites.data import require_moments_of
 from triptych.algebra.rewrites.legality import (
+    UNCLIPPED,
     require_nothing_between,
     require_one_each,
-    why_clipping_counts,
 )
 from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import AttentionWeights, Link, Side
@@ -164,8 +164,7 @@ def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
             "rotary pairs turn by rows and columns of patches, and what they carry is counted over distances "
             "in a text",
         )
-    if reason := why_clipping_counts(weights.semantics):
-        raise RewriteRefusedError(name, reason)
+    UNCLIPPED.require(name, weights)
     width, turned = weights.multiplied("q").d_out, rotation.start + 2 * len(rotation.frequencies)
     if turned > width:
         raise RewriteRefusedError(name, f"the rotation turns channels up to {turned}, of heads {width} wide")
