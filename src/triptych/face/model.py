@@ -301,10 +301,11 @@ class Model:
             target: of an encoder-decoder, what its decoder produces; its own translation if None.
 
         Raises:
-            UsageError: the model was changed, is a run of triptych, or `transformers` is not installed.
+            UsageError: a run of triptych, or a change that weights cannot say; or there is no `transformers`.
             DataError: one of the two does not run it.
         """
-        return check_against_transformers(self._files(), text, target)
+        with self._files() as source:
+            return check_against_transformers(source, text, target)
 
     def cost(self) -> ModelCost:
         """Parameters, FLOPs per token and cache bytes of the attention, layer by layer."""
