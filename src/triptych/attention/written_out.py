@@ -26,9 +26,12 @@ def scores_of(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, soft_cap:
     """What the softmax takes, before any mask."""
     if q.shape[2] == 1 and k.is_cpu and k.dtype == torch.bfloat16:
         k = k.contiguous()  # a product would copy what is part of a cache itself, at a third of the speed
-    scores = _product(q * scale, k.transpose(-2, -1))
-    if bias is not None:
-        scores = scores + bias.to(scores.dtype)
+    return finished_scores(_product(q * scale, k.transpose(-2, -1)), bias, soft_cap)
+
+
+def finished_scores(products: Tensor, bias: Tensor | None, soft_cap: float | None) -> Tensor:
+    """The scores, before any mask, that products of queries and keys give."""
+    scores = products if bias is None else products + bias.to(products.dtype)
     return scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
 
 
