@@ -65,7 +65,12 @@ RepetitionPenaltyOption = Annotated[
     float,
     typer.Option("--repetition-penalty", help="Above 1, tokens already in the text are less probable."),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")]
+SeedOption = Annotated[
+    int,
+    typer.Option(
+        "--seed", help="The same seed gives the same text, whatever the other prompts are (on x86-64 CPUs)."
+    ),
+]
 NumSamplesOption = Annotated[
     int, typer.Option("--num-samples", min=1, help="Continuations per prompt; with --beam the best ones.")
 ]

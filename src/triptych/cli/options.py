@@ -22,8 +22,8 @@ PrecisionOption = Annotated[
     Precision,
     typer.Option(
         "--precision",
-        help="Type of the weights. bf16 and int8 (CPU only) are faster; some translations differ from those "
-        "in fp32.",
+        help="Type of the weights. bf16 and int8 (CPU only) are faster; some texts differ from those in fp32. "
+        "On x86-64 CPUs no text depends on the others of its batch; docs/generating.md has the exceptions.",
     ),
 ]
 EngineOption = Annotated[
