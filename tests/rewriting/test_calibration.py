@@ -11,10 +11,10 @@ from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites import Layer, PruneHeads, Truncate
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer
+from triptych.opening import open_text_model
 from triptych.rewriting.calibration import gather_moments
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.layers import RewrittenLayer
-from triptych.rewriting.opening import open_runnable
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.verification import verify
 
@@ -69,10 +69,10 @@ def test_layers_that_do_not_fit_together_are_heard_one_after_the_other(
 ) -> None:
     folder, text = bert(tmp_path / "source"), text_in(tmp_path)
     passes = []
-    model = open_runnable(folder)
+    model = open_text_model(folder)
     windows = model.windows
     monkeypatch.setattr(model, "windows", lambda *given: passes.append(1) or windows(*given))
-    monkeypatch.setattr("triptych.rewriting.calibration.open_runnable", lambda folder: model)
+    monkeypatch.setattr("triptych.rewriting.calibration.open_text_model", lambda folder: model)
     together = gathered(folder, text)
     assert len(passes) == 1
     apart = gathered(folder, text, most_bytes=1)
@@ -94,7 +94,7 @@ def test_a_layer_used_several_times_is_heard_each_time(tmp_path: Path) -> None:
     model = transformers.AlbertModel.from_pretrained(folder, attn_implementation="eager").eval()
     attention = model.encoder.albert_layer_groups[0].albert_layers[0].attention
     queries, keys, tokens = [], [], 0
-    for window in open_runnable(folder).windows(text, 1000):
+    for window in open_text_model(folder).windows(text, 1000):
         hidden = model(**window.inputs, output_hidden_states=True).hidden_states
         assert len(hidden) == USES + 1
         for x in hidden[:USES]:

@@ -18,11 +18,11 @@ from triptych.algebra.weights import Norm
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.layer import Site
 from triptych.errors import DataError
+from triptych.opening import Seen
 from triptych.rewriting.certificate import read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.inputs import INPUTS, before_gain, read_inputs, write_inputs
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.running import Seen
 from triptych.rewriting.verification import verify
 from triptych.storage.copying import CERTIFICATE
 

@@ -11,7 +11,7 @@ from triptych.checkpoints.own import OwnModel
 from triptych.models import LanguageModel, LanguageModelConfig, attention_weights, write_model
 from triptych.models.sites import input_norms
 from triptych.models.storage import read_own_model
-from triptych.rewriting.opening import can_run, open_runnable
+from triptych.opening import open_text_model, why_not_run
 
 
 def make_model(kind: str = "decoder", **config: object) -> LanguageModel:
@@ -96,11 +96,10 @@ def test_a_site_that_is_not_there_is_refused_with_those_that_are() -> None:
 def test_a_run_of_a_language_model_is_run_by_us_and_its_attention_heard(tmp_path: Path) -> None:
     model = make_model().float()
     write_model(model, tmp_path)
-    assert can_run(tmp_path) == ""
-    opened, source = open_runnable(tmp_path), OwnModel.read_folder(tmp_path)
+    assert why_not_run(tmp_path) == ""
+    opened, source = open_text_model(tmp_path), OwnModel.read_folder(tmp_path)
     assert (opened.by, opened.kind) == ("triptych", "causal")
     window = next(opened.random_windows(0))
-    with opened.watch(source, source.sites):
-        found = opened.outputs(window)
+    found = opened.outputs(window)
     torch.testing.assert_close(found, model(window.inputs["input_ids"]).logits[0])
-    assert set(opened.seen) == {site.name for site in source.sites}
+    assert set(opened.inputs(window, source, source.sites)) == {site.name for site in source.sites}

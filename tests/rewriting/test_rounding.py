@@ -11,10 +11,10 @@ from checkpoints.tiny_models import TINY
 from triptych.algebra.rewrites import EXACT, GaugeFix, PruneHeads, SortHeads
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import read_family
+from triptych.opening import open_text_model
 from triptych.rewriting.certificate import MODEL_CARD, card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.comparing import FailedRewriteError
-from triptych.rewriting.opening import open_runnable
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import changed_numbers, changed_parameters, first_moved, judge, unit
 from triptych.rewriting.running import compared
@@ -153,7 +153,7 @@ def test_a_family_that_was_misread_is_noticed_when_the_certificate_is_tried_agai
     source, family = misread
     told = read_family(family)
     rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE, family=told, compare=False)
-    one, other = open_runnable(source), open_runnable(tmp_path / "out")
+    one, other = open_text_model(source), open_text_model(tmp_path / "out")
     found = compared(one, other, one.random_windows(2017))
     entry = {
         "by": one.by,
@@ -180,7 +180,7 @@ def test_one_wrong_number_beside_the_attention_is_more_than_rounding(tmp_path: P
     tensors = load_file(path)
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-3
     save_file(tensors, path, {"format": "pt"})
-    one, other = open_runnable(source), open_runnable(tmp_path / "out")
+    one, other = open_text_model(source), open_text_model(tmp_path / "out")
     found = compared(one, other, one.random_windows(1))
     assert not judge(found, other, changed_parameters(one, other), torch.float32).is_rounding
 
@@ -188,11 +188,11 @@ def test_one_wrong_number_beside_the_attention_is_more_than_rounding(tmp_path: P
 def test_the_layer_that_is_named_is_the_first_that_moves_by_more_than_rounding(tmp_path: Path) -> None:
     source = tiny("llama", tmp_path / "source")
     rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE, compare=False)
-    checkpoint, one = open_checkpoint(source), open_runnable(source)
+    checkpoint, one = open_checkpoint(source), open_text_model(source)
     window = next(one.random_windows(1))
 
     def first() -> str:
-        return first_moved(one, open_runnable(tmp_path / "out"), checkpoint, window, torch.float32)
+        return first_moved(one, open_text_model(tmp_path / "out"), checkpoint, window, torch.float32)
 
     assert not first()
     path = tmp_path / "out" / "model.safetensors"
@@ -222,7 +222,7 @@ def test_outputs_that_are_no_numbers_are_infinitely_far(tmp_path: Path) -> None:
     tensors = load_file(path)
     tensors["transformer.ln_f.bias"][0] = torch.nan
     save_file(tensors, path, {"format": "pt"})
-    one, other = open_runnable(source), open_runnable(tmp_path / "out")
+    one, other = open_text_model(source), open_text_model(tmp_path / "out")
     assert compared(one, other, one.random_windows(1)).worst_logit == torch.inf
 
 

@@ -14,9 +14,8 @@ from tolerances import assert_same
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, LanguageModel, ModelConfig, write_model
+from triptych.opening import TransformersModel, open_text_model, why_not_run
 from triptych.rewriting.comparing import Opened, open_original
-from triptych.rewriting.opening import can_run, open_runnable
-from triptych.rewriting.transformers_models import TransformersModel
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 
@@ -27,7 +26,7 @@ def test_a_language_model_predicts_so_many_tokens_of_a_text_each_from_all_before
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("What a piece of work is a man! " * 5, encoding="utf-8")
-    model = open_runnable(gpt2_that_runs(tmp_path / "gpt2"))
+    model = open_text_model(gpt2_that_runs(tmp_path / "gpt2"))
     windows = list(model.windows(text, most_tokens))
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "gpt2")(text.read_text())["input_ids"]
     assert [len(window.targets) for window in windows if window.targets is not None] == [
@@ -41,7 +40,7 @@ def test_a_language_model_predicts_so_many_tokens_of_a_text_each_from_all_before
 
 
 def test_an_encoder_reads_lines_until_they_have_so_many_tokens(tmp_path: Path) -> None:
-    model, text = open_runnable(bert(tmp_path / "bert")), text_in(tmp_path)
+    model, text = open_text_model(bert(tmp_path / "bert")), text_in(tmp_path)
     lengths = [len(line.split()) for line in text.read_text(encoding="utf-8").splitlines()]
     for lines in range(1, 5):
         most_tokens = sum(lengths[:lines])
@@ -61,14 +60,14 @@ def test_without_transformers_what_we_run_ourselves_can_be_run_and_no_other_mode
     write_model(EncoderDecoder.of(config, 9, 9), tmp_path / "ours")
     gpt2_that_runs(tmp_path / "gpt2")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert can_run(tmp_path / "ours") == can_run(tmp_path / "gpt2") == ""
-    assert open_runnable(tmp_path / "gpt2").by == "triptych"
+    assert why_not_run(tmp_path / "ours") == why_not_run(tmp_path / "gpt2") == ""
+    assert open_text_model(tmp_path / "gpt2").by == "triptych"
     monkeypatch.setattr("triptych.checkpoints.models.read_model", cannot_be_run)
-    assert can_run(tmp_path / "ours") == ""
+    assert why_not_run(tmp_path / "ours") == ""
     said = "this family cannot be run; transformers, which would run it, is not installed: pip install"
-    assert said in can_run(tmp_path / "gpt2")
+    assert said in why_not_run(tmp_path / "gpt2")
     with pytest.raises(UsageError, match=said):
-        open_runnable(tmp_path / "gpt2")
+        open_text_model(tmp_path / "gpt2")
 
 
 def test_a_fault_of_ours_is_not_taken_for_a_model_that_cannot_be_run(
@@ -107,7 +106,7 @@ def test_a_pipe_in_the_folder_of_a_model_is_not_opened_by_transformers(tmp_path:
 def test_our_own_run_puts_out_what_transformers_does(tmp_path: Path) -> None:
     folder, text = gpt2_that_runs(tmp_path / "model"), tmp_path / "text.txt"
     text.write_text("What a piece of work is a man! " * 7, encoding="utf-8")
-    ours, theirs = open_runnable(folder), TransformersModel(folder)
+    ours, theirs = open_text_model(folder), TransformersModel(folder)
     assert ours.by == "triptych"
     assert ours.kind == theirs.kind
     source = open_checkpoint(folder)
@@ -117,10 +116,11 @@ def test_our_own_run_puts_out_what_transformers_does(tmp_path: Path) -> None:
     for one, other in pairs:
         assert torch.equal(one.inputs["input_ids"], other.inputs["input_ids"])
         assert (one.targets is None) == (other.targets is None)
-        with ours.watch(source, source.sites), theirs.watch(source, source.sites):
-            assert_same(ours.outputs(one), theirs.outputs(other), kind="output")
+        assert_same(ours.outputs(one), theirs.outputs(other), kind="output")
+        read = [model.inputs(one, source, source.sites) for model in (ours, theirs)]
         for site in source.sites:
-            assert_same(ours.seen[site.name][-1].x, theirs.seen[site.name][-1].x, kind="output")
+            found, expected = (seen[site.name][-1].x for seen in read)
+            assert_same(found, expected, kind="output")
     attended = [model.attention_outputs(source, pairs[0][0]) for model in (ours, theirs)]
     for (name, a), (same, b) in zip(*attended, strict=True):
         assert name == same
@@ -131,19 +131,19 @@ def test_an_encoder_decoder_puts_out_what_transformers_does(tmp_path: Path) -> N
     folder, text = tmp_path / "model", tmp_path / "text.tsv"
     translator_folder(folder, "bart", forced_bos_token_id=1)
     text.write_text("w5 w9 w4\tw7\nw8\tw6 w6 w5\n", encoding="utf-8")
-    ours, theirs = open_runnable(folder), TransformersModel(folder)
+    ours, theirs = open_text_model(folder), TransformersModel(folder)
     assert (ours.by, ours.kind) == ("triptych", theirs.kind)
     source = open_checkpoint(folder)
     for one, other in zip(ours.windows(text, 200), theirs.windows(text, 200), strict=True):
-        assert torch.equal(one.inputs["src"], other.inputs["input_ids"])
-        assert torch.equal(one.inputs["tgt"], other.inputs["decoder_input_ids"])
+        assert torch.equal(one.inputs["input_ids"], other.inputs["input_ids"])
+        assert torch.equal(one.inputs["decoder_input_ids"], other.inputs["decoder_input_ids"])
         assert one.targets is not None
         assert other.targets is not None
         assert torch.equal(one.targets, other.targets)
-        with ours.watch(source, source.sites), theirs.watch(source, source.sites):
-            assert_same(ours.outputs(one), theirs.outputs(other), kind="output")
+        assert_same(ours.outputs(one), theirs.outputs(other), kind="output")
+        read = [model.inputs(one, source, source.sites) for model in (ours, theirs)]
         for site in source.sites:
-            found, expected = ours.seen[site.name][-1], theirs.seen[site.name][-1]
+            found, expected = (seen[site.name][-1] for seen in read)
             assert_same(found.x, expected.x, kind="output")
             if expected.memory is not None:
                 assert found.memory is not None

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from triptych.attending.alignment import align_words, words_of
 from triptych.attending.maps import DenseMap, HeadMap, RowKeeper
 from triptych.attending.page import AttentionPage, ViewedHead, ViewedKind, ViewedLayer, ViewedText, join_pages
 from triptych.attending.steps import HeadSteps
@@ -168,9 +169,9 @@ class Attention:
     tokens: tuple[str, ...]
     num_generated: int
     stacks: tuple[Stack, ...]
-    source_ids: tuple[int, ...] | None = None
-    source_tokens: tuple[str, ...] | None = None
-    reader: Reader | None = None
+    source_ids: tuple[int, ...] | None
+    source_tokens: tuple[str, ...] | None
+    reader: Reader
 
     def __getitem__(self, place: int | str | tuple[int | str, int]) -> Tensor:
         """The weights of a layer, `[heads, queries, keys]`, or of a head, `[queries, keys]`.
@@ -193,11 +194,33 @@ class Attention:
             UsageError: no such layer, head or token.
         """
         stack, found, _ = self._place((layer, head))
-        assert self.reader is not None
         text = TextIds(self.ids, self.source_ids, self.num_generated)
         name = str(found.number) if len(self.stacks) == 1 else f"{stack.kind}.{found.number}"
         tokens = stack.queries, stack.keys
         return HeadSteps(self.reader, text, found.call, found.number, head, query, tokens, name)
+
+    def align(self, layer: int | str, head: int) -> list[tuple[str, str]]:
+        """Each word of the translation with the source word that a head of cross-attention looks at most.
+
+        Args:
+            layer: of cross-attention, as in `"cross.3"`.
+            head: its number.
+
+        Raises:
+            UsageError: no such layer or head, or no cross-attention.
+        """
+        stack, found, _ = self._place((layer, head))
+        if stack.kind != "cross" or self.source_ids is None:
+            raise UsageError(f"{self.model}: layer {layer} is no cross-attention, which aligns words")
+        source, target = (
+            words_of(pieces, [token in tokenizer.special_ids for token in ids])
+            for pieces, ids, tokenizer in (
+                (stack.keys, self.source_ids, self.reader.source_tokenizer),
+                (stack.queries, self.ids, self.reader.tokenizer),
+            )
+        )
+        links = align_words(found.weights(heads=[head])[0], source, target) if source else []
+        return [(word.text, source[i].text) for word, i in zip(target, links, strict=False)]
 
     def _place(self, place: int | str | tuple[int | str, int]) -> tuple[Stack, LayerAttention, int | None]:
         """A layer with its stack, and a head of it; None for all."""

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
 
-from triptych.attending.alignment import Alignments, measure_alignment
 from triptych.attending.behaviour import Behaviour, figures_of
 from triptych.attending.explaining import LayerExplained, explain_text
 from triptych.attending.leaving_out import Instead
@@ -33,15 +32,12 @@ class OverText:
         worth: what each is worth; None if it was not asked for.
         explained: how well the parts of their scores explain where they look; empty if not asked for.
         copies: how much they write the tokens that they look at; likewise.
-        alignments: of a translator, where words align as they are produced and as they are read; None for
-            other models, and where no words are spelled alike.
     """
 
     behaviour: Behaviour
     worth: Worth | None = None
     explained: tuple[LayerExplained, ...] = ()
     copies: tuple[LayerWriting, ...] = ()
-    alignments: tuple[Alignments, Alignments] | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat record per head: its place, then every figure with its interval."""
@@ -60,15 +56,6 @@ class OverText:
             for head, numbers in enumerate(zip(copies.copies, copies.low, copies.high, strict=True)):
                 names = ("copies", "copies_low", "copies_high")
                 found[copies.stack, copies.layer, head] |= dict(zip(names, map(float, numbers), strict=True))
-        for aligned in self.alignments or ():
-            name = "aligned_read" if aligned.shifted else "aligned"
-            for layer in aligned.layers:
-                for head in range(len(layer.anchors)):
-                    numbers = (layer.anchors, layer.anchors_low, layer.anchors_high)
-                    found["cross", layer.layer, head] |= {
-                        name + end: float(number[head])
-                        for end, number in zip(("", "_low", "_high"), numbers, strict=True)
-                    }
         columns = dict.fromkeys(name for row in found.values() for name in row)
         return [{name: _finite(row.get(name)) for name in columns} for row in found.values()]
 
@@ -91,20 +78,11 @@ class OverText:
                 "tokens": self.worth.tokens,
                 "order": order,
             }
-        if self.alignments is not None:
-            one = self.alignments[0]
-            found["alignment"] = {
-                "anchors": one.num_anchors,
-                "by_order": [one.by_order, one.by_order_low, one.by_order_high],
-                "even": one.even,
-            }
         return found
 
     def tables(self) -> list[Table]:
         """What to print."""
         found = [strongest_table(self.behaviour)]
-        if self.alignments is not None:
-            found.append(alignment_table(self.alignments))
         if self.worth is not None:
             found.append(worth_table(self.worth))
         if self.explained:
@@ -133,15 +111,11 @@ def attend_over(
     windows = cut_windows(reader, documents, targets, context=context, most_tokens=most_tokens or MOST_TOKENS)
     fewer = windows.within(most_tokens or MOST_TOKENS_OF_WORTH)
     behaviour = measure_behaviour(reader, windows, partial(progress, "where heads look"))
-    alignments = None
-    if reader.opened.translates:
-        alignments = measure_alignment(reader, windows, partial(progress, "aligning words"))
     return OverText(
         behaviour,
         measure_worth(reader, fewer, worth, partial(progress, "leaving heads out")) if worth else None,
         explain_text(reader, fewer, partial(progress, "explaining scores")) if explain else (),
         measure_copies(reader, fewer, partial(progress, "reading what heads write")) if explain else (),
-        alignments,
     )
 
 
@@ -227,35 +201,6 @@ def explained_table(explained: Sequence[LayerExplained], copies: Sequence[LayerW
         rows=tuple(rows),
         numeric=numeric,
         caption=caption,
-    )
-
-
-def alignment_table(both: tuple[Alignments, Alignments]) -> Table:
-    """The best head for words where they are produced, where they are read, and by word order alone."""
-    rows = []
-    for aligned in both:
-        number, head = aligned.best()
-        layer = next(layer for layer in aligned.layers if layer.layer == number)
-        rows.append(
-            (
-                f"cross {number} head {head}, where words are {'read' if aligned.shifted else 'produced'}",
-                f"{float(layer.anchors[head]):.3f}",
-                f"{float(layer.anchors_low[head]):.3f} to {float(layer.anchors_high[head]):.3f}",
-                f"{float(layer.order[head]):.2f}",
-            )
-        )
-    one = both[0]
-    rows.append(
-        ("the diagonal", f"{one.by_order:.3f}", f"{one.by_order_low:.3f} to {one.by_order_high:.3f}", "0.00")
-    )
-    rows.append(("any source word", f"{one.even:.3f}", "", ""))
-    caption = (
-        f"The share of {one.num_anchors:,} words spelled alike on both sides of {one.num_sentences:,} pairs "
-        "of sentences that align with each other, and the mean distance from the diagonal in words."
-    )
-    columns = ("aligned by", "share", "interval", "off the diagonal")
-    return Table(
-        title="Alignment of words", columns=columns, rows=tuple(rows), numeric=(1, 3), caption=caption
     )
 
 

@@ -13,8 +13,6 @@ _OTHER_FACTS = {
     "worth": "loss without it",
     "content_share": "explained by W_QK alone",
     "copies": "writes what it looks at",
-    "aligned": "words aligned",
-    "aligned_read": "words aligned, one step later",
 }
 _SIGNED = ("worth",)
 # Does not break a line.

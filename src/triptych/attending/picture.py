@@ -1,7 +1,5 @@
-"""The matrix of one head as a picture: SVG, and PNG made from it."""
+"""The matrix of one head as a picture."""
 
-import struct
-import zlib
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -10,7 +8,6 @@ from numpy.typing import NDArray
 
 from triptych.attending.maps import DenseMap, HeadMap, TopMap, bin_width
 from triptych.attending.page import ViewedKind
-from triptych.extras import require_extra
 from triptych.printable import printable
 
 _MOST_TOKENS = 96
@@ -22,8 +19,6 @@ _ZERO, _ONE = (0xF6, 0xF4, 0xEE), (0x14, 0x30, 0x4F)
 _INK, _MUTED, _GENERATED = "#1d2733", "#5c6670", "#c8642d"
 _MARGIN, _LABEL_CHARACTERS = 8, 16
 _LARGEST_CELL, _SMALLEST_CELL, _WIDTH = 28, 7, 640
-_PNG_HEADER_BYTES = 8 + 25
-_SCALE = 2  # PNG pixels for each of the SVG
 
 
 def head_svg(kind: ViewedKind, layer: int, head: int, title: str = "") -> str:
@@ -71,22 +66,11 @@ def head_svg(kind: ViewedKind, layer: int, head: int, title: str = "") -> str:
     return ET.tostring(svg, encoding="unicode") + "\n"
 
 
-def head_png(kind: ViewedKind, layer: int, head: int, title: str = "") -> bytes:
-    """Draw the weights of a head as PNG, two pixels for each of the SVG's."""
-    require_extra("reports", "vl_convert", what="a picture as PNG")
-    import vl_convert
-
-    data = bytes(vl_convert.svg_to_png(head_svg(kind, layer, head, title), scale=_SCALE))
-    said = b"tEXt" + b"Software\0" + _MARK.encode()
-    chunk = struct.pack(">I", len(said) - 4) + said + struct.pack(">I", zlib.crc32(said))
-    return data[:_PNG_HEADER_BYTES] + chunk + data[_PNG_HEADER_BYTES:]
-
-
 def is_picture(path: Path) -> bool:
     """Whether a file is a picture that triptych made."""
     with path.open("rb") as file:
         start = file.read(1024)
-    return f'data-generator="{_MARK}"'.encode() in start or b"tEXtSoftware\0" + _MARK.encode() in start
+    return f'data-generator="{_MARK}"'.encode() in start
 
 
 def _draw_cells(svg: ET.Element, cells: NDArray[np.float32], left: int, top: int, cell: int) -> None:

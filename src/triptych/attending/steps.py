@@ -33,7 +33,7 @@ class LabelledTensor(Tensor):
 
     tokens: tuple[str, ...]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(cls, value: Tensor, tokens: tuple[str, ...]) -> "LabelledTensor":
@@ -51,7 +51,7 @@ class LabelledTensor(Tensor):
             for size, i in zip(found.values.tolist(), found.indices.tolist(), strict=True)
         ]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         what = "largest" if self.ndim == 1 else "longest"
         shown = ", ".join(f"{_shown(token)} {size:.3g}" for token, size in self.top(4))
         return f"LabelledTensor {list(self.shape)} of {len(self.tokens)} tokens; {what}: {shown}"
@@ -327,11 +327,7 @@ class HeadSteps:
         }
 
     def page(self, path: str | Path) -> None:
-        """Write the steps as one HTML page that works offline.
-
-        Args:
-            path: the file.
-        """
+        """Write the steps as one HTML page that works offline."""
         facts = (("model", self.model), ("keys", f"{len(self.keys):,}"))
         write_report(
             Report(f"One row of head {self.place}", facts=facts, tables=(*self.tables(),)), Path(path)

@@ -56,7 +56,7 @@ class Entries:
 
     def require_copy(self, name: str, original: str, why: str) -> None:
         """A tensor that the file may have once more, if it holds the same numbers."""
-        if name not in self.tensors.infos:
+        if name not in self.tensors.infos or name == original:
             return
         if not torch.equal(self.tensors.read(name), self.tensors.read(original)):
             self.refuse(f"{name} is not {original}{why}")
@@ -65,3 +65,11 @@ class Entries:
     def refuse(self, why: str) -> Never:
         """Say that the checkpoint cannot be run."""
         raise DataError(f"{self.name}: {why}")
+
+
+def above(prefix: str, name: str, tensors: Tensors) -> str:
+    """A module or tensor above the names that attention layers share, as far as some of the prefix is."""
+    outer = prefix.split(".")[:-1]
+    names = ["".join(f"{part}." for part in outer[:count]) + name for count in range(len(outer), -1, -1)]
+    infos = tensors.infos
+    return next((found for found in names if found in infos or f"{found}.weight" in infos), names[-1])

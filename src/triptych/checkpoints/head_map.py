@@ -2,7 +2,7 @@
 
 from typing import final
 
-from triptych.checkpoints.entries import Entries
+from triptych.checkpoints.entries import Entries, above
 from triptych.checkpoints.feed_forward_map import activation
 from triptych.checkpoints.model_spec import HeadSpec, ModelSpec
 from triptych.checkpoints.place import Place
@@ -127,10 +127,4 @@ class HeadMap:
         return True
 
     def _above(self, name: str) -> str:
-        """A module or tensor of the head: above the names that attention layers share, as far as some are."""
-        outer = self.place.prefix.split(".")[:-1]
-        above = ["".join(f"{part}." for part in outer[:count]) for count in range(len(outer), -1, -1)]
-        names = [f"{at}{name}" for at in above]
-        return next(
-            (found for found in names if found in self.infos or f"{found}.weight" in self.infos), names[-1]
-        )
+        return above(self.place.prefix, name, self.entries.tensors)

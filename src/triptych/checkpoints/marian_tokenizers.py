@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers as hf
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from tokenizers import processors
 
-from triptych.checkpoints.marian_settings import MarianSettings, read_tokenizer_settings
 from triptych.errors import DataError, UsageError
-from triptych.storage.untrusted import LONGEST_TOKENIZER, read_json, read_limited
+from triptych.storage.untrusted import LONGEST_TOKENIZER, read_json, read_limited, validated
 from triptych.text import (
     SentencePieceRecord,
     SentencePieceTokenizer,
@@ -29,10 +28,55 @@ from triptych.text.sentencepiece import load_sentencepiece
 
 TARGET_FOLDER = "target_tokenizer"
 
-# The largest published SentencePiece models have 250,000 pieces and take 5 MB.
+
+class MarianIds(BaseModel):
+    """What `config.json` says of the vocabularies."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    vocab_size: int = Field(ge=1)
+    decoder_vocab_size: int | None = Field(None, ge=1)
+    pad_token_id: int = Field(ge=0)
+    eos_token_id: int = Field(ge=0)
+    decoder_start_token_id: int = Field(ge=0)
+    share_encoder_decoder_embeddings: bool = True
+
+    @property
+    def tgt_vocab_size(self) -> int:
+        """Rows of the output."""
+        own = None if self.share_encoder_decoder_embeddings else self.decoder_vocab_size
+        return self.vocab_size if own is None else own
 
 
-def read_tokenizers(folder: Path, settings: MarianSettings) -> TokenizerPair:
+class _Settings(BaseModel):
+    """What is read of `tokenizer_config.json` and of `special_tokens_map.json`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    unk_token: str | dict[str, Any] = "<unk>"
+    eos_token: str | dict[str, Any] = "</s>"
+    pad_token: str | dict[str, Any] = "<pad>"
+    separate_vocabs: bool = False
+    model_max_length: int | float | None = Field(None, ge=2)
+    clean_up_tokenization_spaces: bool | None = None
+    sp_model_kwargs: dict[str, Any] | None = None
+    additional_special_tokens: list[Any] | None = None
+    extra_special_tokens: list[Any] | dict[str, Any] | None = None
+    added_tokens_decoder: dict[str, dict[str, Any]] = {}
+
+
+def longest_source(folder: Path) -> int | float | None:
+    """Tokens of the longest source that the tokenizer is for, its end included."""
+    return _read_settings(folder).model_max_length
+
+
+def _read_settings(folder: Path) -> _Settings:
+    path, legacy = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    older, newer = (read_json(file) if file.exists() else {} for file in (legacy, path))
+    return validated(_Settings, {**older, **newer}, path)
+
+
+def read_tokenizers(folder: Path, settings: MarianIds) -> TokenizerPair:
     """The tokenizers of both sides; one, if all of their files say the same.
 
     They do as `MarianTokenizer` does, but for special tokens that a text spells out: `</s>` in a text is
@@ -41,7 +85,7 @@ def read_tokenizers(folder: Path, settings: MarianSettings) -> TokenizerPair:
     if (folder / "tokenizer.json").exists() and not (folder / "source.spm").exists():
         return _of_ours(folder, settings)
     path = folder / "tokenizer_config.json"
-    found = read_tokenizer_settings(folder)
+    found = _read_settings(folder)
     tokens = {name: _text(getattr(found, name)) for name in ("unk_token", "eos_token", "pad_token")}
     added = {_text(token) for token in found.added_tokens_decoder.values()}
     if further := sorted(added - set(tokens.values())) or found.additional_special_tokens:
@@ -92,7 +136,7 @@ def read_sentencepiece(path: Path) -> bytes:
     return model
 
 
-def _of_ours(folder: Path, settings: MarianSettings) -> TokenizerPair:
+def _of_ours(folder: Path, settings: MarianIds) -> TokenizerPair:
     """Tokenizers that were trained here."""
     source = target = read_sentence_tokenizer(folder / "tokenizer.json")
     if (folder / TARGET_FOLDER).is_dir():
@@ -112,7 +156,7 @@ def _of_ours(folder: Path, settings: MarianSettings) -> TokenizerPair:
     return TokenizerPair(source, target)
 
 
-def _vocab(path: Path, size: int, tokens: Mapping[str, str], settings: MarianSettings) -> tuple[str, ...]:
+def _vocab(path: Path, size: int, tokens: Mapping[str, str], settings: MarianIds) -> tuple[str, ...]:
     """The pieces by id."""
     try:
         record = TypeAdapter(dict[str, int]).validate_python(read_json(path), strict=True)

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Never, final
 
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.entries import Entries
+from triptych.checkpoints.entries import Entries, above
 from triptych.checkpoints.feed_forward_map import FeedForwardMap
 from triptych.checkpoints.fields import listed, not_understood_of_model
 from triptych.checkpoints.head_map import HeadMap
@@ -225,7 +225,7 @@ class _Mapping:
     def _embeddings(self) -> EmbeddingsConfig:
         spec, place = self.spec, self.first
         table = self.table
-        said = self.settings.value("vocab_size")
+        said = place.value(place.chosen(spec.num_tokens))
         rows = said if isinstance(said, int) else None
         self.entries.enter("embeddings.table.weight", table, (rows, self._width))
         for copy in () if self._is_untied else spec.copies:
@@ -352,15 +352,19 @@ class _Mapping:
 
     @cached_property
     def table(self) -> str:
+        names = [f"{self.first.beside(module)}.weight" for module in (self.spec.embedding, *self.spec.copies)]
         own = f"{self.first.beside(self.spec.untied_embedding)}.weight"
         if self._is_untied and own in self.tensors.infos:
             return own
-        return f"{self.first.beside(self.spec.embedding)}.weight"
+        if not self._is_untied:
+            names += [f"{above(self.first.prefix, self.spec.head.at, self.tensors)}.weight"]
+        return next((name for name in names if name in self.tensors.infos), names[0])
 
     @property
     def _is_untied(self) -> bool:
         """Whether the stacks may have tables of their own."""
-        return bool(self.spec.untied_embedding) and not self.settings.holds(self.spec.head.tied)
+        spec, holds = self.spec, self.settings.holds
+        return bool(spec.untied_embedding) and (holds(spec.apart) or not holds(spec.head.tied))
 
     def _refuse_field(self, names: list[str]) -> Never:
         raise DataError(

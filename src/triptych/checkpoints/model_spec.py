@@ -171,7 +171,9 @@ class ModelSpec(Spec):
         eps: of norms that do not say another.
         embedding: module of the table; `untied_embedding`, if given, where the file has it and `head.tied`
             does not hold.
-        copies: modules that hold the table once more, if the file has them.
+        copies: modules that hold the table once more, if the file has them; one of them is enough.
+        apart: on what condition the stacks have tables of their own though `head.tied` holds.
+        num_tokens: rows of the table; not looked at where no choice holds, or it gives nothing.
         embedding_scale: what its rows are multiplied by; `root_scale`: by the root of the first of
             these whose condition holds.
         embedding_width: of the table, where a map leads from it to the width of the model;
@@ -209,6 +211,8 @@ class ModelSpec(Spec):
     embedding: str = "embed_tokens"
     untied_embedding: str = ""
     copies: tuple[str, ...] = ()
+    apart: Expression = "false"
+    num_tokens: tuple[Choice, ...] = (Choice(value="vocab_size"),)
     embedding_width: Expression = ""
     embedding_map: str = ""
     map_first: bool = False

@@ -72,14 +72,14 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Lang
     found = model_map(checkpoint)
     dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
     attention = [read_attention(checkpoint, site, dtype) for site in found.sites]
-    with torch.device("meta"), _Undrawn():
+    with torch.device("meta"), Undrawn():
         model = LanguageModel(found.architecture, attention)
     for name, tensor in found.tensors.read(_taking(checkpoint.tensors, dtype)).items():
         _hold(model, name, tensor)
     head = model.head
     if head is not None and head.config.tied:
         head.output.weight = model.embeddings.table.weight
-    return _off_meta(model).eval()
+    return off_meta(model).eval()
 
 
 def load_encoder_decoder(
@@ -101,13 +101,13 @@ def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = Non
         [read_attention(checkpoint, site, dtype) for site in sites]
         for sites in (found.encoder, found.decoder, found.cross)
     )
-    with torch.device("meta"), _Undrawn():
+    with torch.device("meta"), Undrawn():
         model = EncoderDecoder(found.architecture, encoder, zip(decoder, cross, strict=True), found.pad_id)
     for name, tensor in found.tensors.read(_taking(checkpoint.tensors, dtype)).items():
         _hold(model, name, tensor)
     if found.architecture.tied:
         model.output.weight = model.tgt_embedding.weight
-    return _off_meta(model).eval()
+    return off_meta(model).eval()
 
 
 def read_attention(checkpoint: Checkpoint, site: Site, dtype: torch.dtype) -> MultiHeadAttention:
@@ -120,7 +120,7 @@ def read_attention(checkpoint: Checkpoint, site: Site, dtype: torch.dtype) -> Mu
 
 
 @final
-class _Undrawn(TorchFunctionMode):
+class Undrawn(TorchFunctionMode):
     """Draws no initial numbers: on the "meta" device that would import 800 modules of torch, 70 MB."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -149,7 +149,7 @@ def _hold(model: nn.Module, name: str, tensor: Tensor) -> None:
 _Model = TypeVar("_Model", LanguageModel, EncoderDecoder)
 
 
-def _off_meta(model: _Model) -> _Model:
+def off_meta(model: _Model) -> _Model:
     """The model, with buffers that begin empty, as tables of sines that grow, where tensors have memory."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

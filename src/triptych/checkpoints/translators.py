@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple, final
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from triptych.checkpoints.marian_settings import validated
+from triptych.checkpoints.marian import read_marian
 from triptych.checkpoints.models import load_encoder_decoder
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder
-from triptych.storage.untrusted import read_json
+from triptych.storage.untrusted import read_json, validated
 from triptych.text import (
     Frame,
     FramedTokenizer,
@@ -91,7 +91,7 @@ class TranslatorCheckpoint:
 
     Attributes:
         model: in evaluation mode.
-        tokenizers: of both sides, which are not the same object.
+        tokenizers: of both sides.
         num_beams: with how many beams it is to be searched; None if its files do not say.
         length_penalty: the exponent of the length by which scores are to be divided.
         stops_when_full: whether the search ends when so many hypotheses have ended.
@@ -108,6 +108,8 @@ def read_translator(
     folder: Path, device: torch.device | str = "cpu", languages: Languages | None = None
 ) -> TranslatorCheckpoint:
     """Read an encoder-decoder of a family that is run."""
+    if languages is None and read_json(folder / "config.json").get("model_type") == "marian":
+        return _read_marian(folder, device)
     model = load_encoder_decoder(folder, device)
     tokenizer = load_tokenizer(folder, vocab_size=min(model.src_vocab_size, model.tgt_vocab_size))
     generation = _read_generation(folder)
@@ -124,16 +126,38 @@ def read_translator(
     )
     forced = start[1:]
     before = target.before[len(forced) :] if target.before[: len(forced)] == forced else target.before
+    pair = TokenizerPair(
+        FramedTokenizer(tokenizer, source, model.pad_id, rules),
+        FramedTokenizer(tokenizer, Frame(before, (end,)), model.pad_id, rules),
+    )
+    return _searched(model, pair, generation)
+
+
+def _searched(
+    model: EncoderDecoder, tokenizers: TokenizerPair, generation: _Generation
+) -> TranslatorCheckpoint:
     return TranslatorCheckpoint(
         model,
-        TokenizerPair(
-            FramedTokenizer(tokenizer, source, model.pad_id, rules),
-            FramedTokenizer(tokenizer, Frame(before, (end,)), model.pad_id, rules),
-        ),
+        tokenizers,
         generation.num_beams,
         1.0 if generation.length_penalty is None else generation.length_penalty,
         generation.early_stopping is True,
     )
+
+
+def _read_marian(folder: Path, device: torch.device | str) -> TranslatorCheckpoint:
+    """A checkpoint whose tokenizers keep padding and the first token of the decoder out of outputs."""
+    model, tokenizers = read_marian(folder, device)
+    generation, kept_out = _read_generation(folder), (model.pad_id, tokenizers.target.bos_id)
+    for name in ("min_length", "no_repeat_ngram_size", "forced_bos_token_id"):
+        if getattr(generation, name):
+            raise DataError(f"{folder}: {name} is not followed in searches with a Marian model: take it out")
+    if others := {*_never(generation, folder)} - {*kept_out}:
+        raise DataError(
+            f"{folder}: bad_words_ids has {[min(others)]}; only the padding and the token that outputs begin "
+            "with can be kept out of them"
+        )
+    return _searched(model, tokenizers, generation)
 
 
 def _read_generation(folder: Path) -> _Generation:

@@ -13,7 +13,7 @@ from triptych.attending.looks import strongest_looks, written_tokens
 from triptych.attending.over import OverText
 from triptych.attending.over_page import head_notes, notes_origin
 from triptych.attending.page import AttentionPage, ViewedKind, join_pages
-from triptych.attending.picture import head_png, head_svg, is_picture
+from triptych.attending.picture import head_svg, is_picture
 from triptych.attending.saving import (
     Saved,
     is_attention_csv,
@@ -34,7 +34,7 @@ from triptych.cli.terminal import Terminal, read_text, write_output
 from triptych.decoding.hypotheses import MOST_TOKENS
 from triptych.errors import UsageError
 from triptych.face import Model
-from triptych.files import write_bytes, write_text
+from triptych.files import write_text
 from triptych.reports import is_page, render_table
 from triptych.text import read_lines
 
@@ -88,7 +88,6 @@ SvgOption = Annotated[
     Path | None,
     typer.Option("--svg", help="Draw one head, chosen with --kind, --layers and --heads, to this file."),
 ]
-PngOption = Annotated[Path | None, typer.Option("--png", help="Draw one head as PNG to this file.")]
 StepsOption = Annotated[
     str | None,
     typer.Option(
@@ -156,11 +155,10 @@ class _Files(NamedTuple):
     csv: CsvOption = None
     html: HtmlOption = None
     svg: SvgOption = None
-    png: PngOption = None
 
     def outputs(self, is_own_csv: Callable[[Path], bool]) -> tuple[Output, ...]:
         """The files, and which there may be written anew."""
-        is_own = is_attention_npz, is_own_csv, is_page, is_picture, is_picture
+        is_own = is_attention_npz, is_own_csv, is_page, is_picture
         return tuple(map(Output, self, is_own))
 
     def given(self) -> list[Path]:
@@ -169,7 +167,7 @@ class _Files(NamedTuple):
 
     def write(self, saved: Sequence[Saved], behaviour: OverText | None, tell: Told) -> None:
         """Write those that are wanted; the page says of heads what they do, where that was measured."""
-        picture = None if self.svg is None and self.png is None else _one_head(saved)
+        picture = None if self.svg is None else _one_head(saved)
         if self.npz is not None:
             write_npz(saved, self.npz)
         if self.csv is not None:
@@ -178,8 +176,6 @@ class _Files(NamedTuple):
             write_attention_page(_page(saved, behaviour, tell), self.html, tell)
         if self.svg is not None and picture is not None:
             write_text(self.svg, head_svg(*picture))
-        if self.png is not None and picture is not None:
-            write_bytes(self.png, head_png(*picture))
 
 
 @grouped
@@ -216,7 +212,7 @@ def attend(
         _show_steps(open_model(source, device, without), texts, steps, files, as_json=as_json)
         return
     if corpus is not None and is_of_heads:
-        if any(option not in (None, 0) for option in (*texts, *chosen, files.npz, files.svg, files.png)):
+        if any(option not in (None, 0) for option in (*texts, *chosen, files.npz, files.svg)):
             raise UsageError("--over without a text goes with no options of one but --csv, --html and --json")
         show_over(corpus.measure(open_model(source, device, without)), files.csv, files.html, as_json=as_json)
         return

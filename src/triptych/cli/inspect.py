@@ -6,19 +6,18 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, final
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 
-from triptych.attending.correlations import Beside, correlations_table, put_beside
 from triptych.checkpoints.family import read_family
 from triptych.cli.groups import grouped
 from triptych.cli.options import MODEL, open_model
 from triptych.cli.outputs import ForceOption, Output, require_free
-from triptych.cli.over import MoreFigures, OverOptions, print_table, write_rows
+from triptych.cli.over import write_rows
 from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
 from triptych.cli.terminal import Terminal
@@ -90,15 +89,6 @@ class _Reading(NamedTuple):
             )
 
 
-@final
-@dataclass(frozen=True)
-class _Found:
-    """What was found in a checkpoint, and over a text if one was given."""
-
-    inspection: Inspection
-    beside: Beside | None
-
-
 class _Files(NamedTuple):
     """Where the options want the figures; None for those that were not given."""
 
@@ -111,14 +101,14 @@ class _Files(NamedTuple):
         outputs = Output(self.html, is_page), Output(self.csv, _is_own_csv), Output(self.parquet, is_parquet)
         require_free(outputs, read, force=force)
 
-    def write(self, found: Sequence[Inspection], beside: Sequence[Beside]) -> None:
+    def write(self, found: Sequence[Inspection]) -> None:
         """Write the ones that were given."""
         if self.html is not None:
             write_text(self.html, heads_page(found, shlex.join(["triptych", *sys.argv[1:]])))
         if self.csv is not None:
-            write_rows(self.csv, _rows(found, beside))
+            write_rows(self.csv, _rows(found))
         if self.parquet is not None:
-            write_parquet(_rows(found, beside), self.parquet, [measure.name for measure in MEASURES])
+            write_parquet(_rows(found), self.parquet, [measure.name for measure in MEASURES])
 
     def given(self) -> list[Path]:
         """Those that were given."""
@@ -130,7 +120,6 @@ def inspect(
     checkpoints: CheckpointsArgument,
     reading: _Reading,
     files: _Files,
-    over: OverOptions,
     force: ForceOption = False,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -138,35 +127,27 @@ def inspect(
     """Measure the attention weights of a checkpoint, head by head.
 
     Reports spectra and ranks of W_QK and W_OV, the similarity of W_Q, W_K and W_V next to chance, symmetry
-    and copying. The model is not run, unless a text is given to measure what heads do (--over).
+    and copying. The model is not run.
     """
-    text = over.choice(MoreFigures())
     names = checkpoints if reading.compare is None else [*checkpoints, reading.compare]
-    read = [*_read(names), *([] if text is None else text.read())]
-
-    def measure(name: str) -> _Found:
-        inspection = reading.inspect(name)
-        return _Found(
-            inspection,
-            None if text is None else put_beside(inspection, text.measure(open_model(name)).behaviour),
-        )
-
-    with launched("cpu" if text is None else "auto") as world:
-        world.on_first(lambda: files.require_free(read, force=force))
-        found = do_each(names, measure, world, _Found)
+    with launched("cpu") as world:
+        world.on_first(lambda: files.require_free(_read(names), force=force))
+        found = do_each(names, reading.inspect, world, Inspection)
         world.on_first(lambda: _show(found, files, as_json=as_json))
 
 
-def _show(all_found: Sequence[_Found], files: _Files, *, as_json: bool) -> None:
-    found = _numbered([one.inspection for one in all_found])
-    beside = [one.beside for one in all_found if one.beside is not None]
-    files.write(found, beside)
+def _show(all_found: Sequence[Inspection], files: _Files, *, as_json: bool) -> None:
+    found = _numbered(all_found)
+    files.write(found)
     if as_json:
-        records = _records(found, beside)
+        records = [_record(inspection) for inspection in found]
         print(json.dumps(records[0] if len(records) == 1 else records, allow_nan=False))
         return
     console = Terminal(soft_wrap=True)
-    _print_all(found, beside, console)
+    for inspection in found:
+        _print(inspection, console)
+    if len(found) > 1:
+        console.print(render_table(side_by_side(*found)))
     for path in files.given():
         console.print(f"written: {path}")
 
@@ -192,26 +173,8 @@ def _read(names: Sequence[str]) -> list[Path]:
     return [path.parent if path.is_file() else path for path in map(Path, names) if path.exists()]
 
 
-def _rows(found: Sequence[Inspection], beside: Sequence[Beside]) -> list[dict[str, object]]:
-    rows: list[Sequence[dict[str, object]]] = [one.rows for one in beside]
-    rows = rows or [inspection.rows() for inspection in found]
-    return [
-        {"checkpoint": inspection.name, **row}
-        for inspection, own in zip(found, rows, strict=True)
-        for row in own
-    ]
-
-
-def _records(found: Sequence[Inspection], beside: Sequence[Beside]) -> list[dict[str, object]]:
-    own = [*map(_record_beside, beside)] or [{} for _ in found]
-    return [_record(inspection) | more for inspection, more in zip(found, own, strict=True)]
-
-
-def _record_beside(beside: Beside) -> dict[str, object]:
-    return {
-        "heads": [{name: _plain(value) for name, value in row.items()} for row in beside.rows],
-        "correlations": [asdict(one) for one in beside.correlations],
-    }
+def _rows(found: Sequence[Inspection]) -> list[dict[str, object]]:
+    return [{"checkpoint": inspection.name, **row} for inspection in found for row in inspection.rows()]
 
 
 def _record(inspection: Inspection) -> dict[str, object]:
@@ -228,15 +191,6 @@ def _record(inspection: Inspection) -> dict[str, object]:
 def _plain(figure: Any) -> Any:
     """JSON has no number for what is infinite."""
     return "Infinity" if figure == math.inf else figure
-
-
-def _print_all(found: Sequence[Inspection], beside: Sequence[Beside], console: Console) -> None:
-    for inspection in found:
-        _print(inspection, console)
-    for one in beside:
-        print_table(correlations_table(one), console)
-    if len(found) > 1:
-        console.print(render_table(side_by_side(*found)))
 
 
 def _print(inspection: Inspection, console: Console) -> None:

@@ -1,9 +1,12 @@
 """The command `triptych`: parses, calls the library, prints."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version as installed_version
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -12,6 +15,7 @@ from triptych.cli.process import limit_spinning, open_streams
 from triptych.cli.verbose import print_error, warnings_as_lines
 from triptych.errors import TriptychError
 from triptych.launch import end_now, num_launched, speaks
+from triptych.user_code import use_code
 
 # Each is a function of the module of its name, in this room. The summaries are the first lines of their
 # docstrings: `triptych --help` prints them and imports none of the modules.
@@ -32,6 +36,35 @@ COMMANDS = {
     "cost": "Compare the costs of the parameterisations of attention.",
 }
 _ABOUT = "Train, run, inspect and rewrite Transformers, with the attention matrices of every head at hand."
+
+
+_CodeOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--code",
+        help="Python file with the attention class that the run or recipe names. It is executed.",
+    ),
+]
+
+
+def _with_code(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with `--code`."""
+
+    def called(*, code: list[Path] | None, **given: Any) -> None:
+        for path in code or []:
+            use_code(path)
+        command(**given)
+
+    option = Parameter("code", Parameter.KEYWORD_ONLY, default=None, annotation=_CodeOption)
+    hints = get_type_hints(command, include_extras=True)
+    parameters = [
+        one.replace(annotation=hints[one.name], kind=Parameter.KEYWORD_ONLY)
+        for one in signature(command).parameters.values()
+    ]
+    called.__name__, called.__doc__, called.__module__ = command.__name__, command.__doc__, command.__module__
+    called.__signature__ = Signature([*parameters, option])  # type: ignore[attr-defined]
+    called.__annotations__ = {**hints, "code": _CodeOption}
+    return called
 
 
 def _print_version(wanted: bool) -> bool:
@@ -65,7 +98,8 @@ def application(arguments: Sequence[str]) -> typer.Typer:
     app.callback(help=_ABOUT)(main)
     named = next((word for word in arguments if not word.startswith("-")), None)
     if named in COMMANDS:
-        app.command()(getattr(import_module(f"triptych.cli.{named}"), named))
+        command = getattr(import_module(f"triptych.cli.{named}"), named)
+        app.command()(command if named == "demo" else _with_code(command))
     else:
         for name, summary in COMMANDS.items():
             app.command(name, help=summary)(_not_named)

@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 
 import torch
 
-from triptych.checkpoints import model_type
+from triptych.checkpoints.source import is_own
 from triptych.converting.checks import ConversionCheck, Quantization, Written
 from triptych.converting.ctranslate2 import write_ctranslate2
 from triptych.converting.generators import write_text_generator
@@ -23,6 +23,7 @@ from triptych.files import write_folder
 from triptych.models import read_model
 from triptych.opening import OpenedModel
 from triptych.printable import printable
+from triptych.storage.untrusted import read_json
 from triptych.text import TokenizerPair
 
 TargetFormat = Literal["hf", "ctranslate2", "onnx", "triptych"]
@@ -66,7 +67,7 @@ def convert(
         return _convert_language_model(opened, target, to, quantization)
     run = opened
     run.require_recipe()
-    if to == "triptych" and model_type(run.folder) is None:
+    if to == "triptych" and is_own(read_json(run.folder / "config.json")):
         raise UsageError(f"{run.folder} is a run already: give a folder in Hugging Face's format")
     writers: dict[TargetFormat, Callable[[Path], Written]] = {
         "hf": lambda folder: write_hf(run, folder),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from triptych.checkpoints import read_marian
+from triptych.checkpoints.marian import read_marian
 from triptych.checkpoints.marian_tokenizers import TARGET_FOLDER, write_tokenizers
 from triptych.checkpoints.marian_writing import Searching, architecture_for, write_checkpoint
 from triptych.converting.checks import (
@@ -47,10 +47,10 @@ def write_hf(run: OpenedModel, folder: Path) -> Written:
 
 def _check_read_again(run: OpenedModel, folder: Path) -> ConversionCheck:
     """Check the folder with our own reader of Marian checkpoints."""
-    again = read_marian(folder)
+    model, tokenizers = read_marian(folder)
     for ours, found in (
-        (run.tokenizers.source, again.tokenizers.source),
-        (run.tokenizers.target, again.tokenizers.target),
+        (run.tokenizers.source, tokenizers.source),
+        (run.tokenizers.target, tokenizers.target),
     ):
         compare_tokenizers("tokenizers of the folder", ours, partial(_with_end, found))
     target = run.tokenizers.target
@@ -58,8 +58,8 @@ def _check_read_again(run: OpenedModel, folder: Path) -> ConversionCheck:
     return compare_logits(
         "logits of the folder, read by triptych, and of the model",
         logits_of(run.encoder_decoder, pairs),
-        logits_of(again.model, pairs),
-        TOLERANCES[again.model.tgt_embedding.weight.dtype],
+        logits_of(model, pairs),
+        TOLERANCES[model.tgt_embedding.weight.dtype],
     )
 
 

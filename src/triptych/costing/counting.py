@@ -1,7 +1,6 @@
 """Count and compare the costs of the parameterisations at one size: `cost(CostSpec(...))`."""
 
 import dataclasses
-import difflib
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -10,8 +9,13 @@ import torch
 
 from triptych.algebra.cost import PassCost, cached_numbers, pass_cost
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link
-from triptych.attention import PARAMETERISATIONS, Parameterisation, parameterisation
-from triptych.attention.projections import REFUSED
+from triptych.attention import (
+    PARAMETERISATIONS,
+    Parameterisation,
+    parameterisation,
+    parameterisation_class,
+)
+from triptych.user_code import use_named
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,13 +78,14 @@ class CostSpec:
             raise ValueError(
                 f"num_heads {self.num_heads} does not divide d_model {self.d_model}: give both d_k and d_v"
             )
+        use_named(self.parameterisations)
         if not self.parameterisations:
             raise ValueError(f"no parameterisation is given: choose from {', '.join(PARAMETERISATIONS)}")
         for name, times in Counter(self.parameterisations).items():
-            _check_name(name)
+            parameterisation_class(name)
             if times > 1:
                 raise ValueError(f"{name} is given {times} times")
-        known = {field for name in self.parameterisations for field in _options(PARAMETERISATIONS[name])}
+        known = {field for name in self.parameterisations for field in _options(name)}
         for field in _SIZES:
             if getattr(self, field) is not None and field not in known:
                 raise ValueError(
@@ -104,7 +109,7 @@ class CostSpec:
     def choice(self, name: str) -> Parameterisation:
         """A parameterisation with the options among these that it has."""
         given: dict[str, int | bool | None] = {}
-        for option in _options(PARAMETERISATIONS[name]):
+        for option in _options(name):
             if option in _SIZES and getattr(self, option) is not None:
                 given[option] = getattr(self, option)
             elif option.endswith("_bias"):
@@ -261,22 +266,13 @@ def _moved_bytes(spec: CostSpec, done: PassCost) -> int:
     return (done.weight_numbers + spec.batch * done.moved_numbers) * spec.bytes_per_number
 
 
-def _options(cls: type[Parameterisation]) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)]
-
-
-def _check_name(name: str) -> None:
-    if name in REFUSED:
-        raise ValueError(f"{name} is no layer: {REFUSED[name]}")
-    if name not in PARAMETERISATIONS:
-        near = difflib.get_close_matches(name, PARAMETERISATIONS, n=1)
-        meant = f": did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name!r} is not one of {', '.join(PARAMETERISATIONS)}{meant}")
+def _options(name: str) -> list[str]:
+    return [field.name for field in dataclasses.fields(parameterisation_class(name))]
 
 
 def _check_widths(spec: CostSpec, name: str, weights: AttentionWeights) -> None:
     """Refuse widths other than the spec's: a row of another size would not stand beside the others."""
-    options = _options(PARAMETERISATIONS[name])
+    options = _options(name)
     for option, wanted, chain in (("d_k", spec.key_width, weights.k), ("d_v", spec.value_width, weights.v)):
         width = chain[-1].d_out if chain else weights.d_model
         if option not in options and width != wanted:
@@ -285,7 +281,7 @@ def _check_widths(spec: CostSpec, name: str, weights: AttentionWeights) -> None:
 
 def _sizes(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) -> dict[str, int]:
     """All sizes that formulas may use, defaults included."""
-    filled = type(chosen).fitting(weights)
+    filled = type(chosen).fitting(weights) if chosen.name in PARAMETERISATIONS else chosen
     own = {} if filled is None else dataclasses.asdict(filled)
     return {
         "d": spec.d_model,
@@ -298,13 +294,16 @@ def _sizes(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) 
 
 def _formulas(chosen: Parameterisation, weights: AttentionWeights, sizes: dict[str, int]) -> Formulas:
     W_QK, W_OV = written_forms(weights)
+    parameters, cache = chosen.parameters_formula, chosen.cache_formula
+    biases = [weights.o_bias, *(link.bias for link in weights.links())]
+    unbiased = weights.num_parameters - sum(bias.numel() for bias in biases if bias is not None)
     return Formulas(
         W_QK=W_QK,
         W_OV=W_OV,
-        parameters=_readable(chosen.parameters_formula),
-        num_parameters=evaluate(chosen.parameters_formula, sizes),
-        cache=_readable(chosen.cache_formula),
-        num_cached=evaluate(chosen.cache_formula, sizes),
+        parameters=_readable(parameters),
+        num_parameters=evaluate(parameters, sizes) if parameters else unbiased,
+        cache=_readable(cache),
+        num_cached=evaluate(cache, sizes) if cache else cached_numbers(weights),
     )
 
 

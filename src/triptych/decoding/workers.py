@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, final
 
 import torch
 
+from triptych import user_code
 from triptych.decoding.hypotheses import Hypothesis
 
 Sentences = Sequence[Sequence[int]]
@@ -65,7 +67,8 @@ class WorkerPool:
         arguments = pickle.dumps(self._arguments)
         for _ in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._make_searcher), daemon=True)
+            given = theirs, self._make_searcher, user_code.paths()
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
             # A helper takes seconds before it reads, and so many bytes wait for it in a thread of their own.
@@ -147,12 +150,14 @@ def _send(connection: Connection, arguments: bytes) -> None:
         connection.send_bytes(arguments)
 
 
-def _serve(connection: Connection, make_searcher: Callable[..., Searcher]) -> None:
+def _serve(connection: Connection, make_searcher: Callable[..., Searcher], code: Sequence[Path]) -> None:
     """What a helper does: search for what comes, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked decides
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
         try:
+            for path in code:
+                user_code.use_code(path)
             searcher = make_searcher(*pickle.loads(connection.recv_bytes()))
             connection.send(None)
             while True:

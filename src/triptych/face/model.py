@@ -17,7 +17,7 @@ from triptych.attending.over import OverText, read_texts
 from triptych.attention import ACTIVATIONS, Activation
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionSource
-from triptych.checkpoints.source import find_source
+from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages
 from triptych.converting.checks import Quantization
 from triptych.converting.conversion import Conversion, TargetFormat, convert
@@ -68,6 +68,7 @@ from triptych.rewriting.planning import Plan, plan_rewrite
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe, rewrite_recipe_of
 from triptych.storage.copying import CERTIFICATE
 from triptych.text import read_lines
+from triptych.user_code import use_code
 
 By = Literal["zero", "mean", "resample"]
 # A rewrite as a call or a record, a recipe of several, or the file of one.
@@ -85,6 +86,7 @@ def load(
     precision: Precision = "fp32",
     offline: bool = False,
     family: Family | None = None,
+    code: str | Path | None = None,
 ) -> "Model":
     """Open a model: `load("gpt2")[3, 2].W_Q`, `load("runs/demo").translate("Guten Tag.")`.
 
@@ -107,11 +109,15 @@ def load(
         offline: take what is on the Hub from its cache on this machine, and wait for no connection;
             HF_HUB_OFFLINE=1 asks for it too.
         family: how a checkpoint is written, where its configuration does not say; see `read_family`.
+        code: the file whose classes a run names, such as a parameterisation of your own. It is executed, and
+            must be the file that the run was trained with. Nothing that lies in a run is ever executed.
 
     Raises:
         DataError: nothing of that name.
         UsageError: something that is no model.
     """
+    if code is not None:
+        use_code(code)
     if engine != "triptych" and dtype is not None:
         raise UsageError(f"--engine {engine} rounds by --precision: leave out --dtype")
     if engine == "ctranslate2":
@@ -843,7 +849,7 @@ class Model:
     def plan(self, *steps: Step, calibration: str | Path | None = None, skip_refused: bool = False) -> Plan:
         """What a rewrite would do, without doing it; arguments and errors as those of `rewrite`."""
         recipe = _recipe(steps, calibration, skip_refused)
-        return plan_rewrite(str(self._files()), recipe, family=self._opened.options.family)
+        return plan_rewrite(self._files(), recipe, family=self._opened.options.family)
 
     def rewrite(
         self,
@@ -876,7 +882,7 @@ class Model:
         name = str(out) if temporary is None else f"{self.name}, rewritten"
         target = Path(name) if temporary is None else temporary / "rewritten"
         rewrite_checkpoint(
-            str(self._files()),
+            self._files(),
             target,
             _recipe(steps, calibration, skip_refused),
             family=self._opened.options.family,
@@ -1032,13 +1038,13 @@ class Model:
             )
         return [found[place] for place in range(len(prompts))]
 
-    def _files(self) -> str | Path:
-        """Where the model's files lie: what a rewrite reads."""
+    def _files(self) -> Source:
+        """The files that a rewrite reads."""
         if self._changes:
             raise UsageError(
                 f"{self.name} was changed ({', '.join(self.changes)}): save it, and rewrite what was saved"
             )
-        return self._opened.files.path
+        return self._opened.files
 
     def __repr__(self) -> str:
         source = self._opened.attention

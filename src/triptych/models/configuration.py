@@ -3,11 +3,12 @@
 import dataclasses
 import difflib
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from triptych import user_code
 from triptych.attention import (
     AlibiPositions,
     AttentionPositions,
@@ -17,6 +18,7 @@ from triptych.attention import (
     check_qk_norm,
     check_sizes,
     parameterisation,
+    parameterisation_class,
 )
 from triptych.models.architecture import (
     BlockConfig,
@@ -40,8 +42,9 @@ class AttentionConfig(BaseModel):
     """One attention site. Sizes left out are those of the whole model.
 
     Attributes:
-        projections: how the heads are written, one of `PARAMETERISATIONS`; its own options (`d_k`,
-            `num_kv_heads`, `q_bias` …: the fields of its class) stand beside it.
+        projections: how the heads are written, one of `PARAMETERISATIONS`, or `FILE.py:CLASS` for a class of
+            your own (docs/own-attention.md); its options (`d_k`, `num_kv_heads`, `q_bias` …: the fields of
+            its class) are keys of this table too.
         num_heads: number of query heads.
         dropout: probability that an attention weight is dropped while training.
         qk_norm: whether queries and keys are normalised before they meet; of language models only.
@@ -59,7 +62,7 @@ class AttentionConfig(BaseModel):
 
     @model_validator(mode="after")
     def _options_are_its_own(self) -> "AttentionConfig":
-        own: dict[str, Any] = {field.name: field.type for field in _option_fields(self.projections)}
+        own = _options(self.projections)
         for name, value in (self.__pydantic_extra__ or {}).items():
             if name not in own:
                 known = [*type(self).model_fields, *own]
@@ -80,6 +83,8 @@ class AttentionConfig(BaseModel):
     def of(cls, layer: MultiHeadAttention) -> "AttentionConfig":
         """The configuration that gives such a layer."""
         chosen, semantics = layer.parameterisation, layer.semantics
+        if user_code.is_own(chosen.name) and parameterisation_class(chosen.name) is not type(chosen):
+            raise ValueError(f"{chosen.name} has changed since the layer was made: open the model again")
         beside = {"qk_norm": semantics.qk_norm, "output_gate": semantics.gate is not None}
         options = {
             field.name: getattr(chosen, field.name)
@@ -120,9 +125,11 @@ class AttentionConfig(BaseModel):
         )
 
 
-def _option_fields(projections: str) -> tuple[dataclasses.Field[object], ...]:
-    """The options of a parameterisation."""
-    return dataclasses.fields(parameterisation(projections))
+def _options(projections: str) -> dict[str, Any]:
+    """The options of a parameterisation, with their types."""
+    cls = parameterisation_class(projections)
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 class PositionsConfig(BaseModel):
@@ -433,7 +440,7 @@ class LanguageModelConfig(BaseModel):
 
 
 def _filled_in(attention: AttentionConfig, **model: int | None) -> AttentionConfig:
-    own = ("num_heads", *(field.name for field in _option_fields(attention.projections)))
+    own = ("num_heads", *_options(attention.projections))
     filled = {name: size for name, size in model.items() if name in own and size is not None}
     return AttentionConfig.model_validate({**filled, **attention.model_dump(exclude_none=True)})
 

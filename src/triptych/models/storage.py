@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import nn
 
+from triptych import user_code
 from triptych.errors import DataError
 from triptych.files import write_bytes, write_text
 from triptych.models.configuration import LanguageModelConfig, ModelConfig
@@ -53,6 +54,8 @@ def write_config(model: OwnModel, folder: Path) -> None:
             record |= {"model_type": "triptych", "kind": kind, "vocab_size": model.vocab_size}
             table, config = model.embeddings.table.weight, model.config.model_dump()
     record |= {"dtype": str(table.dtype).removeprefix("torch."), "model": config}
+    if code := user_code.digests(config):
+        record["code"] = code
     write_text(folder / "config.json", json.dumps(record, indent=2) + "\n")
 
 
@@ -79,6 +82,10 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
             )
         kind = record.get("kind", _ENCODER_DECODER)
         make = _encoder_decoder if kind == _ENCODER_DECODER else _language_model
+        code = record.get("code", {})
+        if unknown := user_code.named_files(record["model"]) - code.keys():
+            raise DataError(f"{path} names a class in {sorted(unknown)[0]} without the SHA-256 of that file")
+        user_code.require_digests(code)
         dtype = record.get("dtype", "float32")
         if dtype not in _DTYPES:
             raise DataError(f"{path}: dtype is {dtype!r}: known are {', '.join(_DTYPES)}")

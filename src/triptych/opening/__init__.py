@@ -15,6 +15,8 @@ from triptych.opening.reader import (
     record_calls,
     require_text,
 )
+from triptych.opening.text_model import Seen, TextModel, Window, first_line, read_pairs, read_whole_text
+from triptych.opening.transformers_models import TransformersModel, open_text_model, why_not_run
 
 __all__ = [
     "AttentionKind",
@@ -22,10 +24,19 @@ __all__ = [
     "OpenedModel",
     "Reader",
     "Recording",
+    "Seen",
     "TextIds",
+    "TextModel",
+    "TransformersModel",
+    "Window",
+    "first_line",
     "open_language_model",
     "open_model",
+    "open_text_model",
     "open_translator",
+    "read_pairs",
+    "read_whole_text",
     "record_calls",
     "require_text",
+    "why_not_run",
 ]

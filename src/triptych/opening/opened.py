@@ -11,7 +11,6 @@ import torch
 from pydantic import ValidationError
 
 from triptych.algebra.forms import are_finite
-from triptych.checkpoints import read_marian
 from triptych.checkpoints.models import load_encoder_decoder, load_language_model
 from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages, read_translator
@@ -37,7 +36,6 @@ class OpenedModel:
         name: the path or the name on the Hub that was given.
         folder: where its files lie.
         model: in evaluation mode.
-        tokenizer: of what the model reads and predicts; of an encoder-decoder the target's.
         recipe: of a run that translates; None for others.
         end_ids: tokens that end a text, as the checkpoint's configuration has them.
         start_id: the token that an encoder-decoder's decoder reads first.
@@ -49,7 +47,7 @@ class OpenedModel:
         name: str,
         folder: Path,
         model: LanguageModel | EncoderDecoder,
-        tokenizers: Tokenizer | TokenizerPair,
+        tokenizers: Tokenizer | TokenizerPair | None,
         *,
         recipe: Recipe | None = None,
         decoding: DecodingConfig | None = None,
@@ -60,12 +58,21 @@ class OpenedModel:
         self.name, self.folder, self.model, self._tokenizers = name, folder, model, tokenizers
         self.unsearched = unsearched
         self.recipe, self._decoding, self.end_ids = recipe, decoding, end_ids
-        if isinstance(tokenizers, TokenizerPair):
-            self.tokenizer: Tokenizer = tokenizers.target
-            start_id = tokenizers.target.rules.start[0] if start_id is None else start_id
-        else:
-            self.tokenizer = tokenizers
+        if isinstance(tokenizers, TokenizerPair) and start_id is None:
+            start_id = tokenizers.target.rules.start[0]
         self.start_id = start_id
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model can read a text, and not only token ids."""
+        return self._tokenizers is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of what the model reads and predicts; of an encoder-decoder the target's."""
+        if self._tokenizers is None:
+            raise DataError(f"a text cannot be read: the folder of {self.name} has no {TOKENIZER}")
+        return self._tokenizers.target if isinstance(self._tokenizers, TokenizerPair) else self._tokenizers
 
     @property
     def translates(self) -> bool:
@@ -289,8 +296,11 @@ def _own_translator(source: Source) -> OpenedModel:
 
 
 def _own_language_model(source: Source) -> OpenedModel:
-    model, tokenizer = read_own_model(source.folder), read_tokenizer(source.folder / TOKENIZER)
+    model = read_own_model(source.folder)
     assert isinstance(model, LanguageModel), "its configuration says so"
+    if not (source.folder / TOKENIZER).exists():
+        return OpenedModel(source.name, source.folder, model, None)
+    tokenizer = read_tokenizer(source.folder / TOKENIZER)
     if tokenizer.vocab_size != model.vocab_size:
         raise DataError(
             f"{source.folder}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model "
@@ -304,24 +314,16 @@ def _others_translator(
     source: Source, device: torch.device, dtype: torch.dtype | None, languages: Languages | None
 ) -> OpenedModel:
     folder = source.folder
-    stops: dict[str, str] = {}
-    if source.record.get("model_type") == "marian" and languages is None:
-        marian = read_marian(folder)
-        model, tokenizers = marian.model.to(device, dtype), marian.tokenizers
-        num_beams, alpha = marian.num_beams, marian.length_penalty
-    else:
-        try:
-            found = read_translator(folder, device, languages)
-        except (DataError, UsageError) as error:
-            if languages is not None:
-                raise
-            return _unsearched(source, device, dtype, error)
-        model, tokenizers = found.model.to(dtype=dtype), found.tokenizers
-        num_beams, alpha = found.num_beams, found.length_penalty
-        stops = {"stop": "full"} if found.stops_when_full else {}
-    beams = {} if num_beams is None else {"beam_size": num_beams}
-    decoding = DecodingConfig.model_validate({**beams, **stops, "alpha": alpha})
-    return OpenedModel(source.name, folder, model, tokenizers, decoding=decoding)
+    try:
+        found = read_translator(folder, device, languages)
+    except (DataError, UsageError) as error:
+        if languages is not None or source.record.get("model_type") == "marian":
+            raise
+        return _unsearched(source, device, dtype, error)
+    beams = {} if found.num_beams is None else {"beam_size": found.num_beams}
+    stops = {"stop": "full"} if found.stops_when_full else {}
+    decoding = DecodingConfig.model_validate({**beams, **stops, "alpha": found.length_penalty})
+    return OpenedModel(source.name, folder, found.model.to(dtype=dtype), found.tokenizers, decoding=decoding)
 
 
 def _unsearched(

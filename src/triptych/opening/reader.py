@@ -1,5 +1,6 @@
 """A model reads texts: token ids in, everything that its layers were given and computed out."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from triptych.attention import LayerSteps, MultiHeadAttention, PositionIds, QueriesAndKeys
+from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.decoding import GenerationOptions
 from triptych.decoding.batches import EvaluationMode, batches_of_like_length, padded_alike
 from triptych.decoding.lengths import LONGEST_SHOWN, check_length
@@ -20,11 +22,21 @@ from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.sites import AnyModel, AttentionSite, attention_sites
 from triptych.opening.opened import OpenedModel
+from triptych.opening.text_model import (
+    RANDOM_TOKENS,
+    RANDOM_WINDOWS,
+    WINDOW_TOKENS,
+    Seen,
+    TextKind,
+    TextModel,
+    Window,
+)
 from triptych.text import Tokenizer
 
 AttentionKind = Literal["encoder", "decoder", "cross"]
 # Padded tokens that a model reads at a time.
 BATCH_TOKENS = 8192
+_RANDOM_PAIR = 24  # tokens on each side
 
 
 @final
@@ -158,19 +170,27 @@ class Recording:
 
 
 @final
-class Reader:
-    """A model with its tokenizers, ready to read texts. It reads in evaluation mode.
+class Reader(TextModel):
+    """A model of ours with its tokenizers, ready to read texts. It reads in evaluation mode.
 
     Attributes:
         opened: the model.
-        name: its path, or its name on the Hub.
     """
 
-    def __init__(self, opened: OpenedModel) -> None:
-        """Put a reader together."""
-        self.opened, self.name = opened, opened.name
-        if isinstance(opened.model, LanguageModel):
+    by = "triptych"
+
+    def __init__(self, opened: OpenedModel, longest: int | None = None) -> None:
+        """Put a reader together; `longest` is the length in tokens that the model is made for."""
+        self.opened, self.name, self._longest_text = opened, opened.name, longest
+        if isinstance(opened.model, LanguageModel) and opened.has_tokenizer:
             check_vocabulary(opened.model, opened.tokenizer)
+
+    @property
+    def kind(self) -> TextKind:
+        model = self.model
+        if isinstance(model, EncoderDecoder):
+            return "pairs"
+        return "causal" if model.causal and model.head is not None else "encoder"
 
     @property
     def model(self) -> LanguageModel | EncoderDecoder:
@@ -283,6 +303,71 @@ class Reader:
         choices = (config.padding_id, masked, self.tokenizer.pad_id, 0)
         return next(choice for choice in choices if choice is not None)
 
+    def copied(self) -> "Reader":
+        return Reader(self.opened.with_model(copy.deepcopy(self.model)), self._longest_text)
+
+    def random_windows(self, seed: int) -> Iterator[Window]:
+        generator, model = torch.Generator().manual_seed(seed), self.model
+        for _ in range(RANDOM_WINDOWS):
+            if isinstance(model, EncoderDecoder):
+                window, pad = {}, model.pad_id
+                sides = (("input_ids", model.src_vocab_size), ("decoder_input_ids", model.tgt_vocab_size))
+                for side, size in sides:
+                    ids = torch.randint(0, size, (1, _RANDOM_PAIR), generator=generator)
+                    window[side] = ids.masked_fill(ids == pad, (pad + 1) % size)  # Marian's pad comes last
+                yield Window(window)
+            else:
+                length = max(4, min(RANDOM_TOKENS, self._longest()) - 4)
+                yield Window(
+                    {"input_ids": torch.randint(0, model.vocab_size, (1, length), generator=generator)}
+                )
+
+    @torch.inference_mode()
+    def outputs(self, window: Window) -> Tensor:
+        with EvaluationMode(self.model):
+            found: Tensor = (
+                self.model(window.inputs["input_ids"], window.inputs["decoder_input_ids"])
+                if isinstance(self.model, EncoderDecoder)
+                else self.model(window.inputs["input_ids"]).logits
+            )
+        return found[0]
+
+    def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
+        names = {_place(site): site.name for site in sites}
+        found: dict[str, list[Seen]] = {}
+        with record_calls(self.model) as calls:
+            self.outputs(window)
+        for call in calls:
+            if (name := names.get(call.site.name)) is not None:
+                found.setdefault(name, []).append(Seen(call.x, call.memory))
+        return found
+
+    def attention_module(self, site: Site) -> nn.Module:
+        stack, _, number = _place(site).partition(".")
+        return next(
+            there.layer
+            for there in attention_sites(self.model)
+            if there.block == int(number) and (self.kind != "pairs" or there.stack == stack)
+        )
+
+    def _longest(self) -> int:
+        return WINDOW_TOKENS if self._longest_text is None else self._longest_text
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        return self.tokenizer.encode([text], add_special=special, parse_special=not special)[0]
+
+    def _pair(self, source: str, target: str) -> Window:
+        model, tokenizers = self.opened.encoder_decoder, self.opened.tokenizers
+        start, longest, most = tokenizers.target.rules.start, model.max_source_tokens, model.max_target_tokens
+        (src,), (tgt,) = tokenizers.source.encode([source]), tokenizers.target.encode([target])
+        if model.recipe is None:  # of others' models there are only so many positions
+            src, tgt = src[:longest], tgt[: None if most is None else most - len(start)]
+        inputs = {
+            "input_ids": torch.tensor([[*src, tokenizers.source.eos_id]]),
+            "decoder_input_ids": torch.tensor([[*start, *tgt]]),
+        }
+        return Window(inputs, torch.tensor([*start[1:], *tgt, tokenizers.target.eos_id]))
+
     def _run_single(self, model: LanguageModel, texts: Sequence[TextIds], device: torch.device) -> Tensor:
         rows = [one.ids for one in texts]
         ids, mask = _padded(rows, self._pad_id, device), None
@@ -347,6 +432,13 @@ class Reader:
             ids = new.ids if context is None else new.ids[: context - len(one.ids)]
             longer.append(TextIds((*one.ids, *ids), None, len(ids)))
         return longer
+
+
+def _place(site: Site) -> str:
+    """The name of a layer as `attention_sites` spells it; a model of one stack has its own word for that."""
+    if site.kind == "cross":
+        return f"cross.{site.layer}"
+    return f"{'encoder' if site.stack == 'encoder' else 'decoder'}.{site.layer}"
 
 
 @contextmanager

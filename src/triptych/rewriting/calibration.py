@@ -9,10 +9,9 @@ import torch
 from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.opening import Seen, TextModel, open_text_model
 from triptych.rewriting.inputs import before_gain
 from triptych.rewriting.layers import RewrittenLayer
-from triptych.rewriting.opening import open_runnable
-from triptych.rewriting.running import RunnableModel, Seen
 
 MOST_TOKENS = 1 << 16
 # What is held of layers in one pass over the text: their maps and moments, in float64. More take more passes.
@@ -36,16 +35,14 @@ def gather_moments(
     count alike.
     """
     found: dict[str, Moments] = {}
-    model: RunnableModel | None = None
+    model: TextModel | None = None
     for together in _within(source, sites, most_bytes):
         listeners = {site.name: _listener(source.read(site), before) for site in together}
-        model = model or open_runnable(folder)
-        with model.watch(source, together):
-            for window in model.windows(text, most_tokens):
-                model.outputs(window)
-                for name, listener in listeners.items():
-                    for seen in model.seen[name]:
-                        listener.hear(seen)
+        model = model or open_text_model(folder)
+        for window in model.windows(text, most_tokens):
+            for name, uses in model.inputs(window, source, together).items():
+                for seen in uses:
+                    listeners[name].hear(seen)
         found |= {name: listener.result() for name, listener in listeners.items()}
     return found
 

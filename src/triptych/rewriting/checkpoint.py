@@ -18,9 +18,11 @@ from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.own import OwnModel
+from triptych.checkpoints.source import Source, find_source
 from triptych.errors import DataError
 from triptych.files import file_hash, write_bytes, write_folder
 from triptych.models.storage import write_model
+from triptych.opening import TextModel, Window, read_whole_text
 from triptych.printable import printable
 from triptych.progress import Progress
 from triptych.rewriting.certificate import (
@@ -52,7 +54,6 @@ from triptych.rewriting.planning import (
 )
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import coarsest_changed
-from triptych.rewriting.running import RunnableModel, Window, read_whole_text
 from triptych.storage.copying import CERTIFICATE, CONFIG, FolderCopy, require_own, require_place
 from triptych.storage.settings import Settings
 from triptych.storage.shards import tensor_hash
@@ -61,7 +62,7 @@ from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited
 
 
 def rewrite_checkpoint(
-    checkpoint: str,
+    checkpoint: Source | str,
     target: Path,
     recipe: RewriteRecipe,
     *,
@@ -71,14 +72,15 @@ def rewrite_checkpoint(
     progress: Progress | None = None,
 ) -> Certificate:
     """Rewrite a checkpoint's attention into a new folder, with a certificate."""
-    require_place(Path(checkpoint), target)  # before anything is fetched for it
-    folder = local_folder(checkpoint)
+    files = find_source(checkpoint)
+    require_place(Path(files.name), target)  # before anything is fetched for it
+    folder = local_folder(files)
     require_place(folder, target)
     if text is not None:
         read_whole_text(text)
     source = open_checkpoint(folder, family)
     prepared = prepare(source, folder, recipe)
-    request = _Request(checkpoint, folder, target, recipe, text, compare, progress or _tell_nobody)
+    request = _Request(files.name, folder, target, recipe, text, compare, progress or _tell_nobody)
     if isinstance(source, OwnModel):
         return _RunRewriting(source, prepared, request).write()
     assert isinstance(source, Checkpoint)
@@ -170,7 +172,7 @@ class _Rewriting(ABC):
             self._try_on_text(opened.model, opened.windows, written)
         return compare_models(opened, self.source, written, request.text, stored), ""
 
-    def _try_on_text(self, model: RunnableModel, windows: Sequence[Window], written: Path) -> None:
+    def _try_on_text(self, model: TextModel, windows: Sequence[Window], written: Path) -> None:
         """Measure changed layers on the original's inputs for the text, and store these inputs."""
         try:
             inputs = gather_inputs(model, self.source, windows)

@@ -9,13 +9,13 @@ import torch
 from triptych.checkpoints.layer import AttentionSource
 from triptych.errors import TriptychError
 from triptych.files import file_hash
+from triptych.opening import TextModel, Window, first_line, open_text_model, why_not_run
 from triptych.printable import printable
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import RANDOM_TOKENS, EndToEnd
 from triptych.rewriting.measuring import PROBES
-from triptych.rewriting.opening import can_run, open_runnable
 from triptych.rewriting.rounding import changed_parameters, first_moved, judge
-from triptych.rewriting.running import Compared, RunnableModel, Window, compared, first_line
+from triptych.rewriting.running import Compared, compared
 
 # Models up to this size are run, original and rewritten, without being asked for: both are held in float32.
 _LARGEST_COMPARED = 2_000_000_000
@@ -28,13 +28,13 @@ class FailedRewriteError(TriptychError):
 class Opened(NamedTuple):
     """A model and the windows to run it on."""
 
-    model: RunnableModel
+    model: TextModel
     windows: list[Window]
 
 
 def why_not_by_itself(folder: Path) -> str:
     """Why a model is not run on random tokens by default; "" if it is."""
-    if reason := can_run(folder):
+    if reason := why_not_run(folder):
         return reason
     size = sum(path.stat().st_size for path in folder.glob("*.*") if path.is_file())
     if size > _LARGEST_COMPARED:
@@ -45,7 +45,7 @@ def why_not_by_itself(folder: Path) -> str:
 def open_original(folder: Path, text: Path | None) -> Opened | str:
     """Open the original with a text or random tokens; the reason if it cannot be run on random tokens."""
     try:
-        model = open_runnable(folder)
+        model = open_text_model(folder)
         if text is not None:
             return Opened(model, list(model.windows(text, MOST_TOKENS)))
         windows = list(model.random_windows(PROBES.seed))
@@ -67,7 +67,7 @@ def compare_models(
     stored: torch.dtype | None,
 ) -> EndToEnd:
     """Compare the outputs of the original and the rewritten model."""
-    other = open_runnable(written)
+    other = open_text_model(written)
     found = compared(original.model, other, iter(original.windows))
     if not math.isfinite(found.worst_logit):
         raise FailedRewriteError(f"{source.name}: the rewritten model outputs numbers that are not finite")
@@ -90,8 +90,8 @@ def compare_models(
 
 def why_no_rounding(
     found: Compared,
-    original: RunnableModel,
-    rewritten: RunnableModel,
+    original: TextModel,
+    rewritten: TextModel,
     source: AttentionSource,
     stored: torch.dtype,
 ) -> str:

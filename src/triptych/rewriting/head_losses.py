@@ -6,8 +6,7 @@ from pathlib import Path
 from triptych.attending.over_text import cut_windows
 from triptych.attending.worth import MOST_TOKENS, measure_worth
 from triptych.checkpoints.layer import Site
-from triptych.opening import Reader, open_model
-from triptych.rewriting.running import read_pairs, read_whole_text
+from triptych.opening import Reader, open_model, read_pairs, read_whole_text
 
 
 def measure_head_losses(folder: Path, sites: Sequence[Site], text: Path) -> dict[str, tuple[float, ...]]:

@@ -15,7 +15,7 @@ from triptych.algebra.weights import Norm
 from triptych.checkpoints.layer import AttentionSource
 from triptych.errors import DataError, UsageError
 from triptych.files import write_bytes
-from triptych.rewriting.running import RunnableModel, Seen, Window
+from triptych.opening import Seen, TextModel, Window
 from triptych.storage.tensors import Safetensors
 from triptych.storage.untrusted import LocalBytes
 
@@ -26,19 +26,15 @@ _POSITIONS = 16
 _LOOKED_AT = 32
 
 
-def gather_inputs(
-    model: RunnableModel, source: AttentionSource, windows: Iterable[Window]
-) -> dict[str, Seen]:
+def gather_inputs(model: TextModel, source: AttentionSource, windows: Iterable[Window]) -> dict[str, Seen]:
     """The inputs of each layer of a model for the first positions of a piece of text."""
     pieces = list(islice(windows, _LOOKED_AT))
     if not pieces:
         raise UsageError("the text is empty: there is nothing to test the layers on")
     window = max(pieces, key=lambda window: sum(ids.numel() for ids in window.inputs.values()))
-    with model.watch(source, source.sites):
-        model.outputs(window)
     return {
         name: Seen(_first(found[-1].x), None if found[-1].memory is None else _first(found[-1].memory))
-        for name, found in model.seen.items()
+        for name, found in model.inputs(window, source, source.sites).items()
         if found
     }
 

@@ -16,12 +16,12 @@ from triptych.algebra.rewrites.rotary_pairs import rotary_move
 from triptych.algebra.slices import groups_of, heads_of, separable
 from triptych.algebra.weights import SIDES, AttentionWeights, Norm
 from triptych.checkpoints.layer import AttentionLayer
+from triptych.opening import Seen
 from triptych.rewriting.certificate import Measured, Probes
 from triptych.rewriting.inputs import before_gain
 from triptych.rewriting.layers import MOST_NUMBERS
 from triptych.rewriting.memory import Workspace
 from triptych.rewriting.rounding import MOST_TIMES, MOST_TIMES_OF_LAYER, RoundedAgain, changed_numbers, unit
-from triptych.rewriting.running import Seen
 
 PROBES = Probes(count=1, length=16, seed=2017)
 _DRAWS = 3

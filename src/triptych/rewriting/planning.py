@@ -15,7 +15,7 @@ from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
-from triptych.checkpoints.source import find_source
+from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.writing import WrittenLayer
 from triptych.errors import UsageError
 from triptych.rewriting.calibration import gather_moments
@@ -218,7 +218,7 @@ def total_costs(costs: Sequence[Costs]) -> Costs:
     return Costs(*(total(of_one) for of_one in zip(*costs, strict=True)))
 
 
-def local_folder(checkpoint: str) -> Path:
+def local_folder(checkpoint: Source | str) -> Path:
     """The folder of a checkpoint; one of the Hub is fetched into its cache first."""
     path = find_source(checkpoint).path
     if path.is_file():
@@ -231,9 +231,10 @@ def resize_kv_heads(there: int, num_kv_heads: int) -> str:
     return "repeat_kv_heads" if num_kv_heads > there else "merge_kv_heads"
 
 
-def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
+def plan_rewrite(checkpoint: Source | str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
     """Compute what a rewrite would do, without writing anything."""
-    folder = local_folder(checkpoint)
+    files = find_source(checkpoint)
+    folder = local_folder(files)
     source = open_checkpoint(folder, family)
     prepared = prepare(source, folder, recipe)
     layers, all_costs, folded = [], [], set[Site]()
@@ -260,7 +261,7 @@ def plan_rewrite(checkpoint: str, recipe: RewriteRecipe, *, family: Family | Non
     if turned or padded:
         notes |= dict.fromkeys(form.note_on_padding())
     return Plan(
-        source=checkpoint,
+        source=files.name,
         family=source.written_as,
         layers=tuple(layers),
         norms=prepared.norms.records(folded.__contains__),

@@ -18,7 +18,7 @@ from pydantic import (
 from triptych.algebra.rewrites.registry import read_rewrite, require_order
 from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.errors import UsageError
-from triptych.rewriting.running import read_whole_text
+from triptych.opening import read_whole_text
 from triptych.toml import read_toml
 
 

@@ -5,7 +5,6 @@ of the arithmetic. Its size depends on the model, so it is measured: every weigh
 last place, up or down at random, and the output is compared with that of the unmoved model.
 """
 
-import copy
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Literal, NamedTuple, final
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource
+from triptych.opening import TextModel, Window
 from triptych.rewriting.certificate import TensorRecord
-from triptych.rewriting.running import Compared, RunnableModel, Window, largest_difference
+from triptych.rewriting.running import Compared, largest_difference
 from triptych.storage.tensors import Tensors
 
 # An exact rewrite may move outputs so many times as far as the largest of some random roundings does. Correct
@@ -47,7 +47,7 @@ class RoundingJudgement(NamedTuple):
         return self.moved <= MOST_TIMES * self.by_rounding
 
 
-def changed_parameters(original: RunnableModel, rewritten: RunnableModel) -> frozenset[str]:
+def changed_parameters(original: TextModel, rewritten: TextModel) -> frozenset[str]:
     """Names of the parameters of the second model that differ from the first or are not in it."""
     before = dict(original.model.named_parameters())
     return frozenset(
@@ -71,7 +71,7 @@ def coarsest_changed(tensors: Mapping[str, TensorRecord], written: Tensors) -> t
 
 
 def judge(
-    found: Compared, rewritten: RunnableModel, changed: Collection[str], stored: torch.dtype
+    found: Compared, rewritten: TextModel, changed: Collection[str], stored: torch.dtype
 ) -> RoundingJudgement:
     """Compare the difference between two models with the effect of rounding."""
     most, outputs = 0.0, [rewritten.outputs(window) for window in found.farthest]
@@ -86,8 +86,8 @@ def judge(
 
 
 def first_moved(
-    original: RunnableModel,
-    rewritten: RunnableModel,
+    original: TextModel,
+    rewritten: TextModel,
     source: AttentionSource,
     window: Window,
     stored: torch.dtype,
@@ -106,17 +106,14 @@ def first_moved(
     return ""
 
 
-def _rounded_again(
-    model: RunnableModel, changed: Collection[str], stored: torch.dtype, seed: int
-) -> RunnableModel:
+def _rounded_again(model: TextModel, changed: Collection[str], stored: torch.dtype, seed: int) -> TextModel:
     """A copy of a model whose parameters each move by a rounding, up or down at random.
 
     Those that are changed move by that of the dtype they are stored in, half a unit in the last place. All
     move by a unit of the dtype that the model runs in, which stands for the rounding of its arithmetic.
     """
     generator = torch.Generator().manual_seed(seed)
-    moved = copy.copy(model)
-    moved.model = copy.deepcopy(model.model)
+    moved = model.copied()
     with torch.no_grad():
         for name, parameter in moved.model.named_parameters():
             step = unit(parameter, parameter.dtype)

@@ -47,6 +47,7 @@ from triptych.training.parallel import (
 from triptych.training.plan import describe_plan
 from triptych.training.progress import Display, LineDisplay, LoggedDisplay, SilentDisplay
 from triptych.training.state import Counters, find_state, own_files, read_counters
+from triptych.user_code import use_code
 
 # Of a resumed run: where it ends, how processes share the work, and what they keep of it.
 _MAY_CHANGE = {
@@ -142,7 +143,13 @@ def train(recipe: AnyRecipe, folder: Path, display: Display | None = None, *, fo
             return _run(own.recipe, trainer, shown)
 
 
-def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None = None) -> Summary:
+def resume(
+    folder: Path,
+    overrides: Sequence[str] = (),
+    display: Display | None = None,
+    *,
+    code: str | Path | None = None,
+) -> Summary:
     """Go on with a run from its last saved state, or from its beginning if it has none.
 
     Args:
@@ -150,10 +157,13 @@ def resume(folder: Path, overrides: Sequence[str] = (), display: Display | None 
         overrides: `training.max_steps`, `max_epochs`, `early_stopping`, `parallel`, `shard_size`,
             `timeout_minutes` and `activation_checkpointing` may change, nothing else.
         display: shows how it goes; lines on standard error if None.
+        code: the file whose classes the run's recipe names, the very one that it began with.
 
     Raises:
         TriptychError: no run there, changed text, a damaged state; and all that `train` raises.
     """
+    if code is not None:
+        use_code(code)
     recipe = _recipe_of(folder, overrides)
     with launched(recipe.training.device, recipe.training.timeout_minutes) as world:
         return _go_on(folder, overrides, display or LineDisplay(), world)

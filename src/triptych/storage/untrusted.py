@@ -10,7 +10,9 @@ import mmap
 import stat
 from abc import ABC, abstractmethod
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, final
+from typing import Any, TypeVar, final
+
+from pydantic import BaseModel, ValidationError
 
 from triptych.errors import DataError
 from triptych.printable import printable
@@ -25,6 +27,8 @@ _BLOCK = 1 << 20
 _LEAST_MAPPED, _ALIGNMENT = 1 << 16, 8
 # Of a file, on most systems.
 _LONGEST_NAME = 255
+
+_Record = TypeVar("_Record", bound=BaseModel)
 
 
 def require_regular(path: Path, most: int | None = None) -> int:
@@ -132,6 +136,17 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from None
     return parsed_json(content, str(path))
+
+
+def validated(kind: type[_Record], record: dict[str, Any], path: Path) -> _Record:
+    """The settings in a file's record."""
+    try:
+        return kind.model_validate(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        given = "" if first["type"] == "missing" else f", not {shown(repr(first['input']))}"
+        raise DataError(f"{path}: {where}: {first['msg']}{given}") from None
 
 
 def parsed_json(content: bytes | bytearray, where: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 
+from triptych import user_code
 from triptych.errors import TriptychError, UsageError
 from triptych.extras import require_extra
 from triptych.files import hold_folder, write_text
@@ -390,6 +391,7 @@ class _Runner:
             test=self.study.test if whole else None,
             test_sentences=self.study.test_sentences,
             heads=whole,
+            code=tuple(user_code.paths()),
         )
 
     def run(

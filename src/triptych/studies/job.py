@@ -14,6 +14,7 @@ from typing import Any, final
 
 from pydantic import BaseModel, ConfigDict
 
+from triptych import user_code
 from triptych.decoding import evaluate_translations
 from triptych.errors import DataError
 from triptych.files import write_text
@@ -57,6 +58,7 @@ class Job(BaseModel):
         test: pairs whose source is translated; None for nothing.
         test_sentences: how many of them, from the start; all if None.
         heads: whether the heads of the trained model are measured.
+        code: files of classes that recipes name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,6 +70,7 @@ class Job(BaseModel):
     test: CorpusSpec | None = None
     test_sentences: int | None = None
     heads: bool = True
+    code: tuple[Path, ...] = ()
 
 
 @final
@@ -103,6 +106,8 @@ def read_result(path: Path) -> Result | None:
 
 def work(job: Job) -> int:
     """Train or rewrite, and measure."""
+    for path in job.code:
+        user_code.use_code(path)
     return _train(job) if job.rewrite_of is None else _rewrite(job, job.rewrite_of)
 
 

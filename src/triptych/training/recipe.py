@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, final, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from triptych import user_code
 from triptych.errors import UsageError
 from triptych.models import PRESETS, LanguageModelConfig, ModelConfig
 from triptych.text import MaskingSpec, TokenizerSpec
@@ -41,12 +42,20 @@ class _AnyRecipe(Section):
         data_seed: of the order of the text and of what is masked; `seed` if None.
         initial_values: "in_order", drawn one after the other, or "by_name": from the seed and the name of
             each parameter, so that models that differ in one place start from equal values in all others.
+        code: the SHA-256 of each file whose classes the recipe names (docs/own-attention.md). Training writes
+            it; a recipe with it needs that very file, given with `--code`.
     """
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(1, ge=0, lt=2**63)
     data_seed: int | None = Field(None, ge=0, lt=2**63)
     initial_values: Literal["in_order", "by_name"] = "in_order"
+    code: dict[str, str] = Field({})
+
+    @model_validator(mode="after")
+    def _code_is_the_same(self) -> "_AnyRecipe":
+        user_code.require_digests(self.code)
+        return self
 
     @property
     def order_seed(self) -> int:
@@ -69,7 +78,8 @@ class _AnyRecipe(Section):
 
     def to_toml(self) -> str:
         """The resolved recipe, every default written down."""
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+        left_out = None if self.code else {"code"}
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True, exclude=left_out))
 
 
 class Recipe(_AnyRecipe):
@@ -209,6 +219,8 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), checkpoint: str | Non
         UsageError: the file is missing or not TOML, or a key or value is not valid.
     """
     tree = read_toml(path, "recipe", f"there is no recipe {path}: built-in recipes are in recipes/")
+    if (path.parent / "config.json").exists():
+        tree.setdefault("code", {})  # of a run: nothing that it names is executed
     if checkpoint is not None:
         tree = _continuing(tree, checkpoint, str(path))
     return resolve(tree, overrides, origin=str(path))
@@ -227,6 +239,8 @@ def _continuing(tree: dict[str, Any], checkpoint: str, origin: str) -> dict[str,
 def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "the recipe") -> AnyRecipe:
     """Make a recipe of a tree of plain values, a model preset and overrides.
 
+    Files whose classes it names are executed, unless it is the recipe of a run: that has their SHA-256.
+
     `model.preset` names the configuration that the other keys of `[model]` change; without one, training
     chooses it by the size of the text.
     """
@@ -241,6 +255,9 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
         if not isinstance(preset, str) or preset not in PRESETS:
             raise UsageError(f"{origin}: model.preset is {preset!r}{_nearest(str(preset), list(PRESETS))}")
         tree = {**tree, "model": merge(PRESETS[preset].model_dump(exclude_none=True), model)}
+    if "code" not in tree and user_code.named_files(tree):
+        user_code.use_named(tree)
+        tree = {**tree, "code": user_code.digests(tree)}
     try:
         return kind.model_validate(tree)
     except ValidationError as error:

@@ -1,38 +1,42 @@
-"""The ways to write a head, one file each.
+"""The ways to write a head: those of `table`, a class in a user's file, and `AsWritten` for the rest.
 
-To add one: write its file, and name its class here. The contract suite tests whatever is named here.
+The contract suite tests whatever `PARAMETERISATIONS` names.
 """
 
 import dataclasses
 import difflib
 import math
 
+from triptych import user_code
 from triptych.algebra.cost import Route
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.attention.four_way import FOUR_WAY_IS_NO_LAYER
 from triptych.attention.projections.abstract import (
+    LayerSizes,
+    Maps,
     Parameterisation,
     Projections,
     structural_difference,
 )
 from triptych.attention.projections.as_written import AsWritten
-from triptych.attention.projections.bilinear import Bilinear
-from triptych.attention.projections.collaborative import Collaborative
-from triptych.attention.projections.direct import Direct
-from triptych.attention.projections.factored import Factored
-from triptych.attention.projections.four_matrix import FourMatrix
-from triptych.attention.projections.grouped import Grouped
-from triptych.attention.projections.identity import (
+from triptych.attention.projections.maps import FromHeads, HeadMap, Joined, Mixing, PerHead, Slices, ToHeads
+from triptych.attention.projections.table import (
+    Bilinear,
+    Collaborative,
+    Direct,
+    Factored,
+    FourMatrix,
+    Grouped,
     IdentityOutput,
     IdentityOV,
     IdentityQuery,
     IdentityValue,
+    KeyValue,
+    Latent,
+    Shared,
+    Stacked,
+    Symmetric,
 )
-from triptych.attention.projections.key_value import KeyValue
-from triptych.attention.projections.latent import Latent
-from triptych.attention.projections.shared import Shared
-from triptych.attention.projections.stacked import Stacked
-from triptych.attention.projections.symmetric import Symmetric
 
 # Where several could hold the same weights, the first named does: `factored` before `grouped`.
 PARAMETERISATIONS: dict[str, type[Parameterisation]] = {
@@ -67,42 +71,63 @@ __all__ = [
     "Direct",
     "Factored",
     "FourMatrix",
+    "FromHeads",
     "Grouped",
+    "HeadMap",
     "IdentityOV",
     "IdentityOutput",
     "IdentityQuery",
     "IdentityValue",
+    "Joined",
     "KeyValue",
     "Latent",
+    "LayerSizes",
+    "Maps",
+    "Mixing",
     "Parameterisation",
+    "PerHead",
     "Projections",
     "Route",
     "Shared",
+    "Slices",
     "Stacked",
     "Symmetric",
+    "ToHeads",
     "parameterisation",
+    "parameterisation_class",
     "parameterisation_of",
 ]
+
+
+def parameterisation_class(name: str) -> type[Parameterisation]:
+    """The class of a name: one of `PARAMETERISATIONS`, or `FILE.py:CLASS`."""
+    if user_code.is_own(name):
+        own = user_code.find_class(name)
+        if not issubclass(own, Parameterisation):
+            raise ValueError(f"projections = {name!r} is no Parameterisation: derive it from that class")
+        own.name = name
+        return own
+    if name in REFUSED:
+        raise ValueError(f"projections = {name!r} is no layer: {REFUSED[name]}")
+    if name not in PARAMETERISATIONS:
+        near = difflib.get_close_matches(name, PARAMETERISATIONS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "choose one of them, or name FILE.py:CLASS"
+        raise ValueError(f"projections = {name!r} is not one of {', '.join(PARAMETERISATIONS)}: {hint}")
+    return PARAMETERISATIONS[name]
 
 
 def parameterisation(name: str, **options: int | bool | None) -> Parameterisation:
     """A parameterisation by name, as in a recipe.
 
     Args:
-        name: one of `PARAMETERISATIONS`.
+        name: one of `PARAMETERISATIONS`, or `FILE.py:CLASS`.
         options: fields of its class.
 
     Raises:
         ValueError: a name or an option there is not, with those there are; or a name that is no layer,
             with the reason.
     """
-    if name in REFUSED:
-        raise ValueError(f"projections = {name!r} is no layer: {REFUSED[name]}")
-    if name not in PARAMETERISATIONS:
-        near = difflib.get_close_matches(name, PARAMETERISATIONS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "choose one of them"
-        raise ValueError(f"projections = {name!r} is not one of {', '.join(PARAMETERISATIONS)}: {hint}")
-    cls = PARAMETERISATIONS[name]
+    cls = parameterisation_class(name)
     known = [field.name for field in dataclasses.fields(cls)]
     for option in options:
         if option not in known:

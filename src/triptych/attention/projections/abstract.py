@@ -6,10 +6,9 @@ layer asks its projections for queries, for what to cache of each token, for key
 for the output: it never knows which parameterisation it holds.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, final
 
 import torch
 from jaxtyping import Float
@@ -19,32 +18,90 @@ from triptych.algebra.cost import Route
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import Semantics, alike
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side, standard_scale
-from triptych.attention.projections.maps import Beside, HeadMap, Held
+from triptych.attention.projections.maps import (
+    Beside,
+    FromHeads,
+    HeadMap,
+    Held,
+    HeldLink,
+    LinkMap,
+    ToHeads,
+    through_own_map,
+)
 
 _READ_OFF = {"d_k": "q_proj", "d_v": "v_proj"}
+Maps = dict[str, HeadMap]
+# A map that can be absorbed, and its channels.
+_Up = tuple[str, tuple[int, int, int]]
 
 
-class ParameterisationSizes(NamedTuple):
-    """A parameterisation at the sizes of a layer.
+@final
+@dataclass(frozen=True)
+class LayerSizes:
+    """The sizes of a layer, as the maps of a parameterisation read them.
 
     Attributes:
-        d_k: the width whose root the scores are divided by.
-        maps: the maps by name, in the order in which they are drawn.
+        of: the parameterisation, whose fields `d_k` and `d_v` give widths; a class without such a field has
+            slices of the stream.
+        d: width of input and output.
+        h: number of query heads.
     """
 
-    d_k: int
-    maps: Mapping[str, HeadMap]
+    of: "Parameterisation"
+    d: int
+    h: int
+
+    @property
+    def d_k(self) -> int:
+        """Width of queries and keys."""
+        return self.width("d_k")
+
+    @property
+    def d_v(self) -> int:
+        """Width of values."""
+        return self.width("d_v")
+
+    @property
+    def slice_width(self) -> int:
+        """The width of a head's slice of the stream."""
+        if self.d % self.h:
+            raise ValueError(
+                f"num_heads {self.h} does not divide d_model {self.d}: {self.of.name} gives each head a "
+                "slice of it"
+            )
+        return self.d // self.h
+
+    def width(self, name: str) -> int:
+        """A width that the parameterisation gives, or d_model shared out among the heads."""
+        if not hasattr(self.of, name):
+            return self.slice_width
+        if (width := getattr(self.of, name)) is not None:
+            return at_least_one(width, name)
+        if self.d % self.h:
+            raise ValueError(f"num_heads {self.h} does not divide d_model {self.d}: give {name} explicitly")
+        return self.d // self.h
+
+    def variance(self, width: int) -> float:
+        """Variance of a channel of the queries as `ToHeads` draws them, for inputs of variance 1.
+
+        Every parameterisation is initialised so that one score, and one value on the way out, vary as much
+        as with maps of this variance, at the same size and for inputs drawn independently; but where no map
+        is left to do so (scores of `Direct`, values of `IdentityOV`).
+        """
+        return self.d / (self.d + self.h * width)
 
 
 @dataclass(frozen=True)
-class Parameterisation(ABC):
+class Parameterisation:
     """A way to write the two forms, without sizes of a particular model.
 
+    A subclass is a frozen dataclass: its fields are the options that a recipe may give.
+
     Attributes:
-        name: as in a recipe.
+        name: as in a recipe; of a class in a file of one's own, `FILE.py:CLASS`.
         parameters_formula: learned numbers of a layer without biases, in `d`, `h`, `d_k`, `d_v` and
-            the class's own sizes, as a Python expression.
-        cache_formula: numbers cached per token, likewise.
+            the class's own sizes, as a Python expression; "" for none. Likewise `cache_formula`: numbers
+            cached per token.
         q: names of the maps to queries; likewise `k`, `v`, and `o` from the heads to the output. A name that
             stands in two chains is one map that they share. An empty chain takes the input itself.
         read_off: the maps that options are read off when weights are given: whether there is a bias, a width
@@ -53,9 +110,9 @@ class Parameterisation(ABC):
         no_rotary: why rotary positions make no sense with it; "" if they do. Likewise `no_qk_norm`.
     """
 
-    name: ClassVar[str]
-    parameters_formula: ClassVar[str]
-    cache_formula: ClassVar[str]
+    name: ClassVar[str] = ""
+    parameters_formula: ClassVar[str] = ""
+    cache_formula: ClassVar[str] = ""
     q: ClassVar[tuple[str, ...]] = ("q_proj",)
     k: ClassVar[tuple[str, ...]] = ("k_proj",)
     v: ClassVar[tuple[str, ...]] = ("v_proj",)
@@ -64,13 +121,33 @@ class Parameterisation(ABC):
     no_rotary: ClassVar[str] = ""
     no_qk_norm: ClassVar[str] = ""
 
-    @abstractmethod
-    def sizes(self, d_model: int, num_heads: int) -> ParameterisationSizes:
-        """The maps of a layer of this size.
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
 
-        Raises:
-            ValueError: sizes that do not fit, with the numbers.
+    def maps(self, s: LayerSizes) -> Maps:
+        """The maps of a layer by name, in the order in which they are drawn.
+
+        These are the usual ones of the sides that have them: `q_proj`, `k_proj` and `v_proj`, each to a
+        stream for every head, and `o_proj`; with a bias where the option `q_bias`, … says so.
         """
+        named = {name for side in SIDES for name in self.chain(side)}
+        found: dict[str, HeadMap] = {}
+        for side in SIDES:
+            name, bias = f"{side}_proj", bool(getattr(self, f"{side}_bias", False))
+            if name not in named:
+                continue
+            if side == "o":
+                found[name] = FromHeads(s.d_v, s.d, s.h, bias)
+            else:
+                found[name] = ToHeads(s.d, s.d_v if side == "v" else s.d_k, s.h, bias)
+        return found
+
+    def sizes(self, d_model: int, num_heads: int) -> tuple[int, Maps]:
+        """At the sizes of a layer: the width whose root the scores are divided by, and the maps."""
+        sizes = LayerSizes(self, d_model, at_least_one_head(num_heads))
+        return sizes.d_k, self.maps(sizes)
 
     def build(self, d_model: int, num_heads: int) -> "Projections":
         """Make the maps of a layer of this size, freshly initialised.
@@ -141,7 +218,6 @@ class Projections(nn.Module):
     def __init__(self, parameterisation: Parameterisation, d_model: int, num_heads: int) -> None:
         """Make the maps and draw their numbers."""
         super().__init__()
-        at_least_one_head(num_heads)
         self.d_model = d_model
         self.num_heads = num_heads
         self.d_k, self._maps = parameterisation.sizes(d_model, num_heads)
@@ -156,6 +232,7 @@ class Projections(nn.Module):
         shared = sum(1 for one, other in zip(k, v, strict=False) if one == other)
         self._shared = k[:shared]
         self._of_shared = k[shared:], v[shared:]
+        self._ups = self._maps_to_absorb()
         self._name = parameterisation.name
 
     @property
@@ -174,11 +251,26 @@ class Projections(nn.Module):
     @property
     def memory_width(self) -> int:
         """Width of what keys and values are made of."""
-        return self.d_model
+        first = next(
+            (self._maps[chain[0]] for chain in (self._chains["k"], self._chains["v"]) if chain), None
+        )
+        return first.d_in if isinstance(first, ToHeads | LinkMap) else self.d_model
 
     def turned_when_stored(self, rotary: RotaryEmbedding) -> RotaryEmbedding | None:
-        """The rotation of what is stored first that turns keys; None where keys turn when they are made."""
-        return rotary if self.caches_keys else None
+        """The rotation of what is stored first that turns keys; None where keys turn when they are made.
+
+        Channels that keys take over as they are stored turn then, if no others turn.
+        """
+        if self.caches_keys:
+            return rotary
+        if self._ups is None:
+            return None
+        (k_up, (read, written, passed)), (_, (of_values, _, _)) = self._ups
+        channels = [channel for pair in rotary.pairs for channel in pair]
+        outside = min(channels) < written or max(channels) >= written + passed
+        if outside or self._matrices(k_up)[1] is not None or of_values > read:
+            return None
+        return replace(rotary, start=rotary.start - written + read)
 
     def queries(
         self, x: Float[Tensor, "batch query_len d_model"]
@@ -221,7 +313,13 @@ class Projections(nn.Module):
     def output(
         self, heads: Float[Tensor, "batch num_heads query_len width"], route: Route = "expanded"
     ) -> Float[Tensor, "batch query_len d_model"]:
-        """`Σ_i head_i W_i^O`, as one product over the heads side by side."""
+        """`Σ_i head_i W_i^O`, as one product; heads of the absorbed route are not yet values."""
+        if route == "absorbed":
+            assert self._ups is not None
+            matrices, bias = self._matrices(self._ups[1][0])
+            heads = through_own_map(heads, matrices.mT)
+            if bias is not None:
+                heads = heads + bias[:, None]
         return self._through(self._chains["o"], heads)[:, 0]
 
     def weights(self) -> AttentionWeights:
@@ -244,17 +342,58 @@ class Projections(nn.Module):
         )
 
     def route(self, query_len: int, key_len: int) -> Route:
-        """The cheaper of the ways to attend: only a few parameterisations have more than one."""
-        return "expanded"
+        """The cheaper of the ways to attend.
+
+        Absorbed, what is kept serves as keys and values, and the maps that make them are applied to queries
+        and outputs: cheaper for few queries on many keys. Only where keys and values are each one map, with
+        matrices for every head, of what they share.
+        """
+        if self._ups is None:
+            return "expanded"
+        (_, (k_read, k_written, passed)), (_, (v_read, v_written, _)) = self._ups
+        maps = k_read * k_written + v_read * v_written
+        expanded = key_len * maps + query_len * key_len * (k_written + passed + v_written)
+        absorbed = query_len * maps + query_len * key_len * (k_read + passed + v_read)
+        return "absorbed" if absorbed < expanded else "expanded"
 
     @property
     def absorbs_biases(self) -> bool:
-        """Whether the absorbed route stays exact where weights do not sum to 1 (masked, dropped, gated)."""
-        return True
+        """Whether the absorbed route stays exact where weights do not sum to 1 (masked, dropped, gated).
+
+        A value bias passes through unweighted, which is exact for weights that sum to 1.
+        """
+        return self._ups is None or self._matrices(self._ups[1][0])[1] is None
 
     def absorbed(self, q: Tensor, remembered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the absorbed route: what was remembered serves as it is."""
-        raise NotImplementedError(f"{self._name} has one route only")
+        """Queries, keys and values of the absorbed route: what was remembered serves as it is.
+
+        The key bias is left out: it adds the same to every score of a query.
+        """
+        assert self._ups is not None
+        ((name, (read, written, passed)), (_, (of_values, _, _))), (kept,) = self._ups, remembered
+        moved = through_own_map(q[..., :written], self._matrices(name)[0])
+        keys = kept if read + passed == kept.shape[3] else kept[..., : read + passed]
+        values = keys if of_values == keys.shape[3] else kept[..., :of_values]
+        return torch.cat([moved, q[..., written:]], dim=-1) if passed else moved, keys, values
+
+    def _maps_to_absorb(self) -> "tuple[_Up, _Up] | None":
+        """The maps of keys and of values after what they share, where they can be absorbed."""
+        like = next(iter(self.parameters()), torch.empty(0))
+        found: list[_Up] = []
+        for names in self._of_shared if self._shared else ():
+            own = self._maps[names[0]] if len(names) == 1 else None
+            if own is None or own.channels is None:
+                return None
+            if own.link(self._held(names[0]), like).copies != self.num_heads:
+                return None
+            found.append((names[0], own.channels))
+        one_stream = all(self._maps[name].link(self._held(name), like).copies == 1 for name in self._shared)
+        if len(found) != 2 or found[1][1][2] or not one_stream:
+            return None
+        return found[0], found[1]
+
+    def _matrices(self, name: str) -> tuple[Tensor, Tensor | None]:
+        return self._maps[name].matrices(self._held(name))
 
     @torch.no_grad()
     def load(self, weights: AttentionWeights) -> None:
@@ -302,6 +441,10 @@ class Projections(nn.Module):
 
     def _load_link(self, name: str, own: Link, given: Link) -> None:
         """Copy the numbers of one map; `own` is what there is of it, by name."""
+        held = self._held(name)
+        if isinstance(held, HeldLink):
+            held.load(given)
+            return
         if own.learned:
             own.weight.copy_(given.weight)
         elif not _same_but_rounded(own.weight, given.weight):
@@ -355,25 +498,6 @@ def _same_but_rounded(fixed: Tensor, given: Tensor) -> bool:
     return any(torch.equal(fixed.to(dtype).to(fixed.dtype), given) for dtype in dtypes)
 
 
-def head_width(width: int | None, name: str, d_model: int, num_heads: int) -> int:
-    """A width given, or d_model shared out among the heads."""
-    at_least_one_head(num_heads)
-    if width is not None:
-        return at_least_one(width, name)
-    if d_model % num_heads:
-        raise ValueError(f"num_heads {num_heads} does not divide d_model {d_model}: give {name} explicitly")
-    return d_model // num_heads
-
-
-def slice_width(name: str, d_model: int, num_heads: int) -> int:
-    """The width of a head's slice of the stream."""
-    if d_model % at_least_one_head(num_heads):
-        raise ValueError(
-            f"num_heads {num_heads} does not divide d_model {d_model}: {name} gives each head a slice of it"
-        )
-    return d_model // num_heads
-
-
 def at_least_one_head(num_heads: int) -> int:
     """The number of heads, if it can be one."""
     if num_heads < 1:
@@ -386,13 +510,3 @@ def at_least_one(value: int, name: str) -> int:
     if value < 1:
         raise ValueError(f"{name} is {value}: it must be at least 1")
     return value
-
-
-def projection_variance(d_model: int, num_heads: int, d_k: int) -> float:
-    """Variance of a channel of the queries as `ToHeads` draws them, for inputs of variance 1.
-
-    Every parameterisation is initialised so that one score, and one value on the way out, vary as much
-    as with maps of this variance, at the same size and for inputs drawn independently; but where no map is
-    left to do so (scores of `Direct`, values of `IdentityOV`).
-    """
-    return d_model / (d_model + num_heads * d_k)

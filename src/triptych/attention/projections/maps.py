@@ -6,13 +6,15 @@ are `[batch, copies, length, width]`, with one copy for the input of a layer.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import Link
 
 Held = nn.Module | nn.Parameter | None
@@ -36,6 +38,18 @@ class HeadMap(ABC):
     @abstractmethod
     def link(self, held: Held, like: Tensor) -> Link:
         """The map as a link of a chain, a view of what is stored; a fixed map has the dtype of `like`."""
+
+    @property
+    def channels(self) -> tuple[int, int, int] | None:
+        """Of learned matrices alone: how many channels they read and write, and how many pass behind those.
+
+        None for any other map. Such maps can be applied to queries and outputs, in place of what is kept.
+        """
+        return None
+
+    def matrices(self, held: Held) -> tuple[Tensor, Tensor | None]:
+        """Those matrices, `[copies, written, read]`, and biases, `[copies, d_out]`."""
+        raise NotImplementedError
 
 
 class _Linear(HeadMap):
@@ -70,12 +84,21 @@ class ToHeads(_Linear):
     d_in: int
     d_out: int
     copies: int
-    bias: bool
+    bias: bool = False
     variance: float | None = None
 
     @property
     def widths(self) -> tuple[int, int]:
         return self.d_in, self.copies * self.d_out
+
+    @property
+    def channels(self) -> tuple[int, int, int]:
+        return self.d_in, self.d_out, 0
+
+    def matrices(self, held: Held) -> tuple[Tensor, Tensor | None]:
+        weight, bias = _linear(held).weight, _linear(held).bias
+        matrices = weight.view(self.copies, self.d_out, self.d_in)
+        return matrices, None if bias is None else bias.view(self.copies, -1)
 
     def initialise(self, held: Held) -> None:
         _draw(_linear(held), self.variance or 1 / sum(self.widths))
@@ -84,9 +107,8 @@ class ToHeads(_Linear):
         return split_heads(_linear(held)(x[:, 0]), self.copies)
 
     def link(self, held: Held, like: Tensor) -> Link:
-        linear = _linear(held)
-        weight = linear.weight.view(self.copies, self.d_out, self.d_in).mT
-        return Link(weight, None if linear.bias is None else linear.bias.view(self.copies, -1))
+        matrices, bias = self.matrices(held)
+        return Link(matrices.mT, bias)
 
 
 @final
@@ -105,7 +127,7 @@ class FromHeads(_Linear):
     d_in: int
     d_out: int
     num_heads: int
-    bias: bool
+    bias: bool = False
     variance: float | None = None
 
     @property
@@ -282,6 +304,174 @@ class Joined(HeadMap):
         return Link(eye.view(self.num_heads, self.width, joined), learned=False)
 
 
+@final
+@dataclass(frozen=True)
+class LinkMap(HeadMap):
+    """A map of any chain.
+
+    The first `read` channels of its input pass through numbers of its own to the first `written` channels of
+    its output; the next `passed` ones are its last as they are; any others are not read.
+
+    Attributes:
+        d_in: width read; likewise `d_out`, written.
+        copies: how many there are.
+        read: see above; likewise `written` and `passed`.
+        diagonal: whether each channel is scaled by itself.
+        bias: whether there is one.
+        learned: whether its numbers are.
+        norm: after it, without numbers; None without.
+        norm_parts: shapes of the norm's numbers.
+    """
+
+    d_in: int
+    d_out: int
+    copies: int
+    read: int
+    written: int
+    passed: int
+    diagonal: bool
+    bias: bool
+    learned: bool
+    norm: HeadNorm | None
+    norm_parts: dict[str, torch.Size] = field(compare=False)
+
+    @classmethod
+    def of(cls, link: Link) -> "LinkMap":
+        """For a link of a writing; which of its channels pass is read off its numbers."""
+        read, passed = _passing(link)
+        parts = {} if link.norm is None else link.norm.tensors()
+        bare = None if link.norm is None else replace(link.norm, weight=None, bias=None)
+        return cls(
+            d_in=link.d_in,
+            d_out=link.d_out,
+            copies=link.copies,
+            read=read,
+            written=link.d_out - passed,
+            passed=passed,
+            diagonal=link.diagonal,
+            bias=link.bias is not None,
+            learned=link.learned,
+            norm=bare,
+            norm_parts={name: tensor.shape for name, tensor in parts.items()},
+        )
+
+    @property
+    def channels(self) -> tuple[int, int, int] | None:
+        plain = self.learned and not self.diagonal and self.norm is None
+        return (self.read, self.written, self.passed) if plain else None
+
+    def matrices(self, held: Held) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(held, HeldLink)
+        return held.weight, held.bias
+
+    def make(self) -> "HeldLink":
+        return HeldLink(self)
+
+    def initialise(self, held: Held) -> None:
+        assert isinstance(held, HeldLink)
+        with torch.no_grad():
+            if self.diagonal or not self.learned:
+                held.weight.fill_(1.0)
+            else:
+                draw_evenly(held.weight, 1 / (self.read + self.written))
+            for name, parameter in held.named_parameters():
+                if name != "weight":
+                    parameter.fill_(1.0 if name == "norm_weight" else 0.0)
+
+    def apply(self, held: Held, x: Tensor) -> Tensor:
+        assert isinstance(held, HeldLink)
+        return held(x)  # type: ignore[no-any-return]
+
+    def link(self, held: Held, like: Tensor) -> Link:
+        assert isinstance(held, HeldLink)
+        return held.link()
+
+
+@final
+class HeldLink(nn.Module):
+    """The numbers of a `LinkMap`.
+
+    Attributes:
+        weight: `[copies, written, read]`, or `[copies, width]` of a diagonal map; a buffer where it is fixed.
+        bias: `[copies, d_out]` or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, kind: LinkMap) -> None:
+        super().__init__()
+        self.kind = kind
+        weight = (
+            torch.empty(kind.copies, kind.d_out)
+            if kind.diagonal
+            else torch.empty(kind.copies, kind.written, kind.read)
+        )
+        if kind.learned:
+            self.weight = nn.Parameter(weight)
+        else:
+            self.register_buffer("weight", weight)
+        self.bias = nn.Parameter(torch.empty(kind.copies, kind.d_out)) if kind.bias else None
+        for name, shape in kind.norm_parts.items():
+            self.register_parameter(f"norm_{name}", nn.Parameter(torch.empty(shape)))
+
+    @property
+    def norm(self) -> HeadNorm | None:
+        """The norm with its numbers."""
+        norm = self.kind.norm
+        if norm is None or not self.kind.norm_parts:
+            return norm
+        return replace(norm, **{name: getattr(self, f"norm_{name}") for name in self.kind.norm_parts})
+
+    def link(self) -> Link:
+        """As a link of a chain; a view where no channels pass."""
+        weight, kind = self.weight, self.kind
+        if not kind.diagonal:
+            weight = weight.mT
+            if (kind.read, kind.written) != (kind.d_in, kind.d_out):
+                weight = F.pad(weight, (0, kind.passed, 0, kind.d_in - kind.read))
+                if kind.passed:
+                    passing = torch.zeros_like(weight[0])
+                    passing[kind.read : kind.read + kind.passed, kind.written :].fill_diagonal_(1.0)
+                    weight = weight + passing
+        return Link(weight, self.bias, self.norm, kind.learned)
+
+    @torch.no_grad()
+    def load(self, given: Link) -> None:
+        """Take the numbers of a link."""
+        kind, weight = self.kind, given.weight
+        if not kind.diagonal:
+            weight = weight[:, : kind.read, : kind.written].mT
+        self.weight.copy_(weight)
+        if self.bias is not None:
+            self.bias.copy_(torch.zeros_like(self.bias) if given.bias is None else given.bias)
+        for name, tensor in (given.norm.tensors() if given.norm is not None else {}).items():
+            getattr(self, f"norm_{name}").copy_(tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply copy i to stream i, `[batch, streams, length, d_in]`; see `Link`."""
+        kind, streams, weight, bias = self.kind, x.shape[1], self.weight, self.bias
+        if 1 < streams < kind.copies:
+            x = x.repeat_interleave(kind.copies // streams, dim=1)
+        elif kind.copies < streams:
+            weight = weight.repeat_interleave(streams // kind.copies, dim=0)
+            bias = None if bias is None else bias.repeat_interleave(streams // kind.copies, dim=0)
+        if kind.diagonal:
+            y = x * weight[:, None, :]
+        else:
+            read = x[..., : kind.read]
+            if streams == 1:
+                y = split_heads(F.linear(read[:, 0], weight.flatten(0, 1)), kind.copies)
+            else:
+                y = through_own_map(read, weight.mT)
+            if kind.passed:
+                rest = x[..., kind.read : kind.read + kind.passed].expand(-1, y.shape[1], -1, -1)
+                y = torch.cat([y, rest], dim=-1)
+        y = y if bias is None else y + bias[:, None, :]
+        norm = self.norm
+        return y if norm is None else norm(y)
+
+
 def split_heads(
     x: Float[Tensor, "batch length joined"], num_heads: int
 ) -> Float[Tensor, "batch num_heads length width"]:
@@ -329,3 +519,21 @@ def _linear(held: Held) -> nn.Linear:
 def _parameter(held: Held) -> nn.Parameter:
     assert isinstance(held, nn.Parameter)
     return held
+
+
+def _passing(link: Link) -> tuple[int, int]:
+    """How many channels pass through the numbers of a link, and how many come out at the end as they are."""
+    d_in, d_out = link.d_in, link.d_out
+    if link.diagonal or not link.learned:
+        return d_in, 0
+    weight = link.weight
+    nonzero = weight.ne(0).any(dim=2).any(dim=0).nonzero()
+    read = int(nonzero.max()) + 1 if len(nonzero) else d_in
+    as_it_is = torch.zeros_like(weight[0])
+    rows = torch.arange(max(0, d_in - d_out), d_in)
+    as_it_is[rows, rows + d_out - d_in] = 1.0
+    alike = (weight == as_it_is).all(dim=2).all(dim=0).tolist()
+    passed = next((i for i, same in enumerate(reversed(alike)) if not same), d_in)
+    if passed in (0, d_in, d_out) or bool(weight[:, : d_in - passed, d_out - passed :].any()):
+        return read, 0
+    return d_in - passed, passed

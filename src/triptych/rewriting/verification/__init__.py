@@ -9,10 +9,10 @@ from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionSource
 from triptych.errors import DataError, UsageError
 from triptych.files import file_hash
+from triptych.opening import read_whole_text
 from triptych.rewriting.certificate import Certificate, Probes, read_certificate
 from triptych.rewriting.inputs import INPUTS, read_inputs
 from triptych.rewriting.measuring import PROBES
-from triptych.rewriting.running import read_whole_text
 from triptych.rewriting.verification.check import Claim, listed, stated
 from triptych.rewriting.verification.files import files_as_written, hashes, nothing_else
 from triptych.rewriting.verification.layers import (

@@ -7,6 +7,7 @@ import torch
 
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource
 from triptych.errors import TriptychError
+from triptych.opening import Seen, open_text_model
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import Certificate, LayerRecord, Measured, NormRecord, StepRecord
 from triptych.rewriting.formats import format_of
@@ -22,9 +23,7 @@ from triptych.rewriting.measuring import (
     rounding_of_maps,
     total_errors,
 )
-from triptych.rewriting.opening import open_runnable
 from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER, coarsest_changed
-from triptych.rewriting.running import Seen
 from triptych.rewriting.verification.check import Claim, listed, near
 from triptych.storage.tensors import open_tensors
 
@@ -177,7 +176,7 @@ def inputs_of_text(inputs: Mapping[str, Seen], original: Path, source: Attention
     """Check that the stored inputs are the original's inputs for this text."""
     claim = "inputs kept of the text"
     try:
-        model = open_runnable(original)
+        model = open_text_model(original)
         found = gather_inputs(model, source, model.windows(text, MOST_TOKENS))
     except TriptychError as error:
         return Claim(claim, False, str(error))

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from triptych.checkpoints.layer import AttentionSource
 from triptych.errors import TriptychError
+from triptych.opening import first_line, open_text_model, why_not_run
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import RANDOM_TOKENS, Certificate, EndToEnd
 from triptych.rewriting.comparing import why_no_rounding
-from triptych.rewriting.opening import can_run, open_runnable
 from triptych.rewriting.rounding import coarsest_changed
-from triptych.rewriting.running import Compared, compared, first_line
+from triptych.rewriting.running import Compared, compared
 from triptych.rewriting.verification.check import Claim, listed, near
 from triptych.storage.tensors import open_tensors
 from triptych.storage.untrusted import shown
@@ -46,11 +46,11 @@ def models_again(
     if text is None and not on_random_tokens(certified):
         yield from not_compared(certificate, f"give the text, {shown(certified.text)}, with --text")
         return
-    if text is None and (reason := can_run(original)):
+    if text is None and (reason := why_not_run(original)):
         yield from not_compared(certificate, reason)
         return
     try:
-        one = open_runnable(original)
+        one = open_text_model(original)
     except TriptychError as error:
         if text is not None:
             raise
@@ -60,7 +60,7 @@ def models_again(
         windows = (
             one.random_windows(certificate.probes.seed) if text is None else one.windows(text, MOST_TOKENS)
         )
-        other = open_runnable(folder)
+        other = open_text_model(folder)
         found = compared(one, other, windows)
     except (TriptychError, RuntimeError, ValueError, LookupError, TypeError) as error:
         yield Claim(_WHOLE_MODELS, False, first_line(error))

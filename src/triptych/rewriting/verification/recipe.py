@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from triptych.algebra.rewrites.registry import read_rewrite
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.errors import TriptychError
+from triptych.opening import first_line
 from triptych.rewriting.certificate import Cost, LayerRecord, NormRecord, StepRecord
 from triptych.rewriting.layers import RewrittenLayer
 from triptych.rewriting.measuring import measure_change, rounding_of
@@ -24,7 +25,6 @@ from triptych.rewriting.planning import (
 )
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER
-from triptych.rewriting.running import first_line
 from triptych.rewriting.verification.check import Claim, listed, near, same_words, stated
 from triptych.rewriting.verification.layers import CheckpointPair
 

@@ -1,6 +1,7 @@
-"""Models that `transformers` runs. Code that came with a checkpoint is never executed."""
+"""Models that `transformers` runs where we do not. Code that came with a checkpoint is never executed."""
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -9,24 +10,30 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionSource, Site
-from triptych.errors import DataError
-from triptych.rewriting.running import (
+from triptych.checkpoints.source import Source, find_source
+from triptych.errors import DataError, UsageError
+from triptych.extras import is_installed
+from triptych.opening.opened import open_model
+from triptych.opening.reader import Reader
+from triptych.opening.text_model import (
+    RANDOM_TOKENS,
     RANDOM_WINDOWS,
     WINDOW_TOKENS,
-    RunnableModel,
     Seen,
+    TextKind,
+    TextModel,
     Window,
     first_line,
-    read_pairs,
-    up_to,
-    windows_of_text,
 )
 from triptych.storage.untrusted import LONGEST_TOKENIZER, require_regular
 
+_NO_TRANSFORMERS = "transformers, which would run it, is not installed: pip install 'triptych[run]'"
+
 
 @final
-class TransformersModel(RunnableModel):
+class TransformersModel(TextModel):
     """A model of `transformers`, in float32."""
 
     def __init__(self, path: Path) -> None:
@@ -34,7 +41,7 @@ class TransformersModel(RunnableModel):
 
         transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self._path = path
+        self._path, self.name = path, str(path)
         try:
             for file in path.iterdir():
                 if not file.is_dir():
@@ -55,8 +62,8 @@ class TransformersModel(RunnableModel):
                 attn_implementation="eager",
                 output_loading_info=True,
             )
-            self.model, found = loaded
-            self.model.eval()
+            self._model, found = loaded
+            self._model.eval()
         # Whatever a model's own code says of a checkpoint, it comes in many classes.
         except Exception as error:
             raise DataError(f"{path}: transformers cannot load it: {first_line(error)}") from error
@@ -66,7 +73,7 @@ class TransformersModel(RunnableModel):
         _fill_with_nan(self.model, self._missing)
         self.by = f"transformers {transformers.__version__}"
         self._config: Any = config
-        self.kind = (
+        self._kind: TextKind = (
             "pairs"
             if config.is_encoder_decoder
             else "causal"
@@ -74,28 +81,33 @@ class TransformersModel(RunnableModel):
             else "encoder"
         )
 
-    def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
-        """Windows of 128 tokens side by side; for pairs a line with a tab is one, for encoders a line."""
-        if self.kind == "pairs":
-            return up_to(most_tokens, self._pairs(text))
-        length = self._at_most(WINDOW_TOKENS)
-        return windows_of_text(text, most_tokens, length, self._encode, causal=self.kind == "causal")
+    @property
+    def kind(self) -> TextKind:
+        return self._kind
+
+    @property
+    def model(self) -> Any:
+        return self._model
+
+    def copied(self) -> "TransformersModel":
+        found = copy.copy(self)
+        found._model = copy.deepcopy(self._model)
+        return found
 
     def random_windows(self, seed: int) -> Iterator[Window]:
         generator = torch.Generator().manual_seed(seed)
         size = int(self._config.get_text_config().vocab_size)
-        length = self._at_most(32) - 4
+        length = min(RANDOM_TOKENS, self._longest()) - 4
         for _ in range(RANDOM_WINDOWS):
             ids = torch.randint(0, size, (1, max(4, length)), generator=generator)
             inputs = {"input_ids": ids}
             if self.kind == "pairs":
                 inputs["decoder_input_ids"] = torch.randint(0, size, ids.shape, generator=generator)
-            yield Window(inputs, None)
+            yield Window(inputs)
 
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:
         """One forward pass."""
-        self.seen = {}
         try:
             found = self.model(**window.inputs)
         # What a model's own code says of tokens comes in many classes.
@@ -110,28 +122,25 @@ class TransformersModel(RunnableModel):
             raise DataError(f"{self._path}: there is no tensor for {self._missing[0]}")
         return result
 
-    def watch(self, source: AttentionSource, sites: Sequence[Site]) -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        for site in sites:
-            of_queries, of_keys = source.input_modules(site)
+    def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
+        found: dict[str, list[Seen]] = {}
 
-            def hear(
-                module: nn.Module, given: tuple[Any, ...], *, site: Site = site, key: bool = False
-            ) -> None:
-                x = given[0].detach()
-                x = x.reshape(1, -1, x.shape[-1])  # some layers put all sequences one behind the other
-                if not key:
-                    self.seen.setdefault(site.name, []).append(Seen(x, None))
-                elif site.kind == "cross":
-                    last = self.seen[site.name].pop()
-                    self.seen[site.name].append(Seen(last.x, x))
+        def record(module: nn.Module, given: tuple[Any, ...], *, site: Site, key: bool) -> None:
+            x = given[0].detach()
+            x = x.reshape(1, -1, x.shape[-1])  # some layers put all sequences one behind the other
+            seen = found.setdefault(site.name, [])
+            seen.append(Seen(seen.pop().x, x) if key else Seen(x, None))
 
-            for name, key in ((of_queries, False), (of_keys, True)):
-                if not key or site.kind == "cross":
-                    stack.callback(
-                        self._module(name).register_forward_pre_hook(partial(hear, key=key)).remove
-                    )
-        return stack
+        with contextlib.ExitStack() as stack:
+            for site in sites:
+                names = source.input_modules(site)
+                for name, key in zip(
+                    names if site.kind == "cross" else names[:1], (False, True), strict=False
+                ):
+                    hook = partial(record, site=site, key=key)
+                    stack.callback(self._module(name).register_forward_pre_hook(hook).remove)
+            self.outputs(window)
+        return found
 
     def attention_module(self, site: Site) -> nn.Module:
         """The module whose name in memory is closest to the layer's name in the file."""
@@ -165,21 +174,16 @@ class TransformersModel(RunnableModel):
         except Exception as error:
             raise DataError(f"{self._path}: its tokenizer cannot be loaded: {first_line(error)}") from error
 
-    def _at_most(self, tokens: int) -> int:
-        """A number of tokens, limited to the positions that the model has."""
+    def _longest(self) -> int:
         config = self._config.get_text_config()
-        return min(tokens, int(getattr(config, "max_position_embeddings", None) or tokens))
+        return int(getattr(config, "max_position_embeddings", None) or 4 * WINDOW_TOKENS)
 
-    def _pairs(self, text: Path) -> Iterator[Window]:
-        start = torch.tensor([self._config.decoder_start_token_id])
-        for source, target in read_pairs(text):
-            wanted = torch.tensor(self._encode(target, True, target=True)[: self._at_most(WINDOW_TOKENS)])
-            read = self._encode(source, True)[: self._at_most(4 * WINDOW_TOKENS)]
-            inputs = {
-                "input_ids": torch.tensor([read]),
-                "decoder_input_ids": torch.cat([start, wanted[:-1]])[None],
-            }
-            yield Window(inputs, wanted)
+    def _pair(self, source: str, target: str) -> Window:
+        start, longest = torch.tensor([self._config.decoder_start_token_id]), self._longest()
+        wanted = torch.tensor(self._encode(target, True, target=True)[: min(WINDOW_TOKENS, longest)])
+        read = self._encode(source, True)[: min(4 * WINDOW_TOKENS, longest)]
+        shifted = torch.cat([start, wanted[:-1]])[None]
+        return Window({"input_ids": torch.tensor([read]), "decoder_input_ids": shifted}, wanted)
 
 
 def _fill_with_nan(model: nn.Module, names: Sequence[str]) -> None:
@@ -211,3 +215,50 @@ def _renamed(name: str) -> Iterator[str]:
     )
     yield new
     yield new.replace("encoder.layer.", "layers.")
+
+
+def open_text_model(path: Path) -> TextModel:
+    """A model ready to read texts on the CPU, in float32 but for translators of a recipe or Marian's.
+
+    triptych runs every model that it can, and `transformers` the others.
+    """
+    source = find_source(path)
+    try:
+        return _own(source)
+    except (DataError, UsageError) as error:
+        if _is_run_by_us_alone(source):
+            raise
+        if not is_installed("transformers"):
+            raise UsageError(f"{error}; {_NO_TRANSFORMERS}") from None
+    return TransformersModel(path)
+
+
+def why_not_run(path: Path) -> str:
+    """Why a model cannot be run here; "" if it can."""
+    if not path.is_dir():
+        return "it is not a folder"
+    source = find_source(path)
+    if _is_run_by_us_alone(source) or is_installed("transformers"):
+        return ""
+    try:
+        _own(source)
+    except (DataError, UsageError) as error:
+        return f"{error}; {_NO_TRANSFORMERS}"
+    return ""
+
+
+def _own(source: Source) -> Reader:
+    """A model that triptych runs."""
+    dtype = None if _is_run_by_us_alone(source) else torch.float32
+    opened = open_model(source, "cpu", dtype)
+    if opened.translates:
+        if opened.unsearched is not None:
+            raise opened.unsearched
+        return Reader(opened)
+    checkpoint = open_checkpoint(source, mapped=True)
+    return Reader(opened, checkpoint.longest_text(checkpoint.sites[0]))
+
+
+def _is_run_by_us_alone(source: Source) -> bool:
+    """Whether a model is one of ours that translates, or a Marian translator, which becomes one."""
+    return source.translates and (source.is_own or source.record.get("model_type") == "marian")

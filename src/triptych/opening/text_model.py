@@ -1,0 +1,162 @@
+"""What reads texts: a model of ours (`Reader`), or one of a family that `transformers` runs."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from triptych.checkpoints.layer import AttentionSource, Site
+from triptych.errors import UsageError
+
+WINDOW_TOKENS = 128
+RANDOM_WINDOWS, RANDOM_TOKENS = 4, 32
+TextKind = Literal["causal", "pairs", "encoder"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Window:
+    """The input of a model for a piece of text.
+
+    Attributes:
+        inputs: token ids by argument, `[1, length]` each: `input_ids`, and `decoder_input_ids` for pairs.
+        targets: the token that comes next at each position, `[length]`; None where nothing is predicted.
+    """
+
+    inputs: Mapping[str, Tensor]
+    targets: Tensor | None = None
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """The inputs of a layer: `x` for the queries, and `memory` for keys and values in cross-attention."""
+
+    x: Tensor
+    memory: Tensor | None
+
+
+class TextModel(ABC):
+    """A model that reads texts.
+
+    Attributes:
+        name: its path, or its name on the Hub.
+        by: the library that runs it.
+        kind: how it reads text.
+        model: its module.
+    """
+
+    name: str
+    by: str
+
+    @property
+    @abstractmethod
+    def kind(self) -> TextKind: ...
+
+    @property
+    @abstractmethod
+    def model(self) -> nn.Module: ...
+
+    @abstractmethod
+    def copied(self) -> "TextModel":
+        """The same with a copy of the module, which may be changed."""
+
+    def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
+        """Windows of 128 tokens side by side; for encoders a line is one, for pairs a line with a tab."""
+        if self.kind == "pairs":
+            pairs = (self._pair(source, target) for source, target in read_pairs(text))
+            return _up_to(most_tokens, pairs)
+        whole, length = read_whole_text(text), min(WINDOW_TOKENS, self._longest())
+        if self.kind == "causal":
+            ids = torch.tensor(self._encode(whole, False)[: most_tokens + 1])
+            return _side_by_side(ids, length)
+        lines = (self._encode(line, True)[:length] for line in whole.splitlines() if line.strip())
+        return _up_to(most_tokens, (Window({"input_ids": torch.tensor([ids])}) for ids in lines))
+
+    @abstractmethod
+    def random_windows(self, seed: int) -> Iterator[Window]:
+        """Windows of random tokens."""
+
+    @abstractmethod
+    def outputs(self, window: Window) -> Tensor:
+        """Logits, or hidden states of a model without a vocabulary on top, `[length, width]`."""
+
+    @abstractmethod
+    def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
+        """Run a window: the inputs of some attention layers by name, one for each use of a layer."""
+
+    @abstractmethod
+    def attention_module(self, site: Site) -> nn.Module:
+        """The module of an attention layer."""
+
+    def attention_outputs(self, source: AttentionSource, window: Window) -> list[tuple[str, Tensor]]:
+        """The outputs of attention layers with their names, in the order in which they run."""
+        found: list[tuple[str, Tensor]] = []
+
+        def keep(module: nn.Module, given: Any, output: Any, *, name: str) -> None:
+            found.append((name, output if isinstance(output, Tensor) else output[0]))
+
+        with ExitStack() as stack:
+            for site in source.sites:
+                hook = partial(keep, name=site.name)
+                stack.callback(self.attention_module(site).register_forward_hook(hook).remove)
+            self.outputs(window)
+        return found
+
+    @abstractmethod
+    def _longest(self) -> int:
+        """Tokens of a text that the model is made for."""
+
+    @abstractmethod
+    def _encode(self, text: str, special: bool) -> list[int]: ...
+
+    @abstractmethod
+    def _pair(self, source: str, target: str) -> Window: ...
+
+
+def _side_by_side(ids: Tensor, length: int) -> Iterator[Window]:
+    """Windows of so many tokens, each token after the first predicted once."""
+    for start in range(0, len(ids) - 1, length):
+        piece = ids[start : start + length + 1]
+        yield Window({"input_ids": piece[None, :-1]}, piece[1:])
+
+
+def _up_to(most_tokens: int, windows: Iterable[Window]) -> Iterator[Window]:
+    """Windows until so many tokens are predicted, or read where nothing is predicted."""
+    done = 0
+    for window in windows:
+        yield window
+        done += window.inputs["input_ids"].shape[1] if window.targets is None else len(window.targets)
+        if done >= most_tokens:
+            return
+
+
+def read_pairs(path: Path) -> Iterator[tuple[str, str]]:
+    """The lines of a text, each a source, a tab and a target."""
+    for number, line in enumerate(read_whole_text(path).splitlines(), start=1):
+        source, tab, target = line.partition("\t")
+        if not tab:
+            raise UsageError(f"{path}, line {number}: expected a source, a tab and a target")
+        yield source, target
+
+
+def read_whole_text(path: Path) -> str:
+    """Read a text file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: it is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error that is not empty."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200]

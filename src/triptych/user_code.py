@@ -1,0 +1,120 @@
+"""Files of a user's own classes, such as a parameterisation of attention: `FILE.py:CLASS` names one.
+
+A file is executed because a person names it: in a recipe that is trained, in a study, or with `--code`. A run
+keeps the file's name and SHA-256 and nothing of its text, so opening a run executes nothing that came with
+it. A file is known by its name, without the folder, until another of that name is given.
+"""
+
+import hashlib
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, final
+
+from triptych.errors import UsageError
+
+_NAME = re.compile(r"([^/\\:]+\.py):([A-Za-z_]\w*)")
+
+
+@final
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    sha256: str
+    module: ModuleType
+
+
+_FILES: dict[str, _File] = {}
+
+
+def use_code(path: str | Path) -> None:
+    """Execute a file, whose classes can then be named."""
+    path = Path(path).absolute()
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be read ({error.strerror}): --code FILE says where a file of classes lies"
+        ) from None
+    sha256 = hashlib.sha256(source).hexdigest()
+    known = _FILES.get(path.name)
+    if known is not None and known.sha256 == sha256:
+        _FILES[path.name] = _File(path, sha256, known.module)
+        return
+    # Of the same text every process makes a module of the same name: what it defines can be pickled.
+    module = ModuleType(f"triptych_code_{sha256[:16]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(source, str(path), "exec"), vars(module))
+    except Exception as error:  # noqa: BLE001 (whatever somebody's file raises)
+        del sys.modules[module.__name__]
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise UsageError(f"{path}{line}: {type(error).__name__}: {error}") from None
+    _FILES[path.name] = _File(path, sha256, module)
+
+
+def use_named(tree: Any) -> None:
+    """Execute the files that a person's own recipe or study names: those of the current folder.
+
+    A file that was given stays the one of its name, and is read again.
+    """
+    for name in sorted(named_files(tree)):
+        use_code(_FILES[name].path if name in _FILES else name)
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is of a class in a file."""
+    return ".py:" in name
+
+
+def find_class(name: str) -> type:
+    """The class of a name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise UsageError(
+            f"{name!r} is not FILE.py:CLASS: leave out the folder, and give it with --code FOLDER/FILE.py"
+        )
+    file, own = match.groups()
+    if file not in _FILES:
+        raise UsageError(
+            f"{name!r} is in a file that is never executed by itself: give it with --code {file} "
+            f'(code="{file}" in Python)'
+        )
+    found = getattr(_FILES[file].module, own, None)
+    if not isinstance(found, type):
+        raise UsageError(f"{_FILES[file].path} has no class {own}")
+    return found
+
+
+def named_files(tree: Any) -> set[str]:
+    """The files of all classes that a tree of plain values names."""
+    if isinstance(tree, str):
+        match = _NAME.fullmatch(tree)
+        return set() if match is None else {match[1]}
+    values: Iterable[Any] = tree.values() if isinstance(tree, Mapping) else ()
+    values = tree if isinstance(tree, list | tuple) else values
+    return set[str]().union(*map(named_files, values))
+
+
+def digests(tree: Any) -> dict[str, str]:
+    """By file that a tree names, its SHA-256."""
+    return {name: _FILES[name].sha256 for name in sorted(named_files(tree)) if name in _FILES}
+
+
+def require_digests(wanted: Mapping[str, str]) -> None:
+    """Check that the files are those that a run was trained with."""
+    for name, sha256 in wanted.items():
+        if name in _FILES and _FILES[name].sha256 != sha256:
+            raise UsageError(
+                f"{_FILES[name].path} (SHA-256 {_FILES[name].sha256[:12]}…) is not the {name} that the run "
+                f"was trained with ({sha256[:12]}…): give that file with --code"
+            )
+
+
+def paths() -> list[Path]:
+    """Where the files lie that were given, for another process."""
+    return [file.path for file in _FILES.values()]

@@ -1,0 +1,186 @@
+"""A user's own attention class, as docs/own-attention.md shows it: trained, resumed, opened, compared."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import triptych
+from studying import BASE
+from triptych import user_code
+from triptych.attention import MultiHeadAttention
+from triptych.cli.main import run as run_command
+from triptych.decoding.workers import Searcher, WorkerPool
+from triptych.errors import TriptychError, UsageError
+from triptych.models import EncoderDecoder, ModelConfig
+from triptych.opening import open_model
+
+PAGE = Path(__file__).parent.parent / "docs" / "own-attention.md"
+STUDY = """
+name = "turned"
+base = "base.toml"
+seeds = 3
+noise = false
+[set]
+training.max_steps = 2
+[variants.factored]
+[variants.turned]
+model.attention.projections = "mine.py:TurnedValues"
+"""
+
+
+def block(language: str) -> str:
+    found = re.search(rf"^```{language}\n(.*?)^```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder with the page's files, in a process that has been given no code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(user_code, "_FILES", {})
+    (tmp_path / "text.txt").write_text("the cat sat on the mat.\n" * 40)
+    (tmp_path / "mine.py").write_text(block("python"))
+    (tmp_path / "base.toml").write_text(BASE)
+    (tmp_path / "recipe.toml").write_text(BASE + block("toml"))
+    (tmp_path / "study.toml").write_text(STUDY)
+    return tmp_path
+
+
+@pytest.fixture
+def run(place: Path) -> Path:
+    """A run that was trained, in a process that has forgotten the file."""
+    triptych.train(triptych.read_recipe(place / "recipe.toml"), place / "run")
+    user_code._FILES.clear()
+    return place / "run"
+
+
+def test_the_page_works_from_training_to_a_study(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(block("python").splitlines()) < 30
+    for line in block("console").splitlines():
+        monkeypatch.setattr(sys, "argv", shlex.split(line)[1:])
+        with pytest.raises(SystemExit) as stop:
+            run_command()
+        assert not stop.value.code, f"{line}\n{capsys.readouterr().err}"
+        user_code._FILES.clear()  # each command is a process of its own
+    assert not list(place.glob("studies/turned/**/*.py")), "a run keeps no code"
+    assert len(list(place.glob("studies/turned/runs/*.result.json"))) == 6
+
+
+def test_the_layer_computes_what_its_class_says(place: Path) -> None:
+    user_code.use_code("mine.py")
+    layer = MultiHeadAttention(16, 2, triptych.parameterisation("mine.py:TurnedValues", d_k=4)).double()
+    x = torch.randn(2, 5, 16, dtype=torch.double, requires_grad=True)
+    maps = layer.projections
+    q, v = (map_.weight.view(2, 4, 16) for map_ in (maps.q_proj, maps.v_proj))
+    wanted = torch.zeros(2, 5, 16, dtype=torch.double)
+    for i in range(2):
+        values = x @ v[i].T
+        scores = (x @ q[i].T) @ (values @ maps.turn[i].T).mT / 2
+        wanted = wanted + scores.softmax(-1) @ values @ maps.o_proj.weight[:, 4 * i : 4 * i + 4].T
+    found = layer(x).output
+    torch.testing.assert_close(found, wanted)
+    parameters = [x, *layer.parameters()]
+    for one, other in zip(
+        torch.autograd.grad(found.square().sum(), parameters),
+        torch.autograd.grad(wanted.square().sum(), parameters),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_decoding_continues_as_the_plain_formula_does(run: Path) -> None:
+    continued = triptych.load(run, code="mine.py").generate("the cat", max_new_tokens=8)
+    opened = open_model(run)
+    ids = list(opened.tokenizer.encode(["the cat"], add_special=True)[0])
+    prompt = len(ids)
+    for _ in range(8):
+        ids.append(int(opened.language_model(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert continued.text == opened.tokenizer.decode([ids[prompt:]])[0]
+
+
+def test_translators_search_in_other_processes_with_it(place: Path) -> None:
+    user_code.use_code("mine.py")
+    site = {"projections": "mine.py:TurnedValues"}
+    config = ModelConfig.model_validate(
+        {
+            **{"d_model": 16, "d_ff": 16, "num_heads": 2, "tie_embeddings": "none"},
+            "encoder": {"num_layers": 1, "attention": site},
+            "decoder": {"num_layers": 1, "attention": site, "cross_attention": site},
+        }
+    )
+    model = EncoderDecoder.of(config, 20, 20).eval()
+    pool = WorkerPool(logits_of, (model,))
+    try:
+        pool.start(1)
+        pool.wait_until_ready()
+    finally:
+        pool.close()
+
+
+def logits_of(model: EncoderDecoder) -> Searcher:
+    """What another process makes of a model: it must have its classes."""
+    assert type(model.decoder[0].self_attention.parameterisation).__name__ == "TurnedValues"
+    return lambda sentences: []
+
+
+def test_opening_a_run_executes_nothing_of_it_and_says_what_to_do(run: Path) -> None:
+    (run / "mine.py").write_text("raise SystemExit('executed')")
+    for opened in (
+        lambda: triptych.load(run).generate("the cat"),
+        lambda: triptych.load(run).inspect(),
+        lambda: triptych.resume(run),
+        lambda: triptych.read_recipe(run / "recipe.toml"),
+    ):
+        with pytest.raises(UsageError, match=r"mine\.py:TurnedValues.*give it with --code mine\.py"):
+            opened()
+
+
+def test_a_run_whose_files_hide_the_digest_is_executed_no_more(run: Path) -> None:
+    recipe = run / "recipe.toml"
+    recipe.write_text(re.sub(r"\[code\]\n.*\n", "", recipe.read_text()))
+    config = run / "config.json"
+    config.write_text(re.sub(r',\s*"code": \{[^}]*\}', "", config.read_text()))
+    with pytest.raises(UsageError, match="give it with --code"):
+        triptych.read_recipe(recipe)
+    with pytest.raises(TriptychError, match="without the SHA-256"):
+        triptych.load(run, code="mine.py").generate("the cat")
+
+
+def test_another_file_than_the_runs_is_refused(run: Path) -> None:
+    other = run.parent / "other"
+    other.mkdir()
+    (other / "mine.py").write_text((run.parent / "mine.py").read_text() + "\n# changed\n")
+    for opened in (
+        lambda: triptych.load(run, code=other / "mine.py").generate("the cat"),
+        lambda: triptych.resume(run, code=other / "mine.py"),
+    ):
+        with pytest.raises(UsageError, match=r"is not the mine\.py that the run was trained with"):
+            opened()
+    assert triptych.load(run, code="mine.py").generate("the cat", max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def broken(:\n", r"mine\.py, line 1: SyntaxError"),
+        ("import no_such_library\n", r"mine\.py: ModuleNotFoundError: .*no_such_library"),
+        ("class TurnedValues:\n    pass\n", "is no Parameterisation"),
+        ("x = 1\n", r"mine\.py has no class TurnedValues"),
+    ],
+)
+def test_a_file_that_is_not_as_it_should_be_is_said_in_one_line(place: Path, text: str, message: str) -> None:
+    (place / "mine.py").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        triptych.read_recipe(place / "recipe.toml")
+
+
+def test_an_option_that_the_class_does_not_have_is_refused(place: Path) -> None:
+    with pytest.raises(UsageError, match=r"d_kk: did you mean d_k\?"):
+        triptych.read_recipe(place / "recipe.toml", ["model.attention.d_kk=3"])
